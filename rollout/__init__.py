@@ -1,0 +1,41 @@
+"""What a trainer installs: the wire contract, the client and the command line.
+
+Nothing in this package imports Flask, Celery, Redis or torch.
+"""
+
+from rollout.schema import (
+    Blame,
+    Limits,
+    Rollout,
+    RolloutRequest,
+    SamplingParams,
+    Stage,
+    State,
+)
+from rollout.trajectory import Chain, Segment, Trajectory
+
+__all__ = [
+    "AsyncClient",
+    "Blame",
+    "Chain",
+    "Client",
+    "Limits",
+    "Rollout",
+    "RolloutRequest",
+    "SamplingParams",
+    "Segment",
+    "Stage",
+    "State",
+    "Trajectory",
+    "__version__",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    # The clients pull in httpx (50 ms); workers and gateway import this package without it.
+    if name in ("Client", "AsyncClient"):
+        from rollout import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'rollout' has no attribute {name!r}")

@@ -1,0 +1,291 @@
+"""What the command line shows: a trajectory for a reader, tables, and the progress bar."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rollout.schema import Rollout, State
+from rollout.trajectory import Message, Segment
+
+STATE_STYLE = {
+    State.COMPLETED: "green",
+    State.FAILED: "red",
+    State.TIMED_OUT: "yellow",
+    State.CANCELLED: "magenta",
+}
+ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+STAGES = ("queued", "init", "run", "eval")
+MAX_SHOWN_CHARS = 4000
+"""Of one message; the record itself is whole."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, by nearest rank; 0.0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def mean_reward(rollouts: Iterable[Rollout]) -> float | None:
+    """Mean over the rollouts that have a reward; None when none has."""
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def state_text(state: State | str) -> Text:
+    state = State(state)
+    return Text(state.value, style=STATE_STYLE.get(state, "blue"))
+
+
+def _grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
+
+
+# ---------------------------------------------------------------------------------- one rollout
+
+
+def rollout_view(rollout: Rollout) -> RenderableType:
+    """A rollout to read: facts, the conversation with its token counts, the outcome."""
+    parts: list[RenderableType] = [Rule(f"rollout {rollout.id}"), _grid(_facts(rollout)), Text()]
+    chains = rollout.trajectory.chains if rollout.trajectory else []
+    for number_, chain in enumerate(chains):
+        if len(chains) > 1:
+            parts.append(Rule(f"chain {number_}", style="dim"))
+        parts += _conversation(chain.segments)
+    if not chains:
+        parts.append(Text("no model call was recorded", style="dim"))
+    if rollout.error:
+        error = rollout.error
+        where = f" in {error.stage.value}" if error.stage else ""
+        parts.append(Text(f"{error.blame.value} error{where}: {error.type}: {error.message}", style="red"))
+        if error.traceback:
+            parts.append(Text(error.traceback.rstrip(), style="dim"))
+    parts.append(_grid(_outcome(rollout)))
+    return Group(*parts)
+
+
+def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = [
+        ("state", state_text(rollout.state)),
+        ("handler", f"{rollout.handler}   attempt {rollout.attempt}   group {rollout.group_id}"),
+        ("task", _shorten(json.dumps(rollout.request.task, ensure_ascii=False), 400)),
+    ]
+    if rollout.sandbox:
+        box = rollout.sandbox
+        text = f"{box.runtime} on {box.node}, image {box.image or '–'}"
+        if box.start_ms is not None:
+            text += f", started in {box.start_ms:.0f} ms"
+        if box.isolation_missing:
+            text += f"; not isolated or limited: {', '.join(box.isolation_missing)}"
+        rows.append(("sandbox", text))
+    if rollout.backend:
+        rows.append(("backend", rollout.backend))
+    return rows
+
+
+def _conversation(segments: Sequence[Segment]) -> list[RenderableType]:
+    """Segments as messages. Ids before a message's own segment (spans of a weight swap) are added up."""
+    parts: list[RenderableType] = []
+    turn = 0
+    last_call: str | None = None
+    for segment in segments:
+        if segment.sampled and (segment.call_id is None or segment.call_id != last_call):
+            turn += 1
+            last_call = segment.call_id
+        note = f"{len(segment.token_ids)} tokens"
+        if segment.sampled:
+            logprob = sum(segment.logprobs or [0.0]) / max(1, len(segment.token_ids))
+            note = f"turn {turn}, {note} sampled, mean log-prob {logprob:.2f}"
+            note += f", version {segment.policy_version or '–'}"
+            if segment.finish_reason:
+                note += f", {segment.finish_reason}"
+        heading = Text(segment.role, style=f"bold {ROLE_STYLE[segment.role]}")
+        parts.append(heading.append(f"  {note}", style="not bold dim"))
+        parts += [Padding(_message(message), (0, 0, 0, 2)) for message in segment.messages]
+    parts.append(Text())
+    return parts
+
+
+def _message(message: Message) -> Text:
+    text = Text(overflow="fold")
+    if message.reasoning:
+        text.append(_shorten(message.reasoning, MAX_SHOWN_CHARS) + "\n", style="italic dim")
+    if message.text:
+        text.append(_shorten(message.text, MAX_SHOWN_CHARS) + "\n")
+    for call in message.tool_calls:
+        arguments = call.arguments
+        # A single argument is shown as it is: a command reads better without JSON's escapes.
+        shown = next(iter(arguments.values())) if len(arguments) == 1 else None
+        text.append(f"→ {call.name} ", style="bold")
+        text.append(
+            _shorten(shown if isinstance(shown, str) else json.dumps(arguments), MAX_SHOWN_CHARS) + "\n"
+        )
+    text.rstrip()
+    return text
+
+
+def _outcome(rollout: Rollout) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = []
+    components = "".join(f"   {name} {value:g}" for name, value in rollout.reward_components.items())
+    rows.append(("reward", f"{number(rollout.reward)}{components}"))
+    if rollout.drop:
+        rows.append(("dropped", rollout.drop_reason or "no reason given"))
+    if rollout.finish_reason:
+        rows.append(("finish", rollout.finish_reason.value))
+    trajectory = rollout.trajectory
+    if trajectory and trajectory.chains:
+        rows.append(
+            (
+                "tokens",
+                f"{len(trajectory.prompt_ids)} prompt, {len(trajectory.response_ids)} response, "
+                f"{trajectory.sampled_tokens} sampled in {trajectory.turns} turns",
+            )
+        )
+        versions = sorted({v for v in trajectory.policy_versions if v is not None})
+        rows.append(("versions", ", ".join(versions) or "–"))
+        rows += [("warning", warning) for warning in trajectory.warnings]
+    times = [
+        f"{stage} {rollout.stage_seconds[stage]:.3f} s" for stage in STAGES if stage in rollout.stage_seconds
+    ]
+    rows.append(("times", ", ".join(times) or "–"))
+    return rows
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} more characters)"
+
+
+# ---------------------------------------------------------------------------------- many rollouts
+
+
+def rollouts_table(rollouts: Sequence[Rollout]) -> Table:
+    """One line a rollout."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "state", "handler", "reward", "turns", "attempt", "seconds", "note"):
+        table.add_column(
+            name,
+            justify="right" if name in ("reward", "turns", "attempt", "seconds") else "left",
+            # An id is there to be copied: where the window is narrow, the others give way.
+            min_width=max((len(r.id) for r in rollouts), default=0) if name == "id" else None,
+        )
+    for rollout in rollouts:
+        end = rollout.finished_at or rollout.updated_at
+        note = rollout.error.message if rollout.error else rollout.drop_reason or ""
+        table.add_row(
+            rollout.id,
+            state_text(rollout.state),
+            rollout.handler,
+            number(rollout.reward),
+            f"{rollout.metrics['turns']:g}" if "turns" in rollout.metrics else "–",
+            str(rollout.attempt),
+            f"{end - rollout.created_at:.1f}",
+            Text(_shorten(note.splitlines()[0] if note else "", 60)),
+        )
+    return table
+
+
+def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> Table:
+    """Reward, turns, tokens, stage times and states of finished rollouts, with trajectories."""
+    table = Table(title=f"{len(rollouts)} rollouts", title_justify="left", box=None, pad_edge=False)
+    for name in ("", "mean", "p50", "p95"):
+        table.add_column(name, justify="left" if not name else "right")
+
+    def row(name: str, values: Sequence[float], digits: int) -> None:
+        mean = sum(values) / len(values) if values else None
+        spread = [percentile(values, share) if values else None for share in (0.5, 0.95)]
+        table.add_row(name, *(number(value, digits) for value in (mean, *spread)))
+
+    with_tokens = [r.trajectory for r in rollouts if r.trajectory]
+    row("reward", [r.reward for r in rollouts if r.reward is not None], 3)
+    row("turns", [t.turns for t in with_tokens], 2)
+    row("tokens sampled", [t.sampled_tokens for t in with_tokens], 1)
+    for stage in STAGES:
+        label = "waiting in queues" if stage == "queued" else f"stage {stage}"
+        row(f"{label} (s)", [r.stage_seconds[stage] for r in rollouts if stage in r.stage_seconds], 3)
+    states = Counter(r.state.value for r in rollouts)
+    table.add_row("states", ", ".join(f"{count} {name}" for name, count in sorted(states.items())))
+    blames = Counter(r.error.blame.value for r in rollouts if r.error)
+    if blames:
+        table.add_row("failures", ", ".join(f"{count} {name}" for name, count in sorted(blames.items())))
+    if seconds:
+        table.add_row("throughput", f"{len(rollouts) / seconds:.1f} rollouts/s over {seconds:.1f} s")
+    return table
+
+
+def status_view(status: dict[str, Any]) -> RenderableType:
+    """What `GET /v1/status` says."""
+    states = status.get("states", {})
+    queues = status.get("queues", {})
+    workers = status.get("workers", {})
+    rows: list[tuple[str, RenderableType]] = [
+        ("version", str(status.get("version", "–"))),
+        ("rollouts", ", ".join(f"{count} {name}" for name, count in states.items() if count) or "none"),
+        ("queues", ", ".join(f"{name} {depth}" for name, depth in queues.items()) or "–"),
+        ("workers", ", ".join(f"{stage} {len(names)}" for stage, names in workers.items()) or "–"),
+    ]
+    backends = status.get("backends", [])
+    for backend in backends:
+        load = f"{backend.get('live_rollouts', 0)} rollouts, load {backend.get('load', 0):g}"
+        version = backend.get("policy_version") or "–"
+        draining = ", draining" if backend.get("draining") else ""
+        rows.append(
+            ("backend", f"{backend['url']} ({backend.get('model')}), version {version}, {load}{draining}")
+        )
+    if not backends:
+        rows.append(("backend", "none: rollouts that need a model wait"))
+    return _grid(rows)
+
+
+class Meter:
+    """Progress on stderr: how many ended, in which states, and the mean reward so far."""
+
+    def __init__(self, total: int | None = None, console: Console | None = None) -> None:
+        self.states: Counter[str] = Counter()
+        self.rewards: list[float] = []
+        self._progress = Progress(
+            TextColumn("rollouts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console or Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=total, note="")
+
+    def __enter__(self) -> Meter:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def add(self, rollout: Rollout) -> None:
+        """Count a rollout that ended."""
+        self.states[rollout.state.value] += 1
+        if rollout.reward is not None:
+            self.rewards.append(rollout.reward)
+        note = ", ".join(f"{count} {name}" for name, count in sorted(self.states.items()))
+        if self.rewards:
+            note += f", mean reward {sum(self.rewards) / len(self.rewards):.3f}"
+        self._progress.update(self._task, advance=1, note=note)
