@@ -1,0 +1,70 @@
+"""The frames of `server/wire.py` over asyncio, and one exchange with a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from sandbox import errors, paths
+from sandbox.server import wire
+
+STREAM_BUFFER_BYTES = 1 << 20
+
+
+class NotListening(errors.SandboxGone):
+    """Nobody took the connection, so nothing of the request was done."""
+
+
+async def connect(socket_path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a Unix socket. Raises NotListening when nobody is there."""
+    try:
+        return await asyncio.open_unix_connection(
+            paths.check_socket_path(socket_path), limit=STREAM_BUFFER_BYTES
+        )
+    except OSError as error:
+        raise NotListening(f"nobody listens on {socket_path}: {error}") from error
+
+
+async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    """Write one frame."""
+    writer.write(wire.encode(message))
+    await writer.drain()
+
+
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Read one frame; None when the peer closed the connection."""
+    try:
+        size = wire.HEADER.unpack(await reader.readexactly(wire.HEADER.size))[0]
+        wire.check_size(size)
+        return json.loads(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def result_of(reply: dict[str, Any] | None, socket_path: str) -> dict[str, Any]:
+    """The result in a reply. Raises what the other side reports, or SandboxGone when there was no reply."""
+    if reply is None:
+        raise errors.SandboxGone(f"the connection to {socket_path} was closed before the answer came")
+    if not reply.get("ok"):
+        raise errors.from_wire(reply.get("error", {}))
+    return reply["result"]
+
+
+async def exchange(socket_path: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """One request on a connection of its own. Raises SandboxGone, SandboxTimeout or what the other side
+    reports.
+    """
+    reader, writer = await connect(socket_path)
+    try:
+        async with asyncio.timeout(timeout):
+            await send(writer, request)
+            return result_of(await receive(reader), socket_path)
+    except TimeoutError as error:
+        raise errors.SandboxTimeout(
+            f"no answer to {request['op']!r} from {socket_path} in {timeout:g} s"
+        ) from error
+    except ConnectionError as error:
+        raise errors.SandboxGone(f"the connection to {socket_path} broke: {error}") from error
+    finally:
+        writer.close()

@@ -1,0 +1,192 @@
+"""The sandbox host: one daemon a node and user, which owns all containers there. `python -m sandbox.host`.
+
+It is not in the way of commands: a client talks to its sandbox's own socket. On its own socket it answers
+`start`, `release`, `release_owner`, `list`, `stats` and `stop`. Started by whoever needs it first
+(`host_client.ensure_host`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sandbox import aio, errors, paths
+from sandbox.containers import Containers
+from sandbox.server.wire import FrameTooLarge
+from sandbox.spec import SandboxSpec
+
+log = logging.getLogger("sandbox.host")
+
+SOCKET_NAME = "host.sock"
+LOCK_NAME = "host.lock"
+LOG_NAME = "host.log"
+
+
+class Host:
+    """Answers requests about the containers of this node."""
+
+    def __init__(self, state: Path):
+        self.state = state
+        self.containers = Containers(state)
+        self._started = time.monotonic()
+        self._stop = asyncio.Event()
+
+    async def run(self, on_ready: Any = None) -> None:
+        """Serve until SIGTERM, SIGINT or `stop`; then end every sandbox and remove what it left."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self.containers.reap)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        await self.containers.sweep()
+        path = self.state / SOCKET_NAME
+        path.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._serve, paths.check_socket_path(str(path)), backlog=512)
+        janitor = asyncio.create_task(self.containers.janitor())
+        path.chmod(0o600)
+        log.info("sandbox host %d serves %s", os.getpid(), path)
+        if on_ready is not None:
+            on_ready()
+        await self._stop.wait()
+        server.close()
+        path.unlink(missing_ok=True)  # from here on a newcomer waits for our lock and starts the next host
+        janitor.cancel()
+        await self.containers.close()
+        log.info("sandbox host %d stopped", os.getpid())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while (request := await aio.receive(reader)) is not None:
+                task = asyncio.create_task(self._answer(request))
+                gone = asyncio.create_task(
+                    reader.read(1) if request.get("op") == "start" else asyncio.Event().wait()
+                )
+                await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    task.cancel()  # whoever asked for the sandbox has hung up; release what was started
+                    await asyncio.wait({task})
+                    return
+                gone.cancel()
+                await asyncio.wait({gone})
+                reply = task.result()
+                await self._deliver(writer, request, reply)
+                if request.get("op") == "stop" or (not gone.cancelled() and request.get("op") == "start"):
+                    return
+        except (ConnectionError, ValueError, FrameTooLarge) as error:
+            log.info("a connection was dropped: %s", error)
+        finally:
+            writer.close()
+
+    async def _deliver(
+        self, writer: asyncio.StreamWriter, request: dict[str, Any], reply: dict[str, Any]
+    ) -> None:
+        """A sandbox whose owner cannot be told of it is released at once."""
+        try:
+            await aio.send(writer, reply)
+        except ConnectionError:
+            if request.get("op") == "start" and reply["ok"]:
+                await self.containers.release(reply["result"]["id"])
+            raise
+
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"ok": True, "result": await self._carry_out(request)}
+        except Exception as error:
+            if not isinstance(error, errors.SandboxError):
+                log.exception("request %r failed", request.get("op"))
+            return {"ok": False, "error": errors.to_wire(error)}
+
+    async def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
+        containers = self.containers
+        match request:
+            case {"op": "start", "spec": dict(spec)}:
+                if self._stop.is_set():
+                    raise errors.SandboxGone("the sandbox host is stopping; ask again for a new one")
+                return (await containers.start(SandboxSpec.from_json(spec))).to_json()
+            case {"op": "release", "id": str(sandbox_id)}:
+                return {"released": int(await containers.release(sandbox_id))}
+            case {"op": "release_owner", "owner": str(owner)}:
+                return {"released": await containers.release_owner(owner)}
+            case {"op": "list"}:
+                return {"sandboxes": containers.list()}
+            case {"op": "stats"}:
+                uptime = round(time.monotonic() - self._started, 1)
+                return containers.stats() | {"pid": os.getpid(), "uptime_s": uptime}
+            case {"op": "stop"}:
+                self._stop.set()
+                return {"pid": os.getpid()}
+        raise errors.SandboxRequestError(
+            f"unknown or incomplete request {request.get('op')!r} to the sandbox host"
+        )
+
+
+def take_lock(state: Path) -> int:
+    """Hold the state directory for the life of this process; returns the open lock. Raises SandboxError if
+    held.
+    """
+    fd = os.open(state / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise errors.SandboxError(f"another sandbox host holds {state / LOCK_NAME}") from error
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return fd
+
+
+def detach() -> None:
+    """Go on as an orphan in a session of our own, so that whoever starts us may end or wait for its
+    children.
+    """
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+
+
+def main() -> int:
+    """Entry point of the daemon."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sandbox.host", description="One sandbox host a node and user."
+    )
+    parser.add_argument("--state-dir", type=Path, default=paths.state_dir())
+    parser.add_argument("--detach", action="store_true", help="go to the background")
+    parser.add_argument("--ready-fd", type=int, help="write 'ok' here when serving, or what is wrong")
+    options = parser.parse_args()
+    if options.detach:
+        detach()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def tell(text: str) -> None:
+        if options.ready_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(options.ready_fd, text.encode())
+                os.close(options.ready_fd)
+            options.ready_fd = None
+
+    async def serve(state: Path) -> None:
+        await Host(state).run(lambda: tell("ok"))
+
+    try:
+        # Root's sandboxes run as another user, who must get through to its own directories below.
+        state = paths.own_directory(options.state_dir, 0o711 if paths.sandbox_user() is not None else 0o700)
+        lock = take_lock(state)
+        asyncio.run(serve(state))
+        os.close(lock)
+    except (errors.SandboxError, OSError) as error:
+        log.error("%s", error)
+        tell(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Asking the node's sandbox host for sandboxes; the host is started when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sandbox import aio, client, errors, paths
+from sandbox.host import LOCK_NAME, LOG_NAME, SOCKET_NAME
+from sandbox.spec import SandboxInfo, SandboxSpec
+
+HOST_START_TIMEOUT_S = 60.0
+"""A new host first sweeps what an earlier one left, and waits for one that is stopping."""
+START_TIMEOUT_S = 1800.0
+"""For one sandbox: waiting for a start slot and the first unpacking of a large image included."""
+REQUEST_TIMEOUT_S = 60.0
+
+# All that the daemon gets of the environment of whoever starts it. Above all no API keys.
+PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+
+
+class HostClient:
+    """The host of this node, from asyncio. Holds no connection: one request, one connection.
+
+    Methods raise what the host reports (ImageError, RuntimeUnavailable, SandboxStartError, …), SandboxGone
+    when the host went away in between and SandboxTimeout when it does not answer.
+    """
+
+    def __init__(self, state_dir: Path | str | None = None):
+        self.state = Path(state_dir) if state_dir else paths.state_dir()
+
+    async def start(self, spec: SandboxSpec) -> SandboxInfo:
+        """Start a sandbox. If this call is cancelled the host releases what it had started."""
+        request = {"op": "start", "spec": _portable(spec).to_json()}
+        return SandboxInfo.from_json(await self._request(request, START_TIMEOUT_S))
+
+    async def release(self, sandbox_id: str) -> bool:
+        """End a sandbox: on return its processes, socket and files are gone. False = there was none
+        (idempotent).
+        """
+        return bool((await self._request_if_running({"op": "release", "id": sandbox_id})).get("released"))
+
+    async def release_owner(self, owner: str) -> int:
+        """End all sandboxes of that owner; returns how many."""
+        return (await self._request_if_running({"op": "release_owner", "owner": owner})).get("released", 0)
+
+    async def list(self) -> list[dict[str, Any]]:
+        """`SandboxInfo` as JSON plus `seconds_left`, for each sandbox that is ready."""
+        return (await self._request_if_running({"op": "list"})).get("sandboxes", [])
+
+    async def stats(self) -> dict[str, Any]:
+        """Counts of the host; {} when none runs."""
+        return await self._request_if_running({"op": "stats"})
+
+    async def stop(self) -> None:
+        """End the host and all its sandboxes; returns when everything is gone."""
+        if await self._request_if_running({"op": "stop"}):
+            await asyncio.to_thread(_wait_for_lock, self.state, REQUEST_TIMEOUT_S)
+
+    async def _request(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        path = str(self.state / SOCKET_NAME)
+        try:
+            return await aio.exchange(path, request, timeout)
+        except aio.NotListening:
+            await asyncio.to_thread(ensure_host, self.state)
+            return await aio.exchange(path, request, timeout)
+
+    async def _request_if_running(self, request: dict[str, Any]) -> dict[str, Any]:
+        """For requests that a missing host has fulfilled already: {} then."""
+        try:
+            return await aio.exchange(str(self.state / SOCKET_NAME), request, REQUEST_TIMEOUT_S)
+        except errors.SandboxGone:
+            return {}
+
+
+class SyncHostClient:
+    """:class:`HostClient` for blocking code."""
+
+    def __init__(self, state_dir: Path | str | None = None):
+        self.state = Path(state_dir) if state_dir else paths.state_dir()
+
+    def start(self, spec: SandboxSpec) -> SandboxInfo:
+        """See :meth:`HostClient.start`."""
+        ensure_host(self.state)
+        request = {"op": "start", "spec": _portable(spec).to_json()}
+        return SandboxInfo.from_json(self._request(request, START_TIMEOUT_S))
+
+    def release(self, sandbox_id: str) -> bool:
+        """See :meth:`HostClient.release`."""
+        try:
+            return bool(self._request({"op": "release", "id": sandbox_id})["released"])
+        except errors.SandboxGone:
+            return False
+
+    def release_owner(self, owner: str) -> int:
+        """See :meth:`HostClient.release_owner`."""
+        try:
+            return self._request({"op": "release_owner", "owner": owner})["released"]
+        except errors.SandboxGone:
+            return 0
+
+    def stop(self) -> None:
+        """See :meth:`HostClient.stop`."""
+        try:
+            self._request({"op": "stop"})
+        except errors.SandboxGone:
+            return
+        _wait_for_lock(self.state, REQUEST_TIMEOUT_S)
+
+    def _request(self, request: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
+        return client.exchange(str(self.state / SOCKET_NAME), request, timeout)
+
+
+def ensure_host(state_dir: Path | str | None = None) -> None:
+    """Have a host serve `state_dir` on this node; start one, detached, if there is none. Blocking.
+
+    Raises SandboxError with the reason when it cannot start.
+    """
+    state = Path(state_dir) if state_dir else paths.state_dir()
+    if _answers(state):
+        return
+    paths.own_directory(state, 0o711 if paths.sandbox_user() is not None else 0o700)
+    with (state / "start.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _answers(state):
+            return
+        _wait_for_lock(state, HOST_START_TIMEOUT_S)  # of a host that is stopping
+        _spawn(state)
+
+
+def _answers(state: Path) -> bool:
+    try:
+        client.exchange(str(state / SOCKET_NAME), {"op": "stats"}, REQUEST_TIMEOUT_S)
+        return True
+    except errors.SandboxGone:
+        return False
+
+
+def _spawn(state: Path) -> None:
+    package_root = str(Path(__file__).resolve().parent.parent)
+    environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("ROLLOUT_SANDBOX_")}
+    for name in ("ROLLOUT_HOME", "ROLLOUT_APPTAINER", "ROLLOUT_IMAGE_CACHE"):
+        if name in os.environ:
+            environment[name] = os.environ[name]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    reader, writer = os.pipe()
+    try:
+        with (state / LOG_NAME).open("ab") as log:
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "sandbox.host",
+                    f"--state-dir={state}",
+                    "--detach",
+                    f"--ready-fd={writer}",
+                ],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                cwd="/",
+            )
+        os.close(writer)
+        writer = -1
+        said = _read_until_end(reader, HOST_START_TIMEOUT_S)
+    finally:
+        os.close(reader)
+        if writer >= 0:
+            os.close(writer)
+    if said != "ok":
+        tail = (state / LOG_NAME).read_text(errors="replace")[-1500:].strip()
+        raise errors.SandboxError(
+            f"the sandbox host did not start in {state}: {said or tail or 'it said nothing'}"
+        )
+
+
+def _read_until_end(fd: int, timeout: float) -> str:
+    deadline = time.monotonic() + timeout
+    said = b""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([fd], [], [], left)[0]:
+            return said.decode(errors="replace") or f"no sign of life in {timeout:g} s"
+        data = os.read(fd, 4096)
+        if not data:
+            return said.decode(errors="replace")
+        said += data
+
+
+def _wait_for_lock(state: Path, timeout: float) -> None:
+    """Wait until no host holds the state directory. Raises SandboxTimeout, naming the host's pid."""
+    deadline = time.monotonic() + timeout
+    with (state / LOCK_NAME).open("a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    lock.seek(0)
+                    pid = lock.read().strip() or "unknown"
+                    raise errors.SandboxTimeout(
+                        f"the sandbox host (pid {pid}) of {state} neither serves nor ends; end it: kill {pid}"
+                    ) from None
+            time.sleep(0.02)
+
+
+def _portable(spec: SandboxSpec) -> SandboxSpec:
+    """The host has another working directory: a relative image path is made absolute here."""
+    if "/" not in spec.image:
+        return spec
+    return SandboxSpec.from_json(spec.to_json() | {"image": str(Path(spec.image).absolute())})

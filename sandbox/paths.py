@@ -1,0 +1,76 @@
+"""Where things lie: installation home, state directory, image cache, and the PATH that finds our tools."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sandbox.errors import SandboxError
+
+SOCKET_PATH_MAX = 107
+"""Bytes of a Unix socket path (`sun_path` is 108 with its final NUL)."""
+
+NOBODY = 65534
+
+
+def rollout_home() -> Path:
+    """What the set-up scripts installed: `ROLLOUT_HOME`, else `.local` in the repository."""
+    value = os.environ.get("ROLLOUT_HOME")
+    return Path(value).resolve() if value else Path(__file__).resolve().parent.parent / ".local"
+
+
+def state_dir() -> Path:
+    """The host's sockets, records and scratch: `ROLLOUT_SANDBOX_DIR`, else `/tmp/sbx-<uid>`.
+
+    Short on purpose (socket paths are limited) and node-local on purpose.
+    """
+    return Path(os.environ.get("ROLLOUT_SANDBOX_DIR") or f"/tmp/sbx-{os.getuid()}")
+
+
+def image_cache() -> Path:
+    """Unpacked images, node-local: `ROLLOUT_IMAGE_CACHE`, else `/var/tmp/rollout-images-<uid>`."""
+    return Path(os.environ.get("ROLLOUT_IMAGE_CACHE") or f"/var/tmp/rollout-images-{os.getuid()}")
+
+
+def tool_path() -> str:
+    """PATH that also finds what the set-up scripts unpacked privately; the machine's own tools come first."""
+    private = rollout_home() / "apptainer"
+    extra = [private / "usr/bin", private / "tools/usr/bin", private / "tools/usr/sbin"]
+    own = os.environ.get("PATH") or "/usr/local/bin:/usr/bin:/bin"
+    return ":".join([own, *map(str, extra), "/usr/sbin", "/sbin"])
+
+
+def sandbox_user() -> int | None:
+    """The uid (and gid) sandboxes run as when we are root; None = our own.
+
+    A container of root's is uid 0 of the machine without capabilities: still the owner of `/proc/sys` and of
+    every root-owned file that is bound in. So root starts containers as `ROLLOUT_SANDBOX_UID` (default:
+    nobody).
+    """
+    return int(os.environ.get("ROLLOUT_SANDBOX_UID", NOBODY)) if os.geteuid() == 0 else None
+
+
+def own_directory(path: Path, mode: int) -> Path:
+    """Make `path` if absent and insist that it is ours, for its parents (`/tmp`, `/var/tmp`) are open to all.
+
+    Raises SandboxError when somebody else owns it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    info = path.lstat()
+    if info.st_uid != os.geteuid() or path.is_symlink():
+        raise SandboxError(
+            f"{path} belongs to uid {info.st_uid}, not to uid {os.geteuid()}; "
+            "remove it or choose another directory"
+        )
+    path.chmod(mode)
+    return path
+
+
+def check_socket_path(path: str) -> str:
+    """`path`, if a Unix socket can have it; else SandboxError."""
+    if len(os.fsencode(path)) > SOCKET_PATH_MAX:
+        raise SandboxError(
+            f"socket path {path!r} is longer than {SOCKET_PATH_MAX} bytes; "
+            "set ROLLOUT_SANDBOX_DIR to a short directory"
+        )
+    return path

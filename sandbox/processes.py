@@ -1,0 +1,98 @@
+"""Reading /proc: who is whose child, and is this pid still the process we started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+
+def start_time(pid: int) -> int | None:
+    """Start of the process in clock ticks since boot; None when there is none (or only its zombie).
+
+    With the pid it names a process for good: pids are reused.
+    """
+    fields = _stat(pid)
+    if fields is None or fields[0] in ("Z", "X"):
+        return None
+    return int(fields[19])
+
+
+def is_alive(pid: int, started: int | None) -> bool:
+    """Whether that very process still runs."""
+    return started is not None and start_time(pid) == started
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from `state` (field 3) on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def children_of_all() -> dict[int, list[int]]:
+    """Parent pid → pids of its children, for all processes visible here that are no zombies."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        fields = _stat(pid)
+        if fields is not None and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(pid)
+    return children
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of the process (of all its threads)."""
+    found: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+        return found
+    except (FileNotFoundError, ProcessLookupError):
+        # Gone, or a kernel without CONFIG_PROC_CHILDREN.
+        return children_of_all().get(pid, [])
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children and so on, nearest first; `pid` itself is left out."""
+    tree = children_of_all()
+    found: list[int] = []
+    front = tree.get(pid, [])
+    while front:
+        found += front
+        front = [child for parent in front for child in tree.get(parent, [])]
+    return found
+
+
+def pid_namespace(pid: int) -> str | None:
+    """Identity of the process's PID namespace, or None when it cannot be read."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """Processes started with `name=value` in their environment (only those whose environment we may read)."""
+    wanted = f"{name}={value}".encode()
+    found = []
+    for pid in _pids():
+        try:
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def send(pids: list[int], number: int = signal.SIGKILL) -> None:
+    """Signal each process; one that is gone already is fine."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]

@@ -1,0 +1,70 @@
+"""Runtimes, and the choice between them: Apptainer, else bubblewrap, else refuse."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from sandbox import paths
+from sandbox.errors import RuntimeUnavailable
+from sandbox.runtimes.apptainer import Apptainer
+from sandbox.runtimes.base import Launch, Places, Runtime
+from sandbox.runtimes.bubblewrap import Bubblewrap
+from sandbox.runtimes.local_unsafe import LocalUnsafe
+
+__all__ = ["RUNTIMES", "Launch", "Places", "Runtime", "select_runtime"]
+
+log = logging.getLogger(__name__)
+
+RUNTIMES: dict[str, type[Runtime]] = {cls.name: cls for cls in (Apptainer, Bubblewrap, LocalUnsafe)}
+AUTO = ("apptainer", "bubblewrap")
+
+
+def select_runtime(
+    name: str = "auto", find_rootfs: Callable[[Runtime], Path | None] = lambda runtime: None
+) -> Runtime:
+    """The runtime of that name, or for `auto` the best one that really works here.
+
+    `find_rootfs` gives the unpacked image a runtime is probed with (an ImageError of its passes through). A
+    fallback is announced by one warning. Raises RuntimeUnavailable, naming the remedy.
+    """
+    if name not in RUNTIMES and name != "auto":
+        raise RuntimeUnavailable(f"unknown runtime {name!r}; choose auto, {', '.join(RUNTIMES)}")
+    failures: list[str] = []
+    for candidate in AUTO if name == "auto" else (name,):
+        runtime = RUNTIMES[candidate]()
+        try:
+            _probe(runtime, find_rootfs)
+        except RuntimeUnavailable as error:
+            failures.append(f"{candidate}: {error}")
+            continue
+        if failures or candidate == LocalUnsafe.name:
+            log.warning(
+                "SANDBOX RUNTIME %s IS USED%s; not enforced here: %s",
+                candidate,
+                f" because of {'; '.join(failures)}" if failures else "",
+                ", ".join(runtime.missing_isolation),
+            )
+        return runtime
+    remedy = (
+        "run deploy/setup/apptainer.sh, or for trusted code only ask for the runtime local-unsafe by name"
+    )
+    raise RuntimeUnavailable(f"no container runtime works on this node ({'; '.join(failures)}); {remedy}")
+
+
+def _probe(runtime: Runtime, find_rootfs: Callable[[Runtime], Path | None]) -> None:
+    """Root starts containers as an unprivileged user if that works, else as itself, which is said."""
+    runtime.check_installed()
+    if runtime.needs_image:
+        runtime.run_as = paths.sandbox_user()
+    rootfs = find_rootfs(runtime)
+    try:
+        runtime.probe(rootfs)
+    except RuntimeUnavailable as error:
+        if runtime.run_as is None:
+            raise
+        log.warning("%s does not work as uid %d, trying as root: %s", runtime.name, runtime.run_as, error)
+        runtime.run_as = None
+        runtime.missing_isolation.append("uid (processes run as the machine's root without capabilities)")
+        runtime.probe(rootfs)

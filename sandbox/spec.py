@@ -1,0 +1,62 @@
+"""What is asked for (`SandboxSpec`) and what is given (`SandboxInfo`); both travel as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+DEFAULT_LIFETIME_S = 4 * 3600.0
+
+
+class _Json:
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, one key a field."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]):
+        """The inverse of :meth:`to_json`; keys of a newer version are ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{key: value for key, value in data.items() if key in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxSpec(_Json):
+    """A request for one sandbox."""
+
+    image: str = "base"
+    """A SIF file, a directory, or a name looked up in `<ROLLOUT_HOME>/images/`."""
+    runtime: str = "auto"
+    """`auto`, `apptainer`, `bubblewrap` or `local-unsafe` (no isolation; only by name)."""
+    network: str = "none"
+    """`none` (loopback only) or `host`."""
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Variables of the shell inside; nothing else of the caller's environment gets in."""
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Files put into the workspace before the start: relative path → text."""
+    owner: str = ""
+    """Free text naming who wants it, for `release_owner` and `list`."""
+    max_lifetime_s: float = DEFAULT_LIFETIME_S
+    """Seconds after which the host ends the sandbox whatever happens (a backstop)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxInfo(_Json):
+    """A started sandbox."""
+
+    id: str
+    """Eight hexadecimal digits, unique on the node."""
+    socket: str
+    """Path of the Unix socket of its server, for `SandboxClient`."""
+    runtime: str
+    node: str
+    """Host name of the node; the socket works only there."""
+    isolation_missing: list[str]
+    """What this node does not enforce, in words; to be recorded in each trajectory."""
+    pid: int
+    """Process id of the runtime on the node."""
+    start_ms: float
+    """From the request to a ready shell, in milliseconds, waiting for a start slot included."""
+    workspace: str = "/workspace"
+    """The working directory as seen from inside."""
+    owner: str = ""
