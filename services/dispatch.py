@@ -1,0 +1,123 @@
+"""The only way into the pipeline: write the record first, then send the chain by name.
+
+Used by the gateway and by the reaper. Should the process die between the two, the reaper finds the
+record and sends the message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import redis
+import structlog
+from celery import Celery, signature
+from kombu import Producer
+from kombu.exceptions import KombuError
+
+from rollout.schema import RolloutRequest, State, Submitted
+from services.queues import STAGE_TASK, STAGES, TASK_CLEANUP, Ref
+from services.state.rollouts import NewRollout, RolloutStore
+
+log = structlog.get_logger("dispatch")
+
+
+class IdConflict(ValueError):
+    """An id is in use with another body. `ids` are the ones at fault."""
+
+    def __init__(self, ids: list[str]) -> None:
+        super().__init__(f"in use with another body: {', '.join(ids[:5])}")
+        self.ids = ids
+
+
+class Dispatcher:
+    """Puts rollouts into the pipeline and ends them."""
+
+    def __init__(self, app: Celery, store: RolloutStore) -> None:
+        self._app = app
+        self._store = store
+
+    def submit(self, requests: Iterable[RolloutRequest]) -> list[Submitted]:
+        """Accept requests, all or none, and start what is new among them.
+
+        Raises:
+            IdConflict: An id was used before, with another body.
+        """
+        rollouts = [new for request in requests for new in _expand(request)]
+        words = self._store.submit(rollouts)
+        conflicts = [new.id for new, word in zip(rollouts, words, strict=True) if word == "conflict"]
+        if conflicts:
+            raise IdConflict(conflicts)
+        self.send(
+            "init",
+            [
+                Ref(id=new.id, attempt=1, node=None)
+                for new, word in zip(rollouts, words, strict=True)
+                if word == "new"
+            ],
+        )
+        return [
+            Submitted(
+                id=new.id,
+                group_id=new.group_id,
+                state=State.QUEUED if word == "new" else State(word),
+                created=word == "new",
+            )
+            for new, word in zip(rollouts, words, strict=True)
+        ]
+
+    def send(self, stage: str, refs: Sequence[Ref]) -> None:
+        """Send the chain of each rollout from a stage on.
+
+        What goes over the wire is what `chain(init.s(ref), run.s(), evaluate.s())` sends, minus
+        the building of three signatures a rollout: twice the submissions a second.
+        """
+        if not refs:
+            return
+        first, *rest = STAGES[STAGES.index(stage) :]
+        # The last of the list goes next.
+        following = [dict(signature(STAGE_TASK[name], app=self._app)) for name in reversed(rest)]
+        try:
+            with self._app.producer_or_acquire() as producer, _batch(producer):
+                for ref in refs:
+                    self._app.send_task(
+                        STAGE_TASK[first],
+                        args=(ref,),
+                        chain=following,
+                        producer=producer,
+                        # What Flower shows as the task's arguments.
+                        argsrepr=f"{ref['id']} attempt {ref['attempt']}",
+                    )
+        except (KombuError, redis.RedisError) as error:
+            # The records are written, so nothing is lost: the reaper rings for them.
+            log.warning("messages not sent; the reaper will", stage=stage, count=len(refs), error=str(error))
+
+    def cancel(self, rollout_id: str) -> tuple[str, str]:
+        """Cancel one rollout; `(word, state)` as in `RolloutStore.cancel`."""
+        word, state, node, attempt = self._store.cancel(rollout_id)
+        if word == "cancelled" and node:
+            self.clean_up(rollout_id, node, attempt)
+        return word, state
+
+    def clean_up(self, rollout_id: str, node: str, attempt: int) -> None:
+        """Have the sandbox of an attempt that ended outside a stage released on its node."""
+        self._app.send_task(TASK_CLEANUP, args=(Ref(id=rollout_id, attempt=attempt, node=node),))
+
+
+def _batch(producer: Producer) -> AbstractContextManager[Any]:
+    """One round trip for all messages, where this kombu can (5.7 on)."""
+    return producer.batch() if getattr(producer, "supports_batch_publish", False) else nullcontext()
+
+
+def _expand(request: RolloutRequest) -> list[NewRollout]:
+    body = request.model_dump_json()
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    group_id, ids = request.rollout_ids()
+    return [
+        NewRollout(
+            id=rollout_id, group_id=group_id, index=index, request=request, request_json=body, digest=digest
+        )
+        for index, rollout_id in enumerate(ids)
+    ]

@@ -1,0 +1,112 @@
+"""What the routes of one gateway process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from celery import Celery
+from flask import current_app, request
+from pydantic_core import from_json
+
+from services.dispatch import Dispatcher
+from services.gateway.problems import ApiProblem, invalid
+from services.gateway.tasks import TaskChecker
+from services.queues import make_celery
+from services.settings import Settings
+from services.state.backends import BackendStore
+from services.state.fleet import FleetStore
+from services.state.redis import connect
+from services.state.results import CompletionStore, CompletionWatcher
+from services.state.rollouts import RolloutStore
+
+EXTENSION = "rollout"
+
+
+@dataclass
+class Gateway:
+    """Connections and stores of a gateway process."""
+
+    settings: Settings
+    redis: redis.Redis
+    celery: Celery
+    rollouts: RolloutStore
+    backends: BackendStore
+    fleet: FleetStore
+    completions: CompletionStore
+    watcher: CompletionWatcher
+    dispatcher: Dispatcher
+    tasks: TaskChecker
+
+    @classmethod
+    def create(cls, settings: Settings) -> Gateway:
+        """Connect lazily: nothing is sent before the first request."""
+        client = connect(settings.redis_url, max_connections=settings.gateway_threads + 4)
+        celery = make_celery(settings)
+        rollouts = RolloutStore(client, settings)
+        fleet = FleetStore(client)
+        return cls(
+            settings=settings,
+            redis=client,
+            celery=celery,
+            rollouts=rollouts,
+            backends=BackendStore(client),
+            fleet=fleet,
+            completions=CompletionStore(client),
+            watcher=CompletionWatcher(lambda: connect(settings.redis_url, max_connections=2)),
+            dispatcher=Dispatcher(celery, rollouts),
+            tasks=TaskChecker(fleet),
+        )
+
+
+def gateway() -> Gateway:
+    """The gateway of the request under way."""
+    return current_app.extensions[EXTENSION]
+
+
+def number(name: str, default: float, *, low: float, high: float) -> float:
+    """A number from the query string.
+
+    Raises:
+        ApiProblem: 400, naming the parameter.
+    """
+    raw = request.args.get(name)
+    if raw is None:
+        return default
+    try:
+        value = float(raw)
+    except ValueError:
+        raise invalid(name, f"{raw!r} is not a number") from None
+    if not low <= value <= high:
+        raise invalid(name, f"{raw} is not between {low:g} and {high:g}")
+    return value
+
+
+def choice(name: str, options: tuple[str, ...], default: str) -> str:
+    """One of some words from the query string."""
+    value = request.args.get(name, default)
+    if value not in options:
+        raise invalid(name, f"{value!r} is not one of {', '.join(options)}")
+    return value
+
+
+def reject_unknown_parameters(*known: str) -> None:
+    """A misspelt parameter is an error, not ignored."""
+    for name in request.args:
+        if name not in known:
+            raise invalid(name, f"unknown parameter; there are: {', '.join(known) or 'none'}")
+
+
+def body_json() -> Any:
+    """The JSON body.
+
+    Raises:
+        ApiProblem: 415 for another media type, 400 for what is not JSON.
+    """
+    if not request.is_json:
+        raise ApiProblem(415, "Unsupported media type", "send Content-Type: application/json")
+    try:
+        return from_json(request.get_data(cache=False))
+    except ValueError as error:
+        raise invalid("(body)", f"not valid JSON: {error}") from None

@@ -1,0 +1,94 @@
+"""Errors as problem documents (RFC 9457): what is wrong, in which field, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import redis
+import structlog
+from flask import Flask, Response, request
+from kombu.exceptions import OperationalError
+from pydantic import ValidationError
+from werkzeug.exceptions import HTTPException
+
+from rollout.schema import FieldError, Problem
+
+log = structlog.get_logger("gateway")
+
+MAX_ERRORS = 20
+"""Field errors listed in one answer; the first ones say enough."""
+RETRY_AFTER_S = 2
+
+
+class ApiProblem(Exception):
+    """An answer other than the one asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        title: str,
+        detail: str = "",
+        errors: Iterable[FieldError] = (),
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(f"{status} {title}: {detail}")
+        self.problem = Problem(title=title, status=status, detail=detail, errors=list(errors)[:MAX_ERRORS])
+        self.retry_after_s = retry_after_s
+
+
+def invalid(field: str, message: str) -> ApiProblem:
+    """A 400 that names one field."""
+    return ApiProblem(
+        400, "Invalid request", f"{field}: {message}", [FieldError(field=field, message=message)]
+    )
+
+
+def from_validation(error: ValidationError, prefix: str = "") -> ApiProblem:
+    """A 400 that names the fields a pydantic model refused."""
+    errors = [
+        FieldError(
+            field=prefix + ".".join(str(part) for part in item["loc"]) or "(body)",
+            message=item["msg"].removeprefix("Value error, "),
+        )
+        for item in error.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    first = errors[0]
+    return ApiProblem(400, "Invalid request", f"{first.field}: {first.message}", errors)
+
+
+def _respond(problem: Problem, retry_after_s: int | None = None) -> Response:
+    response = Response(
+        problem.model_dump_json(), status=problem.status, content_type="application/problem+json"
+    )
+    if retry_after_s is not None:
+        response.headers["Retry-After"] = str(retry_after_s)
+    return response
+
+
+def register(app: Flask) -> None:
+    """Make every error of the app a problem document."""
+
+    @app.errorhandler(ApiProblem)
+    def _known(error: ApiProblem) -> Response:
+        return _respond(error.problem, error.retry_after_s)
+
+    @app.errorhandler(HTTPException)
+    def _http(error: HTTPException) -> Response:
+        status = error.code or 500
+        detail = error.description or ""
+        if status == 413:
+            detail = f"the body is larger than {app.config['MAX_CONTENT_LENGTH']} bytes; send several calls"
+        return _respond(Problem(title=error.name, status=status, detail=detail))
+
+    @app.errorhandler(redis.RedisError)
+    @app.errorhandler(OperationalError)
+    def _redis(error: Exception) -> Response:
+        log.error("Redis does not answer", path=request.path, error=str(error))
+        detail = "Redis does not answer; nothing is lost, try again"
+        return _respond(Problem(title="Service unavailable", status=503, detail=detail), RETRY_AFTER_S)
+
+    @app.errorhandler(Exception)
+    def _unknown(error: Exception) -> Response:
+        log.exception("request failed", method=request.method, path=request.path)
+        detail = f"{type(error).__name__}; the gateway's log has the traceback"
+        return _respond(Problem(title="Internal error", status=500, detail=detail))

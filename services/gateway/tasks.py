@@ -1,0 +1,75 @@
+"""Checks tasks against what the workers announced of their handlers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+from jsonschema import Draft202012Validator
+
+from rollout.schema import FieldError, HandlerInfo, RolloutRequest
+from services.gateway.problems import ApiProblem
+from services.state.fleet import FleetStore
+
+CACHE_S = 1.0
+"""Seconds for which the list of handlers is not read again."""
+
+
+class TaskChecker:
+    """Refuses unknown handlers and tasks that do not fit, before anything is enqueued."""
+
+    def __init__(self, fleet: FleetStore) -> None:
+        self._fleet = fleet
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._handlers: dict[str, HandlerInfo] = {}
+        self._validators: dict[str, tuple[HandlerInfo, Draft202012Validator]] = {}
+
+    def handlers(self, *, fresh: bool = False) -> dict[str, HandlerInfo]:
+        """Known handlers by name."""
+        with self._lock:
+            if fresh or time.monotonic() - self._read_at > CACHE_S:
+                self._handlers = self._fleet.handlers()
+                self._read_at = time.monotonic()
+            return self._handlers
+
+    def _validator(self, info: HandlerInfo) -> Draft202012Validator:
+        known = self._validators.get(info.name)
+        if known is None or known[0] != info:
+            known = self._validators[info.name] = (info, Draft202012Validator(info.task_schema))
+        return known[1]
+
+    def check(self, requests: Iterable[RolloutRequest], *, single: bool) -> None:
+        """Raise unless every request names a known handler and fits its task schema.
+
+        Raises:
+            ApiProblem: 400 naming the fields; 503 when no worker has announced any handler yet.
+        """
+        errors: list[FieldError] = []
+        handlers = self.handlers()
+        for position, request in enumerate(requests):
+            prefix = "" if single else f"requests.{position}."
+            info = handlers.get(request.handler)
+            if info is None:
+                # It may have been announced a moment ago.
+                handlers = self.handlers(fresh=True)
+                info = handlers.get(request.handler)
+            if not handlers:
+                raise ApiProblem(
+                    503,
+                    "No handlers",
+                    "no worker has announced a handler yet; start the fleets",
+                    retry_after_s=2,
+                )
+            if info is None:
+                known = ", ".join(handlers)
+                message = f"unknown handler {request.handler!r}; there are: {known}"
+                errors.append(FieldError(field=f"{prefix}handler", message=message))
+                continue
+            if info.task_schema:
+                for found in self._validator(info).iter_errors(request.task):
+                    path = "".join(f".{part}" for part in found.absolute_path)
+                    errors.append(FieldError(field=f"{prefix}task{path}", message=found.message))
+        if errors:
+            raise ApiProblem(400, "Invalid request", f"{errors[0].field}: {errors[0].message}", errors)

@@ -1,0 +1,109 @@
+"""`rollout demo`: real rollouts of the demo model on a stack of their own, shown, and nothing left."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+
+from rollout import _render
+from rollout.client import Client
+from rollout.schema import Rollout, RolloutRequest, State
+from services.local import paths
+from services.local.errors import StackError
+from services.local.plan import Options
+from services.local.processes import marked
+from services.local.stack import Stack
+
+TASKS_FILE = paths.REPO / "examples" / "demo_model" / "task.py"
+TASK_SEED = 7
+TIMEOUT_S = 600.0
+"""For all rollouts together; a machine that needs longer has something wrong with it."""
+
+
+def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[str], None]) -> bool:
+    """Start a stack, run `n` rollouts, show them, end the stack.
+
+    Returns:
+        Whether every rollout ended as it should and nothing is left running.
+
+    Raises:
+        StackError: The stack did not start, or not end.
+        RolloutError: The gateway refused, or the rollouts took longer than `TIMEOUT_S`.
+    """
+    requests = [RolloutRequest(handler="calculator", task=task) for task in load_tasks(TASKS_FILE, n)]
+    # Below /tmp: private to this run, so that it runs beside a stack in use.
+    directory = Path(tempfile.mkdtemp(prefix="rollout-demo-"))
+    stack = Stack(directory, say)
+    fine = keep_logs = False
+    try:
+        record = stack.up(
+            Options(directory, private_ports=True, require_sandbox=True, sandbox_runtime=sandbox_runtime)
+        )
+        try:
+            fine = _run(record.url, requests, console)
+            console.print(f"gateway  {record.url}\nflower   {record.flower_url}", highlight=False)
+        finally:
+            ended = stack.down()
+        left = list(marked(record.mark))
+        say(f"ended {len(ended.processes) if ended else 0} processes; {len(left) or 'nothing'} left running")
+        fine = fine and not left
+        keep_logs = not fine
+    except Exception:
+        keep_logs = True
+        raise
+    finally:  # after Ctrl-C too
+        if keep_logs:
+            say(f"logs are kept in {directory / 'logs'}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+    return fine
+
+
+def _run(url: str, requests: list[RolloutRequest], console: Console) -> bool:
+    with Client(url) as client, _render.Meter(len(requests)) as meter:
+        begun = time.monotonic()
+        results = client.run(requests, lambda rollout, *_: meter.add(rollout), TIMEOUT_S)
+        seconds = time.monotonic() - begun
+    console.print(_render.rollout_view(pick(results)))
+    console.print(_render.summary_table(results, seconds))
+    bad = failures(results)
+    for rollout in bad[:5]:
+        why = rollout.error.message if rollout.error else rollout.drop_reason
+        console.print(f"[red]{rollout.id} {rollout.state.value}: {why}[/]", soft_wrap=True)
+    return not bad
+
+
+def pick(results: Sequence[Rollout]) -> Rollout:
+    """One worth reading: with reward 1 and a tool call if there is such a one."""
+
+    def worth(rollout: Rollout) -> tuple[float, int]:
+        return (rollout.reward or 0.0, rollout.trajectory.turns if rollout.trajectory else 0)
+
+    return max(results, key=worth)
+
+
+def failures(results: Sequence[Rollout]) -> list[Rollout]:
+    """Those that did not complete, or whose sample must not be used."""
+    return [r for r in results if r.state is not State.COMPLETED or r.drop]
+
+
+def load_tasks(path: Path, n: int) -> list[dict]:
+    """`n` tasks of the module at `path`, which is loaded by its file: examples are no package.
+
+    Raises:
+        StackError: The file is not there.
+    """
+    if not path.is_file():
+        raise StackError(f"{path} is missing: `rollout demo` needs a checkout of the project")
+    spec = importlib.util.spec_from_file_location("rollout_demo_task", path)
+    assert spec is not None and spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_tasks(n, TASK_SEED)

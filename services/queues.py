@@ -1,0 +1,86 @@
+"""Queue names, the router function and the delivery settings of Celery.
+
+The message is a doorbell; the truth is the record in Redis. Hence early acks and no result
+backend: on Redis, late acks re-run long tasks past the visibility timeout and make a worker exit
+when Redis restarts, and a chain's errbacks do not fire on every way a task can end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from celery import Celery
+
+from services.settings import Settings
+
+INIT, RUN, EVAL = "init", "run", "eval"
+STAGES = (INIT, RUN, EVAL)
+
+TASK_INIT = "rollout.init"
+TASK_RUN = "rollout.run"
+TASK_EVALUATE = "rollout.evaluate"
+TASK_CLEANUP = "rollout.cleanup"
+"""Releases the sandbox of a rollout that ended outside a stage; served by the EVAL fleet."""
+
+STAGE_TASK = {INIT: TASK_INIT, RUN: TASK_RUN, EVAL: TASK_EVALUATE}
+_STAGE_OF_TASK = {task: stage for stage, task in STAGE_TASK.items()} | {TASK_CLEANUP: EVAL}
+
+
+class Ref(TypedDict):
+    """What a message carries: never the trajectory, only where to find it."""
+
+    id: str
+    attempt: int
+    node: str | None
+    """Node that holds the rollout's sandbox; None before there is one, or where none is used."""
+
+
+def queue_for(stage: str, node: str | None) -> str:
+    """The queue of a stage: the node's own when a sandbox lives there, for its socket does too."""
+    return f"{stage}.{node}" if node and stage in (RUN, EVAL) else stage
+
+
+def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **_: Any) -> dict | None:
+    """Celery router function: picks the queue from the reference in the first argument."""
+    stage = _STAGE_OF_TASK.get(name)
+    if stage is None:
+        return None
+    ref = args[0] if args else {}
+    return {"queue": queue_for(stage, ref.get("node"))}
+
+
+def make_celery(settings: Settings) -> Celery:
+    """The Celery application, the same for those who send and those who work."""
+    app = Celery("rollout", set_as_current=True)
+    app.conf.update(
+        broker_url=settings.redis_url,
+        result_backend=None,
+        task_ignore_result=True,
+        task_store_errors_even_if_ignored=False,
+        task_acks_late=False,
+        task_serializer="json",
+        accept_content=["json"],
+        task_routes=(route,),
+        task_default_queue=INIT,
+        task_create_missing_queues=True,
+        # One at a time: a rollout reserved by a busy worker would wait while another one idles.
+        worker_prefetch_multiplier=1,
+        worker_disable_prefetch=True,
+        worker_pool="threads",
+        worker_concurrency=settings.worker_slots,
+        worker_send_task_events=True,
+        task_send_sent_event=False,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_pool_limit=10,
+        broker_transport_options={
+            "visibility_timeout": 300,
+            "socket_timeout": 10,
+            "socket_connect_timeout": 5,
+            "health_check_interval": 10,
+            "queue_order_strategy": "round_robin",
+        },
+    )
+    return app
