@@ -1,0 +1,1 @@
+"""The Celery fleets that carry rollouts through INIT, RUN and EVAL."""

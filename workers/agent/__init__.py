@@ -1,0 +1,1 @@
+"""The agent loop: turns of model and tools, in token ids."""

@@ -1,0 +1,105 @@
+"""The Celery application: `celery -A workers.app worker -Q run` joins the RUN fleet, and so on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import structlog
+from celery import Task, signals
+from kombu import Exchange, Queue
+
+from rollout.schema import Stage
+from services import logs
+from services.queues import (
+    EVAL,
+    RUN,
+    STAGES,
+    TASK_CLEANUP,
+    TASK_EVALUATE,
+    TASK_INIT,
+    TASK_RUN,
+    Ref,
+    make_celery,
+    queue_for,
+)
+from services.settings import settings
+from workers import process
+from workers.evaluate import evaluate
+from workers.init import init
+from workers.run import run_turns
+from workers.sandboxes import owner_of
+from workers.stage import CLEANUP_S, run_stage
+
+app = make_celery(settings())
+
+
+@app.task(name=TASK_INIT, bind=True)
+def init_task(self: Task, ref: Ref) -> Ref:
+    """INIT of one rollout."""
+    return run_stage(self, ref, Stage.INIT, init)
+
+
+@app.task(name=TASK_RUN, bind=True)
+def run_task(self: Task, ref: Ref) -> Ref:
+    """RUN of one rollout."""
+    return run_stage(self, ref, Stage.RUN, run_turns)
+
+
+@app.task(name=TASK_EVALUATE, bind=True)
+def evaluate_task(self: Task, ref: Ref) -> Ref:
+    """EVAL of one rollout."""
+    return run_stage(self, ref, Stage.EVAL, evaluate)
+
+
+@app.task(name=TASK_CLEANUP)
+def cleanup_task(ref: Ref) -> None:
+    """Release the sandboxes of an attempt that ended outside a stage."""
+    worker = process.current()
+    done = asyncio.run_coroutine_threadsafe(
+        worker.host.release_owner(owner_of(ref["id"], ref["attempt"])), worker.loop
+    )
+    done.result(CLEANUP_S)
+
+
+@signals.setup_logging.connect
+def _logging(**_: Any) -> None:
+    logs.configure(settings())
+
+
+@signals.celeryd_after_setup.connect
+def _node_queues(sender: str, instance: Any, **_: Any) -> None:
+    """A worker of RUN or EVAL also serves its own node's queue, where the sandboxes' sockets are."""
+    pool = instance.pool_cls if isinstance(instance.pool_cls, str) else instance.pool_cls.__module__
+    if pool.rsplit(".", 1)[-1] not in ("thread", "threads", "solo"):
+        raise SystemExit(
+            f"pool {pool!r} cannot carry rollouts: a worker process has one event loop; use -P threads"
+        )
+    queues = instance.app.amqp.queues
+    for stage in (RUN, EVAL):
+        if stage in queues.consume_from:
+            name = queue_for(stage, settings().node)
+            queues.select_add(Queue(name, Exchange(name), routing_key=name))
+
+
+@signals.worker_ready.connect
+def _start(sender: Any, **_: Any) -> None:
+    consumed = sender.app.amqp.queues.consume_from
+    stages = [stage for stage in STAGES if stage in consumed]
+    try:
+        process.start(app, settings(), sender.hostname, stages)
+    except Exception as error:
+        # Celery would log it and go on as a worker that is ready but can do nothing.
+        structlog.get_logger("worker").exception("the worker cannot start")
+        raise SystemExit(f"the worker cannot start: {error}") from error
+
+
+@signals.worker_shutting_down.connect
+def _stop(**_: Any) -> None:
+    # Celery goes on to wait for its threads, which end once `stop` has handed their rollouts back.
+    try:
+        worker = process.current()
+    except RuntimeError:
+        return
+    threading.Thread(target=worker.stop, name="stop", daemon=True).start()

@@ -1,0 +1,102 @@
+"""Failures of a stage, each with the party it is laid to."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+from rollout.schema import Blame, ErrorInfo, Stage
+from sandbox.errors import SandboxError, SandboxRequestError
+
+MAX_TRACEBACK = 8000
+"""Characters of a traceback that are kept; the end says what happened."""
+
+
+class StageError(Exception):
+    """A failure with blame. `retry`: another attempt from INIT may go better."""
+
+    blame: ClassVar[Blame]
+    retry: ClassVar[bool] = False
+
+
+class TaskError(StageError):
+    """The task's data cannot be worked on."""
+
+    blame = Blame.TASK
+
+
+class HandlerError(StageError):
+    """The handler's own code failed, or answered with something it must not."""
+
+    blame = Blame.HANDLER
+
+
+class ModelError(StageError):
+    """The engine refused the call, or answered with what cannot be trained on."""
+
+    blame = Blame.MODEL
+
+
+class SandboxFailure(StageError):
+    """The sandbox did not start, or died."""
+
+    blame = Blame.SANDBOX
+    retry = True
+
+
+def from_sandbox(error: SandboxError) -> StageError:
+    """A sandbox's error as a stage's: a request that cannot be served is its caller's fault."""
+    kind = HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure
+    return kind(f"{type(error).__name__}: {error}")
+
+
+class InfrastructureError(StageError):
+    """Something of the deployment failed: no backend, no socket, no disk."""
+
+    blame = Blame.INFRASTRUCTURE
+    retry = True
+
+
+class StageTimeout(StageError):
+    """The stage's time limit passed."""
+
+    blame = Blame.TIMEOUT
+    retry = True
+
+
+class DeadlinePassed(StageTimeout):
+    """The deadline of the whole rollout passed: there is no time for another attempt."""
+
+    retry = False
+
+
+@asynccontextmanager
+async def time_limit(seconds: float, error: type[StageTimeout], message: str) -> AsyncIterator[None]:
+    """Bound a block; a `TimeoutError` that the block itself raises stays what it is.
+
+    Raises:
+        StageTimeout: The block took longer; of the given type and with the given message.
+    """
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            yield
+    except TimeoutError as cause:
+        if scope.expired():
+            raise error(message) from cause
+        raise
+
+
+def describe(error: BaseException, stage: Stage) -> ErrorInfo:
+    """The record of a failure. Whatever has no blame of its own was raised by the handler."""
+    blame = error.blame if isinstance(error, StageError) else Blame.HANDLER
+    lines = "".join(traceback.format_exception(error))
+    return ErrorInfo(
+        blame=blame,
+        stage=stage,
+        type=type(error).__name__,
+        message=str(error) or type(error).__name__,
+        traceback=lines[-MAX_TRACEBACK:],
+    )

@@ -1,0 +1,70 @@
+"""Handlers by name: entry points of the group `rollout.handlers`, and `ROLLOUT_HANDLERS`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+import structlog
+
+from services.settings import Settings
+from workers.errors import HandlerError
+from workers.handlers.base import AgentHandler
+
+log = structlog.get_logger("handlers")
+
+GROUP = "rollout.handlers"
+
+
+def _load(target: str) -> list[type[AgentHandler]]:
+    module, _, attribute = target.partition(":")
+    if not attribute:
+        raise HandlerError(f"ROLLOUT_HANDLERS: {target!r} is not of the form 'module:Class'")
+    found = getattr(importlib.import_module(module), attribute)
+    return found if isinstance(found, list) else [found]
+
+
+class Registry:
+    """The handlers of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._handlers: dict[str, AgentHandler] = {}
+        for point in entry_points(group=GROUP):
+            try:
+                self.add(point.load())
+            except Exception:
+                # One team's broken handler must not keep the others' from running.
+                log.exception("handler could not be loaded", entry_point=point.value)
+        for target in filter(None, (part.strip() for part in settings.handlers.split(","))):
+            for handler in _load(target):
+                self.add(handler)
+
+    def add(self, handler: type[AgentHandler]) -> None:
+        """Register a handler class; a later one of the same name replaces an earlier one.
+
+        Raises:
+            HandlerError: It is no `AgentHandler`, or has no name.
+        """
+        if not (isinstance(handler, type) and issubclass(handler, AgentHandler)):
+            raise HandlerError(f"{handler!r} is not a subclass of AgentHandler")
+        if not getattr(handler, "name", ""):
+            raise HandlerError(f"{handler.__qualname__} has no `name`")
+        self._handlers[handler.name] = handler()
+
+    def get(self, name: str) -> AgentHandler:
+        """The handler of that name.
+
+        Raises:
+            HandlerError: This worker does not carry it.
+        """
+        try:
+            return self._handlers[name]
+        except KeyError:
+            known = ", ".join(sorted(self._handlers)) or "none"
+            raise HandlerError(
+                f"this worker has no handler {name!r} (it has: {known}); "
+                "install its package here or name it in ROLLOUT_HANDLERS"
+            ) from None
+
+    def all(self) -> list[AgentHandler]:
+        return list(self._handlers.values())

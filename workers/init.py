@@ -1,0 +1,27 @@
+"""INIT: check the task, boot the sandbox, make everything ready."""
+
+from __future__ import annotations
+
+from rollout.schema import State
+from services.state.rollouts import Finish
+from workers.errors import StageTimeout, time_limit
+from workers.handlers.base import InitContext
+from workers.stage import StageRun, outcome_fields
+
+
+async def init(run: StageRun) -> Finish:
+    """The INIT stage.
+
+    Raises:
+        StageTimeout: `Limits.init_timeout_s` passed.
+        StageError, SandboxError: As the handler, the task or the sandbox has it.
+    """
+    claim = run.claim
+    handler = run.process.handlers.get(claim.request.handler)
+    ctx = run.context(InitContext, handler, sandboxes=run.sandboxes)
+    limit = claim.request.limits.init_timeout_s
+    async with time_limit(limit, StageTimeout, f"INIT took longer than init_timeout_s = {limit:g}"):
+        await handler.init(ctx)
+    if ctx.sandbox is not None:
+        await ctx.sandbox.close()
+    return Finish(State.READY, outcome_fields(metrics=ctx.metrics))

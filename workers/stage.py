@@ -1,0 +1,253 @@
+"""What the three stages share: claim, work under limits, lay blame, clean up, finish.
+
+A stage never raises: it writes an outcome and returns its reference, so that the chain goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import redis
+import structlog
+from celery import Task
+
+from rollout.schema import ErrorInfo, Stage, State
+from rollout.trajectory import FinishReason
+from sandbox.client import SandboxClient
+from sandbox.errors import SandboxError
+from services.queues import Ref
+from services.state.rollouts import Claim, Finish
+from workers import process as processes
+from workers.errors import DeadlinePassed, HandlerError, StageError, describe, from_sandbox, time_limit
+from workers.handlers.base import AgentHandler, Context
+from workers.process import CANCEL, LOST, OVERDUE, SHUTDOWN, Held, WorkerProcess
+from workers.sandboxes import Sandboxes
+
+log = structlog.get_logger("stage")
+
+CLEANUP_S = 20.0
+"""Most seconds that cleaning up may hold a finished stage."""
+FINISH_PATIENCE_S = 600.0
+"""Seconds a finished stage waits for a Redis that is away. The fence decides whether it still counts."""
+FINISH_RETRY_S = 1.0
+
+
+C = TypeVar("C", bound=Context)
+
+
+class StageRun:
+    """One stage of one rollout on this worker, from claim to finish."""
+
+    def __init__(self, process: WorkerProcess, held: Held, claim: Claim) -> None:
+        self.process = process
+        self.held = held
+        self.claim = claim
+        self.log = log.bind(
+            rollout_id=claim.rollout_id, attempt=claim.attempt, stage=claim.stage.value, fence=claim.fence
+        )
+        self.sandboxes = Sandboxes(
+            process.host,
+            process.store,
+            process.settings,
+            rollout_id=claim.rollout_id,
+            attempt=claim.attempt,
+            fence=claim.fence,
+            deadline_in_s=claim.deadline_in_s,
+        )
+
+    @property
+    def has_sandbox(self) -> bool:
+        return self.sandboxes.booted or self.claim.sandbox is not None
+
+    def context(self, kind: type[C], handler: AgentHandler[Any], **more: Any) -> C:
+        """What the handler gets in this stage.
+
+        Raises:
+            TaskError: The task does not fit the handler's model.
+        """
+        claim = self.claim
+        return kind(
+            rollout_id=claim.rollout_id,
+            group_id=claim.group_id,
+            index=claim.index,
+            attempt=claim.attempt,
+            task=handler.check_task(claim.request.task),
+            request=claim.request,
+            log=self.log,
+            sandbox=SandboxClient(claim.sandbox_socket) if claim.sandbox_socket else None,
+            **more,
+        )
+
+    async def clean_up(self) -> None:
+        """Release what the attempt holds on this node. Never raises: the host's own limit is behind."""
+        if not self.has_sandbox:
+            return
+        try:
+            async with asyncio.timeout(CLEANUP_S):
+                await self.sandboxes.release()
+        except Exception as error:
+            self.log.warning("sandbox not released; the host's time limit will end it", error=str(error))
+
+    def retry_delay(self) -> float:
+        return self.process.settings.retry_delay_s * 2 ** (self.claim.attempt - 1)
+
+
+Body = Callable[[StageRun], Awaitable[Finish]]
+"""A stage's own work. What it raises is turned into an outcome here."""
+
+
+def error_fields(error: ErrorInfo) -> dict[str, str]:
+    """Fields of the record that say what went wrong, and that the sample is not to be trained on."""
+    return {
+        "error": error.model_dump_json(),
+        "blame": error.blame.value,
+        "drop": "1",
+        "drop_reason": f"{error.blame.value}: {error.type}",
+        "reward": "",
+    }
+
+
+def failed(run: StageRun, error: Exception) -> dict[str, str]:
+    """Say in the log that the stage failed; the record's fields that say so too."""
+    info = describe(error, run.claim.stage)
+    run.log.warning("stage failed", blame=info.blame.value, error=info.message, type=info.type)
+    return error_fields(info) | {"finish_reason": FinishReason.ERROR.value}
+
+
+def failure(run: StageRun, error: Exception) -> Finish:
+    """The outcome of a failed stage: another attempt where that may help, else the end."""
+    fields = failed(run, error)
+    retry = isinstance(error, StageError) and error.retry
+    return Finish("again" if retry else State.FAILED, fields, delay_s=run.retry_delay() if retry else None)
+
+
+def _interrupted(run: StageRun) -> Finish | None:
+    """The outcome of a stage that was interrupted from outside; None: it is not ours any more."""
+    reason = run.held.reason
+    if reason == CANCEL:
+        return Finish(State.CANCELLED)
+    if reason == OVERDUE:
+        info = describe(DeadlinePassed("the deadline of the rollout passed"), run.claim.stage)
+        return Finish(State.TIMED_OUT, error_fields(info) | {"finish_reason": FinishReason.TIME_LIMIT.value})
+    if reason == SHUTDOWN:
+        return Finish("handback")
+    return None
+
+
+async def _work(run: StageRun, body: Body) -> Finish | None:
+    """The body under the rollout's deadline; every end becomes an outcome."""
+    claim = run.claim
+    structlog.contextvars.bind_contextvars(rollout_id=claim.rollout_id, attempt=claim.attempt)
+    try:
+        try:
+            async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
+                outcome = await body(run)
+        except DeadlinePassed:
+            run.held.reason = run.held.reason or OVERDUE
+            outcome = _interrupted(run)
+        except asyncio.CancelledError:
+            if run.held.reason is None:
+                # Nobody asked for it: the handler let a cancel of its own escape.
+                outcome = failure(run, HandlerError("the handler raised CancelledError"))
+            else:
+                # The request has been heard; the task goes on to clean up.
+                asyncio.current_task().uncancel()
+                outcome = _interrupted(run)
+        except SandboxError as error:
+            outcome = failure(run, from_sandbox(error))
+        except Exception as error:
+            outcome = failure(run, error)
+    finally:
+        structlog.contextvars.clear_contextvars()
+    keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)
+    # An EVAL that is handed back is done again on the same sandbox.
+    keeps_sandbox |= outcome is not None and outcome.next == "handback" and claim.stage is Stage.EVAL
+    if not keeps_sandbox:
+        await run.clean_up()
+    return outcome
+
+
+def run_stage(task: Task, ref: Ref, stage: Stage, body: Body) -> Ref:
+    """Do one stage of the rollout that the message names, if it is ours to do."""
+    process = processes.current()
+    held = process.hold(ref["id"], stage)
+    if held is None:
+        return _stop_chain(task, ref)
+    try:
+        claim = process.store.claim(ref["id"], ref["attempt"], stage, process.name)
+        if isinstance(claim, str):
+            log.debug("message dropped", rollout_id=ref["id"], stage=stage.value, why=claim)
+            return _stop_chain(task, ref)
+        held.fence = claim.fence
+        run = StageRun(process, held, claim)
+        try:
+            outcome = process.run(held, _work(run, body))
+        except asyncio.CancelledError:
+            outcome = _interrupted(run)
+        entered = LOST if outcome is None else _finish(run, outcome)
+    except redis.RedisError as error:
+        # The reaper rings again; the claim, if it was made after all, runs out with its lease.
+        log.error("Redis does not answer", rollout_id=ref["id"], stage=stage.value, error=str(error))
+        return _stop_chain(task, ref)
+    finally:
+        process.let_go(held)
+    # Only now: a message sent while the rollout is held here would be dropped by this very process.
+    return _after(task, ref, run, entered, outcome)
+
+
+def _finish(run: StageRun, outcome: Finish) -> str:
+    """Write the outcome, waiting for Redis to come back: the work is done and would be lost."""
+    deadline = time.monotonic() + FINISH_PATIENCE_S
+    while True:
+        try:
+            return run.process.store.finish(run.claim, outcome)
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise
+            run.log.warning("Redis does not answer; the outcome waits", error=str(error))
+            time.sleep(FINISH_RETRY_S)
+
+
+def _after(task: Task, ref: Ref, run: StageRun, entered: str, outcome: Finish | None) -> Ref:
+    """Go on with the chain, or stop it and tidy up."""
+    claim = run.claim
+    if entered in (State.READY, State.EVALUATING) and outcome.next == entered:
+        node = run.process.settings.node if run.has_sandbox else None
+        return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node)
+    _stop_chain(task, ref)
+    if entered == LOST:
+        run.log.warning("outcome refused: the rollout is not ours any more")
+    elif outcome.next == "handback" and entered in (State.QUEUED, State.EVALUATING):
+        stage, node = ("init", None) if entered == State.QUEUED else ("eval", claim.node)
+        run.process.dispatcher.send(stage, [Ref(id=claim.rollout_id, attempt=claim.attempt, node=node)])
+    else:
+        run.log.info("rollout " + entered)
+    if entered in (LOST, State.CANCELLED) and run.has_sandbox:
+        # A cancel can arrive after the body decided to keep the sandbox for the next stage.
+        asyncio.run_coroutine_threadsafe(run.clean_up(), run.process.loop).result(CLEANUP_S + 5)
+    return ref
+
+
+def _stop_chain(task: Task, ref: Ref) -> Ref:
+    """Keep Celery from sending the next stage: there is none, or somebody else's message brings it."""
+    task.request.chain = None
+    return ref
+
+
+def outcome_fields(
+    *,
+    finish_reason: FinishReason | None = None,
+    metrics: dict[str, float] | None = None,
+    **more: Any,
+) -> dict[str, str]:
+    """Fields of the record, as strings."""
+    fields = {name: str(value) for name, value in more.items() if value is not None}
+    if finish_reason is not None:
+        fields["finish_reason"] = finish_reason.value
+    if metrics:
+        fields["metrics"] = json.dumps(metrics)
+    return fields
