@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# Build $ROLLOUT_HOME/images/base.sif (sandbox/images/base.def) from this machine's own Debian mirror: no registry.
+#
+# Does nothing when the image is there; `image.sh --force` builds it anew. As root the root file system is made by
+# mmdebstrap; as a plain user by mmdebstrap in a user namespace where /etc/subuid and newuidmap allow that, and else by
+# unpacking the packages without running their scripts.
+
+SCRIPT_NAME=image
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+IMAGES="$ROLLOUT_HOME/images"
+RECIPES="$REPO_ROOT/sandbox/images"
+# Documentation and translations are left out: they double the number of files.
+LEFT_OUT=('/usr/share/doc/*' '/usr/share/man/*' '/usr/share/locale/*' '/usr/share/info/*')
+
+WORK=""
+cleanup() { [ -z "$WORK" ] || { chmod -R u+rwX "$WORK" 2>/dev/null || true; rm -rf "$WORK"; }; }
+trap cleanup EXIT
+
+packages() { grep -vE '^(#|$)' "$RECIPES/base.packages"; }
+
+apptainer_program() {
+    echo "${ROLLOUT_APPTAINER:-$(command -v apptainer || command -v singularity || true)}"
+}
+
+has_subids() {
+    have newuidmap && grep -qsE "^($(id -un)|$(id -u)):" /etc/subuid && grep -qsE "^($(id -un)|$(id -u)):" /etc/subgid
+}
+
+# make_rootfs_mmdebstrap MODE OUTPUT SUITE
+make_rootfs_mmdebstrap() {
+    local options=() pattern
+    for pattern in "${LEFT_OUT[@]}"; do
+        options+=(--dpkgopt="path-exclude=$pattern")
+    done
+    mmdebstrap --quiet --mode="$1" --variant=minbase --include="$(packages | paste -sd,)" "${options[@]}" \
+        --dpkgopt=force-unsafe-io --aptopt='Acquire::Languages "none"' "$3" "$2" >"$WORK/mmdebstrap.log" 2>&1 || {
+        tail -5 "$WORK/mmdebstrap.log" >&2
+        return 1
+    }
+}
+
+# Without root and subordinate ids: fetch the packages with all they depend on, unpack them, and write by hand the few
+# files that their scripts would have made. Good for running tools; `apt-get install` inside is not expected to work.
+make_rootfs_unpacked() {
+    local rootfs="$1" suite="$2" state="$WORK/apt" deb
+    have dpkg-deb || return 1
+    write_sources "$state" "$suite"
+    apt_private "$state" update || return 1
+    mkdir -p "$WORK/debs" "$rootfs"/usr/{bin,sbin,lib,lib64} "$rootfs"/{etc,root,tmp,var/tmp,var/lib/dpkg,proc,sys,dev,run,home,opt,srv,mnt}
+    local name
+    for name in bin sbin lib lib64; do
+        ln -s "usr/$name" "$rootfs/$name"
+    done
+    # An empty dpkg status: everything counts as missing, so apt names the whole closure.
+    # shellcheck disable=SC2046
+    apt_private "$state" -y --no-install-recommends -o Debug::NoLocking=1 -o Dir::Cache::archives="$WORK/debs" \
+        --download-only install $(packages) libc-bin base-files base-passwd bash dash coreutils debianutils grep gzip hostname \
+        login mawk ncurses-base ncurses-bin passwd perl-base sed tar util-linux findutils >"$WORK/apt.log" 2>&1 ||
+        { tail -5 "$WORK/apt.log" >&2; return 1; }
+    for deb in "$WORK"/debs/*.deb; do
+        # tar, not dpkg -x: it can leave files out, and directory symlinks (/bin) stay what they are.
+        dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$rootfs" --keep-directory-symlink --no-same-owner \
+            --exclude='./usr/share/doc/*' --exclude='./usr/share/man/*' --exclude='./usr/share/locale/*' \
+            --exclude='./usr/share/info/*' --exclude='./dev/*' || return 1
+    done
+    finish_unpacked "$rootfs"
+}
+
+# What the packages' scripts would have done, as far as a sandbox needs it.
+finish_unpacked() {
+    local rootfs="$1" manual link
+    cp "$rootfs/usr/share/base-passwd/passwd.master" "$rootfs/etc/passwd"
+    cp "$rootfs/usr/share/base-passwd/group.master" "$rootfs/etc/group"
+    [ -e "$rootfs/etc/nsswitch.conf" ] || printf 'passwd: files\ngroup: files\nhosts: files dns\n' >"$rootfs/etc/nsswitch.conf"
+    [ -e "$rootfs/usr/bin/sh" ] || ln -s dash "$rootfs/usr/bin/sh"
+    [ -e "$rootfs/usr/bin/awk" ] || ln -s mawk "$rootfs/usr/bin/awk"
+    [ -e "$rootfs/usr/bin/which" ] || ln -s which.debianutils "$rootfs/usr/bin/which"
+    [ -e "$rootfs/etc/bash.bashrc" ] || : >"$rootfs/etc/bash.bashrc"
+    if [ -d "$rootfs/usr/share/ca-certificates" ]; then
+        mkdir -p "$rootfs/etc/ssl/certs"
+        find "$rootfs/usr/share/ca-certificates" -name '*.crt' -exec cat {} + >"$rootfs/etc/ssl/certs/ca-certificates.crt"
+    fi
+    chmod 1777 "$rootfs/tmp" "$rootfs/var/tmp"
+    chmod -R u+rwX "$rootfs"
+}
+
+make_rootfs() {
+    local rootfs="$1" suite="$2"
+    if [ "$(id -u)" -eq 0 ] && have mmdebstrap; then
+        say "making the root file system with mmdebstrap (about 30 s)"
+        make_rootfs_mmdebstrap root "$rootfs" "$suite" && return 0
+        die "mmdebstrap failed; the lines above say why"
+    fi
+    if have mmdebstrap && has_subids; then
+        say "making the root file system with mmdebstrap in a user namespace (about 30 s)"
+        # A directory made there belongs to subordinate ids; a tar archive unpacks as ours.
+        if make_rootfs_mmdebstrap unshare "$WORK/rootfs.tar" "$suite"; then
+            mkdir -p "$rootfs"
+            tar -x -f "$WORK/rootfs.tar" -C "$rootfs" --no-same-owner --exclude='./dev/*' && chmod -R u+rwX "$rootfs"
+            return 0
+        fi
+        say "mmdebstrap cannot use a user namespace here; unpacking the packages instead"
+        rm -rf "$rootfs"
+    else
+        say "no root, no subordinate ids for $(id -un) or no mmdebstrap: unpacking the packages (about 30 s)"
+    fi
+    make_rootfs_unpacked "$rootfs" "$suite" || die "cannot fetch or unpack the packages; ask an administrator for lines for" \
+        "$(id -un) in /etc/subuid and /etc/subgid, or copy base.sif from another machine to $IMAGES"
+}
+
+main() {
+    local program suite
+    if [ "${1:-}" != --force ] && { [ -e "$IMAGES/base.sif" ] || [ -d "$IMAGES/base" ]; }; then
+        say "the base image is there: $(ls -d "$IMAGES"/base.sif "$IMAGES"/base 2>/dev/null | head -1)"
+        return 0
+    fi
+    lock_home
+    have apt-get || die "no apt-get here to make a Debian image with; copy base.sif from another machine to $IMAGES"
+    WORK="$(mktemp -d "${TMPDIR:-/tmp}/rollout-image-XXXXXX")"
+    suite="$(machine_archives | awk 'NR == 1 { print $2 }')"
+    [ -n "$suite" ] || die "no 'main' archive in this machine's apt configuration; run apt-get update as root first"
+    make_rootfs "$WORK/rootfs" "$suite"
+    chmod 755 "$WORK/rootfs"
+    mkdir -p "$IMAGES"
+    program="$(apptainer_program)"
+    if [ -n "$program" ] && have mksquashfs; then
+        say "packing base.sif"
+        "$program" -q build --userns --force --build-arg ROOTFS="$WORK/rootfs" \
+            --mksquashfs-args "-comp zstd -Xcompression-level 3" "$WORK/base.sif" "$RECIPES/base.def" \
+            >"$WORK/build.log" 2>&1 || { tail -5 "$WORK/build.log" >&2; die "apptainer build failed"; }
+        mv "$WORK/base.sif" "$IMAGES/base.sif"
+        say "built $IMAGES/base.sif ($(du -h "$IMAGES/base.sif" | cut -f1))"
+    else
+        rm -rf "$IMAGES/base"
+        mv "$WORK/rootfs" "$IMAGES/base"
+        say "made the directory image $IMAGES/base"
+        note "apptainer or mksquashfs: the image is a directory, which works but is slow to copy to other machines"
+    fi
+    summary
+}
+
+main "$@"
