@@ -1,0 +1,195 @@
+"""The gateway's HTTP API in memory, for the client's tests: rollouts end when the test says so.
+
+Not the pipeline: the true gateway has its own tests, and `tests/local` runs the client against it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from pydantic import ValidationError
+
+from rollout.schema import Rollout, RolloutRequest, State, SubmitRequest
+
+
+class FakeGateway:
+    """Serves on a free loopback port between `__enter__` and `__exit__`."""
+
+    def __init__(self) -> None:
+        self.rollouts: dict[str, Rollout] = {}
+        self.ended: list[str] = []
+        self.calls: list[tuple[str, str]] = []
+        self.submissions: list[SubmitRequest] = []
+        self.faults: list[Any] = []
+        """Taken one a request: an (status, headers, body) answer, "drop" before, or "drop-after" work."""
+        self.finish_at_once = True
+        self.lock = threading.Condition()
+
+    def __enter__(self) -> FakeGateway:
+        gateway = self
+
+        class Handler(_Handler):
+            fake = gateway
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def finish(self, rollout_id: str, state: State = State.COMPLETED, reward: float | None = 1.0) -> None:
+        with self.lock:
+            rollout = self.rollouts[rollout_id]
+            rollout.state, rollout.reward, rollout.finished_at = state, reward, time.time()
+            self.ended.append(rollout_id)
+            self.lock.notify_all()
+
+    def create(self, request: RolloutRequest) -> list[dict]:
+        group, ids = request.rollout_ids()
+        out = []
+        for index, rollout_id in enumerate(ids):
+            created = rollout_id not in self.rollouts
+            if created:
+                now = time.time()
+                self.rollouts[rollout_id] = Rollout(
+                    id=rollout_id,
+                    group_id=group,
+                    index=index,
+                    handler=request.handler,
+                    state=State.QUEUED,
+                    attempt=1,
+                    request=request,
+                    created_at=now,
+                    updated_at=now,
+                    deadline_at=now + 60,
+                )
+                if self.finish_at_once:
+                    self.finish(rollout_id)
+            state = self.rollouts[rollout_id].state
+            out.append({"id": rollout_id, "group_id": group, "state": state, "created": created})
+        return out
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeGateway
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        kind = "application/problem+json" if status >= 400 else "application/json"
+        for key, value in {"content-type": kind, "content-length": str(len(data)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def problem(self, status: int, title: str, **fields: Any) -> None:
+        self.answer(status, {"title": title, "status": status, **fields})
+
+    def handle_any(self) -> None:
+        parts = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.fake.calls.append((self.command, parts.path))
+        fault = self.fake.faults.pop(0) if self.fake.faults else None
+        if fault == "drop":
+            self.close_connection = True
+            return
+        if isinstance(fault, tuple):
+            self.answer(fault[0], fault[2], fault[1])
+            return
+        if fault == "drop-after":
+            self.answer = lambda *_: setattr(self, "close_connection", True)  # type: ignore[method-assign]
+        self.route(parts.path, query, json.loads(body) if body else None)
+
+    do_GET = do_POST = do_DELETE = handle_any
+
+    def route(self, path: str, query: dict[str, str], body: Any) -> None:
+        fake = self.fake
+        if (self.command, path) == ("POST", "/v1/rollouts"):
+            return self.submit(body)
+        if (self.command, path) == ("POST", "/v1/rollouts/cancel"):
+            return self.cancel_many(body)
+        if path == "/v1/completions":
+            return self.completions(query)
+        if path == "/v1/rollouts":
+            wanted = [
+                r.model_dump(mode="json")
+                for r in fake.rollouts.values()
+                if query.get("state") in (None, r.state) and query.get("handler") in (None, r.handler)
+            ]
+            return self.answer(200, {"rollouts": wanted[: int(query.get("limit", 100))], "cursor": None})
+        if path.startswith("/v1/rollouts/"):
+            return self.one(path.removeprefix("/v1/rollouts/"), query)
+        if path == "/v1/handlers":
+            return self.answer(200, {"handlers": [{"name": "calculator", "tools": ["execute_bash"]}]})
+        if path == "/v1/backends" and self.command == "GET":
+            return self.answer(200, {"backends": []})
+        if path == "/v1/backends":
+            return self.answer(
+                201, {"id": "b1", "url": body["url"], "model": "m", "tokenizer": "t", "max_model_len": 512}
+            )
+        if path.startswith("/v1/backends/"):
+            return self.answer(204, None)
+        if path == "/v1/status":
+            return self.answer(
+                200, {"states": {"completed": 2}, "queues": {"init": 1}, "backends": [], "version": "x"}
+            )
+        if path == "/ready":
+            return self.answer(503, {"missing": ["a worker of the stage run"]})
+        return self.problem(404, "not found", detail=path)
+
+    def submit(self, body: Any) -> None:
+        try:
+            request = SubmitRequest.model_validate(body)
+        except ValidationError as error:
+            errors = [
+                {"field": ".".join(map(str, e["loc"])), "message": e["msg"]}
+                for e in error.errors(include_url=False)
+            ]
+            return self.problem(400, "invalid request", errors=errors)
+        self.fake.submissions.append(request)
+        created = [item for one in request.requests for item in self.fake.create(one)]
+        return self.answer(202, {"rollouts": created})
+
+    def one(self, rest: str, query: dict[str, str]) -> None:
+        rollout_id, _, verb = rest.partition("/")
+        rollout = self.fake.rollouts.get(rollout_id)
+        if rollout is None:
+            return self.problem(404, "no such rollout", detail=f"there is no rollout {rollout_id!r}")
+        if verb == "cancel":
+            if not rollout.state.terminal:
+                self.fake.finish(rollout_id, State.CANCELLED, None)
+            return self.answer(200, {"id": rollout_id, "state": rollout.state, "cancelling": False})
+        with self.fake.lock:
+            self.fake.lock.wait_for(lambda: rollout.state.terminal, float(query.get("wait", 0)))
+        return self.answer(200, rollout.model_dump(mode="json"))
+
+    def cancel_many(self, body: dict[str, Any]) -> None:
+        live = [r.id for r in self.fake.rollouts.values() if not r.state.terminal]
+        if "ids" in body:
+            live = [i for i in live if i in body["ids"]]
+        for rollout_id in live:
+            self.fake.finish(rollout_id, State.CANCELLED, None)
+        self.answer(200, {"cancelled": len(live), "already_ended": len(body.get("ids", live)) - len(live)})
+
+    def completions(self, query: dict[str, str]) -> None:
+        fake, cursor = self.fake, query.get("cursor", "0")
+        with fake.lock:
+            start = len(fake.ended) if cursor == "$" else int(cursor)
+            fake.lock.wait_for(lambda: len(fake.ended) > start, float(query.get("wait", 0)))
+            ids = fake.ended[start : start + int(query.get("limit", 100))]
+        page = [fake.rollouts[i].model_dump(mode="json") for i in ids]
+        self.answer(200, {"rollouts": page, "cursor": str(start + len(ids))})

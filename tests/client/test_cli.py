@@ -1,0 +1,194 @@
+"""The `rollout` command against a fake gateway, and what a light install may import."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
+
+import pytest
+from click.testing import CliRunner
+
+from rollout import cli
+from rollout.schema import ErrorInfo, SandboxRecord, State
+from rollout.trajectory import Chain, FinishReason, Message, Segment, ToolCall, Trajectory
+
+TASKS = '{"question": "1 plus 2", "answer": "3"}\n\n{"question": "4 plus 5", "answer": "9"}\n'
+
+
+@pytest.fixture
+def invoke(gateway, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_URL", gateway.url)
+
+    def run(*args: str, stdin: str = ""):
+        for console in (cli.out, cli.err):  # a console looks up sys.stdout by itself, its width it does not
+            console.width = 200
+        return CliRunner().invoke(cli.main, args, input=stdin)
+
+    return run
+
+
+def trajectory() -> Trajectory:
+    chain = Chain()
+    chain.append(
+        Segment(role="user", token_ids=[1, 2, 3], messages=[Message(role="user", content="37 times 85")])
+    )
+    call = ToolCall(id="c", name="execute_bash", arguments={"command": "echo $((37*85))"})
+    chain.append(
+        Segment(
+            role="assistant",
+            token_ids=[4, 5],
+            sampled=True,
+            logprobs=[-0.5, -1.5],
+            policy_version="step-7",
+            finish_reason="stop",
+            call_id="1",
+            messages=[Message(role="assistant", tool_calls=[call])],
+        )
+    )
+    chain.append(
+        Segment(role="tool", token_ids=[6], messages=[Message(role="tool", content="[bold]3145[/]")])
+    )
+    return Trajectory(chains=[chain], finish_reason=FinishReason.STOP, warnings=["no memory limit"])
+
+
+def test_submit_reads_tasks_and_writes_one_rollout_a_line(gateway, invoke, tmp_path):
+    (tmp_path / "in.jsonl").write_text(TASKS)
+    target = tmp_path / "out.jsonl"
+    result = invoke(
+        "submit",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(target),
+        "--handler",
+        "calculator",
+        "--n",
+        "2",
+        "--tag",
+        "t",
+    )
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(lines) == 4
+    assert {line["request"]["task"]["answer"] for line in lines} == {"3", "9"}
+    assert all(line["request"]["tags"] == ["t"] for line in lines)
+    assert "4/4" in result.stderr
+    assert "4 completed, mean reward 1.000" in result.stderr
+
+
+def test_submit_reads_whole_requests_from_stdin_and_writes_to_stdout(invoke):
+    result = invoke("submit", "-", stdin='{"handler": "calculator", "id": "a", "tags": ["x"]}\n')
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["id"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: Expecting property name"),
+        ("[]", "line 2: expected a JSON object, got list"),
+        (
+            '{"handler": "x", "limits": {"max_turn": 3}}',
+            "line 2: limits.max_turn: Extra inputs are not permitted",
+        ),
+    ],
+)
+def test_submit_names_the_line_at_fault_and_sends_nothing(gateway, invoke, line, message):
+    result = invoke("submit", "-", stdin='{"handler": "x"}\n' + line + "\n")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert gateway.calls == []
+
+
+def test_an_api_error_is_one_message_and_no_traceback(gateway, invoke):
+    gateway.faults = [(400, {}, b'{"title":"bad","status":400,"errors":[{"field":"state","message":"no"}]}')]
+    result = invoke("list")
+    assert result.exit_code == 1
+    assert "Error: GET /v1/rollouts: 400 bad\n  state: no" in result.stderr
+
+
+def test_ctrl_c_cancels_what_was_submitted(gateway):
+    gateway.finish_at_once = False
+    command = [sys.executable, "-m", "rollout.cli", "submit", "-", "--url", gateway.url]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child.stdin.write('{"handler": "calculator", "n": 3}\n')
+    child.stdin.close()
+    deadline = time.monotonic() + 20
+    while len([c for c in gateway.calls if c[1] == "/v1/completions"]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 130
+    assert "cancelled 3; 0 had ended" in child.stderr.read()
+    assert {r.state for r in gateway.rollouts.values()} == {State.CANCELLED}
+
+
+def test_show_is_readable(gateway, invoke):
+    invoke("submit", "-", stdin='{"handler": "calculator", "id": "a"}\n')
+    rollout = gateway.rollouts["a"]
+    rollout.trajectory = trajectory()
+    rollout.sandbox = SandboxRecord(
+        id="s", runtime="apptainer", image="base", node="n1", isolation_missing=["cpu"], start_ms=118
+    )
+    rollout.stage_seconds = {"init": 0.2, "run": 1.25, "eval": 0.01}
+    rollout.error = ErrorInfo(blame="handler", stage="eval", type="KeyError", message="'answer'")
+    shown = invoke("show", "a").stdout
+    for text in (
+        "37 times 85",
+        "→ execute_bash echo $((37*85))",
+        "[bold]3145[/]",
+        "turn 1, 2 tokens sampled, mean log-prob -1.00, version step-7, stop",
+        "apptainer on n1, image base, started in 118 ms; not isolated or limited: cpu",
+        "3 prompt, 3 response, 2 sampled in 1 turns",
+        "run 1.250 s",
+        "no memory limit",
+        "handler error in eval: KeyError: 'answer'",
+    ):
+        assert text in shown, (text, shown)
+
+
+def test_status_list_watch_and_cancel(gateway, invoke):
+    invoke("submit", "-", stdin='{"handler": "calculator", "id": "a"}\n')
+    status = invoke("status")
+    assert "2 completed" in status.stdout
+    assert "a worker of the stage run" in status.stderr
+    assert "calculator" in invoke("list", "--state", "completed").stdout
+    assert invoke("watch", "--seconds", "0.1").exit_code == 0
+    assert "cancelled 0; 1 had ended" in invoke("cancel", "a").stdout
+    assert "exactly one of them" in invoke("cancel").stderr
+
+
+def test_help_lists_operator_commands_without_importing_them(monkeypatch):
+    points = [
+        EntryPoint("up", "rollout_absent.module:up", cli.COMMAND_GROUP),
+        EntryPoint("extra", "rollout_absent.other:extra", cli.COMMAND_GROUP),
+    ]
+    monkeypatch.setattr(cli, "entry_points", lambda group: points)
+    result = CliRunner().invoke(cli.main, ["--help"])
+    assert result.exit_code == 0
+    assert "Start the whole service on this machine." in result.stdout
+    assert "From rollout_absent.other." in result.stdout
+    result = CliRunner().invoke(cli.main, ["up"])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == (
+        "Error: `rollout up` needs the Python package 'rollout_absent': "
+        "pip install 'rollout-service[gateway,worker]'"
+    )
+
+
+def test_a_light_install_loads_nothing_heavy():
+    heavy = ["flask", "celery", "kombu", "redis", "torch", "transformers", "services", "workers", "sandbox"]
+    code = (
+        "import sys, rollout, rollout.client, rollout.cli\n"
+        "rollout.cli.main(['--help'], standalone_mode=False)\n"
+        f"print('loaded:', [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
+    )
+    assert "loaded: []" in done.stdout

@@ -1,0 +1,195 @@
+"""The client's own promises: idempotent submission, retries, order, errors that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from rollout.client import ApiError, AsyncClient, Client, Unavailable, WaitTimeout
+from rollout.schema import Limits, RolloutRequest, State
+
+
+def request(**fields) -> RolloutRequest:
+    return RolloutRequest(handler="calculator", **fields)
+
+
+def test_submit_gives_one_entry_per_rollout_in_order(gateway, client):
+    accepted = client.submit([request(id="a"), request(id="g", n=3)])
+    assert [s.id for s in accepted] == ["a", "g.0", "g.1", "g.2"]
+    assert [s.group_id for s in accepted] == ["a", "g", "g", "g"]
+
+
+def test_submit_splits_at_a_thousand_rollouts_and_keeps_the_order(gateway, client):
+    requests = [request(id=f"r{k}", n=7) for k in range(300)]
+    accepted = client.submit(requests)
+    sizes = [sum(r.n for r in s.requests) for s in gateway.submissions]
+    assert sizes == [994, 994, 112]
+    assert [s.id for s in accepted] == [f"r{k}.{i}" for k in range(300) for i in range(7)]
+
+
+def test_submit_splits_large_bodies(gateway, client):
+    client.submit([request(task={"text": "x" * (3 << 20)}) for _ in range(5)])
+    assert [len(s.requests) for s in gateway.submissions] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("fault", ["drop", "drop-after", (503, {"retry-after": "0"}, b"{}")])
+def test_a_submission_tried_again_creates_nothing_twice(gateway, client, fault):
+    gateway.faults = [fault, fault]
+    accepted = client.submit([request(), request(n=2)])
+    assert len(gateway.calls) == 3
+    assert sorted(gateway.rollouts) == sorted(s.id for s in accepted)
+    assert len(gateway.rollouts) == 3
+
+
+def test_limits_changed_in_place_are_sent(gateway, client):
+    one = request(id="a")
+    one.limits.max_turns = 3
+    client.submit(one)
+    assert gateway.submissions[0].requests[0].limits == Limits(max_turns=3)
+
+
+def test_a_refusal_names_the_field_and_the_message(gateway, client):
+    broken = RolloutRequest.model_construct(handler="", n=1, id="a", limits=Limits())
+    with pytest.raises(ApiError) as caught:
+        client.submit(broken)
+    assert caught.value.status == 400
+    assert "POST /v1/rollouts: 400 invalid request" in str(caught.value)
+    assert "requests.0.handler: String should have at least 1 character" in str(caught.value)
+
+
+def test_an_answer_that_is_no_problem_document_is_shown(gateway, client):
+    gateway.faults = [(418, {}, b"<html>teapot</html>")]
+    with pytest.raises(ApiError, match="418 I'm a Teapot: <html>teapot"):
+        client.status()
+
+
+def test_no_gateway_is_unavailable_and_says_what_to_do():
+    with (
+        Client("http://127.0.0.1:9", retry_for=0.3) as client,
+        pytest.raises(Unavailable, match=r"GET /v1/status .*ConnectError.*`rollout up`"),
+    ):
+        client.status()
+
+
+def test_a_lasting_503_is_unavailable_with_its_reason(gateway):
+    gateway.faults = [(503, {}, b'{"title":"Redis is away","status":503}')] * 50
+    with Client(gateway.url, retry_for=0.5) as client, pytest.raises(Unavailable, match="503 Redis is away"):
+        client.status()
+
+
+def test_the_address_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_URL", "http://example.org:9/")
+    assert Client().base_url == "http://example.org:9"
+    with pytest.raises(ValueError, match=r"'example\.org' is not an http"):
+        Client("example.org")
+
+
+def test_wait_returns_when_the_rollout_ends(gateway, client):
+    gateway.finish_at_once = False
+    client.submit(request(id="a"))
+    threading.Timer(0.2, gateway.finish, ["a"]).start()
+    assert client.wait("a", timeout=5).state is State.COMPLETED
+
+
+def test_wait_gives_up_after_its_time(gateway, client):
+    gateway.finish_at_once = False
+    client.submit(request(id="a"))
+    with pytest.raises(WaitTimeout, match=r"rollout a is still queued after 0\.2 s"):
+        client.wait("a", timeout=0.2)
+
+
+def test_stream_yields_in_order_of_completion_those_that_ended_before_too(gateway, client):
+    gateway.finish_at_once = False
+    client.submit([request(id=i) for i in "abcd"])
+    gateway.finish("c")
+    for delay, name in ((0.1, "b"), (0.2, "d"), (0.3, "a")):
+        threading.Timer(delay, gateway.finish, [name]).start()
+    assert [r.id for r in client.stream(["a", "b", "c"], timeout=5)] == ["c", "b", "a"]
+
+
+def test_stream_raises_when_some_never_end(gateway, client):
+    gateway.finish_at_once = False
+    client.submit([request(id="a"), request(id="b")])
+    gateway.finish("a")
+    with pytest.raises(WaitTimeout, match=r"1 rollouts had not ended after 0\.3 s, among them b"):
+        list(client.stream(["a", "b"], timeout=0.3))
+
+
+def test_stream_finds_what_the_completions_no_longer_hold(gateway, client, monkeypatch):
+    monkeypatch.setattr("rollout.operations.SILENCE_S", 0.1)
+    monkeypatch.setattr("rollout.operations.LONG_POLL_S", 0.1)
+    client.submit([request(id="a")])
+    gateway.ended.clear()
+    assert [r.id for r in client.stream(["a"], cursor="0", timeout=5)] == ["a"]
+
+
+def test_stream_without_ids_goes_on_until_the_timeout(gateway, client):
+    client.submit([request(id=f"r{k}") for k in range(120)])
+    assert [r.id for r in client.stream(timeout=0.3)] == [f"r{k}" for k in range(120)]
+
+
+def test_run_returns_results_in_the_order_of_submission(gateway, client):
+    gateway.finish_at_once = False
+    seen = []
+    for delay, name in ((0.2, "c"), (0.3, "a"), (0.4, "b")):
+        threading.Timer(delay, gateway.finish, [name]).start()
+    results = client.run(
+        [request(id=i) for i in "abc"], lambda r, done, total: seen.append((r.id, done, total))
+    )
+    assert [r.id for r in results] == ["a", "b", "c"]
+    assert seen == [("c", 1, 3), ("a", 2, 3), ("b", 3, 3)]
+
+
+def test_run_again_with_the_same_ids_returns_the_same_rollouts(gateway, client):
+    requests = [request(id=i) for i in "ab"]
+    client.run(requests)
+    assert [r.id for r in client.run(requests, timeout=5)] == ["a", "b"]
+    assert len(gateway.rollouts) == 2
+
+
+def test_cancel_and_its_bulk_form(gateway, client):
+    gateway.finish_at_once = False
+    client.submit([request(id=i) for i in "abc"])
+    assert client.cancel("a")["state"] == "cancelled"
+    assert client.cancel_many(ids=["a", "b"]) == {"cancelled": 1, "already_ended": 1}
+    with pytest.raises(ValueError, match="one of ids, group_id and tag"):
+        client.cancel_many(ids=["a"], tag="t")
+
+
+def test_the_small_resources(gateway, client):
+    assert client.handlers()[0].name == "calculator"
+    assert client.add_backend("http://127.0.0.1:8000").id == "b1"
+    assert client.backends() == []
+    assert client.remove_backend("b1") is None
+    assert client.status()["states"] == {"completed": 2}
+    assert client.ready() == {"ready": False, "missing": ["a worker of the stage run"]}
+    assert client.list(state=State.QUEUED).rollouts == []
+    with pytest.raises(ApiError, match="there is no rollout 'nope'"):
+        client.get("nope")
+
+
+def test_ready_without_a_gateway_is_false_not_an_error():
+    with Client("http://127.0.0.1:9") as client:
+        assert client.ready()["ready"] is False
+
+
+def test_the_async_client_does_the_same(gateway):
+    async def scenario():
+        async with AsyncClient(gateway.url) as client:
+            gateway.faults = ["drop"]
+            results = await client.run([request(id=i) for i in "ab"])
+            streamed = [r.id async for r in client.stream(["a", "b"])]
+            with pytest.raises(ApiError):
+                await client.get("nope")
+            return [r.id for r in results], streamed, (await client.status())["version"]
+
+    assert asyncio.run(scenario()) == (["a", "b"], ["a", "b"], "x")
+
+
+def test_async_and_sync_clients_have_the_same_methods():
+    def public(cls):
+        return {name for name in vars(cls) if not name.startswith("_")}
+
+    assert public(Client) == public(AsyncClient)

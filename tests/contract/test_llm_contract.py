@@ -1,0 +1,323 @@
+"""What the rollout service relies on in an LLM backend; the same tests for the embedded one and for vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.helpers import llm_client, llm_reference
+from tests.helpers.llm_servers import DEMO_MODEL
+
+TOLERANCE = 1e-3
+IM_END = 321
+PROMPT = [18, 22, 311, 220, 23, 20]
+"""`37 times 85`."""
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def run(backend, coroutine):
+    """Run `coroutine(client)` against the backend."""
+
+    async def main():
+        async with llm_client.session(backend.url) as client:
+            return await coroutine(client)
+
+    return asyncio.run(main())
+
+
+def test_generate_returns_ids_logprobs_and_versions_of_every_token(backend):
+    lengths = range(1, 33)
+
+    async def ask(client):
+        return await asyncio.gather(
+            *(
+                llm_client.generate(
+                    client,
+                    PROMPT * (1 + n % 5),
+                    request_id=f"r{n}",
+                    cache_salt="v0",
+                    max_tokens=n,
+                    temperature=1.0,
+                    top_p=1,
+                    top_k=-1,
+                    seed=n,
+                    detokenize=False,
+                    ignore_eos=True,
+                    stop_token_ids=[],
+                )
+                for n in lengths
+            )
+        )
+
+    for n, reply in zip(lengths, run(backend, ask), strict=True):
+        prompt = PROMPT * (1 + n % 5)
+        (choice,) = reply["choices"]
+        assert reply["request_id"] == f"generate-tokens-r{n}"
+        assert reply["usage"]["prompt_tokens"] == len(prompt)
+        assert reply["usage"]["completion_tokens"] == n
+        assert len(choice["token_ids"]) == n
+        assert choice["finish_reason"] == "length"
+        assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": n}]
+        expected = llm_reference.logprobs(DEMO_MODEL, prompt, choice["token_ids"])
+        assert llm_client.sampled_logprobs(choice) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_logprobs_follow_the_temperature(backend):
+    async def ask(client):
+        return await llm_client.generate(
+            client, PROMPT, max_tokens=30, temperature=0.6, seed=1, ignore_eos=True
+        )
+
+    (choice,) = run(backend, ask)["choices"]
+    expected = llm_reference.logprobs(DEMO_MODEL, PROMPT, choice["token_ids"], temperature=0.6)
+    assert llm_client.sampled_logprobs(choice) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_greedy_tokens_are_the_most_likely_ones(backend):
+    async def ask(client):
+        return await llm_client.generate(client, PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+
+    (choice,) = run(backend, ask)["choices"]
+    assert all(entry["rank"] == 1 for entry in choice["logprobs"]["content"])
+    expected = llm_reference.logprobs(DEMO_MODEL, PROMPT, choice["token_ids"])
+    assert llm_client.sampled_logprobs(choice) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_the_end_of_turn_token_is_part_of_the_reply(backend):
+    async def ask(client):
+        jobs = (llm_client.generate(client, PROMPT, max_tokens=300, seed=s) for s in range(8))
+        return await asyncio.gather(*jobs)
+
+    ended = [r["choices"][0] for r in run(backend, ask) if r["choices"][0]["finish_reason"] == "stop"]
+    assert ended
+    for choice in ended:
+        assert choice["token_ids"].index(IM_END) == len(choice["token_ids"]) - 1
+        assert choice["stop_reason"] is None
+
+
+def test_a_stop_token_of_the_caller_is_named_in_stop_reason(backend):
+    async def ask(client):
+        return await llm_client.generate(
+            client, PROMPT, max_tokens=50, ignore_eos=True, stop_token_ids=list(range(384))
+        )
+
+    (choice,) = run(backend, ask)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", choice["token_ids"][0])
+    assert len(choice["token_ids"]) == 1
+
+
+def test_a_seed_gives_the_same_tokens_again_and_choices_differ(backend):
+    async def ask(client):
+        options = {"max_tokens": 20, "seed": 5, "n": 3, "temperature": 1.5, "ignore_eos": True}
+        return [await llm_client.generate(client, PROMPT, **options) for _ in range(2)]
+
+    first, second = ([c["token_ids"] for c in r["choices"]] for r in run(backend, ask))
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+def test_completions_take_and_return_ids(backend):
+    body = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "max_tokens": 25,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+
+    async def ask(client):
+        whole = await llm_client.post(client, "/v1/completions", body)
+        return whole, await llm_client.stream(client, "/v1/completions", body)
+
+    whole, chunks = run(backend, ask)
+    (choice,) = whole["choices"]
+    assert choice["prompt_token_ids"] == PROMPT
+    assert len(choice["token_ids"]) == 25
+    expected = llm_reference.logprobs(DEMO_MODEL, PROMPT, choice["token_ids"])
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+    parts = [part for chunk in chunks for part in chunk["choices"]]
+    assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+    streamed = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
+    assert streamed == pytest.approx(expected, abs=TOLERANCE)
+    assert "".join(part["text"] for part in parts) == choice["text"]
+
+
+def test_a_streamed_reply_equals_the_whole_one(backend):
+    body = llm_client.generate_body(PROMPT, max_tokens=30, seed=11, ignore_eos=True)
+
+    async def ask(client):
+        whole = await llm_client.post(client, "/inference/v1/generate", body)
+        return whole, await llm_client.stream(client, "/inference/v1/generate", body)
+
+    whole, chunks = run(backend, ask)
+    assert len(chunks) > 1
+    (choice,), streamed = whole["choices"], llm_client.merged(chunks)
+    for key in ("token_ids", "finish_reason", "weight_versions"):
+        assert streamed[key] == choice[key]
+    streamed["logprobs"] = {"content": streamed["logprobs"]}
+    expected = llm_client.sampled_logprobs(choice)
+    assert llm_client.sampled_logprobs(streamed) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_abort_needs_the_prefixed_id_and_returns_the_partial_tokens(backend):
+    async def ask(client):
+        task = asyncio.create_task(
+            llm_client.generate(client, PROMPT, max_tokens=2000, ignore_eos=True, request_id="long")
+        )
+        await running(client, 1)
+        await llm_client.post(client, "/inference/v1/abort_requests", {"request_ids": ["long"]})
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await llm_client.post(
+            client, "/inference/v1/abort_requests", {"request_ids": ["generate-tokens-long"]}
+        )
+        return await asyncio.wait_for(task, 5)
+
+    (choice,) = run(backend, ask)["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert 0 < len(choice["token_ids"]) < 2000
+    assert len(llm_client.sampled_logprobs(choice)) == len(choice["token_ids"])
+
+
+async def running(client, wanted):
+    """Wait until so many requests are in the batch. vLLM refreshes the gauge only after a step."""
+    for _ in range(100):
+        if await llm_client.metric(client, "vllm:num_requests_running") == wanted:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"num_requests_running never became {wanted}")
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+def test_closing_the_connection_cancels_the_request(backend, path):
+    body = llm_client.generate_body(PROMPT, max_tokens=1900, ignore_eos=True)
+    if path == "/v1/completions":
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
+
+    async def ask(client):
+        task = asyncio.create_task(llm_client.post(client, path, body))
+        await running(client, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await running(client, 0)
+        before = await llm_client.metric(client, "vllm:generation_tokens_total")
+        await asyncio.sleep(0.2)
+        return await llm_client.metric(client, "vllm:generation_tokens_total") - before
+
+    assert run(backend, ask) == 0
+
+
+def test_bad_requests_are_400_in_openais_shape(backend):
+    bad = [
+        ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}),
+        ("/inference/v1/generate", {"token_ids": [1]}),
+        ("/inference/v1/generate", {"token_ids": [100000], "sampling_params": {}}),
+        ("/inference/v1/generate", {"token_ids": [1] * 2048, "sampling_params": {}}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"temperature": 3}}),
+        ("/v1/completions", {"model": "demo", "prompt": [1] * 20, "max_tokens": 2049}),
+    ]
+
+    async def ask(client):
+        answers = []
+        for path, body in bad:
+            async with client.post(path, json=body) as reply:
+                answers.append((reply.status, await reply.json()))
+        return answers
+
+    for (path, body), (status, answer) in zip(bad, run(backend, ask), strict=True):
+        assert status == 400, f"{path} {str(body)[:80]}: {answer}"
+        assert answer["error"]["code"] == 400
+        assert answer["error"]["message"]
+
+
+def test_max_tokens_is_clipped_to_what_the_prompt_leaves_of_the_context(backend):
+    body = {"model": "demo", "prompt": [1] * 2040, "max_tokens": 100, "ignore_eos": True}
+
+    async def ask(client):
+        generated = await llm_client.generate(client, [1] * 2040, max_tokens=100, ignore_eos=True)
+        completed = await llm_client.post(client, "/v1/completions", {**body, "return_token_ids": True})
+        return [reply["choices"][0] for reply in (generated, completed)]
+
+    for choice in run(backend, ask):
+        assert (len(choice["token_ids"]), choice["finish_reason"]) == (8, "length")
+
+
+def test_the_server_says_what_it_serves(backend):
+    async def ask(client):
+        assert await llm_client.get(client, "/is_paused") == {"is_paused": False}
+        assert "version" in await llm_client.get(client, "/version")
+        return await llm_client.get(client, "/v1/models")
+
+    (card,) = run(backend, ask)["data"]
+    assert (card["id"], card["max_model_len"]) == ("demo", 2048)
+
+
+def test_pause_abort_ends_running_requests_and_later_ones_wait_for_resume(backend):
+    async def ask(client):
+        task = asyncio.create_task(llm_client.generate(client, PROMPT, max_tokens=2000, ignore_eos=True))
+        await running(client, 1)
+        await llm_client.post(client, "/pause", mode="abort")
+        reply = await asyncio.wait_for(task, 5)
+        queued = asyncio.create_task(llm_client.generate(client, PROMPT, max_tokens=2))
+        await asyncio.sleep(0.3)
+        assert not queued.done()
+        await llm_client.post(client, "/resume")
+        await asyncio.wait_for(queued, 5)
+        return reply
+
+    (choice,) = run(backend, ask)["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert 0 < len(choice["token_ids"]) < 2000
+
+
+def test_pause_wait_returns_when_the_running_requests_have_ended(backend):
+    async def ask(client):
+        task = asyncio.create_task(llm_client.generate(client, PROMPT, max_tokens=300, ignore_eos=True))
+        await running(client, 1)
+        await llm_client.post(client, "/pause", mode="wait")
+        reply = await asyncio.wait_for(task, 1)
+        await llm_client.post(client, "/resume")
+        return reply
+
+    (choice,) = run(backend, ask)["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (300, "length")
+
+
+def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, other_weights):
+    """Last: it leaves the backend with its first weights under the label `restored`."""
+
+    async def swap(client, directory, version):
+        await llm_client.post(client, "/pause", mode="keep")
+        assert await llm_client.get(client, "/is_paused") == {"is_paused": True}
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        await llm_client.post(client, "/collective_rpc", body)
+        await llm_client.post(client, "/update_weight_version", {"new_version": version})
+        await llm_client.post(client, "/resume")
+        assert await llm_client.get(client, "/weight_info") == {"weight_version": version}
+
+    async def ask(client):
+        task = asyncio.create_task(llm_client.generate(client, PROMPT, max_tokens=1000, ignore_eos=True))
+        await running(client, 1)
+        await swap(client, other_weights, "step-1")
+        crossing = await task
+        after = await llm_client.generate(
+            client, PROMPT, cache_salt="step-1", max_tokens=30, seed=1, ignore_eos=True
+        )
+        await swap(client, DEMO_MODEL, "restored")
+        await llm_client.post(client, "/reset_prefix_cache")
+        return crossing["choices"][0], after["choices"][0]
+
+    crossing, after = run(backend, ask)
+    old, new = crossing["weight_versions"]
+    assert (old["version"], old["start"], new["version"]) == ("default", 0, "step-1")
+    assert (new["start"], new["end"]) == (old["end"], len(crossing["token_ids"]))
+    expected = llm_reference.logprobs(DEMO_MODEL, PROMPT, crossing["token_ids"])[: old["end"]]
+    assert llm_client.sampled_logprobs(crossing)[: old["end"]] == pytest.approx(expected, abs=TOLERANCE)
+    assert after["weight_versions"] == [{"version": "step-1", "start": 0, "end": 30}]
+    expected = llm_reference.logprobs(other_weights, PROMPT, after["token_ids"])
+    assert llm_client.sampled_logprobs(after) == pytest.approx(expected, abs=TOLERANCE)

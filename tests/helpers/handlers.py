@@ -1,0 +1,110 @@
+"""Handlers that go wrong on purpose, one way each."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic import BaseModel
+
+from rollout.trajectory import FinishReason, Message
+from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+
+
+class FaultTask(BaseModel):
+    stage: str
+    """Where it happens: init, run or eval."""
+    how: str = "raise"
+    """`raise`, `hang`, `timeout` (raises TimeoutError), `cancel` (its own), `nan`, `wrong_type`."""
+
+
+class Faulty(AgentHandler[FaultTask]):
+    """Fails in the stage it is told, with a sandbox in hand."""
+
+    name = "faulty"
+    Task = FaultTask
+    uses_model = False
+    uses_sandbox = True
+
+    async def _go_wrong(self, stage: str, task: FaultTask) -> None:
+        if task.stage != stage:
+            return
+        if task.how == "hang":
+            await asyncio.sleep(3600)
+        if task.how == "timeout":
+            raise TimeoutError("something inside took too long")
+        if task.how == "cancel":
+            raise asyncio.CancelledError
+        if task.how == "raise":
+            raise ValueError(f"broken on purpose in {stage}")
+
+    async def init(self, ctx: InitContext[FaultTask]) -> None:
+        await super().init(ctx)
+        await self._go_wrong("init", ctx.task)
+
+    async def run(self, ctx: RunContext[FaultTask]) -> FinishReason:
+        await self._go_wrong("run", ctx.task)
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[FaultTask]) -> Reward:
+        await self._go_wrong("eval", ctx.task)
+        if ctx.task.how == "nan":
+            return Reward(float("nan"))
+        return 1.0 if ctx.task.how == "wrong_type" else Reward(1.0)
+
+
+class BadImage(AgentHandler):
+    """Asks for an image that is not there."""
+
+    name = "bad_image"
+    uses_model = False
+    uses_sandbox = True
+    image = "no-such-image"
+
+    async def run(self, ctx: RunContext) -> FinishReason:
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext) -> Reward:
+        return Reward(1.0)
+
+
+class SleepTask(BaseModel):
+    command: str = "sleep 600"
+
+
+class InTool(AgentHandler[SleepTask]):
+    """Runs one command in the sandbox for as long as it takes."""
+
+    name = "in_tool"
+    Task = SleepTask
+    uses_model = False
+    uses_sandbox = True
+
+    async def run(self, ctx: RunContext[SleepTask]) -> FinishReason:
+        result = await ctx.sandbox.bash(ctx.task.command, timeout=600)
+        ctx.metrics["exit_code"] = result.exit_code if result.exit_code is not None else -1
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[SleepTask]) -> Reward:
+        # The same shell as in RUN: its working directory has stayed.
+        return Reward(1.0, {"cwd_kept": float((await ctx.sandbox.bash("pwd", timeout=10)).exit_code == 0)})
+
+
+class DigitsTask(BaseModel):
+    digits: int
+    """Length of the prompt: the demo tokenizer gives each digit an id of its own."""
+
+
+class Digits(AgentHandler[DigitsTask]):
+    """Talks to the model without a sandbox or tools; the prompt is as long as it is told."""
+
+    name = "digits"
+    Task = DigitsTask
+
+    def prompt(self, task: DigitsTask) -> list[Message]:
+        return [Message(role="user", content="1" * task.digits)]
+
+    async def evaluate(self, ctx: EvalContext[DigitsTask]) -> Reward:
+        return Reward(0.5)
+
+
+all_handlers = [Faulty, BadImage, InTool, Digits]

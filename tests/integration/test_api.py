@@ -1,0 +1,162 @@
+"""The HTTP API as a trainer and an operator use it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import httpx
+import pytest
+
+from rollout.schema import CompletionPage, RolloutPage, RolloutRequest, State
+from services.gateway.app import create_app
+from services.settings import Settings
+
+
+def get(stack, path, **params):
+    return httpx.get(stack.url + path, params=params, timeout=70)
+
+
+def test_a_long_poll_answers_when_the_rollout_ends_and_not_later(stack, client):
+    (new,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 0.7}))
+    started = time.monotonic()
+    assert get(stack, f"/v1/rollouts/{new.id}", wait=30).json()["state"] == "completed"
+    assert 0.5 < time.monotonic() - started < 2.5
+
+
+def test_a_long_poll_answers_with_what_is_there_when_the_wait_is_over(stack, client):
+    (new,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 60}))
+    started = time.monotonic()
+    assert get(stack, f"/v1/rollouts/{new.id}", wait=0.5).json()["state"] != "completed"
+    assert 0.4 < time.monotonic() - started < 2
+    client.cancel(new.id)
+    # Else its end would come among the completions of the next test.
+    assert client.wait(new.id, timeout=10).state is State.CANCELLED
+
+
+def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack, client):
+    cursor = get(stack, "/v1/completions", cursor="$").json()["cursor"]
+    slow, fast, other = client.submit(
+        [
+            RolloutRequest(handler="noop", task={"run_s": 0.8}, tags=["order"]),
+            RolloutRequest(handler="noop", task={"run_s": 0.1}, tags=["order"]),
+            RolloutRequest(handler="noop", task={"run_s": 0.4}),
+        ]
+    )
+    client.wait(slow.id, timeout=20)
+    every = CompletionPage.model_validate(get(stack, "/v1/completions", cursor=cursor).json())
+    assert [item.id for item in every.rollouts] == [fast.id, other.id, slow.id]
+    tagged = get(stack, "/v1/completions", cursor=cursor, tag="order").json()
+    assert [item["id"] for item in tagged["rollouts"]] == [fast.id, slow.id]
+    first = get(stack, "/v1/completions", cursor=cursor, limit=1).json()
+    assert [item["id"] for item in first["rollouts"]] == [fast.id]
+    rest = get(stack, "/v1/completions", cursor=first["cursor"]).json()
+    assert [item["id"] for item in rest["rollouts"]] == [other.id, slow.id]
+    again = get(stack, "/v1/completions", cursor=cursor, limit=1).json()
+    assert [item["id"] for item in again["rollouts"]] == [fast.id]
+    assert get(stack, "/v1/completions", cursor=every.cursor).json()["rollouts"] == []
+
+
+def test_a_waiting_reader_of_completions_is_woken(stack, client):
+    cursor = get(stack, "/v1/completions", cursor="$").json()["cursor"]
+    answers = []
+    reader = threading.Thread(
+        target=lambda: answers.append(get(stack, "/v1/completions", cursor=cursor, wait=20).json())
+    )
+    reader.start()
+    time.sleep(0.5)
+    started = time.monotonic()
+    (new,) = client.submit(RolloutRequest(handler="noop"))
+    reader.join(20)
+    assert time.monotonic() - started < 3
+    assert [item["id"] for item in answers[0]["rollouts"]] == [new.id]
+
+
+@pytest.mark.parametrize("cursor", ["x", "-1", "1-2-3", "(0"])
+def test_a_bad_cursor_is_refused(stack, cursor):
+    response = get(stack, "/v1/completions", cursor=cursor)
+    assert response.status_code == 400 and response.json()["errors"][0]["field"] == "cursor"
+
+
+def test_listing_filters_and_pages(stack, client):
+    client.run([RolloutRequest(handler="noop", n=7, group_id="g-list", tags=["list"])])
+    client.run([RolloutRequest(handler="noop", n=2, tags=["list"])])
+
+    def page(**params):
+        return RolloutPage.model_validate(get(stack, "/v1/rollouts", **params).json())
+
+    assert len(page(group_id="g-list").rollouts) == 7
+    assert len(page(tag="list").rollouts) == 9
+    assert page(tag="list", state="queued").rollouts == []
+    assert len(page(tag="list", state="completed", handler="noop").rollouts) == 9
+    assert page(tag="list", handler="calculator").rollouts == []
+    seen, cursor = [], None
+    while True:
+        one = page(tag="list", limit=2, **({"cursor": cursor} if cursor else {}))
+        seen += [item.id for item in one.rollouts]
+        cursor = one.cursor
+        if cursor is None:
+            break
+    assert len(seen) == len(set(seen)) == 9
+    assert all(item.trajectory is None for item in page(tag="list").rollouts)
+    assert get(stack, "/v1/rollouts", state="done").status_code == 400
+
+
+def test_handlers_tell_their_schema(client):
+    handlers = {info.name: info for info in client.handlers()}
+    assert handlers["calculator"].uses_sandbox and handlers["calculator"].tools == ["execute_bash"]
+    assert set(handlers["calculator"].task_schema["properties"]) == {"question", "answer"}
+
+
+def test_ready_and_health(stack):
+    assert get(stack, "/health").json() == {"status": "ok"}
+    assert get(stack, "/ready").json() == {"ready": True, "missing": []}
+
+
+def test_metrics_count_what_happened(stack, client):
+    def value(name):
+        text = get(stack, "/metrics").text
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE).group(1))
+
+    before = value('rollout_rollouts{state="completed"}')
+    client.run([RolloutRequest(handler="noop", n=3)])
+    assert value('rollout_rollouts{state="completed"}') == before + 3
+    assert value('rollout_workers{stage="run"}') == 1
+    assert value('rollout_queue_depth{queue="init"}') == 0
+    assert value('rollout_stage_runs_total{stage="eval"}') >= 3
+    assert value('rollout_gateway_requests_total{method="POST",route="/v1/rollouts",status="202"}') >= 1
+
+
+def test_the_openapi_document_has_every_route_and_no_other(stack):
+    document = get(stack, "/openapi.json").json()
+    described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    app = create_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    served = {
+        (method, re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule.rule))
+        for rule in app.url_map.iter_rules()
+        for method in rule.methods - {"HEAD", "OPTIONS"}
+        if rule.endpoint != "static"
+    }
+    assert described == served
+    refs = set(re.findall(r"#/components/schemas/(\w+)", httpx.get(f"{stack.url}/openapi.json").text))
+    assert refs <= set(document["components"]["schemas"])
+
+
+def test_without_redis_the_gateway_says_503_and_lives():
+    app = create_app(Settings(redis_url="redis://127.0.0.1:1/0"))
+    http = app.test_client()
+    assert http.get("/health").status_code == 200
+    assert http.get("/ready").status_code == 503
+    answer = http.post("/v1/rollouts", json={"handler": "noop"})
+    assert answer.status_code == 503 and answer.headers["Retry-After"]
+    assert answer.content_type == "application/problem+json"
+
+
+def test_a_thousand_rollouts_fit_into_one_call_and_a_thousand_and_one_do_not(client, stack):
+    submitted = client.submit([RolloutRequest(handler="noop", n=1000, tags=["thousand"])])
+    assert len({item.id for item in submitted}) == 1000
+    ended = [item.state for item in client.stream(tag="thousand", ids=[one.id for one in submitted])]
+    assert ended == [State.COMPLETED] * 1000
+    body = {"requests": [{"handler": "noop", "n": 1000}, {"handler": "noop"}]}
+    assert httpx.post(f"{stack.url}/v1/rollouts", json=body).status_code == 400

@@ -1,0 +1,27 @@
+"""Benchmarks run and keep their promise of form. Their figures are not tested: the machine is noisy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.stack import ROOT
+
+KEYS = {"pipeline": {"throughput_ratio_to_bare_chain", "submit_per_s", "cpu_ms_per_rollout"}}
+
+
+def test_every_benchmark_is_known_here():
+    assert {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} == set(KEYS)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_last_line_is_one_json_object_with_the_keys_of_its_issue(name):
+    argv = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", "1", "--count", "50"]
+    out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert out.returncode == 0, out.stderr[-3000:]
+    results = json.loads(out.stdout.splitlines()[-1])["results"]
+    assert set(results) == KEYS[name]
+    assert all(value > 0 for value in results.values())

@@ -1,0 +1,82 @@
+"""Cancel: at once where nobody holds the rollout, within a second where somebody does."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import httpx
+import pytest
+
+from rollout.schema import RolloutRequest, State
+from tests.helpers.sandboxes import leftovers
+from tests.helpers.stack import wait_until
+
+
+def in_state(client, rollout_id, state):
+    wait_until(lambda: client.get(rollout_id, include="summary").state is state, 20, f"state {state}")
+
+
+def test_cancel_of_a_running_tool_ends_it_within_a_second_and_kills_its_sandbox(stack, client):
+    (new,) = client.submit(RolloutRequest(handler="in_tool", task={"command": "sleep 600"}))
+    in_state(client, new.id, State.RUNNING)
+    started = time.monotonic()
+    client.cancel(new.id)
+    item = client.wait(new.id, timeout=10)
+    assert time.monotonic() - started < 1.0
+    assert item.state is State.CANCELLED and item.drop and item.reward is None
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 2, "the sandbox to be gone")
+
+
+def test_cancel_in_a_model_call_ends_it_within_a_second_and_in_the_engine_too(client, embedded):
+    """A paused engine holds the call for as long as we like."""
+
+    gauge = re.compile(r"^vllm:num_requests_(?:running|waiting)\S* (\S+)$", re.MULTILINE)
+
+    def at_work():
+        return sum(map(float, gauge.findall(httpx.get(f"{embedded.url}/metrics").text)))
+
+    httpx.post(f"{embedded.url}/pause?mode=keep").raise_for_status()
+    try:
+        (new,) = client.submit(RolloutRequest(handler="digits", task={"digits": 10}))
+        in_state(client, new.id, State.RUNNING)
+        wait_until(lambda: at_work() == 1, 20, "the call to reach the engine")
+        started = time.monotonic()
+        client.cancel(new.id)
+        assert client.wait(new.id, timeout=10).state is State.CANCELLED
+        assert time.monotonic() - started < 1.0
+        wait_until(lambda: at_work() == 0, 5, "the engine to drop the call")
+        assert client.backends()[0].load == 0.0
+    finally:
+        httpx.post(f"{embedded.url}/resume")
+
+
+@pytest.mark.parametrize("stage", ["init", "run", "eval"])
+def test_cancel_reaches_every_stage(stack, client, stage):
+    state = {"init": State.INITIALIZING, "run": State.RUNNING, "eval": State.EVALUATING}[stage]
+    (new,) = client.submit(RolloutRequest(handler="noop", task={f"{stage}_s": 600.0}))
+    in_state(client, new.id, state)
+    started = time.monotonic()
+    client.cancel(new.id)
+    assert client.wait(new.id, timeout=10).state is State.CANCELLED
+    assert time.monotonic() - started < 1.0
+
+
+def test_cancelling_twice_or_after_the_end_is_harmless_and_says_so(client):
+    (item,) = client.run([RolloutRequest(handler="noop")])
+    answer = client.cancel(item.id)
+    assert answer["already_ended"] and answer["state"] == "completed"
+    assert client.get(item.id).state is State.COMPLETED
+
+
+def test_a_group_and_a_tag_are_cancelled_together(client):
+    sleep = {"run_s": 600.0}
+    client.submit([RolloutRequest(handler="noop", task=sleep, n=5, group_id="g-cancel")])
+    client.submit([RolloutRequest(handler="noop", task=sleep, n=3, tags=["t-cancel"])])
+    assert client.cancel_many(group_id="g-cancel")["cancelled"] == 5
+    assert client.cancel_many(tag="t-cancel")["cancelled"] == 3
+    wait_until(
+        lambda: {r.state for r in client.list(group_id="g-cancel").rollouts} == {State.CANCELLED},
+        5,
+        "the group to end",
+    )

@@ -1,0 +1,46 @@
+"""The documentation's handler runs as it is written."""
+
+from __future__ import annotations
+
+import re
+
+from rollout.schema import RolloutRequest, State
+from tests.helpers.stack import ROOT, wait_until
+
+BLOCK = re.compile(r"<!-- tested: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+
+
+def test_the_handler_of_the_guide_runs_as_written(stack, client, tmp_path):
+    """On workers of their own, told of it by ROLLOUT_HANDLERS only."""
+    ((name, code),) = BLOCK.findall((ROOT / "docs" / "handlers.md").read_text())
+    assert len(code.strip().splitlines()) <= 35
+    (tmp_path / name).write_text(code)
+    env = {
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "ROLLOUT_HANDLERS": "my_handlers:ShellTask",
+        "ROLLOUT_NODE": "docsnode",
+    }
+    for queue in ("init", "run", "eval"):
+        for process in [p for p in stack.processes if p.name == queue]:
+            process.stop()
+    workers = [stack.start_worker(queue, f"docs-{queue}", env=env) for queue in ("init", "run", "eval")]
+    try:
+        wait_until(lambda: "shell_task" in {info.name for info in client.handlers()}, 10, "the handler")
+        task = {"instruction": "1 plus 1", "setup": "touch done.txt", "check": "test -f done.txt"}
+        request = {"handler": "shell_task", "limits": {"max_turns": 2}, "sampling": {"max_tokens": 64}}
+        done = client.run(
+            [
+                RolloutRequest(task=task, **request),
+                RolloutRequest(task={**task, "setup": "true"}, **request),
+            ]
+        )
+    finally:
+        for worker in workers:
+            worker.stop()
+        for queue in ("init", "run", "eval"):
+            stack.start_worker(queue)
+    assert [(item.state, item.reward) for item in done] == [
+        (State.COMPLETED, 1.0),
+        (State.COMPLETED, 0.0),
+    ]
+    assert {item.sandbox.node for item in done} == {"docsnode"}

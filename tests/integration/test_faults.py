@@ -1,0 +1,165 @@
+"""Everything that goes wrong ends in a clear error and a terminal state, never in a false reward."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from rollout.client import ApiError
+from rollout.schema import RolloutRequest, State, new_id
+from tests.helpers.sandboxes import leftovers
+from tests.helpers.stack import wait_until
+
+
+def post(stack, content, content_type="application/json"):
+    return httpx.post(f"{stack.url}/v1/rollouts", content=content, headers={"Content-Type": content_type})
+
+
+def problem(response):
+    assert response.headers["content-type"] == "application/problem+json"
+    body = response.json()
+    assert body["status"] == response.status_code and body["title"]
+    return body
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"handler": "no_such"}, "handler"),
+        ({"handler": "calculator", "task": {"question": "1 plus 1"}}, "task"),
+        ({"handler": "calculator", "task": {"question": 7, "answer": "2"}}, "task.question"),
+        ({"handler": "noop", "n": 0}, "n"),
+        ({"handler": "noop", "limits": {"max_turn": 1}}, "limits.max_turn"),
+        ({"handler": "noop", "id": "a/b"}, "id"),
+        ({"requests": [{"handler": "noop"}, {"handler": "noop", "n": "x"}]}, "requests.1.n"),
+        ({"requests": [{"handler": "noop"}, {"handler": "no_such"}]}, "requests.1.handler"),
+        ({"requests": []}, "requests"),
+        ([], "(body)"),
+        ("text", "(body)"),
+    ],
+)
+def test_a_bad_request_names_the_field_and_enqueues_nothing(stack, client, body, field):
+    before = client.status()["states"]
+    response = httpx.post(f"{stack.url}/v1/rollouts", json=body)
+    assert response.status_code == 400
+    assert field in [error["field"] for error in problem(response)["errors"]]
+    assert sum(client.status()["states"].values()) == sum(before.values())
+
+
+def test_what_is_not_json_is_refused(stack):
+    assert post(stack, b"{").status_code == 400
+    assert post(stack, b"\xff\xfe").status_code == 400
+    assert problem(post(stack, b"handler=noop", "application/x-www-form-urlencoded"))["status"] == 415
+
+
+def test_a_body_over_the_limit_is_refused(stack):
+    response = post(stack, b'{"handler": "noop", "task": {"x": "' + b"a" * (33 << 20) + b'"}}')
+    assert response.status_code == 413
+    assert "bytes" in problem(response)["detail"]
+
+
+def test_paths_and_methods_that_do_not_exist_are_problems_too(stack):
+    assert problem(httpx.get(f"{stack.url}/v1/nothing"))["status"] == 404
+    assert problem(httpx.delete(f"{stack.url}/v1/rollouts"))["status"] == 405
+    assert problem(httpx.get(f"{stack.url}/v1/rollouts/no-such"))["status"] == 404
+    assert problem(httpx.post(f"{stack.url}/v1/rollouts/no-such/cancel"))["status"] == 404
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["wait=x", "wait=-1", "wait=1e9", "include=all", "unknown=1"],
+    ids=lambda q: q.split("=")[0] + q[-2:],
+)
+def test_a_bad_query_parameter_is_named(stack, client, query):
+    (new,) = client.submit(RolloutRequest(handler="noop"))
+    response = httpx.get(f"{stack.url}/v1/rollouts/{new.id}?{query}")
+    assert problem(response)["errors"][0]["field"] == query.split("=")[0]
+
+
+def test_the_same_id_with_the_same_body_is_the_same_rollout(client):
+    request = RolloutRequest(handler="noop", id=new_id(), task={"reward": 0.5})
+    assert client.submit(request)[0].created is True
+    assert client.submit(request)[0].created is False
+    done = client.wait(request.id, timeout=20)
+    assert done.reward == 0.5
+    again = client.submit(request)[0]
+    assert (again.created, again.state) == (False, State.COMPLETED)
+
+
+def test_the_same_id_with_another_body_is_a_conflict_and_nothing_is_enqueued(client):
+    request = RolloutRequest(handler="noop", id=new_id())
+    client.submit(request)
+    bystander = RolloutRequest(handler="noop", id=new_id())
+    with pytest.raises(ApiError, match="in use with another body") as caught:
+        client.submit([bystander, request.model_copy(update={"task": {"reward": 1.0}})])
+    assert caught.value.status == 409
+    with pytest.raises(ApiError):
+        client.get(bystander.id)
+
+
+@pytest.mark.parametrize("stage", ["init", "run", "eval"])
+@pytest.mark.parametrize("how", ["raise", "timeout", "cancel"])
+def test_a_handler_that_raises_fails_the_rollout_with_its_traceback(stack, client, stage, how):
+    (item,) = client.run([RolloutRequest(handler="faulty", task={"stage": stage, "how": how})])
+    assert item.state is State.FAILED and item.attempt == 1
+    assert (item.error.blame, item.error.stage) == ("handler", stage)
+    assert "_go_wrong" in item.error.traceback or how == "cancel"
+    assert item.reward is None and item.drop and item.drop_reason
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 5, "the sandbox to be gone")
+
+
+@pytest.mark.parametrize("how", ["nan", "wrong_type"])
+def test_a_reward_that_is_none_is_the_handlers_failure(client, how):
+    (item,) = client.run([RolloutRequest(handler="faulty", task={"stage": "reward", "how": how})])
+    assert item.state is State.FAILED and item.error.blame == "handler" and item.reward is None
+
+
+@pytest.mark.parametrize("stage", ["init", "eval"])
+def test_a_stage_that_hangs_is_cut_off_and_tried_again(client, stage):
+    limits = {f"{stage}_timeout_s": 0.5, "max_attempts": 2}
+    request = RolloutRequest(handler="faulty", task={"stage": stage, "how": "hang"}, limits=limits)
+    (item,) = client.run([request])
+    assert item.state is State.FAILED and item.attempt == 2
+    assert item.error.blame == "timeout" and item.reward is None and item.drop
+
+
+def test_a_sandbox_that_does_not_start_is_told_in_the_runtimes_words(client):
+    (item,) = client.run([RolloutRequest(handler="bad_image", limits={"max_attempts": 2})])
+    assert item.state is State.FAILED and item.attempt == 2
+    assert item.error.blame == "sandbox" and "no-such-image" in item.error.message
+    assert item.reward is None and item.drop
+
+
+def test_a_sandbox_that_dies_under_the_agent_is_no_reward_of_zero(client):
+    """The agent kills the server in its own sandbox."""
+    request = RolloutRequest(
+        handler="in_tool", task={"command": "kill -9 $PPID; sleep 60"}, limits={"max_attempts": 2}
+    )
+    (item,) = client.run([request])
+    assert item.state is State.FAILED and item.attempt == 2
+    assert item.error.blame == "sandbox" and item.reward is None and item.drop
+
+
+def test_an_unknown_sandbox_runtime_is_told(client):
+    request = RolloutRequest(handler="in_tool", sandbox_runtime="docker", limits={"max_attempts": 1})
+    (item,) = client.run([request])
+    assert item.state is State.FAILED and "docker" in item.error.message
+
+
+def test_without_a_fitting_backend_a_rollout_fails_as_infrastructure(client):
+    task = {"question": "1 plus 1", "answer": "2"}
+    request = RolloutRequest(
+        handler="calculator", task=task, policy_version="step-999", limits={"max_attempts": 2}
+    )
+    (item,) = client.run([request])
+    assert item.state is State.FAILED and item.attempt == 2
+    assert item.error.blame == "infrastructure" and "step-999" in item.error.message
+    assert item.reward is None and item.drop
+
+
+def test_what_is_no_llm_server_is_not_registered(stack, client):
+    with pytest.raises(ApiError, match="does not answer as an LLM server"):
+        client.add_backend(stack.url)
+    with pytest.raises(ApiError) as caught:
+        client.remove_backend("no-such")
+    assert caught.value.status == 404

@@ -1,0 +1,146 @@
+"""Messages are doorbells: whatever is lost, the record brings the rollout to its end."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout.schema import RolloutRequest, State
+from tests.helpers.sandboxes import leftovers, stop_host
+from tests.helpers.stack import Stack, wait_until
+
+
+@pytest.fixture(scope="module")
+def spare(tmp_path_factory):
+    """A stack of its own, whose workers these tests kill."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir:
+        try:
+            with Stack(tmp_path_factory.mktemp("spare"), Path(sandbox_dir)) as stack:
+                for queue in ("init", "eval"):
+                    stack.start_worker(queue)
+                yield stack
+        finally:
+            stop_host(Path(sandbox_dir))
+
+
+@pytest.fixture
+def run_worker(spare):
+    worker = spare.start_worker("run")
+    yield worker
+    worker.stop()
+
+
+def wait_for_state(stack, rollout_id, state, timeout_s=20):
+    return wait_until(
+        lambda: stack.client.get(rollout_id, include="summary").state is state, timeout_s, f"state {state}"
+    )
+
+
+def test_cancel_of_a_queued_rollout_ends_it_without_a_worker(spare):
+    """Nobody serves RUN here: the rollout is ready, with a sandbox on the node."""
+    (new,) = spare.client.submit(RolloutRequest(handler="in_tool"))
+    wait_for_state(spare, new.id, State.READY)
+    assert leftovers(spare.sandbox_dir) != []
+    answer = spare.client.cancel(new.id)
+    assert answer["state"] == "cancelled" and not answer["cancelling"]
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 5, "the sandbox to be gone")
+
+
+def test_a_lost_message_is_sent_again(spare, run_worker):
+    (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"init_s": 0.5, "reward": 1.0}))
+    wait_for_state(spare, new.id, State.INITIALIZING)
+    run_worker.popen.send_signal(signal.SIGSTOP)
+    try:
+        wait_for_state(spare, new.id, State.READY)
+        wait_until(lambda: spare.redis.client.delete("run"), 5, "the message to be in the queue")
+    finally:
+        run_worker.popen.send_signal(signal.SIGCONT)
+    item = spare.client.wait(new.id, timeout=20)
+    assert item.state is State.COMPLETED and item.reward == 1.0 and item.attempt == 1
+
+
+def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare):
+    worker = spare.start_worker("run", "doomed")
+    (new,) = spare.client.submit(RolloutRequest(handler="in_tool", task={"command": "sleep 3"}))
+    wait_for_state(spare, new.id, State.RUNNING)
+    worker.kill()
+    second = spare.start_worker("run", "second")
+    try:
+        item = spare.client.wait(new.id, timeout=40)
+    finally:
+        second.stop()
+    assert item.state is State.COMPLETED and item.attempt == 2 and item.reward == 1.0
+    assert [event.state for event in item.timeline].count(State.RUNNING) == 2
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 10, "both sandboxes to be gone")
+
+
+def test_a_worker_that_slept_past_its_lease_cannot_finish(spare):
+    """SIGSTOP, another worker takes over, SIGCONT: the fence refuses the sleeper's outcome."""
+    sleeper = spare.start_worker("run", "sleeper")
+    (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 1.0, "reward": 1.0}))
+    wait_for_state(spare, new.id, State.RUNNING)
+    sleeper.popen.send_signal(signal.SIGSTOP)
+    other = spare.start_worker("run", "other")
+    try:
+        item = spare.client.wait(new.id, timeout=40)
+        finished = item.timeline[-1]
+        sleeper.popen.send_signal(signal.SIGCONT)
+        wait_until(lambda: "outcome refused" in sleeper.log.read_text(), 20, "the fence to refuse", sleeper)
+    finally:
+        sleeper.popen.send_signal(signal.SIGCONT)
+        sleeper.stop()
+        other.stop()
+    again = spare.client.get(new.id)
+    assert item.state is State.COMPLETED and item.attempt == 2
+    assert again.timeline[-1] == finished, "nothing was written after the end"
+
+
+def test_a_stopping_worker_hands_its_rollouts_back(spare):
+    stopping = spare.start_worker("run", "stopping")
+    (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 4.0, "reward": 1.0}))
+    wait_for_state(spare, new.id, State.RUNNING)
+    stopping.popen.terminate()
+    assert stopping.popen.wait(15) == 0, "it does not wait for the rollout's end"
+    assert spare.client.get(new.id).state in (State.QUEUED, State.INITIALIZING, State.READY)
+    other = spare.start_worker("run", "heir")
+    try:
+        item = spare.client.wait(new.id, timeout=30)
+    finally:
+        other.stop()
+    assert item.state is State.COMPLETED and item.attempt == 1, "handing back uses no attempt up"
+
+
+def test_a_redis_that_is_away_for_a_while_costs_no_work(spare):
+    """SIGKILL of Redis while a rollout runs: its outcome waits, and is written when Redis is back."""
+    # A lease that outlives the outage on a slow machine, too.
+    run_worker = spare.start_worker("run", "patient", env={"ROLLOUT_LEASE_S": "30"})
+    (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 2.0, "reward": 1.0}))
+    wait_for_state(spare, new.id, State.RUNNING)
+    time.sleep(1.1)  # `appendfsync everysec` may lose a second; this is not about that
+    spare.redis.kill()
+    wait_until(
+        lambda: "the outcome waits" in run_worker.log.read_text(), 20, "the outcome to wait", run_worker
+    )
+    spare.redis = spare.redis.restarted()
+    try:
+        item = spare.client.wait(new.id, timeout=40)
+    finally:
+        run_worker.stop()
+    assert item.state is State.COMPLETED and item.reward == 1.0
+    assert item.attempt == 1, "what was done before the outage was not done again"
+
+
+def test_after_its_attempts_a_rollout_fails_as_infrastructure(spare):
+    worker = spare.start_worker("run", "last")
+    request = RolloutRequest(handler="noop", task={"run_s": 60.0}, limits={"max_attempts": 1})
+    (new,) = spare.client.submit(request)
+    wait_for_state(spare, new.id, State.RUNNING)
+    worker.kill()
+    item = spare.client.wait(new.id, timeout=20)
+    assert item.state is State.FAILED and item.error.blame == "infrastructure"
+    assert item.drop and item.reward is None
+    assert "last@" in item.error.message

@@ -1,0 +1,189 @@
+"""Whole rollouts: HTTP in, three stages, a container, a model in token ids, a reward out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from examples.demo_model.task import make_tasks
+from rollout.schema import RolloutRequest, State
+from rollout.trajectory import FinishReason, Message
+from tests.helpers.llm_reference import chain_logprobs
+from tests.helpers.llm_servers import DEMO_MODEL, embedded_server
+from tests.helpers.recorder import recorder
+from tests.helpers.sandboxes import leftovers, require_apptainer
+from tests.helpers.stack import NODE, wait_until
+from workers.agent.codec import load_codec
+
+
+def calculator(n_tasks: int, **fields) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(handler="calculator", task=task, **{"sampling": {"max_tokens": 128}, **fields})
+        for task in make_tasks(n_tasks, seed=7)
+    ]
+
+
+def check_invariants(item) -> None:
+    trajectory = item.trajectory
+    assert trajectory.prompt_ids and trajectory.response_ids
+    for segment in trajectory.chain.segments:
+        if segment.sampled:
+            assert len(segment.logprobs) == len(segment.token_ids)
+            assert all(math.isfinite(value) and value <= 0 for value in segment.logprobs)
+        else:
+            assert segment.logprobs is None
+    sampled = [t for s in trajectory.chain.segments if s.sampled for t in s.token_ids]
+    masked = [t for t, m in zip(trajectory.response_ids, trajectory.loss_mask, strict=True) if m]
+    assert masked == sampled
+
+
+def test_256_rollouts_at_once_all_end_and_leave_nothing(stack, client):
+    require_apptainer()
+    done = client.run(calculator(64, n=4, tags=["bulk"]))
+    assert len(done) == 256
+    assert {item.state for item in done} == {State.COMPLETED}
+    rewards = [item.reward for item in done]
+    assert set(rewards) == {0.0, 1.0}
+    assert 0.2 < sum(rewards) / len(rewards) < 0.6, "the demo model is right in 35 to 40 % of its tries"
+    for item in done:
+        check_invariants(item)
+        assert item.sandbox.runtime == "apptainer" and item.sandbox.node == NODE
+        assert item.attempt == 1 and not item.drop
+        assert [event.state for event in item.timeline][-1] == State.COMPLETED
+    (backend,) = client.backends()
+    assert (backend.load, backend.live_rollouts) == (0.0, 0)
+    states = client.status()["states"]
+    assert all(states[state] == 0 for state in State if not state.terminal)
+    assert not any(client.status()["queues"].values())
+    assert leftovers(stack.sandbox_dir) == []
+
+
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def recorded(request, client, embedded):
+    """The only backend of the service, through a proxy that writes down every call."""
+    engine = request.getfixturevalue(request.param)
+    ours = client.backends()[0]
+    client.remove_backend(ours.id)
+    with recorder(engine.url) as proxy:
+        # Stock vLLM does not tell its log-prob mode; who started it does.
+        client.add_backend(proxy.url, id="recorded", logprobs_mode="processed_logprobs")
+        yield proxy
+        client.remove_backend("recorded")
+    client.add_backend(embedded.url)
+
+
+def test_a_trajectory_is_exactly_what_the_engine_saw_and_sampled(client, recorded):
+    done = client.run(calculator(16))
+    calls = {call.request["request_id"]: call for call in recorded.calls if call.request.get("request_id")}
+    for item in done:
+        assert item.state is State.COMPLETED and item.backend == "recorded"
+        check_invariants(item)
+        seen: list[int] = []
+        segments = item.trajectory.chain.segments
+        for segment in segments:
+            if segment.sampled:
+                call = calls[segment.call_id]
+                assert call.request["token_ids"] == seen, "the prompt of a call is everything before it"
+                choice = call.answer["choices"][0]
+                assert choice["token_ids"] == segment.token_ids
+                assert [c["logprob"] for c in choice["logprobs"]["content"]] == segment.logprobs
+                assert segment.policy_version is not None
+            seen += segment.token_ids
+        assert seen == item.trajectory.chain.token_ids
+        assert item.trajectory.prompt_ids + item.trajectory.response_ids == seen
+        assert segments[-1].sampled and segments[-1].finish_reason == "stop"
+        ours, theirs = chain_logprobs(item.trajectory.chain, DEMO_MODEL)
+        assert ours == pytest.approx(theirs, abs=1e-3)
+        assert item.trajectory.logprobs_mode == "processed_logprobs"
+
+
+def test_a_seed_makes_a_rollout_repeatable_and_group_mates_differ(client):
+    task = make_tasks(1, seed=3)[0]
+    request = {"handler": "calculator", "task": task, "n": 8, "sampling": {"seed": 11, "max_tokens": 128}}
+    first = client.run([RolloutRequest(**request)])
+    second = client.run([RolloutRequest(**request)])
+    ids = [item.trajectory.response_ids for item in first]
+    assert ids == [item.trajectory.response_ids for item in second]
+    assert len({tuple(one) for one in ids}) > 1, "another seed for each rollout of the group"
+    assert [item.index for item in first] == list(range(8))
+    assert len({item.group_id for item in first}) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "sampling", "reason"),
+    [
+        ({"max_turns": 1}, {}, FinishReason.TURN_LIMIT),
+        ({"max_response_tokens": 5}, {}, FinishReason.TOKEN_LIMIT),
+        ({}, {"max_tokens": 5}, FinishReason.LENGTH),
+    ],
+)
+def test_a_limit_ends_the_turns_and_the_part_is_scored(client, limits, sampling, reason):
+    (item,) = client.run(calculator(1, limits=limits, sampling={"max_tokens": 128, **sampling}))
+    assert item.state is State.COMPLETED and item.reward == 0.0
+    assert item.finish_reason is reason and item.trajectory.finish_reason is reason
+    check_invariants(item)
+
+
+@pytest.mark.parametrize("room", [2, 0, -5])
+def test_a_full_context_ends_the_rollout_with_its_own_reason(client, room):
+    """Room for two tokens, for none, and a prompt that does not fit at all."""
+    codec = load_codec(str(DEMO_MODEL))
+    frame = len(codec.render([Message(role="user", content="1")], [])) - 1
+    request = RolloutRequest(handler="digits", task={"digits": 2048 - room - frame}, sampling={"seed": 1})
+    (item,) = client.run([request])
+    assert item.finish_reason is FinishReason.CONTEXT_LENGTH
+    assert item.state is State.COMPLETED and item.reward == 0.5
+    assert len(item.trajectory.chain.token_ids) == 2048 - min(room, 0)
+    assert item.trajectory.sampled_tokens == max(room, 0)
+
+
+@pytest.mark.parametrize("runtime", ["bubblewrap", "local-unsafe"])
+def test_another_runtime_is_recorded_with_what_it_lacks(client, runtime):
+    """No Apptainer: only by name, or by the fallback; a trajectory says how it came about."""
+    requests = calculator(2, sandbox_runtime=runtime)
+    for item in client.run(requests):
+        assert item.state is State.COMPLETED and item.reward is not None
+        assert item.sandbox.runtime == runtime
+        missing = item.sandbox.isolation_missing
+        assert missing and f"sandbox ran without: {', '.join(missing)}" in item.trajectory.warnings
+        assert ("network" in missing) == (runtime == "local-unsafe")
+
+
+def test_a_backend_that_died_costs_nothing_while_another_lives(stack, client):
+    """Rollouts pinned to it move, with the same token buffer."""
+    with embedded_server() as doomed:
+        extra = client.add_backend(doomed.url, id="doomed")
+    try:
+        done = client.run(calculator(12))
+    finally:
+        client.remove_backend(extra.id)
+    assert {item.state for item in done} == {State.COMPLETED}
+    assert {item.attempt for item in done} == {1}
+    assert "doomed" not in {item.backend for item in done}
+    for item in done:
+        check_invariants(item)
+    log = (stack.directory / "run.log").read_text()
+    assert "backend doomed" in log, "else no rollout ever was on it"
+
+
+def test_state_of_the_shell_lives_from_run_to_eval(client):
+    (item,) = client.run([RolloutRequest(handler="in_tool", task={"command": "cd /tmp && x=1"})])
+    assert item.reward_components == {"cwd_kept": 1.0} and item.metrics["exit_code"] == 0
+
+
+def test_the_run_time_limit_keeps_and_scores_the_part(client):
+    request = RolloutRequest(handler="in_tool", task={"command": "sleep 60"}, limits={"run_timeout_s": 1.0})
+    (item,) = client.run([request])
+    assert item.state is State.TIMED_OUT and item.finish_reason is FinishReason.TIME_LIMIT
+    assert item.reward == 1.0 and not item.drop, "the handler scores what is there"
+    assert item.stage_seconds["run"] < 10
+
+
+def test_the_deadline_ends_a_rollout_wherever_it_is(stack, client):
+    request = RolloutRequest(handler="in_tool", task={"command": "sleep 60"}, limits={"deadline_s": 2.0})
+    (item,) = client.run([request])
+    assert item.state is State.TIMED_OUT and item.drop and item.reward is None
+    assert item.error.blame == "timeout"
+    assert item.finished_at - item.created_at < 6
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 5, "the sandbox to be gone")

@@ -1,0 +1,221 @@
+"""`rollout up`, `down` and `demo` with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout.client import Client
+from rollout.schema import RolloutRequest, State
+from services.local import plan
+from services.local.errors import StackError
+from services.local.plan import Options, Part
+from services.local.processes import marked
+from services.local.record import Record
+from services.local.stack import Stack
+
+pytestmark = pytest.mark.timeout(240)
+ROLLOUT = [sys.executable, "-m", "rollout.cli"]
+
+
+def rollout(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    clean = {k: v for k, v in os.environ.items() if k not in ("ROLLOUT_REDIS_URL", "ROLLOUT_URL")}
+    return subprocess.run(
+        [*ROLLOUT, *args], capture_output=True, text=True, timeout=200, env={**clean, **(env or {})}
+    )
+
+
+def record(directory: Path) -> Record:
+    found = Record.load(directory / "stack.json")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def state(tmp_path):
+    """A state directory whose stack, whatever becomes of the test, is ended."""
+    directory = tmp_path / "run"
+    yield directory
+    rollout("down", "--state-dir", str(directory))
+
+
+def test_up_serves_rollouts_and_down_ends_exactly_what_it_started(state):
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)", "celery", "gunicorn"])
+    try:
+        up = rollout("up", "--state-dir", str(state), "--slots-init", "2", "--slots-run", "4")
+        assert up.returncode == 0, up.stdout + up.stderr
+        for part in ("redis", "gateway", "fleets", "backend", "registered", "flower"):
+            assert re.search(rf"^{part} +[\d.]+ s  ", up.stdout, re.MULTILINE), up.stdout
+        assert "init 2, run 4, eval 16 slots" in up.stdout
+
+        started = record(state)
+        assert f"export ROLLOUT_URL={started.url}" in up.stdout
+        assert len(started.live) == len(started.processes) == 7
+        assert (state.stat().st_mode & 0o777) == 0o700
+        with Client(started.url) as client:
+            assert client.ready()["ready"]
+            assert [b.url for b in client.backends()] == [started.backend_url]
+            done = client.run([RolloutRequest(handler="noop", n=8)], timeout=60)
+            assert {r.state for r in done} == {State.COMPLETED}
+        workers = httpx.get(f"{started.flower_url}/api/workers", timeout=20).status_code
+        assert workers in (200, 401)  # 401: the API of an open Flower is off, its pages are not
+
+        again = rollout("up", "--state-dir", str(state))
+        assert again.returncode == 1
+        assert f"a stack runs already: gateway at {started.url}" in again.stderr
+        assert len(started.live) == 7
+
+        down = rollout("down", "--state-dir", str(state))
+        assert down.returncode == 0, down.stderr
+        for process in started.processes:
+            assert f"ended {process.name} (pid {process.pid})" in down.stdout
+        assert started.live == []
+        assert list(marked(started.mark)) == []
+        assert bystander.poll() is None
+        assert "nothing runs" in rollout("down", "--state-dir", str(state)).stdout
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_redis_that_does_not_start_shows_its_log(state, tmp_path):
+    fake = tmp_path / "redis-server"
+    fake.write_text("#!/bin/sh\necho no luck today\nexit 3\n")
+    fake.chmod(0o755)
+    up = rollout("up", "--state-dir", str(state), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert up.returncode == 1
+    assert f"redis ended. The end of {state}/logs/redis.log:\nno luck today" in up.stderr
+    assert not (state / "stack.json").exists()
+
+
+def test_a_part_that_does_not_start_shows_its_log_and_ends_everything(state, monkeypatch):
+    monkeypatch.delenv("ROLLOUT_REDIS_URL", raising=False)
+    broken = Part("gateway", ["sh", "-c", "for i in $(seq 30); do echo line $i; done; sleep 1; exit 3"])
+    monkeypatch.setattr(plan, "gateway", lambda: broken)
+    said: list[str] = []
+    stack = Stack(state, said.append)
+    with pytest.raises(StackError) as caught:
+        stack.up(Options(state, embedded_backend=False, private_ports=True))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"gateway ended. The end of {state}/logs/gateway.log:"
+    assert lines[1:] == [f"line {i}" for i in range(11, 31)]
+    assert len(stack.record.processes) == 6
+    assert stack.record.live == []
+    assert list(marked(stack.record.mark)) == []
+    assert stack.down() is None
+
+
+def test_ctrl_c_during_the_start_ends_everything(state):
+    child = subprocess.Popen(
+        [*ROLLOUT, "up", "--state-dir", str(state)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (state / "stack.json").exists() or len(record(state).processes) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    started = record(state)
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130, stderr
+    assert "interrupted" in stderr
+    assert started.live == []
+    assert list(marked(started.mark)) == []
+
+
+def test_in_the_foreground_a_part_that_dies_takes_the_rest_with_it(state):
+    command = [*ROLLOUT, "up", "--foreground", "--no-backend", "--no-flower", "--state-dir", str(state)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in child.stdout:
+        if line.startswith("export"):
+            break
+    started = record(state)
+    victim = next(process for process in started.processes if process.name == "run fleet")
+    os.kill(victim.pid, signal.SIGKILL)
+    stdout, stderr = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert "run fleet ended" in stderr
+    assert "ended gateway" in stdout
+    assert started.live == []
+
+
+def test_a_stack_whose_parts_were_killed_is_swept_by_the_next_up(state):
+    first = rollout("up", "--state-dir", str(state), "--no-backend", "--no-flower")
+    assert first.returncode == 0, first.stderr
+    for process in record(state).processes:
+        os.kill(process.pid, signal.SIGKILL)
+    second = rollout("up", "--state-dir", str(state), "--no-backend", "--no-flower")
+    assert second.returncode == 0, second.stderr
+
+
+def test_an_unreachable_redis_of_the_caller_s_is_named(state):
+    up = rollout("up", "--state-dir", str(state), env={"ROLLOUT_REDIS_URL": "redis://:pw@127.0.0.1:9/0"})
+    assert up.returncode == 1
+    assert "ROLLOUT_REDIS_URL=redis://***@127.0.0.1:9/0 does not answer" in up.stderr
+    assert "pw" not in up.stderr
+
+
+def test_a_taken_port_that_was_asked_for_is_an_error(state):
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        up = rollout("up", "--state-dir", str(state), "--port", str(port))
+        assert up.returncode == 1
+        assert f"--port {port} is taken" in up.stderr
+        other = rollout(
+            *("up", "--state-dir", str(state), "--no-backend", "--no-flower"),
+            env={"ROLLOUT_GATEWAY_PORT": str(port)},
+        )
+        assert other.returncode == 0, other.stderr
+        assert f"port {port} is taken: gateway gets" in other.stdout
+
+
+def test_the_demo_shows_rollouts_and_leaves_nothing(tmp_path):
+    shown = rollout("demo", "--n", "4", env={"TMPDIR": str(tmp_path), "COLUMNS": "160"})
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for text in (
+        "→ execute_bash echo",
+        "tokens sampled",
+        "stage run (s)",
+        "4 completed",
+        "nothing left running",
+    ):
+        assert text in shown.stdout, (text, shown.stdout)
+    assert re.search(r"gateway +http://127\.0\.0\.1:\d+\nflower +http://127\.0\.0\.1:\d+", shown.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_during_the_demo_leaves_nothing(tmp_path):
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    child = subprocess.Popen([*ROLLOUT, "demo"], stdout=subprocess.PIPE, text=True, env=env)
+    for line in child.stdout:
+        if line.startswith("flower"):
+            break
+    directory = next(tmp_path.glob("rollout-demo-*"))
+    started = record(directory)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert started.live == []
+    assert list(marked(started.mark)) == []
+    assert not Path(started.sandbox_dir).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_record_is_readable_json_only_for_us(state):
+    state.mkdir(mode=0o700)
+    one = Record(url="http://127.0.0.1:1")
+    one.save(state / "stack.json")
+    assert json.loads((state / "stack.json").read_text())["mark"] == one.mark
+    assert Record.load(state / "stack.json") == one

@@ -1,0 +1,72 @@
+"""Real containers on private state directories; one host per test module where tests do not disturb it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox.errors import ImageError, RuntimeUnavailable
+from sandbox.host_client import HostClient, SyncHostClient
+from sandbox.images import ImageStore
+from sandbox.runtimes import RUNTIMES
+
+NEEDS = {
+    "apptainer": "run deploy/setup/apptainer.sh and deploy/setup/image.sh",
+    "bubblewrap": "run deploy/setup/apptainer.sh",
+}
+
+
+def why_not(runtime: str) -> str | None:
+    """Why tests on that runtime cannot run here, or None."""
+    try:
+        RUNTIMES[runtime]().check_installed()
+        if runtime == "apptainer":
+            ImageStore().find("base")
+    except (RuntimeUnavailable, ImageError) as error:
+        return f"{error} ({NEEDS[runtime]})"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _skip_without_apptainer(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("apptainer") and (reason := why_not("apptainer")):
+        pytest.skip(reason)
+
+
+def new_state() -> Path:
+    """Short, because socket paths are limited; pytest's own directories are too long."""
+    return Path(tempfile.mkdtemp(prefix="sbxt-", dir="/tmp"))
+
+
+@pytest.fixture
+def state() -> Iterator[Path]:
+    """A private state directory; its host, if the test started one, is stopped afterwards."""
+    path = new_state()
+    yield path
+    SyncHostClient(path).stop()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shared_state() -> Iterator[Path]:
+    """A state directory and host for all tests of a module."""
+    path = new_state()
+    yield path
+    SyncHostClient(path).stop()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def host(state: Path) -> HostClient:
+    """A client of a host of one's own."""
+    return HostClient(state)
+
+
+def run(coroutine):
+    """Run a coroutine; the tests are plain functions."""
+    return asyncio.run(coroutine)

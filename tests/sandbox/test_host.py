@@ -1,0 +1,267 @@
+"""The host: start and failure to start, every way a sandbox ends, and what a killed host leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from sandbox import paths, processes
+from sandbox.client import SandboxClient
+from sandbox.errors import (
+    ImageError,
+    RuntimeUnavailable,
+    SandboxError,
+    SandboxGone,
+    SandboxRequestError,
+    SandboxStartError,
+)
+from sandbox.host import take_lock
+from sandbox.host_client import HostClient, ensure_host
+from sandbox.spec import SandboxInfo, SandboxSpec
+from tests.sandbox.conftest import run, why_not
+
+# Processes that ignore polite signals, leave their session and hold on.
+STUBBORN = """
+for i in 1 2 3; do setsid bash -c 'trap "" TERM HUP INT; while :; do sleep 1000; done' & done
+sleep 0.2
+"""
+
+
+@pytest.fixture(params=["apptainer", "bubblewrap", "local-unsafe"])
+def runtime(request) -> str:
+    if request.param != "local-unsafe" and (reason := why_not(request.param)):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def anything() -> str:
+    """The name of a runtime for tests about the host, not the isolation."""
+    return "bubblewrap" if why_not("apptainer") else "apptainer"
+
+
+def processes_of(pid: int) -> list[int]:
+    """The runtime's process and everything below it."""
+    return [pid, *processes.descendants(pid)]
+
+
+def assert_gone(state: Path, info: SandboxInfo, pids: list[int]) -> None:
+    deadline = time.monotonic() + 2
+    while left := [pid for pid in pids if processes.start_time(pid) is not None]:
+        assert time.monotonic() < deadline, f"processes {left} are left"
+        time.sleep(0.01)
+    assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
+    assert not [path for path in state.rglob("*") if info.id in path.name]
+    assert not Path(info.socket).exists()
+
+
+def test_release_leaves_no_process_socket_or_file(state, host, runtime):
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=runtime, owner="me"))
+        assert [entry["id"] for entry in await host.list()] == [info.id]
+        async with SandboxClient(info.socket) as client:
+            await client.bash(STUBBORN)
+            await client.bash("mkdir -p closed/in && touch closed/in/f && chmod 000 closed/in closed")
+            pids = processes_of(info.pid)
+            assert len(pids) >= 8
+            assert await host.release(info.id)
+            assert_gone(state, info, pids)
+            with pytest.raises(SandboxGone):
+                await client.bash("echo dead")
+        assert not await host.release(info.id)
+        assert await host.list() == []
+
+    run(scenario())
+
+
+def test_stopping_the_host_ends_everything(state, host, runtime):
+    async def scenario():
+        infos = await asyncio.gather(*(host.start(SandboxSpec(runtime=runtime)) for _ in range(3)))
+        pids = [pid for info in infos for pid in processes_of(info.pid)]
+        daemon = (await host.stats())["pid"]
+        await host.stop()
+        for info in infos:
+            assert_gone(state, info, [*pids, daemon])
+
+    run(scenario())
+    assert {path.name for path in state.iterdir()} == {"host.lock", "host.log", "start.lock"}
+
+
+def test_sigterm_ends_everything(state, host, anything):
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=anything))
+        pids = processes_of(info.pid)
+        daemon = (await host.stats())["pid"]
+        os.kill(daemon, signal.SIGTERM)
+        assert_gone(state, info, [*pids, daemon])
+
+    run(scenario())
+
+
+def test_after_a_killed_host_the_next_one_sweeps(state, host, runtime):
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=runtime))
+        async with SandboxClient(info.socket) as client:
+            await client.bash(STUBBORN)
+            pids = processes_of(info.pid)
+            os.kill((await host.stats())["pid"], signal.SIGKILL)
+            await asyncio.sleep(0.1)
+            assert (await client.bash("echo still here")).output == "still here\n"
+        ensure_host(state)
+        assert_gone(state, info, pids)
+        assert (await host.stats())["swept"] == 1
+
+    run(scenario())
+
+
+def test_lifetime_ends_a_forgotten_sandbox(state, host, anything):
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=anything, max_lifetime_s=1.0))
+        pids = processes_of(info.pid)
+        await asyncio.sleep(2.5)
+        assert_gone(state, info, pids)
+        assert (await host.stats())["expired"] == 1
+
+    run(scenario())
+
+
+def test_owner_release_takes_only_the_owners(host, anything):
+    async def scenario():
+        specs = [SandboxSpec(runtime=anything, owner=owner) for owner in ("a", "b", "a")]
+        infos = await asyncio.gather(*(host.start(spec) for spec in specs))
+        assert await host.release_owner("a") == 2
+        assert [entry["id"] for entry in await host.list()] == [infos[1].id]
+        assert await host.release_owner("nobody of that name") == 0
+
+    run(scenario())
+
+
+def test_a_sandbox_that_dies_is_cleaned_up(state, host, anything):
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=anything))
+        processes.send(processes.children(info.pid))
+        for _ in range(100):
+            if not await host.list():
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        assert_gone(state, info, [info.pid])
+        assert (await host.stats())["died"] == 1
+
+    run(scenario())
+
+
+def test_cancelling_a_start_releases_it(state, host, anything):
+    async def scenario():
+        await host.release((await host.start(SandboxSpec(runtime=anything))).id)
+        task = asyncio.create_task(host.start(SandboxSpec(runtime=anything)))
+        await asyncio.sleep(0.03)
+        task.cancel()
+        for _ in range(200):
+            if (await host.stats())["known"] == 0:
+                break
+            await asyncio.sleep(0.02)
+        stats = await host.stats()
+        assert (stats["known"], stats["failed"]) == (0, 1)
+        assert not list((state / "scratch").iterdir())
+
+    run(scenario())
+
+
+def test_cancelling_a_command_interrupts_it_inside(host, anything):
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=anything))
+        async with SandboxClient(info.socket) as client:
+            task = asyncio.create_task(client.bash("sleep 600", timeout=600))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            began = time.monotonic()
+            assert (await client.bash("pgrep -c sleep; echo next")).output == "0\nnext\n"
+            assert time.monotonic() - began < 1
+
+    run(scenario())
+
+
+@pytest.mark.apptainer
+@pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
+def test_a_failed_start_says_what_the_runtime_said(state, host, name):
+    if reason := why_not(name):
+        pytest.skip(reason)
+    image = state / "no-python"
+    (image / "usr" / "bin").mkdir(parents=True)
+    (image / "bin").symlink_to("usr/bin")
+    image.chmod(0o755)
+
+    async def scenario():
+        with pytest.raises(
+            SandboxStartError, match=r"(?s)no-python.*it said: .*(python3|container creation failed)"
+        ):
+            await host.start(SandboxSpec(runtime=name, image=str(image)))
+        assert not list((state / "scratch").iterdir())
+        assert (await host.stats())["failed"] == 1
+
+    run(scenario())
+
+
+def test_impossible_requests_name_the_remedy(host):
+    async def scenario():
+        with pytest.raises(RuntimeUnavailable, match=r"'docker'.*choose auto, apptainer"):
+            await host.start(SandboxSpec(runtime="docker"))
+        with pytest.raises(SandboxRequestError, match="choose none or host"):
+            await host.start(SandboxSpec(runtime="local-unsafe", network="some"))
+        with pytest.raises(SandboxRequestError, match="outside the workspace"):
+            await host.start(SandboxSpec(runtime="local-unsafe", files={"../x": ""}))
+
+    run(scenario())
+
+
+@pytest.mark.apptainer
+def test_an_absent_image_is_named(host):
+    with pytest.raises(ImageError, match="no-such-image"):
+        run(host.start(SandboxSpec(image="no-such-image")))
+
+
+def test_many_callers_start_one_host_and_many_sandboxes(state, anything):
+    async def scenario():
+        clients = [HostClient(state) for _ in range(6)]
+        infos = await asyncio.gather(*(client.start(SandboxSpec(runtime=anything)) for client in clients))
+        assert len({info.id for info in infos}) == 6
+        assert len(await clients[0].list()) == 6
+
+    run(scenario())
+    assert (state / "host.log").read_text().count(" serves ") == 1
+
+
+def test_two_hosts_cannot_share_a_state_directory(state):
+    lock = take_lock(state)
+    with pytest.raises(SandboxError, match="another sandbox host"):
+        take_lock(state)
+    os.close(lock)
+
+
+def test_without_apptainer_and_image_bubblewrap_serves_and_says_what_is_missing(state, host, monkeypatch):
+    if reason := why_not("bubblewrap"):
+        pytest.skip(reason)
+    # What is missing is the image; bwrap itself may be one that the set-up unpacked.
+    monkeypatch.setenv("PATH", paths.tool_path())
+    monkeypatch.setenv("ROLLOUT_APPTAINER", "/absent/apptainer")
+    monkeypatch.setenv("ROLLOUT_HOME", str(state / "empty"))
+
+    async def scenario():
+        info = await host.start(SandboxSpec())
+        assert info.runtime == "bubblewrap"
+        assert any("no image here" in text for text in info.isolation_missing)
+        async with SandboxClient(info.socket) as client:
+            assert (await client.bash(f"ls /root {Path(__file__).parent} {state} /var/lib")).output.count(
+                "cannot"
+            ) == 4
+            assert (await client.bash("touch /usr/x")).exit_code != 0
+            assert (await client.bash("touch /workspace/x /tmp/x ~/x && git --version")).exit_code in (0, 127)
+
+    run(scenario())
+    assert (state / "host.log").read_text().count("IS USED because of apptainer: ROLLOUT_APPTAINER") == 1

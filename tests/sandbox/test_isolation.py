@@ -1,0 +1,108 @@
+"""What a sandbox must not see or touch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import SyncSandboxClient
+from sandbox.host_client import SyncHostClient
+from sandbox.spec import SandboxSpec
+from tests.sandbox.conftest import why_not
+
+
+@pytest.fixture(scope="module", params=["apptainer", "bubblewrap"])
+def pair(request, shared_state):
+    """Two sandboxes of one host: (host state, [info, info], [client, client])."""
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    os.environ["ROLLOUT_SANDBOX_TEST_SECRET"] = os.environ["TEST_SECRET"] = "s3cret"
+    try:
+        host = SyncHostClient(shared_state)
+        infos = [host.start(SandboxSpec(runtime=request.param)) for _ in range(2)]
+    finally:
+        del os.environ["ROLLOUT_SANDBOX_TEST_SECRET"], os.environ["TEST_SECRET"]
+    clients = [SyncSandboxClient(info.socket) for info in infos]
+    yield shared_state, infos, clients
+    for info, client in zip(infos, clients, strict=True):
+        client.close()
+        host.release(info.id)
+
+
+def test_files_of_the_machine_are_not_there(pair, tmp_path):
+    state, _, (client, _) = pair
+    (tmp_path / "secret").write_text("x")
+    for path in (tmp_path, state, Path(__file__).parent):
+        assert client.bash(f"ls -a {path}").exit_code != 0, path
+
+
+def test_the_other_sandbox_is_out_of_reach(pair):
+    state, infos, (one, two) = pair
+    two.bash("echo mine >/workspace/x; echo mine >/tmp/x; sleep 60 &")
+    assert "x" not in one.bash("ls /workspace /tmp").output.splitlines()
+    assert one.bash("find / -type s 2>/dev/null").output.splitlines() == ["/run/sbx/s"]
+    assert one.bash(f"ls {infos[1].socket} {state}").exit_code != 0
+    assert "sleep 60" not in one.bash("ps ax").output
+
+
+def test_processes_of_the_machine_are_not_there(pair):
+    client = pair[2][0]
+    pids = client.bash("ls /proc | grep -c '^[0-9]'").output
+    assert int(pids) < 10
+    assert client.bash(f"kill -0 {os.getpid()}").exit_code != 0
+
+
+def test_there_is_no_network_but_loopback(pair):
+    client = pair[2][0]
+    names = client.bash("tail -n +3 /proc/net/dev | cut -d: -f1").output.split()
+    assert names == ["lo"]
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    assert client.bash(f"echo >/dev/tcp/127.0.0.1/{port}").exit_code != 0
+    server.close()
+
+
+def test_the_environment_is_clean(pair):
+    output = pair[2][0].bash("env; cat /proc/*/environ | tr '\\0' '\\n'").output
+    assert "s3cret" not in output
+    assert "APPTAINERENV" not in output
+
+
+def test_there_are_no_capabilities_and_no_way_to_the_kernels_switches(pair):
+    client = pair[2][0]
+    assert "CapEff:\t0000000000000000" in client.bash("cat /proc/self/status").output
+    for path in ("/proc/sys/kernel/core_pattern", "/sys/kernel/uevent_helper", "/proc/sysrq-trigger"):
+        assert client.bash(f": >>{path}").exit_code != 0, path
+
+
+def test_the_servers_code_is_read_only(pair):
+    client = pair[2][0]
+    place = "$(dirname $(ls /opt/sbx/server.py /run/sbx-server/server.py 2>/dev/null))"
+    assert client.bash(f"ls {place}/ptyprocess").exit_code == 0
+    assert client.bash(f"touch {place}/x").exit_code != 0
+
+
+@pytest.mark.apptainer
+def test_system_directories_may_be_changed_and_are_private(shared_state):
+    host = SyncHostClient(shared_state)
+    infos = [host.start(SandboxSpec(runtime="apptainer")) for _ in range(2)]
+    one, two = (SyncSandboxClient(info.socket) for info in infos)
+    assert one.bash("touch /usr/bin/mine").exit_code == 0
+    assert two.bash("ls /usr/bin/mine").exit_code != 0
+    for info in infos:
+        host.release(info.id)
+
+
+@pytest.mark.apptainer
+def test_the_machines_network_is_there_on_request_and_is_recorded(shared_state):
+    server = socket.create_server(("127.0.0.1", 0))
+    host = SyncHostClient(shared_state)
+    info = host.start(SandboxSpec(runtime="apptainer", network="host"))
+    assert "network" in info.isolation_missing
+    port = server.getsockname()[1]
+    assert SyncSandboxClient(info.socket).bash(f"echo >/dev/tcp/127.0.0.1/{port}").exit_code == 0
+    host.release(info.id)
+    server.close()

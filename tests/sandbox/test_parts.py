@@ -1,0 +1,131 @@
+"""The parts that need no container: output, frames, images, choice of runtime, paths."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox import aio, errors, paths, payload
+from sandbox.images import ImageStore, squashfs_offset
+from sandbox.runtimes import RUNTIMES, select_runtime
+from sandbox.server import wire
+from sandbox.server.output import Capture, MarkerScanner
+from sandbox.spec import SandboxInfo, SandboxSpec
+
+
+def test_capture_keeps_short_text_whole_and_cuts_long_text_in_the_middle():
+    capture = Capture(10)
+    capture.add("häßlich".encode())
+    assert capture.text() == ("häßlich", False)
+    capture.add(b"." * 100 + b"tail!")
+    text, truncated = capture.text()
+    assert truncated
+    assert text.startswith("häßli\n[... ")
+    assert text.endswith("...]\ntail!")
+
+
+def test_capture_is_bounded_whatever_the_chunks():
+    capture = Capture(100)
+    for _ in range(1000):
+        capture.add(b"x" * 999)
+    text, truncated = capture.text()
+    assert truncated
+    assert len(text) < 200
+    assert "of 999000 bytes" in text
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_markers_are_found_however_the_stream_is_cut(size):
+    stream = b"one\x1eabc;5;0;/a;b\x1etwo\x1e\x1eabd;\x1eabc;x;\x1e\x1eabc;6;130;/\x1e"
+    scanner, found = MarkerScanner("abc"), []
+    for start in range(0, len(stream), size):
+        found += scanner.feed(stream[start : start + size])
+    output = b"".join(value for kind, value in found if kind == "output") + scanner.flush()
+    assert output == b"onetwo\x1e\x1eabd;\x1eabc;x;\x1e"
+    assert [value for kind, value in found if kind == "marker"] == [(5, 0, "/a;b"), (6, 130, "/")]
+
+
+def test_frames_survive_the_wire_and_too_large_ones_are_refused():
+    one, two = socket.socketpair()
+    with one, two:
+        wire.send(one, {"text": "ü" * 1000})
+        assert wire.receive(two) == {"text": "ü" * 1000}
+        one.sendall(wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1))
+        with pytest.raises(wire.FrameTooLarge):
+            wire.receive(two)
+        one.close()
+        assert wire.receive(two) is None
+
+
+def test_errors_keep_their_type_over_the_wire():
+    error = errors.from_wire(errors.to_wire(errors.ImageError("gone")))
+    assert isinstance(error, errors.ImageError)
+    assert str(error) == "gone"
+    assert type(errors.from_wire(errors.to_wire(ValueError("odd")))) is errors.SandboxError
+    assert errors.to_wire(aio.NotListening("x"))["type"] == "SandboxGone"
+
+
+def test_spec_and_info_survive_json():
+    spec = SandboxSpec(env={"A": "1"}, owner="r")
+    assert SandboxSpec.from_json(spec.to_json() | {"of_a_newer_version": 1}) == spec
+    info = SandboxInfo("1", "/s", "apptainer", "n", ["limits"], 7, 1.5)
+    assert SandboxInfo.from_json(info.to_json()) == info
+
+
+def test_an_absent_or_damaged_image_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_HOME", str(tmp_path))
+    store = ImageStore(tmp_path / "cache")
+    with pytest.raises(errors.ImageError, match=r"base\.sif.*image\.sh"):
+        store.rootfs("base")
+    for content in (b"", b"no image", b"\0" * 32 + b"SIF_MAGIC\0" + b"\xff" * 200):
+        (tmp_path / "bad.sif").write_bytes(content)
+        with pytest.raises(errors.ImageError, match=r"bad\.sif"):
+            squashfs_offset(tmp_path / "bad.sif")
+        with pytest.raises(errors.ImageError, match=r"bad\.sif"):
+            store.rootfs(str(tmp_path / "bad.sif"))
+
+
+def test_without_any_runtime_the_choice_is_refused_with_a_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "tool_path", lambda: str(tmp_path))
+    monkeypatch.delenv("ROLLOUT_APPTAINER", raising=False)
+    with pytest.raises(errors.RuntimeUnavailable, match=r"apptainer\.sh.*local-unsafe by name"):
+        select_runtime("auto")
+
+
+def test_a_fallback_is_said_aloud(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("ROLLOUT_APPTAINER", str(tmp_path / "absent"))
+    monkeypatch.setattr(RUNTIMES["bubblewrap"], "check_installed", lambda self: None)
+    monkeypatch.setattr(RUNTIMES["bubblewrap"], "probe", lambda self, rootfs: None)
+    assert select_runtime("auto").name == "bubblewrap"
+    assert len(caplog.records) == 1
+    assert "not enforced here" in caplog.text
+    assert "ROLLOUT_APPTAINER" in caplog.text
+
+
+def test_a_socket_path_is_measured_in_bytes():
+    assert paths.check_socket_path("/" + "x" * 106)
+    with pytest.raises(errors.SandboxError, match="ROLLOUT_SANDBOX_DIR"):
+        paths.check_socket_path("/" + "ü" * 60)
+
+
+def test_a_directory_of_somebody_else_is_not_used(tmp_path):
+    (tmp_path / "link").symlink_to("/tmp")
+    with pytest.raises(errors.SandboxError, match="choose another"):
+        paths.own_directory(tmp_path / "link", 0o700)
+
+
+def test_the_payload_needs_nothing_but_the_standard_library(tmp_path):
+    staged = payload.stage(tmp_path / "payload")
+    assert (staged / "ptyprocess" / "__init__.py").exists()
+    command = [
+        sys.executable,
+        "-BESI",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(staged)!r}); import server",
+    ]
+    subprocess.run(command, check=True, cwd="/")
+    assert not list(Path(staged).rglob("__pycache__"))

@@ -1,0 +1,46 @@
+"""The import direction of the architecture, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.stack import ROOT
+
+FORBIDDEN = {
+    "rollout": {"services", "workers", "sandbox", "flask", "celery", "redis", "torch"},
+    "sandbox": {"rollout", "services", "workers", "flask", "celery", "redis", "torch"},
+    "services/state": {"workers", "sandbox", "flask"},
+    "services/gateway": {"workers", "sandbox"},
+    "services/inference": {"workers", "sandbox", "celery", "redis", "flask"},
+    "services/local": {"workers"},
+    "workers": {"flask"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+            if node.module.startswith("services.gateway"):
+                names.add("services.gateway")
+    return names
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_run_one_way(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        wrong = imported(path) & FORBIDDEN[package]
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_workers_do_not_reach_into_the_gateway():
+    for path in sorted((ROOT / "workers").rglob("*.py")):
+        assert "services.gateway" not in imported(path), path

@@ -1,0 +1,48 @@
+"""The router function and the settings of delivery."""
+
+import pytest
+
+from services.queues import TASK_CLEANUP, TASK_EVALUATE, TASK_INIT, TASK_RUN, make_celery, route
+from services.settings import Settings, SettingsError
+from services.settings_table import table
+from tests.helpers.stack import ROOT
+
+
+@pytest.mark.parametrize(
+    ("task", "node", "queue"),
+    [
+        (TASK_INIT, None, "init"),
+        (TASK_INIT, "n1", "init"),
+        (TASK_RUN, None, "run"),
+        (TASK_RUN, "n1", "run.n1"),
+        (TASK_EVALUATE, "n1", "eval.n1"),
+        (TASK_EVALUATE, None, "eval"),
+        (TASK_CLEANUP, "n2", "eval.n2"),
+    ],
+)
+def test_a_stage_goes_to_the_node_that_holds_the_sandbox(task, node, queue):
+    assert route(task, ({"id": "a", "attempt": 1, "node": node},), {}, {}) == {"queue": queue}
+
+
+def test_tasks_of_others_are_not_routed():
+    assert route("celery.backend_cleanup", (), {}, {}) is None
+
+
+def test_messages_are_acknowledged_early_and_results_are_not_kept():
+    conf = make_celery(Settings()).conf
+    assert conf.task_acks_late is False
+    assert conf.result_backend is None
+    assert conf.accept_content == ["json"]
+    assert conf.worker_prefetch_multiplier == 1
+
+
+def test_a_bad_setting_names_its_variable():
+    with pytest.raises(SettingsError, match="ROLLOUT_GATEWAY_PORT"):
+        Settings.from_env({"ROLLOUT_GATEWAY_PORT": "many"})
+    with pytest.raises(SettingsError, match="ROLLOUT_NODE"):
+        Settings.from_env({"ROLLOUT_NODE": "a b"})
+    assert Settings.from_env({"ROLLOUT_LEASE_S": "5", "ROLLOUT_URL": "http://x"}).lease_s == 5.0
+
+
+def test_the_page_of_settings_is_the_one_the_code_makes():
+    assert (ROOT / "docs" / "settings.md").read_text() == table(), "run python -m services.settings_table"

@@ -1,0 +1,106 @@
+"""The canonical record: its one mutator and its flat views."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollout.trajectory import SCHEMA_VERSION, Chain, Message, Segment, Trajectory
+
+ids = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
+
+
+@st.composite
+def segments(draw):
+    token_ids = draw(ids)
+    if not draw(st.booleans()):
+        return Segment(role="tool", token_ids=token_ids)
+    logprobs = [draw(st.floats(-50, 0)) for _ in token_ids]
+    version = draw(st.none() | st.sampled_from(["v1", "v2"]))
+    return Segment(
+        role="assistant", token_ids=token_ids, sampled=True, logprobs=logprobs, policy_version=version
+    )
+
+
+@given(ids, st.lists(segments(), max_size=8))
+def test_the_views_are_parallel_and_together_they_are_the_chain(prompt, following):
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=prompt))
+    for segment in following:
+        chain.append(segment)
+    assert chain.prompt_ids + chain.response_ids == chain.token_ids
+    n = len(chain.response_ids)
+    assert len(chain.loss_mask) == len(chain.logprobs) == len(chain.policy_versions) == n
+    sampled = sum(len(s.token_ids) for s in following if s.sampled)
+    assert sum(chain.loss_mask) == sampled
+    for mask, logprob, version in zip(chain.loss_mask, chain.logprobs, chain.policy_versions, strict=True):
+        assert math.isfinite(logprob)
+        if not mask:
+            assert logprob == 0.0 and version is None
+    again = Trajectory.model_validate_json(Trajectory(chains=[chain]).model_dump_json())
+    assert again.chain == chain
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampled": True, "logprobs": [-1.0]}, "2 sampled ids need as many log-probs; got 1"),
+        ({"sampled": True}, "got none"),
+        ({"sampled": True, "logprobs": [-1.0, float("nan")]}, "not finite"),
+        ({"sampled": True, "logprobs": [-1.0, float("-inf")]}, "not finite"),
+        ({"logprobs": [-1.0, -1.0]}, "was not sampled has no log-probs"),
+        ({"policy_version": "v1"}, "no policy version"),
+    ],
+)
+def test_a_segment_with_broken_lengths_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        Segment(role="assistant", token_ids=[1, 2], **fields)
+
+
+def test_a_segment_broken_after_it_was_made_is_refused_by_the_chain():
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1]))
+    segment = Segment(role="assistant", token_ids=[2], sampled=True, logprobs=[-0.5])
+    segment.token_ids.append(3)
+    with pytest.raises(ValueError, match="2 sampled ids"):
+        chain.append(segment)
+    assert chain.token_ids == [1]
+
+
+def test_a_chain_starts_with_a_prompt():
+    with pytest.raises(ValueError, match="starts with a prompt"):
+        Chain().append(Segment(role="assistant", token_ids=[1], sampled=True, logprobs=[-1.0]))
+    with pytest.raises(ValueError, match="at least one token"):
+        Chain().append(Segment(role="user", token_ids=[]))
+
+
+def test_a_newer_schema_version_is_refused_and_not_misread():
+    with pytest.raises(ValidationError, match="upgrade rollout-service"):
+        Trajectory(schema_version=SCHEMA_VERSION + 1)
+
+
+def test_a_call_over_a_weight_swap_counts_as_one_turn():
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1]))
+    for version in ("v1", "v2"):
+        chain.append(
+            Segment(
+                role="assistant",
+                token_ids=[2],
+                sampled=True,
+                logprobs=[-1.0],
+                policy_version=version,
+                call_id="c",
+            )
+        )
+    trajectory = Trajectory(chains=[chain])
+    assert trajectory.turns == 1 and trajectory.sampled_tokens == 2
+    assert trajectory.policy_versions == ["v1", "v2"]
+
+
+def test_content_is_a_list_of_parts_wherever_it_came_from():
+    assert Message(role="user", content="hi").content[0].text == "hi"
+    assert Message(role="user", content=[{"type": "text", "text": "hi"}]).text == "hi"
+    assert Message(role="user", content="").content == []
