@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import dataclasses
 import socket
 import threading
 from typing import Any
 
-from sandbox import aio, errors, paths
+from sandbox import aio, calls, errors, paths
+from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, Request, T
 from sandbox.server import wire
 
-REPLY_GRACE_S = 15.0
-"""Beyond a command's own limit: the server's escalation of signals and a new shell take at most about half of
-it.
-"""
-REQUEST_TIMEOUT_S = 30.0
-MAX_OUTPUT_CHARS = 30_000
-
-
-@dataclasses.dataclass(frozen=True)
-class BashResult:
-    """What a command did."""
-
-    output: str
-    """Standard output and error as the terminal got them, cut in the middle when longer than asked for."""
-    exit_code: int | None
-    """None when the command was ended by force and the shell with it gave no code."""
-    cwd: str
-    timed_out: bool
-    truncated: bool
-    shell_restarted: bool
-    """The shell ended (`exit`, `set -e`, killed); variables and functions are lost, the directory is kept."""
-    duration_s: float
-    interrupted: bool = False
-
-
-def _bash_request(command: str, timeout: float, max_output_chars: int) -> dict[str, Any]:
-    return {"op": "bash", "command": command, "timeout": timeout, "max_chars": max_output_chars}
-
-
-def _read_request(path: str, max_bytes: int | None) -> dict[str, Any]:
-    return {"op": "read_file", "path": path, "max_bytes": max_bytes}
-
-
-def _write_request(path: str, content: bytes | str, mode: int | None) -> dict[str, Any]:
-    data = content.encode() if isinstance(content, str) else content
-    return {"op": "write_file", "path": path, "content": base64.b64encode(data).decode(), "mode": mode}
+__all__ = ["BashResult", "SandboxClient", "SyncSandboxClient", "exchange"]
 
 
 class SandboxClient:
@@ -69,30 +33,27 @@ class SandboxClient:
         """Run `command` in the persistent shell for at most `timeout` seconds; an overrun is a result, no
         exception.
         """
-        request = _bash_request(command, timeout, max_output_chars)
-        return BashResult(**await self._call(request, timeout + REPLY_GRACE_S))
+        return await self._drive(calls.bash(command, timeout, max_output_chars))
 
     async def send_input(self, text: str) -> None:
         """Type `text` (or `C-c`, `C-d`, `C-z`) to the command another call is running."""
-        request = {"op": "bash", "command": text, "is_input": True}
-        await aio.exchange(self._path, request, REQUEST_TIMEOUT_S)
+        await self._drive(calls.send_input(text))
 
     async def interrupt(self) -> bool:
         """End the command another call is running. Returns whether there was one."""
-        return (await aio.exchange(self._path, {"op": "interrupt"}, REQUEST_TIMEOUT_S))["was_running"]
+        return await self._drive(calls.interrupt())
 
     async def ping(self) -> dict[str, Any]:
         """Proof of life: `shell_pid` (inside) and `uptime_s`. Answered while a command runs, too."""
-        return await aio.exchange(self._path, {"op": "ping"}, REQUEST_TIMEOUT_S)
+        return await self._drive(calls.ping())
 
     async def read_file(self, path: str, max_bytes: int | None = None) -> bytes:
         """Content of a regular file; a relative path starts at the workspace. At most 64 MiB."""
-        result = await self._call(_read_request(path, max_bytes), REQUEST_TIMEOUT_S)
-        return base64.b64decode(result["content"])
+        return await self._drive(calls.read_file(path, max_bytes))
 
     async def write_file(self, path: str, content: bytes | str, mode: int | None = None) -> None:
         """Write a file, making its directories; `mode` as for chmod."""
-        await self._call(_write_request(path, content, mode), REQUEST_TIMEOUT_S)
+        await self._drive(calls.write_file(path, content, mode))
 
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""
@@ -106,19 +67,31 @@ class SandboxClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _drive(self, call: Call[T]) -> T:
+        try:
+            request = next(call)
+            while True:
+                request = call.send(await self._carry_out(request))
+        except StopIteration as end:
+            return end.value
+
+    async def _carry_out(self, request: Request) -> dict[str, Any]:
+        if request.aside:
+            return await aio.exchange(self._path, request.body, request.timeout_s)
         async with self._lock:
             answered = False
             try:
                 if self._streams is None:
                     self._streams = await aio.connect(self._path)
                 reader, writer = self._streams
-                async with asyncio.timeout(timeout):
-                    await aio.send(writer, request)
+                async with asyncio.timeout(request.timeout_s):
+                    await aio.send(writer, request.body)
                     reply = await aio.receive(reader)
                 answered = reply is not None
             except TimeoutError as error:
-                raise errors.SandboxTimeout(f"no answer from {self._path} in {timeout:g} s") from error
+                raise errors.SandboxTimeout(
+                    f"no answer from {self._path} in {request.timeout_s:g} s"
+                ) from error
             except ConnectionError as error:
                 raise errors.SandboxGone(f"the connection to {self._path} broke: {error}") from error
             finally:
@@ -139,29 +112,27 @@ class SyncSandboxClient:
         self, command: str, timeout: float = 30.0, *, max_output_chars: int = MAX_OUTPUT_CHARS
     ) -> BashResult:
         """See :meth:`SandboxClient.bash`."""
-        return BashResult(
-            **self._call(_bash_request(command, timeout, max_output_chars), timeout + REPLY_GRACE_S)
-        )
+        return self._drive(calls.bash(command, timeout, max_output_chars))
 
     def send_input(self, text: str) -> None:
         """See :meth:`SandboxClient.send_input`."""
-        self._exchange({"op": "bash", "command": text, "is_input": True})
+        self._drive(calls.send_input(text))
 
     def interrupt(self) -> bool:
         """See :meth:`SandboxClient.interrupt`."""
-        return self._exchange({"op": "interrupt"})["was_running"]
+        return self._drive(calls.interrupt())
 
     def ping(self) -> dict[str, Any]:
         """See :meth:`SandboxClient.ping`."""
-        return self._exchange({"op": "ping"})
+        return self._drive(calls.ping())
 
     def read_file(self, path: str, max_bytes: int | None = None) -> bytes:
         """See :meth:`SandboxClient.read_file`."""
-        return base64.b64decode(self._call(_read_request(path, max_bytes), REQUEST_TIMEOUT_S)["content"])
+        return self._drive(calls.read_file(path, max_bytes))
 
     def write_file(self, path: str, content: bytes | str, mode: int | None = None) -> None:
         """See :meth:`SandboxClient.write_file`."""
-        self._call(_write_request(path, content, mode), REQUEST_TIMEOUT_S)
+        self._drive(calls.write_file(path, content, mode))
 
     def close(self) -> None:
         """Close the connection; the sandbox lives on."""
@@ -175,21 +146,28 @@ class SyncSandboxClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def _drive(self, call: Call[T]) -> T:
+        try:
+            request = next(call)
+            while True:
+                request = call.send(self._carry_out(request))
+        except StopIteration as end:
+            return end.value
+
+    def _carry_out(self, request: Request) -> dict[str, Any]:
+        if request.aside:
+            return exchange(self._path, request.body, request.timeout_s)
         with self._lock:
             answered = False
             try:
                 if self._socket is None:
                     self._socket = _connect(self._path)
-                reply = _round_trip(self._socket, request, timeout, self._path)
+                reply = _round_trip(self._socket, request.body, request.timeout_s, self._path)
                 answered = reply is not None
             finally:
                 if not answered:
                     self.close()
             return aio.result_of(reply, self._path)
-
-    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        return exchange(self._path, request, REQUEST_TIMEOUT_S)
 
 
 def exchange(socket_path: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Containers:
             missing.append(HOST_ROOT_NOTE)
         container.info = SandboxInfo(
             id=container.id,
-            socket=str(container.launch.sockets / "s"),
+            socket=str(container.launch.socket),
             runtime=runtime.name,
             node=socket.gethostname(),
             isolation_missing=missing,
@@ -168,23 +168,29 @@ class Containers:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text)
         config = {
-            "socket": f"{places.sockets}/s",
-            "directory": places.sockets,
+            "directory": places.private,
             "workspace": places.workspace,
             "env": SHELL_ENV | {"HOME": places.home, "TMPDIR": places.tmp} | container.spec.env,
             "subreaper": runtime.name == "local-unsafe",
         }
-        (launch.sockets / "config.json").write_text(json.dumps(config))
+        private = launch.scratch / "private"
+        (private / "config.json").write_text(json.dumps(config))
         if runtime.run_as is not None:
-            for path in [launch.sockets / "config.json", *workspace.rglob("*")]:
+            for path in [private / "config.json", *workspace.rglob("*")]:
                 os.chown(path, runtime.run_as, runtime.run_as, follow_symlinks=False)
-        command = [runtime.python(), "-BES", f"{places.payload}/server.py", f"{places.sockets}/config.json"]
-        with self._log(container.id).open("wb") as stderr:
+        command = [
+            *runtime.python(launch),
+            *("-BES", f"{places.payload}/server.py", f"{places.private}/config.json"),
+        ]
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(launch.socket))
+        listener.listen(64)
+        with self._log(container.id).open("wb") as stderr, listener:
             try:
                 container.process = subprocess.Popen(
                     runtime.argv(launch, command),
                     env=runtime.environment(launch),
-                    stdin=subprocess.DEVNULL,
+                    stdin=listener,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
                     cwd="/",

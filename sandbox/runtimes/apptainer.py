@@ -42,23 +42,18 @@ class Apptainer(Runtime):
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
         """`apptainer exec` with everything shut that can be shut."""
         places = self.places(launch)
-        binds = [
-            (launch.scratch / "tmp", places.tmp, "rw"),
-            (launch.scratch / "workspace", places.workspace, "rw"),
-            (launch.scratch / "home", places.home, "rw"),
-            (launch.sockets, places.sockets, "rw"),
-            (launch.payload, places.payload, "ro"),
-        ]
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
         # containers).
-        flags = ["--userns", "--containall", "--no-home", "--cleanenv", "--no-privs", "--writable-tmpfs"]
+        flags = ["--userns", "--containall", "--no-home", "--cleanenv", "--no-privs"]
+        # On disk: Apptainer's own tmpfs is either too small for an installation or as large as the memory.
+        flags += ["--overlay", str(launch.scratch / "overlay")]
         if launch.network == "none":
             flags += ["--net", "--network", "none"]
         if self.run_as is None and os.geteuid() == 0:
             # Uid 0 owns these although it has no capabilities; see paths.sandbox_user.
             flags += ["--no-mount", "sys", "--bind", "/proc/sys:/proc/sys:ro"]
-        for source, target, mode in binds:
-            flags += ["--bind", f"{source}:{target}:{mode}"]
+        for bind in self.all_binds(launch):
+            flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
         return [
             str(self.program()),
             "-q",

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from sandbox import paths, processes
+from sandbox import interpreter, paths, processes
 from sandbox.errors import RuntimeUnavailable
 
 PROBE_TIMEOUT_S = 30.0
@@ -18,18 +18,40 @@ ID_VARIABLE = "ROLLOUT_SANDBOX_ID"
 
 NO_LIMITS = "memory, CPU, process and disk limits"
 
+SCRATCH_MODES = {
+    ".": 0o700,
+    "workspace": 0o755,
+    "home": 0o755,
+    "private": 0o700,
+    "tmp": 0o1777,
+    "shm": 0o1777,
+    "overlay": 0o755,
+}
+"""Directories of a sandbox on the machine's disk, and their permissions."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Places:
     """Directories as the sandboxed processes see them."""
 
-    sockets: str = "/run/sbx"
-    """Private: the server's socket, its configuration, the shell's command file."""
+    private: str = "/run/sbx"
+    """The server's configuration and the shell's command file."""
     payload: str = "/opt/sbx"
     """The server's code, read-only."""
+    interpreter: str = "/opt/sbx-python"
+    """The server's Python, read-only: `usr` of our base image."""
     workspace: str = "/workspace"
     tmp: str = "/tmp"
     home: str = "/home/sandbox"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bind:
+    """A directory or file of the machine shown inside. Checked before it gets here (`sandbox/binds.py`)."""
+
+    source: Path
+    target: str
+    read_only: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +62,14 @@ class Launch:
     rootfs: Path | None
     """Unpacked image, never written to; None where the runtime does without an image."""
     network: str
-    sockets: Path
+    socket: Path
+    """Where the server is reached. It lies in no directory that is visible inside."""
     payload: Path
     scratch: Path
-    """Holds `workspace`, `tmp` and `home`, private to this sandbox."""
+    """Holds what is private to this sandbox: the directories of `SCRATCH_MODES`."""
+    interpreter: Path | None = None
+    """`usr` of an unpacked base image, whose Python runs the server; None = the image's own python3."""
+    binds: tuple[Bind, ...] = ()
 
 
 class Runtime(abc.ABC):
@@ -70,6 +96,22 @@ class Runtime(abc.ABC):
         """Where things are, seen from inside."""
         return Places()
 
+    def all_binds(self, launch: Launch) -> list[Bind]:
+        """What of the machine is mounted inside besides the image: the sandbox's own places first."""
+        places, scratch = self.places(launch), launch.scratch
+        own = [
+            Bind(scratch / "tmp", places.tmp, read_only=False),
+            Bind(scratch / "tmp", "/var/tmp", read_only=False),
+            Bind(scratch / "shm", "/dev/shm", read_only=False),
+            Bind(scratch / "workspace", places.workspace, read_only=False),
+            Bind(scratch / "home", places.home, read_only=False),
+            Bind(scratch / "private", places.private, read_only=False),
+            Bind(launch.payload, places.payload),
+        ]
+        if launch.interpreter is not None:
+            own.append(Bind(launch.interpreter, places.interpreter))
+        return [*own, *launch.binds]
+
     def environment(self, launch: Launch) -> dict[str, str]:
         """Environment of the runtime's own process: nothing of ours gets in but PATH."""
         return {
@@ -79,9 +121,16 @@ class Runtime(abc.ABC):
             ID_VARIABLE: launch.id,
         }
 
-    def python(self) -> str:
-        """The interpreter that runs the server inside."""
-        return "python3"
+    def python(self, launch: Launch) -> list[str]:
+        """Command line of the interpreter that runs the server inside.
+
+        With an interpreter of our own nothing of the image is used, not even its C library: the loader is
+        called by name. So the image may bring any Python or none.
+        """
+        if launch.interpreter is None:
+            return ["python3"]
+        loaded = [*interpreter.loader(launch.interpreter, self.places(launch).interpreter)]
+        return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
 
     def victims(self, pid: int) -> list[int]:
         """Processes to SIGKILL so that all of the sandbox ends and `pid` exits by itself.
@@ -133,14 +182,15 @@ def make_directories(
 ) -> Launch:
     """Make the private directories of one sandbox below `base`, owned by `owner`, and describe them."""
     base.chmod(0o700 if owner is None else 0o711)
-    sockets, scratch, payload = base / sandbox_id, base / "scratch" / sandbox_id, base / "payload"
+    own, scratch, payload = base / sandbox_id, base / "scratch" / sandbox_id, base / "payload"
     payload.mkdir(exist_ok=True)
     scratch.parent.mkdir(exist_ok=True)
-    modes = {sockets: 0o700, scratch: 0o700}
-    modes |= {scratch / "workspace": 0o755, scratch / "home": 0o755, scratch / "tmp": 0o1777}
-    for path, mode in modes.items():
+    own.mkdir()
+    own.chmod(0o700)
+    for name, mode in SCRATCH_MODES.items():
+        path = scratch / name
         path.mkdir()
         path.chmod(mode)  # whatever the umask
         if owner is not None:
             os.chown(path, owner, owner)
-    return Launch(sandbox_id, rootfs, network, sockets, payload, scratch)
+    return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch)

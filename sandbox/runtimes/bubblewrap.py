@@ -70,19 +70,13 @@ class Bubblewrap(Runtime):
         if launch.network == "host":
             flags.append("--share-net")
         flags += ["--tmpfs", "/", *self._root(launch.rootfs)]
-        flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run", "--tmpfs", "/var/tmp"]
-        for source, target in (
-            (launch.scratch / "tmp", places.tmp),
-            (launch.scratch / "workspace", places.workspace),
-            (launch.scratch / "home", places.home),
-            (launch.sockets, places.sockets),
-        ):
-            flags += ["--bind", str(source), target]
+        flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run"]
+        for bind in self.all_binds(launch):
+            flags += ["--ro-bind" if bind.read_only else "--bind", str(bind.source), bind.target]
         if launch.network == "host":
             flags += (
                 ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"] if launch.rootfs is None else []
             )
-        flags += ["--ro-bind", str(launch.payload), places.payload]
         flags += ["--setenv", "PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
         flags += ["--chdir", places.workspace]
         return [str(self.program()), *flags, "--", *command]
@@ -91,7 +85,7 @@ class Bubblewrap(Runtime):
         """The image's /opt is bound read-only, so nothing can be mounted below it: our code goes
         elsewhere.
         """
-        return Places(payload="/run/sbx-server")
+        return Places(payload="/run/sbx-server", interpreter="/run/sbx-python")
 
     @staticmethod
     def _root(rootfs: Path | None) -> list[str]:

@@ -33,16 +33,16 @@ class LocalUnsafe(Runtime):
         """The machine's own paths."""
         scratch: Path = launch.scratch
         return Places(
-            sockets=str(launch.sockets),
+            private=str(scratch / "private"),
             payload=str(launch.payload),
             workspace=str(scratch / "workspace"),
             tmp=str(scratch / "tmp"),
             home=str(scratch / "home"),
         )
 
-    def python(self) -> str:
+    def python(self, launch: Launch) -> list[str]:
         """The interpreter that runs us; readable by ourselves for certain."""
-        return sys.executable
+        return [sys.executable]
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """A Python of a site's module system needs its libraries."""

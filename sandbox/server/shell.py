@@ -19,6 +19,8 @@ import time
 
 import ptyprocess
 
+from confine import confiner
+from errors import ServerError
 from output import Capture, MarkerScanner
 
 START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node is slow
@@ -54,20 +56,21 @@ PROMPT_COMMAND=__sbx_prompt
 """
 
 
-class ShellError(Exception):
+class ShellError(ServerError):
     """bash could not be started or does not answer."""
 
 
 class Shell:
     """A bash that is started again whenever it dies; one command at a time."""
 
-    def __init__(self, directory, env, cwd, program="bash"):
-        """`directory`: private place for the rc and command files. Raises ShellError when bash does not
-        start.
+    def __init__(self, directory, env, cwd, program=("bash",), limits=None):
+        """`directory`: private place for the rc and command files. `program`: command line of bash. `limits`: see
+        `confine.py`. Raises ShellError when bash does not start.
         """
         self._directory = directory
         self._env = env
-        self._program = program
+        self._program = list(program)
+        self._confine = confiner(limits or {})
         self._cwd = cwd
         self._home_cwd = cwd
         self._command_file = os.path.join(directory, "cmd")
@@ -162,11 +165,13 @@ class Shell:
         _write_private(self._rc_file, RC_FILE.replace("@NONCE@", nonce))
         if not os.path.isdir(self._cwd):
             self._cwd = self._home_cwd
-        argv = [self._program, "--noediting", "--noprofile", "--rcfile", self._rc_file, "-i"]
+        argv = [*self._program, "--noediting", "--noprofile", "--rcfile", self._rc_file, "-i"]
         try:
-            process = ptyprocess.PtyProcess.spawn(argv, cwd=self._cwd, env=self._env, dimensions=WINDOW)
+            process = ptyprocess.PtyProcess.spawn(
+                argv, cwd=self._cwd, env=self._env, dimensions=WINDOW, preexec_fn=self._confine
+            )
         except Exception as error:  # ptyprocess raises whatever exec said, in several types
-            raise ShellError("cannot start %s: %s" % (self._program, error))
+            raise ShellError("cannot start %s: %s" % (self._program[0], error))
         process.delayafterclose = process.delayafterterminate = 0  # else closing sleeps
         os.set_blocking(process.fd, False)
         self._process = process

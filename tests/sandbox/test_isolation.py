@@ -43,7 +43,7 @@ def test_the_other_sandbox_is_out_of_reach(pair):
     state, infos, (one, two) = pair
     two.bash("echo mine >/workspace/x; echo mine >/tmp/x; sleep 60 &")
     assert "x" not in one.bash("ls /workspace /tmp").output.splitlines()
-    assert one.bash("find / -type s 2>/dev/null").output.splitlines() == ["/run/sbx/s"]
+    assert one.bash("find / -type s 2>/dev/null").output == ""
     assert one.bash(f"ls {infos[1].socket} {state}").exit_code != 0
     assert "sleep 60" not in one.bash("ps ax").output
 
