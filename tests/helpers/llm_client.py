@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -52,7 +53,12 @@ async def generate(client: aiohttp.ClientSession, token_ids: list[int], **option
     return await post(client, "/inference/v1/generate", generate_body(token_ids, **options))
 
 
-async def stream(client: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def stream(
+    client: aiohttp.ClientSession,
+    path: str,
+    body: dict[str, Any],
+    on_chunk: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
     """All chunks of a server-sent stream, in order; the closing `[DONE]` is checked and dropped."""
     chunks: list[str] = []
     async with client.post(path, json={**body, "stream": True}) as reply:
@@ -61,17 +67,18 @@ async def stream(client: aiohttp.ClientSession, path: str, body: dict[str, Any])
         async for line in reply.content:
             if line.startswith(b"data: "):
                 chunks.append(line[len(b"data: ") :].decode().strip())
+                on_chunk()
     assert chunks[-1] == "[DONE]"
     return [json.loads(chunk) for chunk in chunks[:-1]]
 
 
 def merged(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """The single choice of a streamed reply, as the whole reply would show it."""
-    choice: dict[str, Any] = {"token_ids": [], "logprobs": []}
+    choice: dict[str, Any] = {"token_ids": [], "logprobs": {"content": []}}
     for chunk in chunks:
         for part in chunk["choices"]:
             choice["token_ids"] += part["token_ids"]
-            choice["logprobs"] += part["logprobs"]["content"]
+            choice["logprobs"]["content"] += part["logprobs"]["content"]
             choice["finish_reason"] = part["finish_reason"]
             choice["weight_versions"] = part["weight_versions"]
     return choice
