@@ -13,7 +13,7 @@ from workers.agent.codec import CodecError, ParsedTurn, load_codec
 from workers.agent.llm import Completion
 from workers.agent.router import BackendRouter
 from workers.agent.tokens import TokenBuffer
-from workers.agent.tools import Observation, Tool, ToolContext
+from workers.agent.tools import Observation, Tool, ToolContext, by_name
 from workers.errors import InfrastructureError
 
 
@@ -33,7 +33,7 @@ class AgentLoop:
         self._request = request
         self._index = index
         self._router = router
-        self._tools = {tool.name: tool for tool in tools}
+        self._tools = by_name(tools)
         self._advertised = [tool.spec() for tool in tools] if advertise_tools else []
         self._malformed_in_row = 0
 
@@ -105,7 +105,7 @@ class AgentLoop:
         for call in turn.message.tool_calls:
             tool = self._tools.get(call.name)
             if tool is None:
-                known = ", ".join(self._tools) or "none"
+                known = ", ".join(dict.fromkeys(tool.name for tool in self._tools.values())) or "none"
                 observations.append(Observation(f"Error: no tool {call.name!r}; there are: {known}"))
                 self._count("unknown_tool_calls")
                 continue

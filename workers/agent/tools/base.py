@@ -1,8 +1,9 @@
-"""Tools that a model may call. A tool knows its schema and how to act; it knows nothing of the loop."""
+"""What a tool is: a name, a schema and a way to act. It knows nothing of the loop that calls it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +41,8 @@ class Tool(ABC):
 
     name: ClassVar[str]
     description: ClassVar[str]
+    aliases: ClassVar[Sequence[str]] = ()
+    """Other names a model may call it by, understood but not advertised."""
     Args: ClassVar[type[BaseModel]] = Arguments
 
     @abstractmethod
@@ -67,43 +70,18 @@ class Tool(ABC):
         }
 
 
-class BashArgs(Arguments):
-    command: str
-    timeout: float | None = None
+def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Tools by every name they are called by; where two claim one, a main name beats an alias.
 
-
-class ExecuteBash(Tool):
-    """A command in the sandbox's persistent shell."""
-
-    name = "execute_bash"
-    description = "Run a command in a persistent bash shell and return its output."
-    Args = BashArgs
-
-    async def call(self, args: BashArgs, ctx: ToolContext) -> Observation:
-        if ctx.sandbox is None:
-            raise RuntimeError("execute_bash needs a sandbox: set `uses_sandbox = True` on the handler")
-        timeout = min(args.timeout or ctx.timeout_s, ctx.timeout_s)
-        result = await ctx.sandbox.bash(args.command, timeout=timeout)
-        text = result.output.rstrip("\n")
-        if result.timed_out:
-            text += f"\n[timed out after {timeout:g} s]"
-        elif result.exit_code:
-            text += f"\n[exit code {result.exit_code}]"
-        if result.shell_restarted:
-            text += "\n[the shell ended and was restarted: its state is gone]"
-        return Observation(text.lstrip("\n"))
-
-
-class FinishArgs(Arguments):
-    message: str = ""
-
-
-class Finish(Tool):
-    """Ends the rollout by the agent's own wish."""
-
-    name = "finish"
-    description = "End the task with a final message."
-    Args = FinishArgs
-
-    async def call(self, args: FinishArgs, ctx: ToolContext) -> Observation:
-        return Observation(args.message, finished=True)
+    Raises:
+        ValueError: Two tools have the same main name.
+    """
+    found: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in found:
+            raise ValueError(f"two tools are named {tool.name!r}; give one another name")
+        found[tool.name] = tool
+    for tool in list(found.values()):
+        for alias in tool.aliases:
+            found.setdefault(alias, tool)
+    return found
