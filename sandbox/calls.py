@@ -15,6 +15,8 @@ REPLY_GRACE_S = 15.0
 it.
 """
 REQUEST_TIMEOUT_S = 30.0
+KERNEL_START_S = 100.0
+"""More than the server gives a kernel to start. It is waited for before the cell's own time begins."""
 MAX_OUTPUT_CHARS = 30_000
 
 T = TypeVar("T")
@@ -65,6 +67,49 @@ def send_input(text: str) -> Call[None]:
 def interrupt() -> Call[bool]:
     """End the running command."""
     return (yield Request({"op": "interrupt"}, aside=True))["was_running"]
+
+
+@dataclasses.dataclass(frozen=True)
+class IPythonResult:
+    """What a cell did."""
+
+    output: str
+    """Streams, displays, the result and a traceback in order, as plain text; cut in the middle when longer
+    than asked for. Images are files, named in the text.
+    """
+    late_output: str
+    """What threads and background processes of earlier cells printed since the last cell."""
+    error: str | None
+    """Name of the exception that ended the cell; None when there was none or the kernel died."""
+    execution_count: int | None
+    """The number in `In [n]`, from 1; None when the kernel died."""
+    timed_out: bool
+    interrupted: bool
+    restarted: bool
+    """The kernel died before or in this cell and was replaced: variables and imports are lost."""
+    truncated: bool
+    duration_s: float
+
+
+def ipython(code: str, timeout: float, max_output_chars: int) -> Call[IPythonResult]:
+    """Run a cell in the persistent IPython kernel."""
+    body = {"op": "ipython", "code": code, "timeout": timeout, "max_chars": max_output_chars}
+    return IPythonResult(**(yield Request(body, timeout + KERNEL_START_S + REPLY_GRACE_S)))
+
+
+def ipython_warm() -> Call[None]:
+    """Start the kernel in the background."""
+    yield Request({"op": "ipython_warm"}, aside=True)
+
+
+def ipython_interrupt() -> Call[bool]:
+    """Interrupt the running cell."""
+    return (yield Request({"op": "ipython_interrupt"}, aside=True))["was_running"]
+
+
+def ipython_restart() -> Call[None]:
+    """End the kernel and start another."""
+    yield Request({"op": "ipython_restart"}, aside=True)
 
 
 def ping() -> Call[dict[str, Any]]:

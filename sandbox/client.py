@@ -8,10 +8,10 @@ import threading
 from typing import Any
 
 from sandbox import aio, calls, errors, paths
-from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, Request, T
+from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, IPythonResult, Request, T
 from sandbox.server import wire
 
-__all__ = ["BashResult", "SandboxClient", "SyncSandboxClient", "exchange"]
+__all__ = ["BashResult", "IPythonResult", "SandboxClient", "SyncSandboxClient", "exchange"]
 
 
 class SandboxClient:
@@ -42,6 +42,26 @@ class SandboxClient:
     async def interrupt(self) -> bool:
         """End the command another call is running. Returns whether there was one."""
         return await self._drive(calls.interrupt())
+
+    async def ipython(
+        self, code: str, timeout: float = 30.0, *, max_output_chars: int = MAX_OUTPUT_CHARS
+    ) -> IPythonResult:
+        """Run a cell in the persistent IPython kernel for at most `timeout` seconds, once it has started; an
+        overrun is a result, no exception. Raises SandboxRequestError where the image has no IPython kernel.
+        """
+        return await self._drive(calls.ipython(code, timeout, max_output_chars))
+
+    async def ipython_warm(self) -> None:
+        """Start the IPython kernel in the background, so that the first cell need not wait for it."""
+        await self._drive(calls.ipython_warm())
+
+    async def ipython_interrupt(self) -> bool:
+        """Interrupt the cell another call is running. Returns whether there was one."""
+        return await self._drive(calls.ipython_interrupt())
+
+    async def ipython_restart(self) -> None:
+        """End the IPython kernel and its variables; a cell that runs comes back as `restarted`."""
+        await self._drive(calls.ipython_restart())
 
     async def ping(self) -> dict[str, Any]:
         """Proof of life: `shell_pid` (inside) and `uptime_s`. Answered while a command runs, too."""
@@ -121,6 +141,24 @@ class SyncSandboxClient:
     def interrupt(self) -> bool:
         """See :meth:`SandboxClient.interrupt`."""
         return self._drive(calls.interrupt())
+
+    def ipython(
+        self, code: str, timeout: float = 30.0, *, max_output_chars: int = MAX_OUTPUT_CHARS
+    ) -> IPythonResult:
+        """See :meth:`SandboxClient.ipython`."""
+        return self._drive(calls.ipython(code, timeout, max_output_chars))
+
+    def ipython_warm(self) -> None:
+        """See :meth:`SandboxClient.ipython_warm`."""
+        self._drive(calls.ipython_warm())
+
+    def ipython_interrupt(self) -> bool:
+        """See :meth:`SandboxClient.ipython_interrupt`."""
+        return self._drive(calls.ipython_interrupt())
+
+    def ipython_restart(self) -> None:
+        """See :meth:`SandboxClient.ipython_restart`."""
+        self._drive(calls.ipython_restart())
 
     def ping(self) -> dict[str, Any]:
         """See :meth:`SandboxClient.ping`."""

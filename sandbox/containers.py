@@ -1,125 +1,218 @@
-"""The containers of one host: start, end, reap, and sweep what an earlier life left behind."""
+"""The containers of one host: start or claim, release, adopt what an earlier host left running."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
+import collections
 import logging
 import os
 import re
 import secrets
-import shutil
-import signal
 import socket
-import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sandbox import paths, payload, processes
-from sandbox.errors import ImageError, SandboxRequestError, SandboxStartError
+from sandbox import aio, binds, interpreter, paths, payload, processes, trees
+from sandbox.config import HostConfig
+from sandbox.container import Container, check_id_fits, now
+from sandbox.errors import ImageError, SandboxError, SandboxRequestError, SandboxStartError
 from sandbox.images import ImageStore
+from sandbox.pool import Kind, WarmPool
+from sandbox.records import Record, Records, boot_id
 from sandbox.runtimes import RUNTIMES, Launch, Runtime, select_runtime
 from sandbox.runtimes.base import make_directories
-from sandbox.spec import SandboxInfo, SandboxSpec
+from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
 
 ID_BYTES = 4  # short, because socket paths are limited
 SANDBOX_ID = re.compile(f"[0-9a-f]{{{2 * ID_BYTES}}}")
-START_TIMEOUT_S = 60.0
 JANITOR_PERIOD_S = 1.0
 PARALLEL_STARTS = 2 * (os.cpu_count() or 1)  # measured: more only makes each start slower
-KILL_ROUND_S = 0.05
-KILL_ROUNDS = 100
-STDERR_TAIL_CHARS = 2000
+SETUP_TIMEOUT_S = 10.0
+FATES_KEPT = 1000
+COUNTS = (
+    *("started", "claimed_warm", "failed", "released"),
+    *("expired", "died", "limited", "adopted", "swept"),
+)
 HOST_ROOT_NOTE = "files (no image here: the machine's own /usr is visible read-only)"
-
-# Of the shell inside. Nothing may wait at a pager, an editor or a password prompt.
-SHELL_ENV = {
-    "TERM": "dumb",
-    "LANG": "C.UTF-8",
-    "LC_ALL": "C.UTF-8",
-    "PAGER": "cat",
-    "GIT_PAGER": "cat",
-    "MANPAGER": "cat",
-    "GIT_TERMINAL_PROMPT": "0",
-    "DEBIAN_FRONTEND": "noninteractive",
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-}
-
-
-@dataclasses.dataclass
-class Container:
-    """One running sandbox as the host knows it."""
-
-    id: str
-    runtime: Runtime
-    spec: SandboxSpec
-    launch: Launch
-    deadline: float
-    """`time.monotonic()` at which the host ends it."""
-    process: subprocess.Popen | None = None
-    exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    info: SandboxInfo | None = None
-    ending: asyncio.Task | None = None
+SOFT_LIMITS_NOTE = "hard memory and CPU limits (no cgroup of its own: rlimits and a watchdog serve)"
+ROOT_LIMITS_NOTE = "process limit (the machine's root is exempt from it)"
 
 
 class Containers:
     """All containers of a host. Used from one event loop; blocking work goes to threads."""
 
-    def __init__(self, state: Path, images: ImageStore | None = None):
+    def __init__(self, state: Path, config: HostConfig, images: ImageStore | None = None):
         self.state = state
+        self.config = config
         self.images = images or ImageStore()
-        self._running: dict[str, Container] = {}
+        self._all: dict[str, Container] = {}
         self._runtimes: dict[str, Runtime] = {}
         self._runtime_lock = asyncio.Lock()
         self._start_slots = asyncio.Semaphore(PARALLEL_STARTS)
-        self.counts = {"started": 0, "failed": 0, "released": 0, "expired": 0, "died": 0, "swept": 0}
+        self._waiting = 0
+        self._boot_id = boot_id()
+        self._fates: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self.counts = dict.fromkeys(COUNTS, 0)
         for name in ("records", "logs"):
             paths.own_directory(state / name, 0o700)
-        payload.stage(state / "payload")
+        payloads = paths.own_directory(state / "payload", 0o711)
+        self._payload = payload.stage(payloads)
+        self._records = Records(state / "records")
+        self.pool = WarmPool(config, self._boot_warm, self._discard, lambda: self._waiting > 0)
 
     # -- start ----------------------------------------------
 
     async def start(self, spec: SandboxSpec) -> SandboxInfo:
-        """Start a sandbox and wait until its shell is ready.
+        """Give a sandbox whose shell is ready: a warm one if there is one of that kind, else a new one.
 
         Raises ImageError, RuntimeUnavailable, SandboxRequestError, or SandboxStartError with the runtime's
         stderr.
         """
-        if spec.network not in ("none", "host"):
-            raise SandboxRequestError(f"network {spec.network!r} is unknown; choose none or host")
         began = time.monotonic()
-        async with self._start_slots:
-            runtime = await self._runtime(spec)
-            rootfs = await asyncio.to_thread(self._rootfs, spec.image, runtime)
-            container = self._prepare(spec, runtime, rootfs)
-            try:
-                await self._launch(container)
-            except BaseException:
+        kind, runtime = await self._kind_of(spec)
+        container = self.pool.take(kind)
+        warm = container is not None
+        try:
+            if container is None:
+                container = await self._boot_new(kind, runtime, spec)
+            await self._hand_over(container, spec, warm, began)
+        except BaseException:
+            self.counts["failed"] += 1
+            if container is not None:
+                await self.release(container.id)
+            raise
+        finally:
+            self.pool.asked(kind)
+        self.counts["started"] += 1
+        self.counts["claimed_warm"] += warm
+        assert container.info is not None
+        return container.info
+
+    async def keep_warm(self, spec: SandboxSpec, count: int) -> None:
+        """Have `count` sandboxes of the spec's kind ready soon, e.g. for a stage that is still to come."""
+        kind, _ = await self._kind_of(spec)
+        self.pool.asked(kind, count)
+
+    async def _kind_of(self, spec: SandboxSpec) -> tuple[Kind, Runtime]:
+        """Resolve and check a request; equal kinds can serve each other's requests."""
+        if spec.network not in self.config.networks:
+            choice = " or ".join(self.config.networks)
+            raise SandboxRequestError(f"network {spec.network!r} is not given on this node; choose {choice}")
+        if not 0 < spec.max_lifetime_s < float("inf"):
+            raise SandboxRequestError(f"max_lifetime_s={spec.max_lifetime_s} must be above 0 and finite")
+        limits = self.config.limits(spec.limits)
+        bound = binds.check(spec.binds, self.config.binds)
+        runtime = await self._runtime(spec)
+        if bound and runtime.name == "local-unsafe":
+            raise SandboxRequestError("binds need a container; local-unsafe has none")
+        rootfs = await asyncio.to_thread(self._rootfs, spec.image, runtime)
+        return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound), runtime
+
+    async def _boot_warm(self, kind: Kind) -> Container:
+        spec = SandboxSpec(image=kind.image, runtime=kind.runtime, network=kind.network)
+        container = None
+        try:
+            container = await self._boot_new(kind, self._runtimes[kind.runtime], spec)
+        finally:
+            if container is None:
                 self.counts["failed"] += 1
+        return container
+
+    def _discard(self, container: Container) -> None:
+        """A warm one that is not wanted any more."""
+        self._end_soon(container)
+
+    async def _boot_new(self, kind: Kind, runtime: Runtime, spec: SandboxSpec) -> Container:
+        self._waiting += 1
+        try:
+            await self._start_slots.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            container = self._prepare(kind, runtime, spec)
+            try:
+                await container.boot(lambda: self._write_record(container))
+                self._write_record(container)
+            except BaseException:
                 await self.release(container.id)
                 raise
-        self.counts["started"] += 1
-        missing = list(runtime.missing_isolation)
-        if spec.network == "host" and "network" not in missing:
-            missing.append("network")
-        if rootfs is None and runtime.needs_image:
-            missing.append(HOST_ROOT_NOTE)
+            return container
+        finally:
+            self._start_slots.release()
+
+    def _prepare(self, kind: Kind, runtime: Runtime, spec: SandboxSpec) -> Container:
+        sandbox_id = secrets.token_hex(ID_BYTES)
+        check_id_fits(self.state, sandbox_id)
+        # Written first: a host killed between here and the end of the start leaves nothing unknown.
+        self._records.write(Record(sandbox_id, runtime.name, runtime.run_as, self._boot_id))
+        launch = make_directories(
+            self.state,
+            sandbox_id,
+            kind.rootfs,
+            kind.network,
+            runtime.run_as,
+            payload=self._payload,
+            interpreter=self._interpreter(runtime),
+            binds=kind.binds,
+        )
+        container = Container(sandbox_id, runtime, spec, launch, kind.limits, self._log(sandbox_id))
+        self._all[sandbox_id] = container
+        self._hold_image(container)
+        return container
+
+    async def _hand_over(self, container: Container, spec: SandboxSpec, warm: bool, began: float) -> None:
+        """Make it the asker's own: files, environment, owner, lifetime."""
+        container.spec = spec
+        container.deadline = now() + spec.max_lifetime_s
+        container.put_files(spec.files)
+        if spec.env:
+            request = {"op": "setup", "env": spec.env}
+            try:
+                await aio.exchange(str(container.launch.socket), request, SETUP_TIMEOUT_S)
+            except SandboxRequestError:
+                raise
+            except SandboxError as error:
+                raise SandboxStartError(
+                    f"sandbox {container.id} did not take its environment: {error}"
+                ) from error
+        if container.is_over():
+            raise SandboxStartError(f"sandbox {container.id} ended as soon as it was ready")
+        runtime = container.runtime
+        assert container.pid is not None
         container.info = SandboxInfo(
             id=container.id,
             socket=str(container.launch.socket),
             runtime=runtime.name,
             node=socket.gethostname(),
-            isolation_missing=missing,
-            pid=container.process.pid,
+            isolation_missing=self._missing(container),
+            pid=container.pid,
             start_ms=round((time.monotonic() - began) * 1000, 1),
             workspace=runtime.places(container.launch).workspace,
             owner=spec.owner,
+            warm=warm,
+            limits={} if runtime.name == "local-unsafe" else container.limits.to_json(),
         )
-        return container.info
+        self._write_record(container)
+
+    @staticmethod
+    def _missing(container: Container) -> list[str]:
+        runtime = container.runtime
+        missing = list(runtime.missing_isolation)
+        if container.launch.network == "host" and "network" not in missing:
+            missing.append("network")
+        if container.launch.rootfs is None and runtime.needs_image:
+            missing.append(HOST_ROOT_NOTE)
+        if runtime.needs_image:
+            missing.append(SOFT_LIMITS_NOTE)
+            if runtime.run_as is None and os.geteuid() == 0:
+                missing.append(ROOT_LIMITS_NOTE)
+        return missing
+
+    # -- runtime and image ----------------------------------------------
 
     async def _runtime(self, spec: SandboxSpec) -> Runtime:
         """Probed once in the life of the host; the base image serves for that when it is there."""
@@ -147,245 +240,203 @@ class Containers:
                 return None
             raise
 
-    def _prepare(self, spec: SandboxSpec, runtime: Runtime, rootfs: Path | None) -> Container:
-        sandbox_id = secrets.token_hex(ID_BYTES)
-        paths.check_socket_path(str(self.state / sandbox_id / "s"))
-        # Written first: a host killed between here and the end of the start leaves nothing unknown.
-        self._write_record(sandbox_id, runtime, None)
-        launch = make_directories(self.state, sandbox_id, rootfs, spec.network, runtime.run_as)
-        container = Container(sandbox_id, runtime, spec, launch, time.monotonic() + spec.max_lifetime_s)
-        self._running[sandbox_id] = container
-        return container
+    def _interpreter(self, runtime: Runtime) -> Path | None:
+        """Our own Python for the server, from the base image; None where there is no base image."""
+        if not runtime.needs_image:
+            return None
+        try:
+            return interpreter.find(self.images.rootfs("base", runtime.run_as))
+        except ImageError:
+            return None
 
-    async def _launch(self, container: Container) -> None:
-        runtime, launch = container.runtime, container.launch
-        places = runtime.places(launch)
-        workspace = launch.scratch / "workspace"
-        for name, text in container.spec.files.items():
-            target = (workspace / name).resolve()
-            if not target.is_relative_to(workspace.resolve()):
-                raise SandboxRequestError(f"file {name!r} lies outside the workspace")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
-        config = {
-            "directory": places.private,
-            "workspace": places.workspace,
-            "env": SHELL_ENV | {"HOME": places.home, "TMPDIR": places.tmp} | container.spec.env,
-            "subreaper": runtime.name == "local-unsafe",
-        }
-        private = launch.scratch / "private"
-        (private / "config.json").write_text(json.dumps(config))
-        if runtime.run_as is not None:
-            for path in [private / "config.json", *workspace.rglob("*")]:
-                os.chown(path, runtime.run_as, runtime.run_as, follow_symlinks=False)
-        command = [
-            *runtime.python(launch),
-            *("-BES", f"{places.payload}/server.py", f"{places.private}/config.json"),
+    def _hold_image(self, container: Container) -> None:
+        """Keep the images it runs from in the cache; the base image is among them for its interpreter."""
+        roots = {container.launch.rootfs}
+        if container.launch.interpreter is not None:
+            roots.add(container.launch.interpreter.parent)
+        container.leases = [
+            self.images.hold(root) for root in roots if root is not None and hasattr(self.images, "hold")
         ]
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(launch.socket))
-        listener.listen(64)
-        with self._log(container.id).open("wb") as stderr, listener:
-            try:
-                container.process = subprocess.Popen(
-                    runtime.argv(launch, command),
-                    env=runtime.environment(launch),
-                    stdin=listener,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    cwd="/",
-                    start_new_session=True,
-                    **runtime.as_user(),
-                )
-            except OSError as error:
-                raise SandboxStartError(f"cannot start {runtime.name}: {error}") from error
-        self._write_record(container.id, runtime, container.process.pid)
-        with container.process.stdout as stdout:
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    ready = await _first_bytes(stdout.fileno())
-                problem = None if ready else "ended before it was ready"
-            except TimeoutError:
-                problem = f"was not ready after {START_TIMEOUT_S:g} s"
-        if problem:
-            tail = self._log(container.id).read_text(errors="replace")[-STDERR_TAIL_CHARS:].strip()
-            image = f" with image {container.spec.image!r}" if runtime.needs_image else ""
-            raise SandboxStartError(
-                f"sandbox on {runtime.name}{image} {problem}; it said: {tail or '(nothing)'}"
-            )
 
     # -- end ----------------------------------------------
 
     async def release(self, sandbox_id: str) -> bool:
         """End a sandbox and remove all of it. Returns False when there is none of that id (any more)."""
-        container = self._running.get(sandbox_id)
+        container = self._all.get(sandbox_id)
         if container is None:
             return False
-        if container.ending is None:
-            container.ending = asyncio.create_task(self._end(container))
-        await asyncio.shield(container.ending)
+        await asyncio.shield(self._end_soon(container))
         return True
 
     async def release_owner(self, owner: str) -> int:
         """End all sandboxes of that owner; returns how many."""
-        return await self._release_all([c.id for c in self._running.values() if c.spec.owner == owner])
+        return await self._release_all(c.id for c in self._all.values() if c.spec.owner == owner)
 
     async def close(self) -> None:
         """End everything and leave only the host's log and lock in the state directory."""
-        while self._running:
-            await self._release_all(list(self._running))
+        await self.pool.close()
+        while self._all:
+            await self._release_all(list(self._all))
         for name in ("records", "logs", "scratch", "payload"):
-            await asyncio.to_thread(_remove, self.state / name)
+            await asyncio.to_thread(trees.remove, self.state / name)
 
-    async def _release_all(self, ids: list[str]) -> int:
+    def end_for(self, container: Container, reason: str, count: str) -> None:
+        """End it against its owner's will; :meth:`fate` says why for a while."""
+        if container.ending is None:
+            log.warning("sandbox %s of %r %s", container.id, container.spec.owner, reason)
+            self.counts[count] += 1
+            self._fates[container.id] = reason
+            while len(self._fates) > FATES_KEPT:
+                self._fates.popitem(last=False)
+            self._end_soon(container)
+
+    def fate(self, sandbox_id: str) -> str | None:
+        """Why a sandbox was ended that nobody had released; None when that is not known."""
+        return self._fates.get(sandbox_id)
+
+    async def _release_all(self, ids: Iterable[str]) -> int:
         return sum(await asyncio.gather(*(self.release(sandbox_id) for sandbox_id in ids)))
+
+    def _end_soon(self, container: Container) -> asyncio.Task:
+        if container.ending is None:
+            container.ending = asyncio.create_task(self._end(container))
+        return container.ending
 
     async def _end(self, container: Container) -> None:
         try:
-            if container.process is not None:
-                self.reap()
-                await _kill(container.runtime, container.process.pid, container.exited)
-                if container.runtime.name == "local-unsafe":
-                    processes.send(container.runtime.strays(container.id))
+            await container.kill()
             await asyncio.to_thread(self._remove_traces, container.id)
         finally:
             self.counts["released"] += 1
-            self._running.pop(container.id, None)
+            self._all.pop(container.id, None)
+            for lease in container.leases:
+                lease.release()
 
     def _remove_traces(self, sandbox_id: str) -> None:
-        _remove(self.state / sandbox_id)
-        _remove(self.state / "scratch" / sandbox_id)
+        trees.remove(self.state / sandbox_id)
+        trees.remove(self.state / "scratch" / sandbox_id)
         self._log(sandbox_id).unlink(missing_ok=True)
-        self._record(sandbox_id).unlink(missing_ok=True)
+        self._records.remove(sandbox_id)
 
     # -- keeping order ----------------------------------------------
 
     def reap(self) -> None:
         """Notice ended processes; to be called at SIGCHLD. A sandbox that ended by itself is cleaned up."""
-        for container in list(self._running.values()):
-            if container.process is None or container.exited.is_set() or container.process.poll() is None:
-                continue
-            container.exited.set()
-            if container.info is not None and container.ending is None:
-                log.warning(
-                    "sandbox %s ended by itself (exit code %s)", container.id, container.process.returncode
-                )
-                self.counts["died"] += 1
-                container.ending = asyncio.create_task(self._end(container))
+        for container in list(self._all.values()):
+            if not container.exited.is_set() and container.is_over() and container.ready:
+                code = container.process.returncode if container.process else "unknown"
+                self.end_for(container, f"ended by itself (exit code {code})", "died")
 
     async def janitor(self) -> None:
-        """For ever: end what outlived its time."""
+        """For ever: end what outlived its time, notice adopted ones that ended, keep the pool in order."""
         while True:
             await asyncio.sleep(JANITOR_PERIOD_S)
-            now = time.monotonic()
-            for container in list(self._running.values()):
-                if now >= container.deadline and container.ending is None and container.info is not None:
-                    log.warning("sandbox %s outlived its %g s", container.id, container.spec.max_lifetime_s)
-                    self.counts["expired"] += 1
-                    container.ending = asyncio.create_task(self._end(container))
+            self.reap()
+            for container in list(self._all.values()):
+                if container.deadline is not None and now() >= container.deadline:
+                    self.end_for(container, f"outlived its {container.spec.max_lifetime_s:g} s", "expired")
+            self.pool.tidy()
 
-    async def sweep(self) -> None:
-        """End and remove what an earlier host left: by its records, then whatever lies about without one."""
-        left = []
-        for path in (self.state / "records").glob("*.json"):
-            try:
-                left.append((path.stem, json.loads(path.read_text())))
-            except ValueError:
-                left.append((path.stem, {}))
-        await asyncio.gather(*(self._sweep_one(sandbox_id, record) for sandbox_id, record in left))
+    def claimed(self) -> list[Container]:
+        """Those that somebody works with."""
+        return [c for c in self._all.values() if c.info is not None and c.ending is None]
+
+    # -- across hosts ----------------------------------------------
+
+    async def take_over(self) -> None:
+        """Adopt the sandboxes that an earlier host left running, end and remove everything else of it."""
+        adopted, ended = [], []
+        for record in self._records.all():
+            if record.info and record.is_running() and (record.deadline or 0) > now():
+                adopted.append(record)
+            else:
+                ended.append(record)
+        for record in adopted:
+            self._adopt(record)
+        await asyncio.gather(*map(self._sweep, ended))
         for path in [*self.state.iterdir(), *(self.state / "scratch").glob("*")]:
-            if path.is_dir() and SANDBOX_ID.fullmatch(path.name):  # never what somebody else keeps here
-                await asyncio.to_thread(_remove, path)
+            # By the form of its name: never what somebody else keeps here.
+            if path.is_dir() and SANDBOX_ID.fullmatch(path.name) and path.name not in self._all:
+                await asyncio.to_thread(trees.remove, path)
+        if not self._all:
+            await asyncio.to_thread(payload.remove_others, self._payload.parent, {self._payload})
 
-    async def _sweep_one(self, sandbox_id: str, record: dict[str, Any]) -> None:
-        runtime = RUNTIMES.get(record.get("runtime", ""), RUNTIMES["apptainer"])()
-        pids = runtime.strays(sandbox_id)
-        if processes.is_alive(record.get("pid") or 0, record.get("start_time")):
-            pids.insert(0, record["pid"])
+    def _adopt(self, record: Record) -> None:
+        runtime = RUNTIMES[record.runtime]()
+        runtime.run_as = record.run_as
+        launch = Launch(
+            record.id,
+            Path(record.rootfs) if record.rootfs else None,
+            record.spec["network"],
+            self.state / record.id / "s",
+            self._payload,
+            self.state / "scratch" / record.id,
+            self._interpreter(runtime),
+        )
+        container = Container(
+            record.id,
+            runtime,
+            SandboxSpec.from_json(record.spec),
+            launch,
+            Limits.from_json(record.limits),
+            self._log(record.id),
+            pid=record.pid,
+            start_time=record.start_time,
+            protected=record.protected,
+            deadline=record.deadline,
+            info=SandboxInfo.from_json(record.info),
+            ready=True,
+        )
+        self._all[record.id] = container
+        self._hold_image(container)
+        self.counts["adopted"] += 1
+        log.warning("adopted sandbox %s of %r from an earlier host", record.id, container.spec.owner)
+
+    async def _sweep(self, record: Record) -> None:
+        """End what a record names and all that carries its id, without which a record may be."""
+        runtime = RUNTIMES.get(record.runtime, RUNTIMES["apptainer"])()
+        runtime.run_as = record.run_as
+        pids = runtime.strays(record.id)
+        if record.is_running():
+            pids.insert(0, record.pid)
         for pid in dict.fromkeys(pids):
-            await _kill(runtime, pid, None)
-        log.warning("swept sandbox %s of an earlier host (%d processes)", sandbox_id, len(pids))
+            stray = Container(
+                record.id,
+                runtime,
+                SandboxSpec(),
+                Launch(record.id, None, "none", Path(), Path(), Path()),
+                Limits(),
+                Path(),
+                pid=pid,
+                start_time=processes.start_time(pid),
+            )
+            await stray.kill()
+        log.warning("swept sandbox %s of an earlier host (%d processes)", record.id, len(pids))
         self.counts["swept"] += 1
-        await asyncio.to_thread(self._remove_traces, sandbox_id)
+        await asyncio.to_thread(self._remove_traces, record.id)
 
     # -- looking ----------------------------------------------
 
     def list(self) -> list[dict[str, Any]]:
-        """All ready sandboxes: their info and the seconds left to them."""
-        now = time.monotonic()
-        ready = [c for c in self._running.values() if c.info is not None and c.ending is None]
-        return [c.info.to_json() | {"seconds_left": round(c.deadline - now, 1)} for c in ready]
+        """All claimed sandboxes: their info and the seconds left to them."""
+        return [
+            c.info.to_json() | {"seconds_left": round(c.deadline - now(), 1)}
+            for c in self.claimed()
+            if c.info is not None and c.deadline is not None
+        ]
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start of the host, and what is going on."""
-        ready = sum(c.info is not None for c in self._running.values())
-        return self.counts | {"ready": ready, "known": len(self._running), "parallel_starts": PARALLEL_STARTS}
-
-    def _record(self, sandbox_id: str) -> Path:
-        return self.state / "records" / f"{sandbox_id}.json"
+        return self.counts | {
+            "ready": len(self.claimed()),
+            "warm": self.pool.ready(),
+            "known": len(self._all),
+            "waiting": self._waiting,
+            "parallel_starts": PARALLEL_STARTS,
+        }
 
     def _log(self, sandbox_id: str) -> Path:
         return self.state / "logs" / f"{sandbox_id}.stderr"
 
-    def _write_record(self, sandbox_id: str, runtime: Runtime, pid: int | None) -> None:
-        started = processes.start_time(pid) if pid else None
-        path = self._record(sandbox_id)
-        temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps({"runtime": runtime.name, "pid": pid, "start_time": started}))
-        temporary.rename(path)
-
-
-async def _kill(runtime: Runtime, pid: int, exited: asyncio.Event | None) -> None:
-    """SIGKILL what `runtime.victims` names until `pid` is gone; the runtime itself only when that does not
-    help.
-
-    `exited`: set by whoever reaps `pid`; None when it is not our child and has to be looked at.
-    """
-    started = processes.start_time(pid)
-    for number in range(2 * KILL_ROUNDS):
-        if exited.is_set() if exited else not processes.is_alive(pid, started):
-            return
-        victims = runtime.victims(pid)
-        if (not victims and number >= 10) or number >= KILL_ROUNDS:
-            victims = [*victims, pid]
-        processes.send(victims, signal.SIGKILL)
-        if exited:
-            try:
-                await asyncio.wait_for(exited.wait(), KILL_ROUND_S)
-            except TimeoutError:
-                continue
-        else:
-            await asyncio.sleep(KILL_ROUND_S)
-    log.error("process %d of a sandbox on %s does not die", pid, runtime.name)
-
-
-async def _first_bytes(fd: int) -> bytes:
-    """Wait for something to read on a pipe; b"" at its end."""
-    loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
-    try:
-        await readable
-        return os.read(fd, 100)
-    finally:
-        loop.remove_reader(fd)
-
-
-def _remove(path: Path) -> None:
-    """Remove a tree whatever permissions the sandbox gave its directories."""
-
-    def open_up(function: Any, name: str, error: object) -> None:
-        entry = Path(name)
-        for directory in (entry.parent, entry):
-            if directory.is_dir() and not directory.is_symlink():
-                directory.chmod(0o700)
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, onerror=None if entry == path else open_up)
-        else:
-            entry.unlink()
-
-    if path.exists():
-        try:
-            shutil.rmtree(path, onerror=open_up)
-        except OSError as error:
-            log.error("cannot remove %s: %s", path, error)
+    def _write_record(self, container: Container) -> None:
+        self._records.write(container.record(self._boot_id))

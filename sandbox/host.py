@@ -1,8 +1,9 @@
 """The sandbox host: one daemon a node and user, which owns all containers there. `python -m sandbox.host`.
 
 It is not in the way of commands: a client talks to its sandbox's own socket. On its own socket it answers
-`start`, `release`, `release_owner`, `list`, `stats` and `stop`. Started by whoever needs it first
-(`host_client.ensure_host`).
+`start`, `keep_warm`, `release`, `release_owner`, `fate`, `list`, `stats` and `stop`. Started by whoever needs
+it first (`host_client.ensure_host`). Killed, it is missed by nobody who works in a sandbox, and the next one
+adopts what runs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import aio, errors, paths
+from sandbox.config import HostConfig
 from sandbox.containers import Containers
 from sandbox.server.wire import FrameTooLarge
 from sandbox.spec import SandboxSpec
+from sandbox.watchdog import Watchdog
 
 log = logging.getLogger("sandbox.host")
 
@@ -34,9 +37,10 @@ LOG_NAME = "host.log"
 class Host:
     """Answers requests about the containers of this node."""
 
-    def __init__(self, state: Path):
+    def __init__(self, state: Path, config: HostConfig):
         self.state = state
-        self.containers = Containers(state)
+        self.containers = Containers(state, config)
+        self.watchdog = Watchdog(self.containers.claimed, self.containers.end_for, state)
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 
@@ -46,11 +50,11 @@ class Host:
         loop.add_signal_handler(signal.SIGCHLD, self.containers.reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        await self.containers.sweep()
+        await self.containers.take_over()
         path = self.state / SOCKET_NAME
         path.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._serve, paths.check_socket_path(str(path)), backlog=512)
-        janitor = asyncio.create_task(self.containers.janitor())
+        guards = [asyncio.create_task(guard()) for guard in (self.containers.janitor, self.watchdog.run)]
         path.chmod(0o600)
         log.info("sandbox host %d serves %s", os.getpid(), path)
         if on_ready is not None:
@@ -58,7 +62,8 @@ class Host:
         await self._stop.wait()
         server.close()
         path.unlink(missing_ok=True)  # from here on a newcomer waits for our lock and starts the next host
-        janitor.cancel()
+        for guard in guards:
+            guard.cancel()
         await self.containers.close()
         log.info("sandbox host %d stopped", os.getpid())
 
@@ -111,6 +116,11 @@ class Host:
                 if self._stop.is_set():
                     raise errors.SandboxGone("the sandbox host is stopping; ask again for a new one")
                 return (await containers.start(SandboxSpec.from_json(spec))).to_json()
+            case {"op": "keep_warm", "spec": dict(spec), "count": int(count)}:
+                await containers.keep_warm(SandboxSpec.from_json(spec), count)
+                return {}
+            case {"op": "fate", "id": str(sandbox_id)}:
+                return {"reason": containers.fate(sandbox_id)}
             case {"op": "release", "id": str(sandbox_id)}:
                 return {"released": int(await containers.release(sandbox_id))}
             case {"op": "release_owner", "owner": str(owner)}:
@@ -119,7 +129,8 @@ class Host:
                 return {"sandboxes": containers.list()}
             case {"op": "stats"}:
                 uptime = round(time.monotonic() - self._started, 1)
-                return containers.stats() | {"pid": os.getpid(), "uptime_s": uptime}
+                own = {"pid": os.getpid(), "uptime_s": uptime, "breaches": self.watchdog.breaches}
+                return containers.stats() | own
             case {"op": "stop"}:
                 self._stop.set()
                 return {"pid": os.getpid()}
@@ -173,11 +184,12 @@ def main() -> int:
             options.ready_fd = None
 
     async def serve(state: Path) -> None:
-        await Host(state).run(lambda: tell("ok"))
+        await Host(state, config).run(lambda: tell("ok"))
 
     try:
         # Root's sandboxes run as another user, who must get through to its own directories below.
         state = paths.own_directory(options.state_dir, 0o711 if paths.sandbox_user() is not None else 0o700)
+        config = HostConfig.from_environment()
         lock = take_lock(state)
         asyncio.run(serve(state))
         os.close(lock)

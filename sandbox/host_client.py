@@ -41,6 +41,15 @@ class HostClient:
         request = {"op": "start", "spec": _portable(spec).to_json()}
         return SandboxInfo.from_json(await self._request(request, START_TIMEOUT_S))
 
+    async def keep_warm(self, spec: SandboxSpec, count: int = 1) -> None:
+        """Have the host start `count` sandboxes like `spec` ahead; returns before they are ready."""
+        request = {"op": "keep_warm", "spec": _portable(spec).to_json(), "count": count}
+        await self._request(request, START_TIMEOUT_S)
+
+    async def fate(self, sandbox_id: str) -> str | None:
+        """Why the host ended a sandbox that nobody had released; None when it knows of no such thing."""
+        return (await self._request_if_running({"op": "fate", "id": sandbox_id})).get("reason")
+
     async def release(self, sandbox_id: str) -> bool:
         """End a sandbox: on return its processes, socket and files are gone. False = there was none
         (idempotent).
@@ -73,11 +82,18 @@ class HostClient:
             return await aio.exchange(path, request, timeout)
 
     async def _request_if_running(self, request: dict[str, Any]) -> dict[str, Any]:
-        """For requests that a missing host has fulfilled already: {} then."""
-        try:
-            return await aio.exchange(str(self.state / SOCKET_NAME), request, REQUEST_TIMEOUT_S)
-        except errors.SandboxGone:
-            return {}
+        """For requests that a missing host has fulfilled already: {} then.
+
+        Unless it was killed: then its sandboxes still run, and a new host is started that adopts them.
+        """
+        for _ in range(2):
+            try:
+                return await aio.exchange(str(self.state / SOCKET_NAME), request, REQUEST_TIMEOUT_S)
+            except errors.SandboxGone:
+                if not _was_killed(self.state):
+                    return {}
+                await asyncio.to_thread(ensure_host, self.state)
+        return {}
 
 
 class SyncHostClient:
@@ -94,25 +110,26 @@ class SyncHostClient:
 
     def release(self, sandbox_id: str) -> bool:
         """See :meth:`HostClient.release`."""
-        try:
-            return bool(self._request({"op": "release", "id": sandbox_id})["released"])
-        except errors.SandboxGone:
-            return False
+        return bool(self._request_if_running({"op": "release", "id": sandbox_id}).get("released"))
 
     def release_owner(self, owner: str) -> int:
         """See :meth:`HostClient.release_owner`."""
-        try:
-            return self._request({"op": "release_owner", "owner": owner})["released"]
-        except errors.SandboxGone:
-            return 0
+        return self._request_if_running({"op": "release_owner", "owner": owner}).get("released", 0)
 
     def stop(self) -> None:
         """See :meth:`HostClient.stop`."""
-        try:
-            self._request({"op": "stop"})
-        except errors.SandboxGone:
-            return
-        _wait_for_lock(self.state, REQUEST_TIMEOUT_S)
+        if self._request_if_running({"op": "stop"}):
+            _wait_for_lock(self.state, REQUEST_TIMEOUT_S)
+
+    def _request_if_running(self, request: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(2):
+            try:
+                return self._request(request)
+            except errors.SandboxGone:
+                if not _was_killed(self.state):
+                    return {}
+                ensure_host(self.state)
+        return {}
 
     def _request(self, request: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
         return client.exchange(str(self.state / SOCKET_NAME), request, timeout)
@@ -133,6 +150,11 @@ def ensure_host(state_dir: Path | str | None = None) -> None:
             return
         _wait_for_lock(state, HOST_START_TIMEOUT_S)  # of a host that is stopping
         _spawn(state)
+
+
+def _was_killed(state: Path) -> bool:
+    """Whether a host ended without clearing up: one that stops in order leaves no records."""
+    return any((state / "records").glob("*.json"))
 
 
 def _answers(state: Path) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
+import hashlib
 import importlib.util
+import os
+import py_compile
 import shutil
 from pathlib import Path
 
@@ -11,20 +15,40 @@ from sandbox.errors import SandboxError
 _SERVER = Path(__file__).parent / "server"
 
 
-def stage(target: Path) -> Path:
-    """Copy the payload to `target` (replacing it) and return it.
+def stage(parent: Path) -> Path:
+    """Copy the payload to a directory of `parent` named by its content, unless it is there, and return it.
 
     A copy rather than a bind of the sources: it is readable by the sandbox's user wherever the package is
-    installed, and running sandboxes keep the code they started with. Raises SandboxError when ptyprocess is
-    not installed.
+    installed, and running sandboxes keep the code they started with, whatever version the next host has.
+    Raises SandboxError when ptyprocess is not installed.
     """
     spec = importlib.util.find_spec("ptyprocess")
     if spec is None or spec.origin is None:
         raise SandboxError("the package ptyprocess is not installed here: pip install ptyprocess")
-    shutil.rmtree(target, ignore_errors=True)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(_SERVER, target, ignore=ignore)
-    shutil.copytree(Path(spec.origin).parent, target / "ptyprocess", ignore=ignore)
-    for path in [target, *target.rglob("*")]:
+    sources = {path.name: path for path in _SERVER.glob("*.py")}
+    sources |= {f"ptyprocess/{path.name}": path for path in Path(spec.origin).parent.glob("*.py")}
+    digest = hashlib.sha256()
+    for name, path in sorted(sources.items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+    target = parent / digest.hexdigest()[:16]
+    if target.is_dir():
+        return target
+    temporary = parent / f".{target.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    for name, path in sources.items():
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, temporary / name)
+    # Of use if the Python inside is of our version, harmless else. By hash: a copy's times mean nothing.
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    compileall.compile_dir(temporary, quiet=1, invalidation_mode=unchecked)
+    for path in [temporary, *temporary.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
+    temporary.rename(target)
     return target
+
+
+def remove_others(parent: Path, keep: set[Path]) -> None:
+    """Remove what earlier hosts staged and nobody uses any more."""
+    for path in parent.iterdir():
+        if path not in keep:
+            shutil.rmtree(path, ignore_errors=True)

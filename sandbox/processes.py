@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def start_time(pid: int) -> int | None:
@@ -96,3 +99,75 @@ def send(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one process uses."""
+
+    pid: int
+    rss_bytes: int
+    """Resident memory; pages that are shared count in full."""
+    threads: int
+
+
+def usages(pid: int) -> list[Usage]:
+    """The process and all its descendants; of a PID namespace, given its init or a parent of that, all."""
+    found = []
+    pending = [pid]
+    while pending:
+        one = pending.pop()
+        fields = _stat(one)
+        if fields is None or fields[0] in ("Z", "X"):
+            continue
+        found.append(Usage(one, int(fields[21]) * _PAGE_BYTES, int(fields[17])))
+        pending += children(one)
+    return found
+
+
+def proportional_bytes(pid: int) -> int:
+    """Memory of the process, each shared page divided by the number of those who share it; 0 if it is closed
+    to us or gone.
+    """
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def unlinked_bytes(pids: list[int], in_memory: bool) -> int:
+    """Bytes in files that these processes hold open though no directory names them (any more).
+
+    `in_memory`: those of memfd_create, which are memory of no process; else those on disk.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        try:
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                name = str(fd.readlink())
+                if name.endswith(" (deleted)") and name.startswith("/memfd:") == in_memory:
+                    info = fd.stat()
+                    sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
+        except OSError:
+            continue
+    return sum(sizes.values())
+
+
+def memory_available() -> int:
+    """Bytes of memory that the machine can still give (MemAvailable)."""
+    return _meminfo("MemAvailable")
+
+
+def memory_total() -> int:
+    """Bytes of memory that the machine has."""
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/meminfo has no {name}")

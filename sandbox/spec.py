@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 DEFAULT_LIFETIME_S = 4 * 3600.0
+NETWORKS = ("none", "host")
 
 
 class _Json:
@@ -18,6 +19,29 @@ class _Json:
         """The inverse of :meth:`to_json`; keys of a newer version are ignored."""
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return cls(**{key: value for key, value in data.items() if key in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits(_Json):
+    """What all processes of a sandbox together may use; None = what the node gives by default."""
+
+    memory_mb: int | None = None
+    """Memory of the processes, in MiB. A single process is refused more at once; the sum is watched."""
+    processes: int | None = None
+    """Processes and threads."""
+    disk_mb: int | None = None
+    """What is written, in MiB: workspace, /tmp, home, /dev/shm and changed system files together."""
+    files: int | None = None
+    """Files and directories that are made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BindSpec(_Json):
+    """A place of the machine to show inside; only below what the node's operator allows."""
+
+    source: str
+    target: str
+    read_only: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +58,21 @@ class SandboxSpec(_Json):
     """Variables of the shell inside; nothing else of the caller's environment gets in."""
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """Files put into the workspace before the start: relative path → text."""
+    binds: tuple[BindSpec, ...] = ()
+    limits: Limits = Limits()
     owner: str = ""
     """Free text naming who wants it, for `release_owner` and `list`."""
     max_lifetime_s: float = DEFAULT_LIFETIME_S
     """Seconds after which the host ends the sandbox whatever happens (a backstop)."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SandboxSpec:
+        """The inverse of :meth:`to_json`."""
+        nested = {
+            "binds": tuple(BindSpec.from_json(bind) for bind in data.get("binds", ())),
+            "limits": Limits.from_json(data.get("limits") or {}),
+        }
+        return super().from_json({**data, **nested})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +95,7 @@ class SandboxInfo(_Json):
     workspace: str = "/workspace"
     """The working directory as seen from inside."""
     owner: str = ""
+    warm: bool = False
+    """Whether it had been started ahead of the request."""
+    limits: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Fields of :class:`Limits` as they hold for this sandbox; empty where nothing is limited."""

@@ -8,6 +8,10 @@ import pytest
 
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_missing, vllm_server
 
+# Tests look for what sandboxes leave on the machine, and one kept warm would look left. Tests of the warm
+# pool set their own.
+os.environ["ROLLOUT_SANDBOX_WARM"] = "0"
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):

@@ -9,7 +9,7 @@ import shutil
 
 from sandbox import paths
 from sandbox.errors import RuntimeUnavailable
-from sandbox.runtimes.base import NO_LIMITS, Launch, Runtime
+from sandbox.runtimes.base import Launch, Runtime
 
 
 class Apptainer(Runtime):
@@ -19,7 +19,7 @@ class Apptainer(Runtime):
 
     def __init__(self) -> None:
         super().__init__()
-        self.missing_isolation = [NO_LIMITS]
+        self.missing_isolation = []
 
     def program(self) -> str | None:
         """`ROLLOUT_APPTAINER`, else the one on PATH, else the one our set-up installed."""

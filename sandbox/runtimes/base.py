@@ -9,7 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from sandbox import interpreter, paths, processes
+from sandbox import interpreter as interpreters
+from sandbox import paths, processes
 from sandbox.errors import RuntimeUnavailable
 
 PROBE_TIMEOUT_S = 30.0
@@ -129,7 +130,7 @@ class Runtime(abc.ABC):
         """
         if launch.interpreter is None:
             return ["python3"]
-        loaded = [*interpreter.loader(launch.interpreter, self.places(launch).interpreter)]
+        loaded = [*interpreters.loader(launch.interpreter, self.places(launch).interpreter)]
         return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
 
     def victims(self, pid: int) -> list[int]:
@@ -151,7 +152,10 @@ class Runtime(abc.ABC):
         """Really run `true` in a sandbox. Raises RuntimeUnavailable with what the runtime said."""
         self.check_installed()
         with tempfile.TemporaryDirectory(prefix="sbx-probe-", ignore_cleanup_errors=True) as directory:
-            launch = make_directories(Path(directory), "probe", rootfs, "none", self.run_as)
+            base = Path(directory)
+            payload = base / "payload"
+            payload.mkdir()
+            launch = make_directories(base, "probe", rootfs, "none", self.run_as, payload=payload)
             try:
                 done = subprocess.run(
                     self.argv(launch, ["true"]),
@@ -178,12 +182,19 @@ class Runtime(abc.ABC):
 
 
 def make_directories(
-    base: Path, sandbox_id: str, rootfs: Path | None, network: str, owner: int | None
+    base: Path,
+    sandbox_id: str,
+    rootfs: Path | None,
+    network: str,
+    owner: int | None,
+    *,
+    payload: Path,
+    interpreter: Path | None = None,
+    binds: tuple[Bind, ...] = (),
 ) -> Launch:
     """Make the private directories of one sandbox below `base`, owned by `owner`, and describe them."""
     base.chmod(0o700 if owner is None else 0o711)
-    own, scratch, payload = base / sandbox_id, base / "scratch" / sandbox_id, base / "payload"
-    payload.mkdir(exist_ok=True)
+    own, scratch = base / sandbox_id, base / "scratch" / sandbox_id
     scratch.parent.mkdir(exist_ok=True)
     own.mkdir()
     own.chmod(0o700)
@@ -193,4 +204,4 @@ def make_directories(
         path.chmod(mode)  # whatever the umask
         if owner is not None:
             os.chown(path, owner, owner)
-    return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch)
+    return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch, interpreter, binds)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sandbox import paths
 from sandbox.errors import RuntimeUnavailable
-from sandbox.runtimes.base import NO_LIMITS, Launch, Places, Runtime
+from sandbox.runtimes.base import Launch, Places, Runtime
 
 # Made by bwrap itself or by us; the rest of the image's top level is bound read-only.
 OWN_TOP_LEVEL = {
@@ -52,7 +52,7 @@ class Bubblewrap(Runtime):
 
     def __init__(self) -> None:
         super().__init__()
-        self.missing_isolation = [NO_LIMITS]
+        self.missing_isolation = []
 
     def program(self) -> str | None:
         """bwrap on PATH or unpacked by our set-up."""

@@ -27,12 +27,6 @@ def confiner(limits):
             if hard != resource.RLIM_INFINITY:
                 value = min(value, hard)
             resource.setrlimit(kind, (value, value))
-        try:
-            os.nice(niceness)
-            # When the node runs out of memory the agent's processes are ended before the server and the host.
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")
-        except OSError:
-            pass
+        os.nice(niceness)
 
     return confine

@@ -20,6 +20,7 @@ import time
 import wire
 from errors import RequestError, ServerError
 from files import Files
+from ipython import IPython
 from shell import Shell
 from terminal import Terminal
 
@@ -30,11 +31,11 @@ PR_SET_CHILD_SUBREAPER = 36
 class Server:
     """Answers requests by handing each to the part that knows the operation."""
 
-    def __init__(self, shell, workspace):
+    def __init__(self, shell, ipython, workspace):
         self._shell = shell
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
-        for part in (Terminal(shell), Files(workspace)):
+        for part in (Terminal(shell), ipython, Files(workspace)):
             self._operations.update(part.operations())
 
     def serve_connection(self, connection):
@@ -81,16 +82,29 @@ def _prctl(option, value):
         raise OSError(ctypes.get_errno(), "prctl(%d)" % option)
 
 
-def reap_orphans(shell):
-    """Wait for dead children other than the shell, which ptyprocess waits for."""
+def reap_orphans(shell, ipython):
+    """Wait for dead children other than the shell and the kernel, which are waited for elsewhere."""
     try:
-        keep = shell.pid()
+        keep = {shell.pid(), *ipython.pids()}
         with open("/proc/self/task/%d/children" % os.getpid()) as file:
             for pid in map(int, file.read().split()):
-                if pid != keep:
+                if pid not in keep:
                     os.waitpid(pid, os.WNOHANG)
     except (OSError, AttributeError):
         pass  # nothing to reap, or the shell is being replaced
+
+
+def prefer_us_when_memory_is_short():
+    """Should the node run out of memory, the kernel ends something here and not a worker or the host.
+
+    For all of the sandbox, because the children of a process that is not dumpable cannot say it themselves; of
+    equals the kernel takes the largest, which is not the server.
+    """
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # a machine without it; nothing depends on it
 
 
 def take_listener():
@@ -114,6 +128,7 @@ def start_shell(config):
 def main(config_path):
     """Serve until killed."""
     listener = take_listener()
+    prefer_us_when_memory_is_short()
     # The agent's processes have our uid: none of them may trace us, read our memory or take our descriptors.
     _prctl(PR_SET_DUMPABLE, 0)
     with open(config_path) as file:
@@ -123,19 +138,20 @@ def main(config_path):
     os.chdir(config["workspace"])
 
     holder = []
+    ipython = IPython(config["directory"], config["workspace"], config["env"], config.get("limits"))
 
     def on_child(signum, frame):
         for shell in holder:
             shell.wake()
             if config.get("subreaper"):
-                reap_orphans(shell)
+                reap_orphans(shell, ipython)
 
     signal.signal(signal.SIGCHLD, on_child)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signum, frame: os._exit(0))
     shell = start_shell(config)
     holder.append(shell)
-    server = Server(shell, config["workspace"])
+    server = Server(shell, ipython, config["workspace"])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     os.dup2(0, 1)  # the host closes its end of the pipe now

@@ -1,0 +1,49 @@
+"""Places of the machine that a request wants shown inside, checked against what the operator allows."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from pathlib import Path
+
+from sandbox.config import AllowedBind
+from sandbox.errors import SandboxRequestError
+from sandbox.runtimes.base import Bind
+from sandbox.spec import BindSpec
+
+# Mounting over these would blind the server or give the sandbox a kernel interface of the machine.
+RESERVED = ("/proc", "/sys", "/dev", "/run/sbx", "/opt/sbx", "/opt/sbx-python", "/run/sbx-server")
+# Separators of the runtimes' own command lines.
+UNSAFE_CHARACTERS = set(":,\\\n\0")
+
+
+def check(asked: Sequence[BindSpec], allowed: Sequence[AllowedBind]) -> tuple[Bind, ...]:
+    """The binds as they will be mounted, symbolic links of the source resolved.
+
+    Raises SandboxRequestError when one is not allowed, not there, or would cover what the sandbox needs.
+    """
+    return tuple(_check_one(bind, allowed) for bind in asked)
+
+
+def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind]) -> Bind:
+    for name in (bind.source, bind.target):
+        if not name.startswith("/") or UNSAFE_CHARACTERS & set(name):
+            raise SandboxRequestError(f"bind {name!r}: an absolute path without ':', ',' or '\\' is needed")
+    target = posixpath.normpath(bind.target)
+    if target == "/" or any(target == place or target.startswith(place + "/") for place in RESERVED):
+        raise SandboxRequestError(f"bind target {bind.target!r} would cover what the sandbox itself needs")
+    try:
+        # What is mounted is where the links lead, so a link made by an agent leads nowhere new.
+        source = Path(bind.source).resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise SandboxRequestError(f"bind source {bind.source!r} cannot be used: {error}") from error
+    if UNSAFE_CHARACTERS & set(str(source)):
+        raise SandboxRequestError(f"bind source {str(source)!r} has a ':', ',' or '\\' in it")
+    grants = [place for place in allowed if source.is_relative_to(place.path)]
+    if not grants:
+        raise SandboxRequestError(
+            f"bind source {bind.source!r} is not below a path of ROLLOUT_SANDBOX_BINDS of this node"
+        )
+    if not bind.read_only and not any(place.writable for place in grants):
+        raise SandboxRequestError(f"bind source {bind.source!r} may be bound read-only, not read-write")
+    return Bind(source, target, bind.read_only)

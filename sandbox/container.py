@@ -1,0 +1,253 @@
+"""One container: how it is booted, and how all of it is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from sandbox import interpreter, paths, processes
+from sandbox.errors import SandboxRequestError, SandboxStartError
+from sandbox.records import Record
+from sandbox.runtimes import Launch, Runtime
+from sandbox.spec import Limits, SandboxInfo, SandboxSpec
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+KILL_ROUND_S = 0.05
+KILL_ROUNDS = 100
+STDERR_TAIL_CHARS = 2000
+NICENESS = 10  # the agent's processes yield to the server, the workers and the host
+
+# Of the shell inside. Nothing may wait at a pager, an editor or a password prompt.
+SHELL_ENV = {
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "GIT_TERMINAL_PROMPT": "0",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+}
+UTF8_LOCALES = ("C.utf8", "C.UTF-8")
+
+
+@dataclasses.dataclass
+class Container:
+    """One sandbox as the host knows it."""
+
+    id: str
+    runtime: Runtime
+    spec: SandboxSpec
+    launch: Launch
+    limits: Limits
+    log_file: Path
+    """What the runtime and the server say on standard error."""
+    pid: int | None = None
+    """The runtime's first process; a child of ours unless adopted."""
+    process: subprocess.Popen | None = None
+    """None before the boot and for one that was adopted."""
+    start_time: int | None = None
+    protected: list[int] = dataclasses.field(default_factory=list)
+    """Processes of the runtime and the server, which the watchdog must not end."""
+    exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    deadline: float | None = None
+    """Seconds of CLOCK_BOOTTIME at which the host ends it; None = not claimed yet."""
+    info: SandboxInfo | None = None
+    """Set when it was handed to somebody."""
+    ready: bool = False
+    ending: asyncio.Task | None = None
+    leases: list[Any] = dataclasses.field(default_factory=list)
+    """Keep its images from being evicted."""
+
+    # -- boot ----------------------------------------------
+
+    async def boot(self, on_pid: Any) -> None:
+        """Start it and wait until its shell is ready; `on_pid()` is called as soon as there is a pid.
+
+        Raises SandboxStartError with what the runtime said.
+        """
+        self._write_config()
+        places = self.runtime.places(self.launch)
+        command = [
+            *self.runtime.python(self.launch),
+            *("-BES", f"{places.payload}/server.py", f"{places.private}/config.json"),
+        ]
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with self.log_file.open("wb") as stderr, listener:
+            listener.bind(str(self.launch.socket))
+            listener.listen(64)
+            try:
+                self.process = subprocess.Popen(
+                    self.runtime.argv(self.launch, command),
+                    env=self.runtime.environment(self.launch),
+                    stdin=listener,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    cwd="/",
+                    start_new_session=True,
+                    **self.runtime.as_user(),
+                )
+            except OSError as error:
+                raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
+        self.pid = self.process.pid
+        self.start_time = processes.start_time(self.pid)
+        on_pid()
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    said = await _first_bytes(stdout.fileno())
+                problem = None if said else "ended before it was ready"
+            except TimeoutError:
+                problem = f"was not ready after {START_TIMEOUT_S:g} s"
+        if problem:
+            tail = self.log_file.read_text(errors="replace")[-STDERR_TAIL_CHARS:].strip()
+            image = f" with image {self.spec.image!r}" if self.runtime.needs_image else ""
+            raise SandboxStartError(
+                f"sandbox on {self.runtime.name}{image} {problem}; it said: {tail or '(nothing)'}"
+            )
+        # Nothing of the agent's runs yet: all but the last, the shell, is the runtime and the server.
+        self.protected = [self.pid, *processes.descendants(self.pid)[:-1]]
+        self.ready = True
+
+    def _write_config(self) -> None:
+        places, launch = self.runtime.places(self.launch), self.launch
+        config = {
+            "directory": places.private,
+            "workspace": places.workspace,
+            "env": self._shell_env() | {"HOME": places.home, "TMPDIR": places.tmp},
+            "limits": self._process_limits(),
+            "bash": None,
+            "subreaper": self.runtime.name == "local-unsafe",
+        }
+        if launch.interpreter is not None:
+            config["bash"] = [
+                *interpreter.loader(launch.interpreter, places.interpreter),
+                f"{places.interpreter}/bin/bash",
+            ]
+        path = launch.scratch / "private" / "config.json"
+        path.write_text(json.dumps(config))
+        self._give(path)
+
+    def _shell_env(self) -> dict[str, str]:
+        """A UTF-8 locale only where the image has one: each program would complain of it else."""
+        root = self.launch.rootfs or Path("/")
+        for name in UTF8_LOCALES:
+            if (root / "usr/lib/locale" / name).exists():
+                return SHELL_ENV | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+        return dict(SHELL_ENV)
+
+    def _process_limits(self) -> dict[str, int]:
+        if self.runtime.name == "local-unsafe":  # it would count all processes of the user
+            return {}
+        assert self.limits.memory_mb and self.limits.disk_mb and self.limits.processes
+        return {
+            "memory_bytes": self.limits.memory_mb << 20,
+            "file_bytes": self.limits.disk_mb << 20,
+            "processes": self.limits.processes,
+            "nice": NICENESS,
+        }
+
+    def put_files(self, files: dict[str, str]) -> None:
+        """Write files into the workspace; only before anything of the agent's has run. Raises
+        SandboxRequestError for a path outside.
+        """
+        workspace = (self.launch.scratch / "workspace").resolve()
+        for name, text in files.items():
+            target = (workspace / name).resolve()
+            if not target.is_relative_to(workspace) or target == workspace:
+                raise SandboxRequestError(f"file {name!r} lies outside the workspace")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+            while target != workspace:
+                self._give(target)
+                target = target.parent
+
+    def _give(self, path: Path) -> None:
+        if self.runtime.run_as is not None:
+            os.chown(path, self.runtime.run_as, self.runtime.run_as, follow_symlinks=False)
+
+    # -- end ----------------------------------------------
+
+    def is_over(self) -> bool:
+        """Whether its first process is gone; also reaps it, if it is ours."""
+        if not self.exited.is_set() and self.pid is not None:
+            over = self.process.poll() is not None if self.process else self._adopted_is_gone()
+            if over:
+                self.exited.set()
+        return self.exited.is_set()
+
+    def _adopted_is_gone(self) -> bool:
+        assert self.pid is not None
+        return not processes.is_alive(self.pid, self.start_time)
+
+    async def kill(self) -> None:
+        """End every process of it; returns when its first process is gone."""
+        if self.pid is None:
+            return
+        for number in range(2 * KILL_ROUNDS):
+            if self.is_over():
+                break
+            victims = self.runtime.victims(self.pid)
+            if (not victims and number >= 10) or number >= KILL_ROUNDS:
+                victims = [*victims, self.pid]
+            processes.send(victims, signal.SIGKILL)
+            try:
+                await asyncio.wait_for(self.exited.wait(), KILL_ROUND_S)
+            except TimeoutError:
+                continue
+        else:
+            log.error("process %d of sandbox %s on %s does not die", self.pid, self.id, self.runtime.name)
+        if self.runtime.name == "local-unsafe":
+            processes.send(self.runtime.strays(self.id))
+
+    # -- across hosts ----------------------------------------------
+
+    def record(self, boot: str) -> Record:
+        """What the next host needs to know."""
+        return Record(
+            id=self.id,
+            runtime=self.runtime.name,
+            run_as=self.runtime.run_as,
+            boot_id=boot,
+            pid=self.pid,
+            start_time=self.start_time,
+            protected=self.protected,
+            spec=self.spec.to_json(),
+            limits=self.limits.to_json(),
+            rootfs=str(self.launch.rootfs) if self.launch.rootfs else None,
+            deadline=self.deadline,
+            info=self.info.to_json() if self.info else None,
+        )
+
+
+def now() -> float:
+    """Seconds since the machine started, the same for every host on it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def _first_bytes(fd: int) -> bytes:
+    """Wait for something to read on a pipe; b"" at its end."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
+    try:
+        await readable
+        return os.read(fd, 100)
+    finally:
+        loop.remove_reader(fd)
+
+
+def check_id_fits(state: Path, sandbox_id: str) -> None:
+    """Raise SandboxError when sockets below `state` would have too long a path."""
+    paths.check_socket_path(str(state / sandbox_id / "s"))

@@ -1,0 +1,157 @@
+"""The warm pool: sandboxes started ahead of requests, each used once.
+
+A kind that was asked for is kept ready until nobody has asked for it for a while. Starting ahead yields to
+requests that wait for a start of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sandbox.config import HostConfig
+from sandbox.errors import SandboxError
+from sandbox.runtimes.base import Bind
+from sandbox.spec import Limits
+
+if TYPE_CHECKING:
+    from sandbox.container import Container
+
+log = logging.getLogger(__name__)
+
+FIRST_BACK_OFF_S = 5.0
+MOST_BACK_OFF_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """All that is fixed when a sandbox is started; the rest is given at the claim."""
+
+    image: str
+    runtime: str
+    """As asked for."""
+    rootfs: Path | None
+    network: str
+    limits: Limits
+    binds: tuple[Bind, ...]
+
+
+@dataclasses.dataclass
+class Shelf:
+    """The warm sandboxes of one kind."""
+
+    wanted: int = 0
+    last_asked: float = 0.0
+    """`time.monotonic()`."""
+    ready: collections.deque[Container] = dataclasses.field(default_factory=collections.deque)
+    starting: int = 0
+    failures: int = 0
+    not_before: float = 0.0
+    """`time.monotonic()`; after failed starts."""
+
+
+class WarmPool:
+    """Keeps sandboxes ready. Used from the host's event loop."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        boot: Callable[[Kind], Awaitable[Container]],
+        discard: Callable[[Container], None],
+        is_busy: Callable[[], bool],
+    ):
+        """`boot` starts one, `discard` ends one; while `is_busy()` nothing is started ahead."""
+        self._config = config
+        self._boot = boot
+        self._discard = discard
+        self._is_busy = is_busy
+        self._shelves: dict[Kind, Shelf] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._closed = False
+
+    def take(self, kind: Kind) -> Container | None:
+        """A ready sandbox of that kind, now the caller's; None when there is none."""
+        shelf = self._shelves.get(kind)
+        while shelf and shelf.ready:
+            container = shelf.ready.popleft()
+            if container.ending is None and not container.is_over():
+                return container
+        return None
+
+    def asked(self, kind: Kind, count: int | None = None) -> None:
+        """Note the demand; `count` ready ones are kept from now on (default: what the node keeps)."""
+        wanted = self._config.warm if count is None else min(count, self._config.warm_total)
+        if self._closed or self._config.warm == 0:
+            return
+        shelf = self._shelves.setdefault(kind, Shelf())
+        shelf.wanted = max(shelf.wanted, wanted)
+        shelf.last_asked = time.monotonic()
+        self.tidy()
+
+    def ready(self) -> int:
+        """Number of sandboxes that are ready, over all kinds."""
+        return sum(len(shelf.ready) for shelf in self._shelves.values())
+
+    def tidy(self) -> None:
+        """Drop the dead and the unwanted, and start what is missing, the kind asked for last first."""
+        now = time.monotonic()
+        for kind, shelf in list(self._shelves.items()):
+            for container in [c for c in shelf.ready if c.ending is not None or c.exited.is_set()]:
+                shelf.ready.remove(container)
+            if now - shelf.last_asked > self._config.warm_idle_s:
+                while shelf.ready:
+                    self._discard(shelf.ready.popleft())
+                if not shelf.starting:
+                    del self._shelves[kind]
+        by_demand = sorted(self._shelves.items(), key=lambda item: -item[1].last_asked)
+        room = self._config.warm_total
+        for kind, shelf in by_demand:
+            room -= len(shelf.ready) + shelf.starting
+            while room < 0 and shelf.ready and shelf is not by_demand[0][1]:
+                self._discard(shelf.ready.popleft())
+                room += 1
+            # One at a time: starting ahead must not take the slots of those who wait.
+            if (
+                not self._closed
+                and not self._is_busy()
+                and not any(other.starting for _, other in by_demand)
+                and len(shelf.ready) < shelf.wanted
+                and room > 0
+                and now >= shelf.not_before
+                and now - shelf.last_asked <= self._config.warm_idle_s
+            ):
+                shelf.starting += 1
+                task = asyncio.create_task(self._fill(kind, shelf))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _fill(self, kind: Kind, shelf: Shelf) -> None:
+        try:
+            container = await self._boot(kind)
+            shelf.failures = 0
+            if self._closed or kind not in self._shelves:
+                self._discard(container)
+            else:
+                shelf.ready.append(container)
+        except SandboxError as error:
+            shelf.failures += 1
+            wait = min(FIRST_BACK_OFF_S * 2 ** (shelf.failures - 1), MOST_BACK_OFF_S)
+            shelf.not_before = time.monotonic() + wait
+            log.warning("cannot start a warm sandbox of %s, next try in %g s: %s", kind.image, wait, error)
+        finally:
+            shelf.starting -= 1
+        self.tidy()
+
+    async def close(self) -> None:
+        """Start no more; those that are ready are ended with all others."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._shelves.clear()

@@ -1,0 +1,77 @@
+"""What the host writes down of each container, so that a host that follows a killed one can take it over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from sandbox import processes
+
+
+@dataclasses.dataclass
+class Record:
+    """One container on disk: enough to end it, and once `info` is there, enough to adopt it."""
+
+    id: str
+    runtime: str
+    run_as: int | None
+    boot_id: str
+    pid: int | None = None
+    start_time: int | None = None
+    """With the pid, names the process for good."""
+    protected: list[int] = dataclasses.field(default_factory=list)
+    """Processes of the runtime and the server, which the watchdog must not end."""
+    spec: dict[str, Any] | None = None
+    limits: dict[str, int] = dataclasses.field(default_factory=dict)
+    rootfs: str | None = None
+    deadline: float | None = None
+    """Seconds of CLOCK_BOOTTIME; None = not claimed by anybody yet."""
+    info: dict[str, Any] | None = None
+
+    def is_running(self) -> bool:
+        """Whether its first process is that of this boot of the machine and alive."""
+        return (
+            self.boot_id == boot_id()
+            and self.pid is not None
+            and processes.is_alive(self.pid, self.start_time)
+        )
+
+
+class Records:
+    """The directory of records. Each write replaces the file as a whole."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def write(self, record: Record) -> None:
+        """Write it; a reader sees the old one or the new one."""
+        path = self._path(record.id)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(dataclasses.asdict(record)))
+        temporary.rename(path)
+
+    def remove(self, sandbox_id: str) -> None:
+        """Forget it; harmless when there is none."""
+        self._path(sandbox_id).unlink(missing_ok=True)
+
+    def all(self) -> list[Record]:
+        """All records; one that cannot be read yields only its id."""
+        found = []
+        names = {field.name for field in dataclasses.fields(Record)}
+        for path in self._directory.glob("*.json"):
+            try:
+                data = json.loads(path.read_text())
+                found.append(Record(**{key: value for key, value in data.items() if key in names}))
+            except (ValueError, TypeError):
+                found.append(Record(path.stem, "", None, ""))
+        return found
+
+    def _path(self, sandbox_id: str) -> Path:
+        return self._directory / f"{sandbox_id}.json"
+
+
+def boot_id() -> str:
+    """Names this boot of the machine: pids and CLOCK_BOOTTIME of another mean nothing."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

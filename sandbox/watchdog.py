@@ -1,0 +1,200 @@
+"""Holds sandboxes to their limits where no cgroup does: looks at processes and disk, and steps in.
+
+A single process is refused too much memory, too large a file and too many processes at once, by rlimits
+(`server/confine.py`). What many processes use together is only seen by looking, here. A look costs CPU, so
+looks are spaced in proportion to what the last one took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from sandbox import aio, processes, trees
+from sandbox.container import Container
+from sandbox.errors import SandboxError
+from sandbox.processes import Usage
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+MOST_TICK_S = 5.0
+DUTY = 50
+"""A look may take one part in so many of the time."""
+DISK_PERIOD_S = 5.0
+ALARM_BYTES = 256 << 20
+"""So much less free space, or memory, than at the last look, and everything is measured now."""
+NODE_RESERVE = 0.03
+"""Part of the machine's memory that must stay available; else the largest sandbox gives way."""
+BREACH_TIMEOUT_S = 10.0
+FULL_PROCESSES = 0.95
+"""Part of the process limit from which on the shell can hardly work."""
+FULL_TICKS = 4
+REGROWTH = 1.1
+"""A sandbox that was over its disk limit may grow to so many times what it then had, before it is ended."""
+MIB = 1 << 20
+
+
+@dataclasses.dataclass
+class Watched:
+    """What is remembered of a sandbox between two looks."""
+
+    full_ticks: int = 0
+    disk_bytes: int = 0
+    """What it may use now: its limit, or more once it was over it."""
+    files: int = 0
+    answering: asyncio.Task | None = None
+
+
+class Watchdog:
+    """Watches the claimed sandboxes of a host."""
+
+    def __init__(
+        self,
+        claimed: Callable[[], list[Container]],
+        end_for: Callable[[Container, str, str], None],
+        scratch: Path,
+    ):
+        """`end_for(container, reason, count)` ends one for good."""
+        self._claimed = claimed
+        self._end_for = end_for
+        self._scratch = scratch
+        self._watched: dict[str, Watched] = {}
+        self._disk_due = 0.0
+        self._free = (0, 0)
+        self.breaches = dict.fromkeys(("memory", "processes", "disk"), 0)
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except Exception:
+                log.exception("the watchdog stumbled")
+            took = time.monotonic() - began
+            await asyncio.sleep(min(max(TICK_S, DUTY * took), MOST_TICK_S))
+
+    async def look(self) -> None:
+        """One look at all sandboxes."""
+        containers = [c for c in self._claimed() if c.runtime.name != "local-unsafe"]
+        self._watched = {c.id: self._watched.get(c.id) or Watched() for c in containers}
+        if not containers:
+            return
+        trees_of = await asyncio.to_thread(_usages, containers)
+        for container in containers:
+            self._check_processes(container, trees_of[container.id])
+        alarmed = self._alarmed()
+        for container in containers:
+            await self._check_memory(container, trees_of[container.id], thorough=alarmed)
+        if alarmed or time.monotonic() >= self._disk_due:
+            began = time.monotonic()
+            for container in containers:
+                await self._check_disk(container, trees_of[container.id])
+            took = time.monotonic() - began
+            self._disk_due = time.monotonic() + max(DISK_PERIOD_S, DUTY * took)
+        await self._check_node(containers, trees_of)
+
+    def _alarmed(self) -> bool:
+        """Whether the machine's free disk space or memory fell by much since the last look."""
+        disk = os.statvfs(self._scratch)
+        free = (disk.f_bavail * disk.f_frsize, processes.memory_available())
+        before, self._free = self._free, free
+        return any(was - now > ALARM_BYTES for was, now in zip(before, free, strict=True))
+
+    # -- processes ----------------------------------------------
+
+    def _check_processes(self, container: Container, used: list[Usage]) -> None:
+        """The kernel refuses more than the limit; here only a sandbox that stays full is set free again."""
+        watched = self._watched[container.id]
+        most = container.limits.processes or 0
+        count = sum(one.threads for one in used if one.pid not in container.protected)
+        watched.full_ticks = watched.full_ticks + 1 if count >= FULL_PROCESSES * most else 0
+        if watched.full_ticks >= FULL_TICKS:
+            watched.full_ticks = 0
+            self._breach(container, "processes", f"{count} processes and threads of at most {most}")
+
+    # -- memory ----------------------------------------------
+
+    async def _check_memory(self, container: Container, used: list[Usage], *, thorough: bool) -> None:
+        most = (container.limits.memory_mb or 0) * MIB
+        total = sum(one.rss_bytes for one in used)
+        if total <= most and not thorough:
+            return
+        # Resident sizes count shared pages once for each process; before a verdict they are shared out, and
+        # what lies in unnamed files (memfd) and in no process's memory is added.
+        pids = [one.pid for one in used]
+        shares = await asyncio.to_thread(lambda: {pid: processes.proportional_bytes(pid) for pid in pids})
+        unnamed = await asyncio.to_thread(processes.unlinked_bytes, pids, True)
+        total = sum(shares.values()) + unnamed
+        if total <= most:
+            return
+        largest = max(shares, key=lambda pid: shares[pid])
+        what = f"{total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
+        if largest not in container.protected and total - shares[largest] <= most:
+            processes.send([largest], signal.SIGKILL)  # at once; what the server does besides takes longer
+        self._breach(container, "memory", what)
+
+    async def _check_node(self, containers: list[Container], used: dict[str, list[Usage]]) -> None:
+        """With the machine itself short of memory the largest sandbox gives way before the kernel chooses."""
+        available, total = processes.memory_available(), processes.memory_total()
+        if available >= NODE_RESERVE * total:
+            return
+        largest = max(containers, key=lambda c: sum(one.rss_bytes for one in used[c.id]))
+        self._breach(
+            largest, "memory", f"the node has only {available / MIB:.0f} MiB left and this sandbox uses most"
+        )
+
+    # -- disk ----------------------------------------------
+
+    async def _check_disk(self, container: Container, used: list[Usage]) -> None:
+        watched = self._watched[container.id]
+        most_mb, most_files = container.limits.disk_mb or 0, container.limits.files or 0
+        watched.disk_bytes = watched.disk_bytes or most_mb * MIB
+        watched.files = watched.files or most_files
+        root = container.launch.scratch
+        size, count = await asyncio.to_thread(trees.usage, root, 4 * watched.disk_bytes, 4 * watched.files)
+        size += await asyncio.to_thread(processes.unlinked_bytes, [one.pid for one in used], False)
+        if size <= watched.disk_bytes and count <= watched.files:
+            return
+        what = (
+            f"{size / MIB:.0f} MiB in {count} files on disk of at most {most_mb} MiB and {most_files} files"
+        )
+        if watched.disk_bytes > most_mb * MIB or watched.files > most_files:
+            self._end_for(container, f"was ended: over its disk limit again, with {what}", "limited")
+            return
+        # The agent may tidy up, so it gets a little room; it is not told twice of the same files.
+        watched.disk_bytes = max(watched.disk_bytes, int(size * REGROWTH) + 16 * MIB)
+        watched.files = max(watched.files, int(count * REGROWTH) + 1000)
+        self._breach(container, "disk", what)
+
+    # -- stepping in ----------------------------------------------
+
+    def _breach(self, container: Container, kind: str, what: str) -> None:
+        """Have the server end the agent's processes and say why; without an answer end the sandbox."""
+        watched = self._watched[container.id]
+        if container.ending is not None or (watched.answering and not watched.answering.done()):
+            return
+        self.breaches[kind] += 1
+        log.warning("sandbox %s of %r is over its limit: %s", container.id, container.spec.owner, what)
+        watched.answering = asyncio.create_task(self._tell(container, kind, what))
+
+    async def _tell(self, container: Container, kind: str, what: str) -> None:
+        message = f"{kind} limit of the sandbox: {what}; its processes were ended"
+        request = {"op": "breach", "kind": kind, "message": message}
+        try:
+            await aio.exchange(str(container.launch.socket), request, BREACH_TIMEOUT_S)
+        except SandboxError as error:
+            self._end_for(
+                container, f"was ended: over its limit ({what}) and not answering: {error}", "limited"
+            )
+
+
+def _usages(containers: Iterable[Container]) -> dict[str, list[Usage]]:
+    return {c.id: processes.usages(c.pid) if c.pid else [] for c in containers}
