@@ -226,7 +226,7 @@ class Containers:
                         return self._rootfs(spec.image, runtime)
 
                 self._runtimes[spec.runtime] = await asyncio.to_thread(
-                    select_runtime, spec.runtime, probe_rootfs
+                    select_runtime, spec.runtime, probe_rootfs, self.state
                 )
             return self._runtimes[spec.runtime]
 

@@ -22,12 +22,15 @@ AUTO = ("apptainer", "bubblewrap")
 
 
 def select_runtime(
-    name: str = "auto", find_rootfs: Callable[[Runtime], Path | None] = lambda runtime: None
+    name: str = "auto",
+    find_rootfs: Callable[[Runtime], Path | None] = lambda runtime: None,
+    within: Path | None = None,
 ) -> Runtime:
     """The runtime of that name, or for `auto` the best one that really works here.
 
-    `find_rootfs` gives the unpacked image a runtime is probed with (an ImageError of its passes through). A
-    fallback is announced by one warning. Raises RuntimeUnavailable, naming the remedy.
+    `find_rootfs` gives the unpacked image a runtime is probed with (an ImageError of its passes through),
+    `within` is where the scratch of sandboxes will lie. A fallback is announced by one warning. Raises
+    RuntimeUnavailable, naming the remedy.
     """
     if name not in RUNTIMES and name != "auto":
         raise RuntimeUnavailable(f"unknown runtime {name!r}; choose auto, {', '.join(RUNTIMES)}")
@@ -35,7 +38,7 @@ def select_runtime(
     for candidate in AUTO if name == "auto" else (name,):
         runtime = RUNTIMES[candidate]()
         try:
-            _probe(runtime, find_rootfs)
+            _probe(runtime, find_rootfs, within)
         except RuntimeUnavailable as error:
             failures.append(f"{candidate}: {error}")
             continue
@@ -53,18 +56,18 @@ def select_runtime(
     raise RuntimeUnavailable(f"no container runtime works on this node ({'; '.join(failures)}); {remedy}")
 
 
-def _probe(runtime: Runtime, find_rootfs: Callable[[Runtime], Path | None]) -> None:
+def _probe(runtime: Runtime, find_rootfs: Callable[[Runtime], Path | None], within: Path | None) -> None:
     """Root starts containers as an unprivileged user if that works, else as itself, which is said."""
     runtime.check_installed()
     if runtime.needs_image:
         runtime.run_as = paths.sandbox_user()
     rootfs = find_rootfs(runtime)
     try:
-        runtime.probe(rootfs)
+        runtime.probe(rootfs, within)
     except RuntimeUnavailable as error:
         if runtime.run_as is None:
             raise
         log.warning("%s does not work as uid %d, trying as root: %s", runtime.name, runtime.run_as, error)
         runtime.run_as = None
         runtime.missing_isolation.append("uid (processes run as the machine's root without capabilities)")
-        runtime.probe(rootfs)
+        runtime.probe(rootfs, within)

@@ -4,12 +4,16 @@ layer.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from pathlib import Path
 
 from sandbox import paths
 from sandbox.errors import RuntimeUnavailable
 from sandbox.runtimes.base import Launch, Runtime
+
+log = logging.getLogger(__name__)
 
 
 class Apptainer(Runtime):
@@ -19,7 +23,7 @@ class Apptainer(Runtime):
 
     def __init__(self) -> None:
         super().__init__()
-        self.missing_isolation = []
+        self._upper_on_disk = True
 
     def program(self) -> str | None:
         """`ROLLOUT_APPTAINER`, else the one on PATH, else the one our set-up installed."""
@@ -45,8 +49,10 @@ class Apptainer(Runtime):
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
         # containers).
         flags = ["--userns", "--containall", "--no-home", "--cleanenv", "--no-privs"]
-        # On disk: Apptainer's own tmpfs is either too small for an installation or as large as the memory.
-        flags += ["--overlay", str(launch.scratch / "overlay")]
+        if self._upper_on_disk:
+            flags += ["--overlay", str(launch.scratch / "overlay")]
+        else:
+            flags.append("--writable-tmpfs")
         if launch.network == "none":
             flags += ["--net", "--network", "none"]
         if self.run_as is None and os.geteuid() == 0:
@@ -64,6 +70,20 @@ class Apptainer(Runtime):
             str(launch.rootfs),
             *command,
         ]
+
+    def probe(self, rootfs: Path | None, within: Path | None = None) -> None:
+        """See :meth:`Runtime.probe`. Changed system files go to disk if the file system there can do that.
+
+        Apptainer's own tmpfs for them is either too small for an installation (64 MB) or half of the memory.
+        """
+        self._upper_on_disk = True
+        try:
+            super().probe(rootfs, within)
+        except RuntimeUnavailable as error:
+            self._upper_on_disk = False
+            super().probe(rootfs, within)
+            log.warning("changed system files are kept in memory, for an overlay on disk fails: %s", error)
+            self.missing_isolation.append("disk limit of changed system files (kept in memory)")
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster."""

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from sandbox import interpreter as interpreters
-from sandbox import paths, processes
+from sandbox import paths, processes, trees
 from sandbox.errors import RuntimeUnavailable
 
 PROBE_TIMEOUT_S = 30.0
@@ -148,26 +148,30 @@ class Runtime(abc.ABC):
         """Processes of that sandbox that still run although its first process is gone."""
         return processes.with_variable(ID_VARIABLE, sandbox_id)
 
-    def probe(self, rootfs: Path | None) -> None:
-        """Really run `true` in a sandbox. Raises RuntimeUnavailable with what the runtime said."""
+    def probe(self, rootfs: Path | None, within: Path | None = None) -> None:
+        """Really run `true` in a sandbox whose scratch lies below `within`, for file systems differ.
+
+        Raises RuntimeUnavailable with what the runtime said.
+        """
         self.check_installed()
-        with tempfile.TemporaryDirectory(prefix="sbx-probe-", ignore_cleanup_errors=True) as directory:
-            base = Path(directory)
+        base = Path(tempfile.mkdtemp(prefix="probe-", dir=within))
+        try:
             payload = base / "payload"
             payload.mkdir()
             launch = make_directories(base, "probe", rootfs, "none", self.run_as, payload=payload)
-            try:
-                done = subprocess.run(
-                    self.argv(launch, ["true"]),
-                    env=self.environment(launch),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=PROBE_TIMEOUT_S,
-                    cwd="/",
-                    **self.as_user(),
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise RuntimeUnavailable(f"{self.name} does not work on this node: {error}") from error
+            done = subprocess.run(
+                self.argv(launch, ["true"]),
+                env=self.environment(launch),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=PROBE_TIMEOUT_S,
+                cwd="/",
+                **self.as_user(),
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RuntimeUnavailable(f"{self.name} does not work on this node: {error}") from error
+        finally:
+            trees.remove(base)
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip()[-1000:]
             raise RuntimeUnavailable(

@@ -50,10 +50,6 @@ class Bubblewrap(Runtime):
 
     name = "bubblewrap"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.missing_isolation = []
-
     def program(self) -> str | None:
         """bwrap on PATH or unpacked by our set-up."""
         return shutil.which("bwrap", path=paths.tool_path())

@@ -97,8 +97,8 @@ def reap_orphans(shell, ipython):
 def prefer_us_when_memory_is_short():
     """Should the node run out of memory, the kernel ends something here and not a worker or the host.
 
-    For all of the sandbox, because the children of a process that is not dumpable cannot say it themselves; of
-    equals the kernel takes the largest, which is not the server.
+    For all of the sandbox, because the children of a process that is not dumpable cannot say it themselves.
+    Of equals the kernel takes the largest, which is not the server.
     """
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
