@@ -23,7 +23,7 @@ from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id
 from sandbox.runtimes import RUNTIMES, Launch, Runtime, select_runtime
 from sandbox.runtimes.base import make_directories
-from sandbox.spec import Limits, SandboxInfo, SandboxSpec
+from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Containers:
         self._start_slots = asyncio.Semaphore(PARALLEL_STARTS)
         self._waiting = 0
         self._boot_id = boot_id()
-        self._fates: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
         self.counts = dict.fromkeys(COUNTS, 0)
         for name in ("records", "logs"):
             paths.own_directory(state / name, 0o700)
@@ -280,18 +280,18 @@ class Containers:
         for name in ("records", "logs", "scratch", "payload"):
             await asyncio.to_thread(trees.remove, self.state / name)
 
-    def end_for(self, container: Container, reason: str, count: str) -> None:
-        """End it against its owner's will; :meth:`fate` says why for a while."""
+    def end_for(self, container: Container, reason: str, kind: str) -> None:
+        """End it against its owner's will; :meth:`fate` says why for a while. `kind`: see :class:`Fate`."""
         if container.ending is None:
             log.warning("sandbox %s of %r %s", container.id, container.spec.owner, reason)
-            self.counts[count] += 1
-            self._fates[container.id] = reason
+            self.counts[kind] += 1
+            self._fates[container.id] = Fate(kind, reason)
             while len(self._fates) > FATES_KEPT:
                 self._fates.popitem(last=False)
             self._end_soon(container)
 
-    def fate(self, sandbox_id: str) -> str | None:
-        """Why a sandbox was ended that nobody had released; None when that is not known."""
+    def fate(self, sandbox_id: str) -> Fate | None:
+        """How a sandbox ended that nobody had released; None when that is not known."""
         return self._fates.get(sandbox_id)
 
     async def _release_all(self, ids: Iterable[str]) -> int:

@@ -120,7 +120,8 @@ class Host:
                 await containers.keep_warm(SandboxSpec.from_json(spec), count)
                 return {}
             case {"op": "fate", "id": str(sandbox_id)}:
-                return {"reason": containers.fate(sandbox_id)}
+                fate = containers.fate(sandbox_id)
+                return fate.to_json() if fate else {}
             case {"op": "release", "id": str(sandbox_id)}:
                 return {"released": int(await containers.release(sandbox_id))}
             case {"op": "release_owner", "owner": str(owner)}:

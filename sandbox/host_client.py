@@ -14,7 +14,7 @@ from typing import Any
 
 from sandbox import aio, client, errors, paths
 from sandbox.host import LOCK_NAME, LOG_NAME, SOCKET_NAME
-from sandbox.spec import SandboxInfo, SandboxSpec
+from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
 HOST_START_TIMEOUT_S = 60.0
 """A new host first sweeps what an earlier one left, and waits for one that is stopping."""
@@ -46,9 +46,10 @@ class HostClient:
         request = {"op": "keep_warm", "spec": _portable(spec).to_json(), "count": count}
         await self._request(request, START_TIMEOUT_S)
 
-    async def fate(self, sandbox_id: str) -> str | None:
-        """Why the host ended a sandbox that nobody had released; None when it knows of no such thing."""
-        return (await self._request_if_running({"op": "fate", "id": sandbox_id})).get("reason")
+    async def fate(self, sandbox_id: str) -> Fate | None:
+        """How a sandbox ended that nobody had released; None when the host knows of no such thing."""
+        found = await self._request_if_running({"op": "fate", "id": sandbox_id})
+        return Fate.from_json(found) if found else None
 
     async def release(self, sandbox_id: str) -> bool:
         """End a sandbox: on return its processes, socket and files are gone. False = there was none

@@ -76,6 +76,18 @@ class SandboxSpec(_Json):
 
 
 @dataclasses.dataclass(frozen=True)
+class Fate(_Json):
+    """How a sandbox ended that nobody had released."""
+
+    kind: str
+    """`limited` (the agent used more than its limits, again or without letting itself be stopped), `expired`
+    (its lifetime) or `died` (by itself).
+    """
+    reason: str
+    """In words."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SandboxInfo(_Json):
     """A started sandbox."""
 

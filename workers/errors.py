@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from rollout.schema import Blame, ErrorInfo, Stage
 from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.spec import Fate
 
 MAX_TRACEBACK = 8000
 """Characters of a traceback that are kept; the end says what happened."""
@@ -47,10 +48,17 @@ class SandboxFailure(StageError):
     retry = True
 
 
-def from_sandbox(error: SandboxError) -> StageError:
-    """A sandbox's error as a stage's: a request that cannot be served is its caller's fault."""
+def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
+    """A sandbox's error as a stage's, given what its host knows of its end.
+
+    A request that cannot be served is its caller's fault. A sandbox that was ended for going over its limits
+    is the task's: another attempt of the same agent would end the same way.
+    """
+    message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
+    if fate is not None and fate.kind == "limited":
+        return TaskError(message)
     kind = HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure
-    return kind(f"{type(error).__name__}: {error}")
+    return kind(message)
 
 
 class InfrastructureError(StageError):

@@ -19,6 +19,7 @@ from rollout.schema import ErrorInfo, Stage, State
 from rollout.trajectory import FinishReason
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError
+from sandbox.spec import Fate
 from services.queues import Ref
 from services.state.rollouts import Claim, Finish
 from workers import process as processes
@@ -30,6 +31,7 @@ from workers.sandboxes import Sandboxes
 log = structlog.get_logger("stage")
 
 CLEANUP_S = 20.0
+FATE_S = 5.0
 """Most seconds that cleaning up may hold a finished stage."""
 FINISH_PATIENCE_S = 600.0
 """Seconds a finished stage waits for a Redis that is away. The fence decides whether it still counts."""
@@ -81,6 +83,17 @@ class StageRun:
             sandbox=SandboxClient(claim.sandbox_socket) if claim.sandbox_socket else None,
             **more,
         )
+
+    async def fate(self) -> Fate | None:
+        """What the host knows of the end of the rollout's sandbox. Never raises."""
+        if self.claim.sandbox is None:
+            return None
+        try:
+            async with asyncio.timeout(FATE_S):
+                return await self.process.host.fate(self.claim.sandbox.id)
+        except Exception as error:
+            self.log.warning("the sandbox host does not say how the sandbox ended", error=str(error))
+            return None
 
     async def clean_up(self) -> None:
         """Release what the attempt holds on this node. Never raises: the host's own limit is behind."""
@@ -158,7 +171,7 @@ async def _work(run: StageRun, body: Body) -> Finish | None:
                 asyncio.current_task().uncancel()
                 outcome = _interrupted(run)
         except SandboxError as error:
-            outcome = failure(run, from_sandbox(error))
+            outcome = failure(run, from_sandbox(error, await run.fate()))
         except Exception as error:
             outcome = failure(run, error)
     finally:

@@ -24,7 +24,7 @@ from sandbox.errors import (
 )
 from sandbox.host import take_lock
 from sandbox.host_client import HostClient, ensure_host
-from sandbox.spec import Limits, SandboxInfo, SandboxSpec
+from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
 from tests.sandbox.conftest import run, why_not
 
 # Processes that ignore polite signals, leave their session and hold on.
@@ -182,8 +182,8 @@ def test_an_adopted_sandbox_that_ends_is_noticed_and_its_lifetime_still_counts(s
         await until(host.stats, lambda stats: stats["known"] == 0)
         for info in (one, two):
             assert_gone(state, info, pids)
-        assert "ended by itself" in await host.fate(one.id)
-        assert "outlived its 4 s" in await host.fate(two.id)
+        assert (await host.fate(one.id)).kind == "died"
+        assert await host.fate(two.id) == Fate("expired", "outlived its 4 s")
 
     run(scenario())
 

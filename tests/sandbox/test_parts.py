@@ -98,7 +98,7 @@ def test_without_any_runtime_the_choice_is_refused_with_a_remedy(monkeypatch, tm
 def test_a_fallback_is_said_aloud(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("ROLLOUT_APPTAINER", str(tmp_path / "absent"))
     monkeypatch.setattr(RUNTIMES["bubblewrap"], "check_installed", lambda self: None)
-    monkeypatch.setattr(RUNTIMES["bubblewrap"], "probe", lambda self, rootfs: None)
+    monkeypatch.setattr(RUNTIMES["bubblewrap"], "probe", lambda self, rootfs, within: None)
     assert select_runtime("auto").name == "bubblewrap"
     assert len(caplog.records) == 1
     assert "not enforced here" in caplog.text
