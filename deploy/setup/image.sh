@@ -1,21 +1,38 @@
 #!/usr/bin/env bash
-# Build $ROLLOUT_HOME/images/base.sif (sandbox/images/base.def) from this machine's own Debian mirror: no registry.
+# Build $ROLLOUT_HOME/images/base.sif (sandbox/recipes/base.def) from this machine's own Debian mirror: no registry.
 #
-# Does nothing when the image is there; `image.sh --force` builds it anew. As root the root file system is made by
-# mmdebstrap; as a plain user by mmdebstrap in a user namespace where /etc/subuid and newuidmap allow that, and else by
-# unpacking the packages without running their scripts.
+# Does nothing when the image is there and base.recipe beside it holds the hash of today's recipe; `image.sh --force`
+# builds it anew in any case. As root the root file system is made by mmdebstrap; as a plain user by mmdebstrap in a
+# user namespace where /etc/subuid and newuidmap allow that, and else by unpacking the packages without running their
+# scripts.
 
 SCRIPT_NAME=image
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 IMAGES="$ROLLOUT_HOME/images"
-RECIPES="$REPO_ROOT/sandbox/images"
+RECIPES="$REPO_ROOT/sandbox/recipes"
+STAMP="$IMAGES/base.recipe"
 # Documentation and translations are left out: they double the number of files.
 LEFT_OUT=('/usr/share/doc/*' '/usr/share/man/*' '/usr/share/locale/*' '/usr/share/info/*')
 
 WORK=""
 cleanup() { [ -z "$WORK" ] || { chmod -R u+rwX "$WORK" 2>/dev/null || true; rm -rf "$WORK"; }; }
 trap cleanup EXIT
+
+# What the image is made from; this script is a part of it.
+recipe() { cat "$RECIPES/base.def" "$RECIPES/base.packages" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1; }
+
+image_file() { ls -d "$IMAGES/base.sif" "$IMAGES/base" 2>/dev/null | head -1; }
+
+up_to_date() { [ -n "$(image_file)" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$(recipe)" ]; }
+
+# An older image is better than none: say so and go on with it.
+give_up() {
+    [ -n "$(image_file)" ] || die "$@"
+    note "the new base image ($*); $(image_file), made from an older recipe, stays in use"
+    summary
+    exit 0
+}
 
 packages() { grep -vE '^(#|$)' "$RECIPES/base.packages"; }
 
@@ -67,6 +84,18 @@ make_rootfs_unpacked() {
     finish_unpacked "$rootfs"
 }
 
+# Python starts faster with its bytecode there, which a sandbox could only keep for itself. The image's own interpreter
+# does it, through its own loader: no container, hence no privilege, and the right version. Packages whose scripts ran
+# have theirs already.
+byte_compile() {
+    local rootfs="$1" loader lib
+    loader="$(echo "$rootfs"/usr/lib*/ld-linux*.so.* | cut -d' ' -f1)"
+    lib="$(echo "$rootfs"/usr/lib/*-linux-gnu* | tr ' ' ':')"
+    # Files that cannot be compiled (templates, tests of syntax errors) make it fail; they are of no consequence.
+    PYTHONHOME="$rootfs/usr" "$loader" --library-path "$lib" "$rootfs/usr/bin/python3" -S -m compileall -q -j 0 \
+        -s "$rootfs" -p / "$rootfs"/usr/lib/python3.*/ "$rootfs"/usr/lib/python3/dist-packages >"$WORK/compile.log" 2>&1 || true
+}
+
 # What the packages' scripts would have done, as far as a sandbox needs it.
 finish_unpacked() {
     local rootfs="$1" manual link
@@ -88,12 +117,12 @@ finish_unpacked() {
 make_rootfs() {
     local rootfs="$1" suite="$2"
     if [ "$(id -u)" -eq 0 ] && have mmdebstrap; then
-        say "making the root file system with mmdebstrap (about 30 s)"
+        say "making the root file system with mmdebstrap (about 40 s)"
         make_rootfs_mmdebstrap root "$rootfs" "$suite" && return 0
-        die "mmdebstrap failed; the lines above say why"
+        give_up "mmdebstrap failed; the lines above say why"
     fi
     if have mmdebstrap && has_subids; then
-        say "making the root file system with mmdebstrap in a user namespace (about 30 s)"
+        say "making the root file system with mmdebstrap in a user namespace (about 40 s)"
         # A directory made there belongs to subordinate ids; a tar archive unpacks as ours.
         if make_rootfs_mmdebstrap unshare "$WORK/rootfs.tar" "$suite"; then
             mkdir -p "$rootfs"
@@ -105,35 +134,48 @@ make_rootfs() {
     else
         say "no root, no subordinate ids for $(id -un) or no mmdebstrap: unpacking the packages (about 30 s)"
     fi
-    make_rootfs_unpacked "$rootfs" "$suite" || die "cannot fetch or unpack the packages; ask an administrator for lines for" \
-        "$(id -un) in /etc/subuid and /etc/subgid, or copy base.sif from another machine to $IMAGES"
+    make_rootfs_unpacked "$rootfs" "$suite" || give_up "cannot fetch or unpack the packages; ask an administrator for" \
+        "lines for $(id -un) in /etc/subuid and /etc/subgid, or copy base.sif and base.recipe from another machine to $IMAGES"
+}
+
+# The stamp goes first and comes last, so that an interrupted exchange is repaired by the next run.
+install_image() {
+    mkdir -p "$IMAGES"
+    rm -f "$STAMP"
+    rm -rf "$IMAGES/base"
+    mv "$1" "$IMAGES/$2"
+    recipe >"$STAMP"
 }
 
 main() {
     local program suite
-    if [ "${1:-}" != --force ] && { [ -e "$IMAGES/base.sif" ] || [ -d "$IMAGES/base" ]; }; then
-        say "the base image is there: $(ls -d "$IMAGES"/base.sif "$IMAGES"/base 2>/dev/null | head -1)"
-        return 0
-    fi
-    lock_home
-    have apt-get || die "no apt-get here to make a Debian image with; copy base.sif from another machine to $IMAGES"
+    # A second run asks before it waits for the lock, and again in case the holder has done the work meanwhile.
+    for attempt in before_lock after_lock; do
+        if [ "${1:-}" != --force ] && up_to_date; then
+            say "the base image is there: $(image_file)"
+            return 0
+        fi
+        [ "$attempt" = after_lock ] || lock_home
+    done
+    have apt-get || give_up "no apt-get here to make a Debian image with; copy base.sif and base.recipe from another" \
+        "machine to $IMAGES"
     WORK="$(mktemp -d "${TMPDIR:-/tmp}/rollout-image-XXXXXX")"
     suite="$(machine_archives | awk 'NR == 1 { print $2 }')"
-    [ -n "$suite" ] || die "no 'main' archive in this machine's apt configuration; run apt-get update as root first"
+    [ -n "$suite" ] || give_up "no 'main' archive in this machine's apt configuration; run apt-get update as root first"
     make_rootfs "$WORK/rootfs" "$suite"
+    byte_compile "$WORK/rootfs"
     chmod 755 "$WORK/rootfs"
-    mkdir -p "$IMAGES"
     program="$(apptainer_program)"
     if [ -n "$program" ] && have mksquashfs; then
         say "packing base.sif"
         "$program" -q build --userns --force --build-arg ROOTFS="$WORK/rootfs" \
             --mksquashfs-args "-comp zstd -Xcompression-level 3" "$WORK/base.sif" "$RECIPES/base.def" \
-            >"$WORK/build.log" 2>&1 || { tail -5 "$WORK/build.log" >&2; die "apptainer build failed"; }
-        mv "$WORK/base.sif" "$IMAGES/base.sif"
+            >"$WORK/build.log" 2>&1 || { tail -5 "$WORK/build.log" >&2; give_up "apptainer build failed"; }
+        install_image "$WORK/base.sif" base.sif
         say "built $IMAGES/base.sif ($(du -h "$IMAGES/base.sif" | cut -f1))"
     else
-        rm -rf "$IMAGES/base"
-        mv "$WORK/rootfs" "$IMAGES/base"
+        rm -f "$IMAGES/base.sif"
+        install_image "$WORK/rootfs" base
         say "made the directory image $IMAGES/base"
         note "apptainer or mksquashfs: the image is a directory, which works but is slow to copy to other machines"
     fi
