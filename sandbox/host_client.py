@@ -109,6 +109,24 @@ class SyncHostClient:
         request = {"op": "start", "spec": _portable(spec).to_json()}
         return SandboxInfo.from_json(self._request(request, START_TIMEOUT_S))
 
+    def keep_warm(self, spec: SandboxSpec, count: int = 1) -> None:
+        """See :meth:`HostClient.keep_warm`."""
+        ensure_host(self.state)
+        self._request({"op": "keep_warm", "spec": _portable(spec).to_json(), "count": count}, START_TIMEOUT_S)
+
+    def fate(self, sandbox_id: str) -> Fate | None:
+        """See :meth:`HostClient.fate`."""
+        found = self._request_if_running({"op": "fate", "id": sandbox_id})
+        return Fate.from_json(found) if found else None
+
+    def list(self) -> list[dict[str, Any]]:
+        """See :meth:`HostClient.list`."""
+        return self._request_if_running({"op": "list"}).get("sandboxes", [])
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`HostClient.stats`."""
+        return self._request_if_running({"op": "stats"})
+
     def release(self, sandbox_id: str) -> bool:
         """See :meth:`HostClient.release`."""
         return bool(self._request_if_running({"op": "release", "id": sandbox_id}).get("released"))

@@ -37,7 +37,7 @@ def _stat(pid: int) -> list[str] | None:
 def children_of_all() -> dict[int, list[int]]:
     """Parent pid → pids of its children, for all processes visible here that are no zombies."""
     children: dict[int, list[int]] = {}
-    for pid in _pids():
+    for pid in all_pids():
         fields = _stat(pid)
         if fields is not None and fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(pid)
@@ -79,7 +79,7 @@ def with_variable(name: str, value: str) -> list[int]:
     """Processes started with `name=value` in their environment (only those whose environment we may read)."""
     wanted = f"{name}={value}".encode()
     found = []
-    for pid in _pids():
+    for pid in all_pids():
         try:
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
@@ -97,7 +97,8 @@ def send(pids: list[int], number: int = signal.SIGKILL) -> None:
             continue
 
 
-def _pids() -> list[int]:
+def all_pids() -> list[int]:
+    """All processes that are visible here."""
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+from sandbox import paths
 
 log = logging.getLogger(__name__)
 
@@ -15,30 +19,47 @@ BLOCK_BYTES = 512  # unit of st_blocks (POSIX)
 
 
 def remove(path: Path) -> None:
-    """Remove a tree whatever permissions the sandbox gave its directories; errors are logged."""
+    """Remove a tree whatever the sandbox did to it: closed directories, any depth. Errors are logged.
 
-    def open_up(function: object, name: str, error: object) -> None:
-        entry = Path(name)
-        for directory in (entry.parent, entry):
-            if directory.is_dir() and not directory.is_symlink():
-                directory.chmod(0o700)
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, onerror=None if entry == path else open_up)
-        else:
-            entry.unlink()
+    Symbolic links are removed, never followed.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        shutil.rmtree(path, onerror=_open_up)
+        return
+    except (OSError, RecursionError):
+        pass  # deeper than Python walks, or something that one more look by sterner tools may solve
+    tool_env = {"PATH": paths.tool_path(), "LC_ALL": "C"}
+    for command in (["chmod", "-R", "u+rwx", "--", path], ["rm", "-rf", "--one-file-system", "--", path]):
+        done = subprocess.run(command, env=tool_env, capture_output=True, check=False)
+    if os.path.lexists(path):
+        log.error("cannot remove %s: %s", path, done.stderr.decode(errors="replace").strip()[-500:])
 
-    if path.exists():
-        try:
-            shutil.rmtree(path, onerror=open_up)
-        except OSError as error:
-            log.error("cannot remove %s: %s", path, error)
+
+def _open_up(function: object, name: str, error: object) -> None:
+    """What rmtree could not remove: open its directory, and itself if it is one, and try again."""
+    entry = Path(name)
+    for directory in (entry.parent, entry):
+        if directory.is_dir() and not directory.is_symlink():
+            directory.chmod(0o700)
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
 
 
 def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
-    """(bytes on disk, number of entries) below `root`; stops counting when either is above its most."""
+    """(bytes on disk, number of entries) below `root`; stops counting when either is above its most.
+
+    A tree that is deeper than a path can be long counts as too many entries: nobody needs one, and what lies
+    down there could not be counted.
+    """
     total = entries = 0
     linked: set[tuple[int, int]] = set()
     for info in _entries(root):
+        if info is None:
+            return total, most_entries + 1
         entries += 1
         if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
             identity = (info.st_dev, info.st_ino)
@@ -51,18 +72,22 @@ def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
     return total, entries
 
 
-def _entries(root: Path) -> Iterator[os.stat_result]:
+def _entries(root: Path) -> Iterator[os.stat_result | None]:
+    """All entries below; None for a directory too deep to be looked into."""
     pending = [str(root)]
     while pending:
-        directory = pending.pop()
         try:
-            names = _scan(directory)
-        except OSError:
-            continue  # removed meanwhile
-        for entry in names:
+            found = _scan(pending.pop())
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                yield None
+            continue  # else removed meanwhile
+        for entry in found:
             try:
                 info = entry.stat(follow_symlinks=False)
-            except OSError:
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    yield None
                 continue
             if stat.S_ISDIR(info.st_mode):
                 pending.append(entry.path)

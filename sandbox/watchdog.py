@@ -27,9 +27,10 @@ TICK_S = 0.25
 MOST_TICK_S = 5.0
 DUTY = 50
 """A look may take one part in so many of the time."""
-DISK_PERIOD_S = 5.0
+THOROUGH_PERIOD_S = 5.0
+"""Between looks at disks, and at memory that resident sizes do not show."""
 ALARM_BYTES = 256 << 20
-"""So much less free space, or memory, than at the last look, and everything is measured now."""
+"""When the machine has lost so much free space or memory, everything is measured now."""
 NODE_RESERVE = 0.03
 """Part of the machine's memory that must stay available; else the largest sandbox gives way."""
 BREACH_TIMEOUT_S = 10.0
@@ -66,8 +67,8 @@ class Watchdog:
         self._end_for = end_for
         self._scratch = scratch
         self._watched: dict[str, Watched] = {}
-        self._disk_due = 0.0
-        self._free = (0, 0)
+        self._thorough_due = 0.0
+        self._free: tuple[int, ...] = (0, 0)
         self.breaches = dict.fromkeys(("memory", "processes", "disk"), 0)
 
     async def run(self) -> None:
@@ -90,23 +91,26 @@ class Watchdog:
         trees_of = await asyncio.to_thread(_usages, containers)
         for container in containers:
             self._check_processes(container, trees_of[container.id])
-        alarmed = self._alarmed()
+        thorough = self._alarmed() or time.monotonic() >= self._thorough_due
+        began = time.monotonic()
         for container in containers:
-            await self._check_memory(container, trees_of[container.id], thorough=alarmed)
-        if alarmed or time.monotonic() >= self._disk_due:
-            began = time.monotonic()
-            for container in containers:
+            await self._check_memory(container, trees_of[container.id], thorough)
+            if thorough:
                 await self._check_disk(container, trees_of[container.id])
+        if thorough:
             took = time.monotonic() - began
-            self._disk_due = time.monotonic() + max(DISK_PERIOD_S, DUTY * took)
+            self._thorough_due = time.monotonic() + max(THOROUGH_PERIOD_S, DUTY * took)
         await self._check_node(containers, trees_of)
 
     def _alarmed(self) -> bool:
-        """Whether the machine's free disk space or memory fell by much since the last look."""
+        """Whether the machine's free disk space or memory fell by much since it was last said so."""
         disk = os.statvfs(self._scratch)
         free = (disk.f_bavail * disk.f_frsize, processes.memory_available())
-        before, self._free = self._free, free
-        return any(was - now > ALARM_BYTES for was, now in zip(before, free, strict=True))
+        if any(was - now > ALARM_BYTES for was, now in zip(self._free, free, strict=True)):
+            self._free = free
+            return True
+        self._free = tuple(map(max, self._free, free))
+        return False
 
     # -- processes ----------------------------------------------
 
@@ -122,7 +126,7 @@ class Watchdog:
 
     # -- memory ----------------------------------------------
 
-    async def _check_memory(self, container: Container, used: list[Usage], *, thorough: bool) -> None:
+    async def _check_memory(self, container: Container, used: list[Usage], thorough: bool) -> None:
         most = (container.limits.memory_mb or 0) * MIB
         total = sum(one.rss_bytes for one in used)
         if total <= most and not thorough:

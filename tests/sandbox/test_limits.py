@@ -1,0 +1,156 @@
+"""What a sandbox may use, and the parts that see to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandbox import binds, trees
+from sandbox.config import AllowedBind, HostConfig, Range
+from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.spec import BindSpec, Limits
+
+MANY = 10**9
+
+
+def test_a_limit_is_the_nodes_default_or_what_was_asked_for_up_to_the_most():
+    config = HostConfig.from_environment(
+        {"ROLLOUT_SANDBOX_MEMORY_MB": "100:200", "ROLLOUT_SANDBOX_FILES": "7"}
+    )
+    assert config.limits(Limits()).memory_mb == 100
+    assert config.limits(Limits(memory_mb=200)).memory_mb == 200
+    assert config.files == Range(7, 7)
+    with pytest.raises(SandboxRequestError, match=r"limits.memory_mb=201 .*200.*ROLLOUT_SANDBOX_MEMORY_MB"):
+        config.limits(Limits(memory_mb=201))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MEMORY_MB", "much"),
+        ("MEMORY_MB", "200:100"),
+        ("DISK_MB", "0"),
+        ("BINDS", "data:ro"),
+        ("BINDS", "/data"),
+        ("NETWORKS", "none,wifi"),
+        ("WARM", "-1"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(name, value):
+    with pytest.raises(SandboxError, match=f"ROLLOUT_SANDBOX_{name}='{value}'"):
+        HostConfig.from_environment({f"ROLLOUT_SANDBOX_{name}": value})
+
+
+def test_every_setting_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+    for field in HostConfig.__dataclass_fields__:
+        assert f"`ROLLOUT_SANDBOX_{field.upper()}`" in text
+
+
+# -- binds ----------------------------------------------
+
+
+@pytest.fixture
+def allowed(tmp_path):
+    """A place that may be bound read-only, one that may be written to, and one that is nobody's business."""
+    for name in ("shared", "results", "secret"):
+        (tmp_path / name).mkdir()
+    return [AllowedBind(tmp_path / "shared", False), AllowedBind(tmp_path / "results", True)]
+
+
+def check(allowed, source, target="/data", read_only=True):
+    return binds.check([BindSpec(str(source), target, read_only)], allowed)[0]
+
+
+def test_allowed_places_are_bound_as_asked(allowed, tmp_path):
+    assert check(allowed, tmp_path / "shared").read_only
+    assert not check(allowed, tmp_path / "results", read_only=False).read_only
+
+
+def test_other_places_and_more_rights_than_given_are_refused(allowed, tmp_path):
+    for source in (tmp_path / "secret", tmp_path, "/", "/etc", tmp_path / "shared/../secret"):
+        with pytest.raises(SandboxRequestError, match="ROLLOUT_SANDBOX_BINDS"):
+            check(allowed, source)
+    with pytest.raises(SandboxRequestError, match="not read-write"):
+        check(allowed, tmp_path / "shared", read_only=False)
+    with pytest.raises(SandboxRequestError, match="cannot be used"):
+        check(allowed, tmp_path / "shared" / "absent")
+
+
+def test_a_symbolic_link_leads_nowhere_else(allowed, tmp_path):
+    (tmp_path / "results" / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "results" / "inner").mkdir()
+    (tmp_path / "results" / "good").symlink_to("inner")
+    with pytest.raises(SandboxRequestError, match="ROLLOUT_SANDBOX_BINDS"):
+        check(allowed, tmp_path / "results" / "link")
+    assert check(allowed, tmp_path / "results" / "good").source == tmp_path / "results" / "inner"
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/proc", "/proc/sys", "/dev/shm", "/run/sbx", "/opt/sbx", "/tmp/../opt/sbx", "/sys/x"]
+)
+def test_what_the_sandbox_needs_is_not_covered(allowed, tmp_path, target):
+    with pytest.raises(SandboxRequestError, match="would cover"):
+        check(allowed, tmp_path / "shared", target)
+
+
+@pytest.mark.parametrize("target", ["data", "/a:rw", "/a,/b", "/a\\b", "/a\nb", "/a\0b"])
+def test_a_target_that_would_change_the_runtimes_command_line_is_refused(allowed, tmp_path, target):
+    with pytest.raises(SandboxRequestError, match="absolute path"):
+        check(allowed, tmp_path / "shared", target)
+
+
+# -- trees ----------------------------------------------
+
+
+def fill(directory: Path, sizes: list[int]) -> None:
+    for number, size in enumerate(sizes):
+        (directory / str(number)).write_bytes(os.urandom(size))
+
+
+def test_usage_counts_blocks_and_entries_and_hard_links_once(tmp_path):
+    fill(tmp_path, [1 << 20, 1 << 20])
+    (tmp_path / "link").hardlink_to(tmp_path / "0")
+    (tmp_path / "away").symlink_to("/")
+    size, entries = trees.usage(tmp_path, MANY, MANY)
+    assert 2 << 20 <= size < 3 << 20
+    assert entries == 4
+
+
+def test_usage_stops_when_enough_is_known(tmp_path):
+    fill(tmp_path, [0] * 100)
+    assert trees.usage(tmp_path, MANY, 10)[1] == 11
+
+
+def test_a_tree_deeper_than_a_path_counts_as_too_much_and_is_removed(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    here = os.open(root, os.O_RDONLY)
+    for _ in range(1500):  # beyond PATH_MAX, and deeper than Python recurses
+        os.mkdir("deep", dir_fd=here)
+        below = os.open("deep", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    assert trees.usage(root, MANY, MANY)[1] == MANY + 1
+    trees.remove(root)
+    assert not root.exists()
+
+
+def test_removing_a_tree_opens_closed_directories_and_follows_no_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("mine")
+    victim.chmod(0o500)
+    root = tmp_path / "root"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "file").write_text("x")
+    (root / "a" / "link").symlink_to(victim)
+    for name in ("a/b", "a"):
+        (root / name).chmod(0)
+    trees.remove(root)
+    assert not root.exists()
+    assert (victim / "file").read_text() == "mine"
+    assert victim.stat().st_mode & 0o777 == 0o500
