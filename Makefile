@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo up down test lint bench clean
+.PHONY: help setup setup-vllm setup-bench demo up down test lint bench clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ setup: ## install everything the project needs (a second time: nothing to do)
 setup-vllm: setup ## install real vLLM for CPUs beside it (3.5 GB), for the contract tests
 	@deploy/setup/setup.sh vllm
 
+setup-bench: setup ## install what the benchmarks compare with (tmux, SWE-ReX, Kernel Gateway)
+	@deploy/setup/setup.sh bench
+
 demo: setup ## run 64 real rollouts, show them, leave nothing running (SANDBOX=local-unsafe: without isolation)
 	@$(BIN)/rollout demo $(if $(SANDBOX),--sandbox-runtime $(SANDBOX))
 
@@ -24,13 +27,13 @@ up: setup ## start the whole service on this machine
 down: ## end what `make up` started
 	@if [ -x $(BIN)/rollout ]; then $(BIN)/rollout down; else echo "nothing is installed, so nothing runs"; fi
 
-test: setup-vllm lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
+test: setup-vllm setup-bench lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup ## check style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-bench: setup ## run every benchmark; each ends with one JSON object
+bench: setup-bench ## run every benchmark; each ends with one JSON object
 	@for file in benchmarks/[a-z]*.py; do name=$${file#benchmarks/}; \
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
 

