@@ -1,8 +1,8 @@
 """Sandboxes by the hundred while workers and the host are killed: `python -m tests.soak.sandboxes`.
 
 Worker processes start sandboxes, work in them and release them. Now and then one of them, or the node's
-sandbox host, gets SIGKILL. What a killed worker held is released by its owner's name, as the reaper does. Work
-in other sandboxes must go on and give right answers, and in the end nothing may be left: no process, mount,
+sandbox host, gets SIGKILL. What a killed worker held is released by its owner's name, as the reaper does.
+Work in other sandboxes must go on and give right answers, and in the end nothing may be left: no process, mount,
 socket or directory. Prints one JSON object; exits 1 when something is left or was wrong.
 """
 
