@@ -37,6 +37,9 @@ bench: setup-bench ## run every benchmark; each ends with one JSON object
 	@for file in benchmarks/[a-z]*.py; do name=$${file#benchmarks/}; \
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
 
+soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
+	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes
+
 clean: down ## delete caches, logs and the stopped stack's data (`rm -rf .local` deletes the installation too)
 	@rm -rf .local/run .local/log .pytest_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -not -path './.local/*' -prune -exec rm -rf {} +

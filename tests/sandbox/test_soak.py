@@ -1,0 +1,28 @@
+"""The short form of the soak; `make soak` runs it whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.stack import ROOT
+
+
+@pytest.mark.apptainer
+def test_nothing_is_left_or_wrong_when_workers_and_the_host_are_killed():
+    argv = [sys.executable, "-m", "tests.soak.sandboxes", "--total", "60", "--at-once", "10", "--kills", "2"]
+    environment = os.environ | {"ROLLOUT_SANDBOX_WARM": "4"}
+    out = subprocess.run(
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    result = json.loads(out.stdout.splitlines()[-1])
+    assert result["left"] == []
+    assert result["wrong"] == []
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert result["killed"]["host"] == 2
+    assert result["adopted"] > 0
+    assert result["warm"] > 0
