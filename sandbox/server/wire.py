@@ -22,10 +22,10 @@ def encode(message):
     return HEADER.pack(len(body)) + body
 
 
-def check_size(size):
+def check_size(size, limit=MAX_FRAME_BYTES):
     """Raise FrameTooLarge when a frame of `size` bytes is not acceptable."""
-    if size > MAX_FRAME_BYTES:
-        raise FrameTooLarge("frame of %d bytes; at most %d are allowed" % (size, MAX_FRAME_BYTES))
+    if size > limit:
+        raise FrameTooLarge("frame of %d bytes; at most %d are allowed" % (size, limit))
 
 
 def send(sock, message):
@@ -33,13 +33,15 @@ def send(sock, message):
     sock.sendall(encode(message))
 
 
-def receive(sock):
-    """Read one frame from a connected blocking socket; None when the peer closed the connection."""
+def receive(sock, limit=MAX_FRAME_BYTES):
+    """Read one frame of at most `limit` bytes from a connected blocking socket; None when the peer closed the
+    connection. Raises FrameTooLarge.
+    """
     header = _exactly(sock, HEADER.size)
     if header is None:
         return None
     size = HEADER.unpack(header)[0]
-    check_size(size)
+    check_size(size, limit)
     body = _exactly(sock, size)
     return None if body is None else json.loads(body.decode())
 

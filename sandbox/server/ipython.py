@@ -1,0 +1,171 @@
+"""IPython cells as operations: `ipython`, `ipython_warm`, `ipython_interrupt`, `ipython_restart`.
+
+The kernel is started by the first cell (or ahead of it by `ipython_warm`) and started anew whenever it has
+died, whoever killed it. A result says when that cost the variables.
+"""
+
+import os
+import shutil
+import threading
+import time
+
+from errors import RequestError, ServerError
+from kernel_life import KernelLife, NoPackages, wait_until_ready
+
+DEFAULT_MAX_CHARS = 30000
+PYTHON_VARIABLE = "ROLLOUT_IPYTHON"
+INTERRUPT_PATIENCE_S = 5.0  # from SIGINT to SIGKILL
+REMEDY = (
+    "no Python in this sandbox can run an IPython kernel (tried %s): install the packages ipykernel and "
+    "jupyter_client in the image, or name a Python that has them in the sandbox's variable " + PYTHON_VARIABLE
+)
+
+
+class IPython:
+    """Cells, one at a time, in a kernel that is replaced when it dies."""
+
+    def __init__(self, directory, workspace, env, limits=None):
+        """`directory`: private place for connections. `env`, `limits`: as the shell's."""
+        self._directory = directory
+        self._workspace = workspace
+        self._env = env
+        self._limits = limits or {}
+        self._images = os.path.join(env.get("TMPDIR") or "/tmp", "ipython")
+        self._python = None  # once one has worked
+        self._life = None
+        self._had_life = False  # whether there were variables to lose
+        self._cells = 0
+        self._lock = threading.Lock()  # held while a cell runs
+        self._start_lock = threading.Lock()
+        self._running = None  # the life whose cell runs
+        self._interrupted = False
+
+    def operations(self):
+        """Name of each operation → function(request, connection)."""
+        return {
+            "ipython": self._run,
+            "ipython_warm": self._warm,
+            "ipython_interrupt": self._interrupt,
+            "ipython_restart": self._restart,
+        }
+
+    def pids(self):
+        """Children of the server that are waited for here."""
+        return self._life.pids() if self._life is not None else []
+
+    # -- operations ----------------------------------------------
+
+    def _run(self, request, connection):
+        code = str(request["code"])
+        timeout = float(request["timeout"])
+        max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
+        with self._lock:
+            restarted = False
+            while True:
+                life = self._live(connection.fileno())
+                restarted = restarted or (self._had_life and not life.used)
+                self._had_life = True
+                self._cells += 1
+                result = self._run_in(life, code, timeout, max_chars, connection.fileno(), restarted)
+                if life.done or life.started == self._cells or result["timed_out"] or result["interrupted"]:
+                    return result
+                restarted = True  # it was dying already; nothing of the code was run
+
+    def _run_in(self, life, code, timeout, max_chars, hangup_fd, restarted):
+        began = time.monotonic()
+        self._interrupted = False
+        late = life.begin(self._cells, code, max_chars)
+        self._running = life
+        try:
+            over = life.wait(lambda: life.done or life.gone or self._interrupted, began + timeout, hangup_fd)
+            timed_out = not over and time.monotonic() >= began + timeout
+            interrupted = not timed_out and (self._interrupted or not over)
+            if life.done is None and not life.gone:
+                life.interrupt()
+                deadline = time.monotonic() + INTERRUPT_PATIENCE_S
+                life.wait(lambda: life.done or life.gone, deadline)
+        finally:
+            self._running = None
+        done = life.done
+        died = done is None
+        if died:
+            life.kill()
+        output, truncated = life.end_cell()
+        if died:
+            self._had_life = False  # said in this result; not again in the next
+            self._start_in_background()
+        return {
+            "output": output,
+            "late_output": late,
+            "error": done and done.get("error"),
+            "execution_count": done and done.get("count"),
+            "timed_out": timed_out,
+            "interrupted": interrupted,
+            "restarted": restarted or died,
+            "truncated": truncated,
+            "duration_s": time.monotonic() - began,
+        }
+
+    def _warm(self, request, connection):
+        self._start_in_background()
+        return {}
+
+    def _interrupt(self, request, connection):
+        life = self._running
+        if life is None:
+            return {"was_running": False}
+        self._interrupted = True
+        life.wake()
+        return {"was_running": True}
+
+    def _restart(self, request, connection):
+        """End the kernel; a cell under way comes back as restarted."""
+        life, self._life = self._life, None
+        if life is not None:
+            life.kill()
+            life.wake()
+        if self._running is None:
+            self._had_life = False  # asked for, so the next cell need not say it
+        self._start_in_background()
+        return {}
+
+    # -- the kernel ----------------------------------------------
+
+    def _start_in_background(self):
+        def start():
+            try:
+                self._live(None)
+            except (NoPackages, RequestError, ServerError, OSError):
+                pass  # the next cell tries again and reports
+
+        threading.Thread(target=start, daemon=True).start()
+
+    def _live(self, hangup_fd):
+        """A kernel that is ready. Raises RequestError when no Python here can run one."""
+        with self._start_lock:
+            life = self._life
+            if life is not None and not life.gone:
+                wait_until_ready(life, hangup_fd)
+                return life
+            pythons = self._pythons()
+            for python in pythons:
+                try:
+                    self._life = life = KernelLife(
+                        python, self._directory, self._images, self._env, self._workspace, self._limits
+                    )
+                    wait_until_ready(life, hangup_fd)
+                except (NoPackages, FileNotFoundError, PermissionError):
+                    continue
+                self._python = python
+                return life
+            raise RequestError(REMEDY % ", ".join(pythons))
+
+    def _pythons(self):
+        if self._python is not None:
+            return [self._python]
+        named = self._env.get(PYTHON_VARIABLE)
+        if named:
+            return [named]
+        found = [shutil.which("python3", path=self._env.get("PATH")), "/usr/bin/python3"]
+        same = found[0] and os.path.realpath(found[0]) == os.path.realpath(found[1])
+        return [python for python in found[: 1 if same else 2] if python]
