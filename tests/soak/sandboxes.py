@@ -133,7 +133,7 @@ class Soak:
             finished = await self._listen(
                 process, stop_after=self.random.randint(1, count) if doomed else None
             )
-            if doomed and finished < count:
+            if process.returncode == -signal.SIGKILL and doomed:
                 self.killed["worker"] += 1
                 await self.host.release_owner(owner)
                 self.issued -= count - finished
