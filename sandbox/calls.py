@@ -38,30 +38,92 @@ Call = Generator[Request, dict[str, Any], T]
 
 @dataclasses.dataclass(frozen=True)
 class BashResult:
-    """What a command did."""
+    """What a command did; of one that goes on (`running`) what it did since the last result."""
 
     output: str
-    """Standard output and error as the terminal got them, cut in the middle when longer than asked for."""
+    """Standard output and error as the terminal got them, decoded as UTF-8 with U+FFFD for what is not, cut
+    in the middle when longer than asked for.
+    """
     exit_code: int | None
-    """None when the command was ended by force and the shell with it gave no code."""
+    """128 + signal when the shell with the command was killed. None while the command is running."""
     cwd: str
+    """The shell's directory; bytes that are not UTF-8 are surrogates, as `os.fsdecode` has it."""
     timed_out: bool
     truncated: bool
     shell_restarted: bool
-    """The shell ended (`exit`, `set -e`, killed); variables and functions are lost, the directory is kept."""
+    """The shell ended (`exit`, `set -e`, killed, reset) in this command or since the last one; variables and
+    functions are lost, the directory is kept but for a reset.
+    """
     duration_s: float
     interrupted: bool = False
+    running: bool = False
+    """The command was left running: `send_input` goes on with it."""
+    waiting_for_input: bool = False
+    """The running command is known to wait for input from the terminal. False also when that cannot be told.
+    """
+    suspended: bool = False
+    """The command was stopped by C-z and is a background job now; `fg` continues it."""
+    late_output: str = ""
+    """What background jobs, and a command left running before this one, printed since the last result."""
+    late_exit_code: int | None = None
+    """Exit code of a command that was left running and ended by itself before this one began."""
+    limit_exceeded: str | None = None
+    """The sandbox was over a limit and all its processes were ended: which limit, in words."""
+    input_sent: bool = True
+    """False when the command had ended before the input could be typed."""
 
 
-def bash(command: str, timeout: float, max_output_chars: int) -> Call[BashResult]:
+def _bash_result(reply: dict[str, Any]) -> BashResult:
+    names = {field.name for field in dataclasses.fields(BashResult)}
+    return BashResult(**{key: value for key, value in reply.items() if key in names})
+
+
+def bash(
+    command: str,
+    timeout: float,
+    max_output_chars: int,
+    on_timeout: str = "kill",
+    quiet_timeout: float | None = None,
+) -> Call[BashResult]:
     """Run a command in the persistent shell."""
-    body = {"op": "bash", "command": command, "timeout": timeout, "max_chars": max_output_chars}
-    return BashResult(**(yield Request(body, timeout + REPLY_GRACE_S)))
+    body = {
+        "op": "bash",
+        "command": command,
+        "timeout": timeout,
+        "max_chars": max_output_chars,
+        "on_timeout": on_timeout,
+        "quiet_timeout": quiet_timeout,
+    }
+    return _bash_result((yield Request(body, timeout + REPLY_GRACE_S)))
 
 
-def send_input(text: str) -> Call[None]:
+def send_input(
+    text: str, timeout: float, quiet_timeout: float | None, max_output_chars: int
+) -> Call[BashResult]:
     """Type to the running command."""
-    yield Request({"op": "input", "text": text}, aside=True)
+    body = {
+        "op": "input",
+        "text": text,
+        "timeout": timeout,
+        "quiet_timeout": quiet_timeout,
+        "max_chars": max_output_chars,
+    }
+    return _bash_result((yield Request(body, timeout + REPLY_GRACE_S, aside=True)))
+
+
+def reset() -> Call[BashResult]:
+    """End all processes and start a fresh shell."""
+    return _bash_result((yield Request({"op": "reset"}, aside=True)))
+
+
+def setup(env: dict[str, str]) -> Call[None]:
+    """Add environment variables."""
+    yield Request({"op": "setup", "env": env})
+
+
+def breach(kind: str, message: str) -> Call[None]:
+    """End all processes because of a limit."""
+    yield Request({"op": "breach", "kind": kind, "message": message}, aside=True)
 
 
 def interrupt() -> Call[bool]:

@@ -28,16 +28,46 @@ class SandboxClient:
         self._lock = asyncio.Lock()
 
     async def bash(
-        self, command: str, timeout: float = 30.0, *, max_output_chars: int = MAX_OUTPUT_CHARS
+        self,
+        command: str,
+        timeout: float = 30.0,
+        *,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+        on_timeout: str = "kill",
+        quiet_timeout: float | None = None,
     ) -> BashResult:
         """Run `command` in the persistent shell for at most `timeout` seconds; an overrun is a result, no
         exception.
-        """
-        return await self._drive(calls.bash(command, timeout, max_output_chars))
 
-    async def send_input(self, text: str) -> None:
-        """Type `text` (or `C-c`, `C-d`, `C-z`) to the command another call is running."""
-        await self._drive(calls.send_input(text))
+        A command that overruns is ended (`on_timeout="kill"`) or left running (`"keep"`). With `"keep"` that
+        also happens after `quiet_timeout` seconds without output (None: never), and as soon as the command is
+        known to wait for input. Raises SandboxRequestError while an earlier command is left running.
+        """
+        return await self._drive(calls.bash(command, timeout, max_output_chars, on_timeout, quiet_timeout))
+
+    async def send_input(
+        self,
+        text: str,
+        timeout: float = 30.0,
+        *,
+        quiet_timeout: float | None = None,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> BashResult:
+        """Type `text` and a line end, or a control key (`C-c`, `C-d`, `C-z`, …), to the running command.
+
+        For one that was left running: then wait as `bash` with `on_timeout="keep"` does, and return what it
+        printed since the last result; "" only waits. For one that another call waits for: return at once,
+        with no output. Raises SandboxRequestError when no command is running.
+        """
+        return await self._drive(calls.send_input(text, timeout, quiet_timeout, max_output_chars))
+
+    async def reset(self) -> BashResult:
+        """End every process in the sandbox, whatever it ignores, and start a fresh shell in the workspace."""
+        return await self._drive(calls.reset())
+
+    async def setup(self, env: dict[str, str]) -> None:
+        """Add variables to the environment of the shell, now and whenever it is started again."""
+        await self._drive(calls.setup(env))
 
     async def interrupt(self) -> bool:
         """End the command another call is running. Returns whether there was one."""
@@ -129,14 +159,35 @@ class SyncSandboxClient:
         self._lock = threading.Lock()
 
     def bash(
-        self, command: str, timeout: float = 30.0, *, max_output_chars: int = MAX_OUTPUT_CHARS
+        self,
+        command: str,
+        timeout: float = 30.0,
+        *,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+        on_timeout: str = "kill",
+        quiet_timeout: float | None = None,
     ) -> BashResult:
         """See :meth:`SandboxClient.bash`."""
-        return self._drive(calls.bash(command, timeout, max_output_chars))
+        return self._drive(calls.bash(command, timeout, max_output_chars, on_timeout, quiet_timeout))
 
-    def send_input(self, text: str) -> None:
+    def send_input(
+        self,
+        text: str,
+        timeout: float = 30.0,
+        *,
+        quiet_timeout: float | None = None,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> BashResult:
         """See :meth:`SandboxClient.send_input`."""
-        self._drive(calls.send_input(text))
+        return self._drive(calls.send_input(text, timeout, quiet_timeout, max_output_chars))
+
+    def reset(self) -> BashResult:
+        """See :meth:`SandboxClient.reset`."""
+        return self._drive(calls.reset())
+
+    def setup(self, env: dict[str, str]) -> None:
+        """See :meth:`SandboxClient.setup`."""
+        self._drive(calls.setup(env))
 
     def interrupt(self) -> bool:
         """See :meth:`SandboxClient.interrupt`."""

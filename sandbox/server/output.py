@@ -1,4 +1,4 @@
-"""Output of a command: cut in the middle when long, and freed of the shell's end-of-command markers."""
+"""Output of a command: cut in the middle when long, and freed of the shell's markers."""
 
 import collections
 
@@ -32,57 +32,108 @@ class Capture:
                 self._tail_bytes -= len(self._tail.popleft())
 
     def text(self):
-        """(text, whether something was left out). Only here do bytes that are not UTF-8 become U+FFFD."""
+        """(text, whether something was left out). Only here do bytes that are not UTF-8 become U+FFFD, as
+        `bytes.decode("utf-8", "replace")` has it; head and tail are decoded each by itself.
+        """
         tail = b"".join(self._tail)
-        kept_all = len(self._head) + len(tail) == self.total_bytes
-        if kept_all:
-            text = (bytes(self._head) + tail).decode("utf-8", "replace")
+        head = bytes(self._head)
+        if len(head) + len(tail) == self.total_bytes:
+            text = (head + tail).decode("utf-8", "replace")
             if len(text) <= self.max_chars:
                 return text, False
-            first, last = text, text
-        else:
-            first = self._head.decode("utf-8", "replace")
-            last = tail.decode("utf-8", "replace")
+            head = tail = head + tail
         half = self.max_chars // 2
-        first, last = first[:half], last[-half:]
-        shown = len(first.encode("utf-8")) + len(last.encode("utf-8"))
-        left_out = max(1, self.total_bytes - shown)
-        return "%s\n[... %d of %d bytes left out ...]\n%s" % (first, left_out, self.total_bytes, last), True
+        # Cut where each byte that is no UTF-8 counts as one character, so that the count of bytes is exact.
+        head = _encode(_decode(head)[:half])
+        tail = _encode(_decode(tail)[-half:])
+        note = "\n[... %d of %d bytes left out ...]\n" % (
+            self.total_bytes - len(head) - len(tail),
+            self.total_bytes,
+        )
+        return head.decode("utf-8", "replace") + note + tail.decode("utf-8", "replace"), True
+
+    def take_partial_character(self):
+        """Remove and return the beginning of a UTF-8 character at the very end, whose rest is yet to come."""
+        if not self.total_bytes:
+            return b""
+        # All that may begin a character lies in the last piece, or pieces of a byte or two make no difference
+        # but a replacement character.
+        last = self._tail[-1] if self._tail else bytes(self._head[-4:])
+        size = _partial_character_bytes(last[-3:])
+        if size == 0:
+            return b""
+        if self._tail:
+            self._tail[-1] = last[:-size]
+            self._tail_bytes -= size
+        else:
+            del self._head[-size:]
+        self.total_bytes -= size
+        return last[-size:]
+
+
+def _decode(data):
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _encode(text):
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _partial_character_bytes(data):
+    for size in range(1, len(data) + 1):
+        first = data[-size]
+        if first >= 0xC0:
+            wanted = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return size if size < wanted and first < 0xF8 else 0
+        if first < 0x80:
+            return 0
+    return 0
 
 
 class MarkerScanner:
-    """Splits a shell's byte stream into output and markers `RS nonce ; number ; exit code ; cwd RS`."""
+    """Splits a shell's byte stream into output and markers.
+
+    A marker is `RS nonce ; body ; nonce RS`. A body is `b;NUMBER` where a command begins and
+    `e;NUMBER;CODE;PWD` where it ends.
+    """
 
     def __init__(self, nonce):
         self._start = SEPARATOR + nonce.encode() + b";"
+        self._end = b";" + nonce.encode() + SEPARATOR
         self._pending = b""
 
     def feed(self, data):
-        """List of ("output", bytes) and ("marker", (number, exit_code, cwd)) in order of appearance."""
+        """List of ("output", bytes), ("begin", (number,)) and ("end", (number, code, pwd)) as they came."""
         found = []
         data = self._pending + data
         self._pending = b""
+        position = 0  # what lies before it has been dealt with
         while True:
-            start = data.find(self._start)
+            start = data.find(self._start, position)
             if start < 0:
-                keep = self._partial_start(data)
-                self._output(found, data[: len(data) - keep])
+                keep = self._partial_start(data[position:])
+                self._output(found, data[position : len(data) - keep])
                 self._pending = data[len(data) - keep :]
                 return found
-            self._output(found, data[:start])
-            end = data.find(SEPARATOR, start + len(self._start))
-            if end < 0:
-                if len(data) - start > MAX_MARKER_BYTES:
-                    self._output(found, data[start:])
-                else:
-                    self._pending = data[start:]
+            end = data.find(self._end, start + len(self._start))
+            # A start that is followed by another one was only text that looks like it.
+            later = data.find(self._start, start + 1, end if end >= 0 else len(data))
+            if later >= 0:
+                self._output(found, data[position:later])
+                position = later
+            elif end < 0 and len(data) - start <= MAX_MARKER_BYTES:
+                self._output(found, data[position:start])
+                self._pending = data[start:]
                 return found
-            marker = self._parse(data[start + len(self._start) : end])
-            if marker is None:
-                self._output(found, data[start : end + 1])
             else:
-                found.append(("marker", marker))
-            data = data[end + 1 :]
+                marker = self._parse(data[start + len(self._start) : end]) if end >= 0 else None
+                if marker is None:
+                    self._output(found, data[position : start + 1])
+                    position = start + 1
+                else:
+                    self._output(found, data[position:start])
+                    found.append(marker)
+                    position = end + len(self._end)
 
     def flush(self):
         """What was held back because a marker might have begun there."""
@@ -90,18 +141,21 @@ class MarkerScanner:
         return rest
 
     def _partial_start(self, data):
-        for length in range(min(len(self._start) - 1, len(data)), 0, -1):
-            if self._start.startswith(data[-length:]):
-                return length
-        return 0
+        at = data.rfind(SEPARATOR, max(0, len(data) - len(self._start) + 1))
+        return len(data) - at if at >= 0 and self._start.startswith(data[at:]) else 0
 
     @staticmethod
     def _parse(body):
         try:
-            number, code, cwd = body.split(b";", 2)
-            return int(number), int(code), cwd.decode("utf-8", "surrogateescape")
+            kind, rest = body.split(b";", 1)
+            if kind == b"b":
+                return "begin", (int(rest),)
+            if kind == b"e":
+                number, code, pwd = rest.split(b";", 2)
+                return "end", (int(number), int(code), pwd)
         except ValueError:
-            return None
+            pass
+        return None
 
     @staticmethod
     def _output(found, data):

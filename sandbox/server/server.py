@@ -122,7 +122,14 @@ def start_shell(config):
     program = ["bash"]
     if config.get("bash") and shutil.which("bash", path=config["env"].get("PATH")) is None:
         program = config["bash"]
-    return Shell(config["directory"], config["env"], config["workspace"], program, config.get("limits"))
+    return Shell(
+        config["directory"],
+        config["env"],
+        config["workspace"],
+        program,
+        config.get("limits"),
+        own_namespace=not config.get("subreaper"),
+    )
 
 
 def main(config_path):

@@ -1,91 +1,79 @@
-"""One persistent interactive bash on a pseudo terminal.
+"""The persistent shell: one command at a time on one bash, which is replaced whenever it dies.
 
 A command is written to a file and only `. file` is typed, so quotes, heredocs and length cannot break the
-framing and standard input stays free for the command. The end of a command is a marker (nonce, command
-number, exit code, cwd) that bash prints to the terminal. Everything waits for events on file descriptors;
-nothing polls.
+framing and standard input stays free for the command. Where a command begins and ends bash prints a marker
+(nonce, command number, exit code, directory) to the terminal. Everything waits for events on file
+descriptors; nothing polls, but for a look now and then at whether a silent command waits for input, if that
+was asked for.
 """
 
-import binascii
-import errno
-import fcntl
 import os
 import select
+import shlex
 import signal
-import struct
-import termios
 import threading
 import time
 
-import ptyprocess
-
+import proc
 from confine import confiner
-from errors import ServerError
-from output import Capture, MarkerScanner
+from errors import RequestError, ServerError
+from output import Capture
+from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
 
 START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node is slow
-READ_BYTES = 65536
-WINDOW = (50, 200)  # rows, columns
+SETUP_TIMEOUT_S = 10.0
 DEFAULT_MAX_CHARS = 30000
 
 # How a running command is ended: signal to the foreground group, seconds to wait for the shell to come back.
-ESCALATION = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5))
+# After SIGKILL bash goes on with the next line of the command, so ^C follows.
+ESCALATION = (
+    (signal.SIGINT, 1.0),
+    (signal.SIGTERM, 0.7),
+    (signal.SIGKILL, 0.3),
+    (signal.SIGINT, 1.0),
+    (signal.SIGKILL, 0.7),
+)
 
-# Names an agent may send instead of text when a command is running.
-CONTROL_KEYS = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a"}
-
-# `set +eu`: one command's strictness must not end the shell at the next. PROMPT_COMMAND is the way back after
-# ^C, which skips the rest of the typed line; __sbx_open keeps it from printing a second marker otherwise. The
-# marker goes to /dev/tty because a command may have redirected the shell's own output for good (`exec
-# >file`).
-RC_FILE = r"""
-set +H +o history
-unset HISTFILE PROMPT_COMMAND
-PS1= PS2= PS4='+ '
-__sbx_begin() { local code=$?; __sbx_number=$1; __sbx_open=1; return $code; }
-__sbx_end() { __sbx_mark $?; }
-__sbx_prompt() { local code=$?; [ -z "$__sbx_open" ] || __sbx_mark $code; return $code; }
-__sbx_mark() {
-    { set +eu; } 2>/dev/null
-    PS1= PS2= PROMPT_COMMAND=__sbx_prompt
-    __sbx_open=
-    printf '\036%s;%s;%s;%s\036' @NONCE@ "$__sbx_number" "$1" "$PWD" >/dev/tty
-    return $1
-}
-PROMPT_COMMAND=__sbx_prompt
-"""
-
-
-class ShellError(ServerError):
-    """bash could not be started or does not answer."""
+# A silent command is looked at after the first of these many seconds, then ever more rarely.
+LOOK_FIRST_S = 0.06
+LOOK_MOST_S = 1.0
+# So long a reader that has not gone to sleep anew is taken to be yet to see what was typed.
+SETTLE_S = 2.0
 
 
 class Shell:
     """A bash that is started again whenever it dies; one command at a time."""
 
-    def __init__(self, directory, env, cwd, program=("bash",), limits=None):
-        """`directory`: private place for the rc and command files. `program`: command line of bash. `limits`: see
-        `confine.py`. Raises ShellError when bash does not start.
+    def __init__(self, directory, env, cwd, program=("bash",), limits=None, own_namespace=True):
+        """`directory`: private place for the rc and command files. `env`: a dict that is also read later,
+        whenever bash is started again. `program`: command line of bash. `limits`: see `confine.py`.
+        `own_namespace`: see `proc.end_all`. Raises ServerError when bash does not start.
         """
         self._directory = directory
         self._env = env
         self._program = list(program)
         self._confine = confiner(limits or {})
-        self._cwd = cwd
         self._home_cwd = cwd
-        self._command_file = os.path.join(directory, "cmd")
-        self._rc_file = os.path.join(directory, "rc")
-        self._lock = threading.Lock()
+        self._own_namespace = own_namespace
+        self._lock = threading.Lock()  # whoever holds it reads the terminal
+        self._state = threading.Lock()  # guards the two below
+        self._waiting = False  # a thread waits for the running command
+        self._typed = []  # input for that thread to type
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._running = False
         self._interrupt = False
-        self._number = 0
-        self._exit_code = None
-        self._process = None
-        self._scanner = None
-        self._spawn()
+        self._resetting = False
+        self._session = None
+        self._left = False  # a command runs, or has ended, whose last result nobody got
+        self._suspending = False  # C-z was typed to the running command
+        self._restarted = False  # since the last result
+        self._limit_exceeded = None
+        self._epoll = select.epoll()
+        self._attended = False
+        self._spawn(os.fsencode(cwd))
+        threading.Thread(target=self._attend, daemon=True).start()
+        self._set_attended(True)
 
     # -- what other threads call while a command runs ----------------------------------------------
 
@@ -100,222 +88,394 @@ class Shell:
 
     def interrupt(self):
         """End the running command (^C, TERM, KILL). Returns whether one was running."""
-        running = self._running
-        if running:
-            self._interrupt = True
-            self.wake()
-        return running
 
-    def send_input(self, text):
-        """Type `text` to the running command. Returns False when none is running."""
-        if not self._running:
-            return False
-        os.write(self._process.fd, CONTROL_KEYS.get(text) or text.encode())
-        return True
+        def ask():
+            self._interrupt = True
+
+        if self._tell_waiting(ask):
+            return True
+        try:
+            with self._unattended():
+                if not self._left or self._session.look() is not None:
+                    return False
+                self._stop_command()
+                return True
+        finally:
+            self._lock.release()
 
     def pid(self):
         """Process id of bash, as seen here; None while there is none."""
-        return self._process and self._process.pid
+        session = self._session
+        return session and session.pid
+
+    def reset(self, max_chars=DEFAULT_MAX_CHARS):
+        """End every process of the sandbox but the server and start a fresh shell in the workspace."""
+        began = time.monotonic()
+        self._resetting = True
+        try:
+            proc.end_all(self._own_namespace)
+            while not self._lock.acquire(timeout=0.2):
+                proc.end_all(self._own_namespace)  # a command that was waiting for its turn had it
+        finally:
+            self._resetting = False
+        try:
+            with self._unattended():
+                self._left = False
+                self._spawn(os.fsencode(self._home_cwd))
+                self._restarted = True
+                return self._result(Capture(max_chars), began)
+        finally:
+            self._lock.release()
+
+    def breach(self, message):
+        """End every process because a limit was exceeded; the running command's result, or else the next one,
+        carries `message`.
+        """
+        self._limit_exceeded = message
+        proc.end_all(self._own_namespace)
 
     # -- running a command ----------------------------------------------
 
-    def run(self, command, timeout, max_chars=DEFAULT_MAX_CHARS, hangup_fd=None):
-        """Run `command` and return its result as a dict.
+    def run(self, command, timeout, max_chars=DEFAULT_MAX_CHARS, hangup_fd=None, keep=False, quiet=None):
+        """Run `command` and return its result as a dict, the fields of `sandbox.calls.BashResult`.
 
-        `timeout` in seconds; a command that overruns it is ended and its output so far returned. `hangup_fd`:
-        a socket whose closing by the peer ends the command. Raises ShellError when bash cannot be started
-        again.
+        `timeout` in seconds. A command that overruns it is ended, with `keep` left running. With `keep` that
+        also happens after `quiet` seconds without output and when it certainly waits for input. `hangup_fd`:
+        a socket whose closing by the peer ends the command. Raises RequestError while an earlier command
+        runs, ServerError when bash cannot be started again.
         """
-        with self._lock:
+        with self._lock, self._unattended():
             began = time.monotonic()
-            capture = Capture(max_chars)
-            self._interrupt = False
-            self._type(command, capture)
-            self._running = True
-            try:
-                ending = self._wait(capture, began + timeout, hangup_fd)
-                stopped = ending in ("timeout", "interrupt", "hangup")
-                alive = ending == "marker" or (stopped and self._stop_command(capture))
-            finally:
-                self._running = False
-            exit_code = self._exit_code
-            if not alive:
-                self._spawn()
-            output, truncated = capture.text()
-            return {
-                "output": output,
-                "exit_code": exit_code,
-                "cwd": self._cwd,
-                "timed_out": ending == "timeout",
-                "interrupted": ending in ("interrupt", "hangup"),
-                "truncated": truncated,
-                "shell_restarted": not alive,
-                "duration_s": time.monotonic() - began,
-            }
+            late_exit_code = self._settle_left()
+            self._ensure_session()
+            self._interrupt = self._suspending = False
+            self._session.start(command, Capture(max_chars))
+            result = self._follow(began, timeout, hangup_fd, keep, quiet)
+            result["late_exit_code"] = late_exit_code
+            return result
+
+    def send_input(self, data, timeout, max_chars=DEFAULT_MAX_CHARS, hangup_fd=None, quiet=None):
+        """Type `data` (bytes) to the running command, then wait as :meth:`run` does with `keep`.
+
+        Returns at once while another thread waits for the command. Raises RequestError when none runs.
+        """
+        began = time.monotonic()
+
+        def hand_over():
+            self._check_input(data)
+            self._typed.append(data)
+
+        if self._tell_waiting(hand_over):
+            return dict(self._result(Capture(2), began, notices=False), running=True, exit_code=None)
+        try:
+            if not self._left:
+                raise RequestError(
+                    "no command is running that could take input; send it as a command (without is_input)"
+                )
+            with self._unattended():
+                session = self._session
+                self._carry_over(max_chars)
+                if session.look() is not None:
+                    result = self._finish(session.capture, began, session.ending, True)
+                    result["input_sent"] = not data
+                    return result
+                self._check_input(data)
+                self._interrupt = False
+                old_readers = session.readers() if data else frozenset()
+                self._suspending = self._suspending or data == b"\x1a"
+                session.queue(data)
+                return self._follow(began, timeout, hangup_fd, True, quiet, old_readers)
+        finally:
+            self._lock.release()
+
+    def setup(self, env):
+        """Add variables to the environment of this shell and of all that follow. Raises RequestError for a
+        name that bash does not let be set, or while a command runs.
+        """
+        exports = "".join("export %s=%s\n" % (name, shlex.quote(value)) for name, value in env.items())
+        result = self.run("set -e\n" + exports + "set +e", SETUP_TIMEOUT_S)
+        if result["exit_code"] != 0:
+            raise RequestError("bash refused the environment: %s" % result["output"].strip())
+        self._env.update(env)
 
     def close(self):
         """End bash; its background jobs are left to the end of the container."""
-        self._discard_process()
+        with self._lock:
+            self._set_attended(False)
+            self._session.kill()
 
-    # -- inside ----------------------------------------------
-
-    def _spawn(self):
-        self._discard_process()
-        nonce = binascii.hexlify(os.urandom(8)).decode()
-        _write_private(self._rc_file, RC_FILE.replace("@NONCE@", nonce))
-        if not os.path.isdir(self._cwd):
-            self._cwd = self._home_cwd
-        argv = [*self._program, "--noediting", "--noprofile", "--rcfile", self._rc_file, "-i"]
-        try:
-            process = ptyprocess.PtyProcess.spawn(
-                argv, cwd=self._cwd, env=self._env, dimensions=WINDOW, preexec_fn=self._confine
-            )
-        except Exception as error:  # ptyprocess raises whatever exec said, in several types
-            raise ShellError("cannot start %s: %s" % (self._program[0], error))
-        process.delayafterclose = process.delayafterterminate = 0  # else closing sleeps
-        os.set_blocking(process.fd, False)
-        self._process = process
-        self._scanner = MarkerScanner(nonce)
-        self._number += 1
-        self._set_terminal()
-        capture = Capture(2000)
-        self._write_line("__sbx_begin %d; __sbx_end" % self._number)
-        if self._wait(capture, time.monotonic() + START_TIMEOUT_S, None, startup=True) != "marker":
-            raise ShellError("bash did not become ready; it said: %r" % capture.text()[0])
-
-    def _discard_process(self):
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.kill(signal.SIGKILL)
-            process.close(force=True)
-        except Exception:  # already gone, which is what is wanted
-            pass
-
-    def _set_terminal(self):
-        """No echo, no output translation, signals and line input on: whatever the last command left
-        behind.
+    def _tell_waiting(self, tell):
+        """Call `tell` if a thread waits for a command, and wake that. Returns False, holding the lock, if
+        none does.
         """
-        attributes = termios.tcgetattr(self._process.fd)
-        attributes[0] = termios.ICRNL
-        attributes[1] = 0
-        attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
-        termios.tcsetattr(self._process.fd, termios.TCSANOW, attributes)
+        while True:
+            with self._state:
+                if self._waiting:
+                    tell()
+                    self.wake()
+                    return True
+            if self._lock.acquire(timeout=0.01):  # else a request has just begun or is about to end
+                return False
 
-    def _type(self, command, capture):
-        """Write the command file and type the line that sources it."""
-        if self._process is None or not self._process.isalive():
-            self._spawn()  # it died between two commands, e.g. killed by a background job
-        if self._read_available(capture) == "exited":  # late output of background jobs comes first
-            self._spawn()
-        self._set_terminal()
-        termios.tcflush(self._process.fd, termios.TCIFLUSH)
-        _write_private(self._command_file, command + "\n")
-        self._number += 1
-        self._exit_code = None
-        self._write_line("__sbx_begin %d; . %s; __sbx_end" % (self._number, self._command_file))
+    # -- inside: a command's life ----------------------------------------------
 
-    def _write_line(self, line):
-        os.write(self._process.fd, line.encode() + b"\n")
+    def _follow(self, began, timeout, hangup_fd, keep, quiet, old_readers=frozenset()):
+        """Wait for the running command and make its result."""
+        session = self._session
+        self._left = False
+        with self._state:
+            self._waiting = True
+        try:
+            ending = self._wait(began + timeout, hangup_fd, keep, quiet if keep else None, old_readers)
+        finally:
+            with self._state:
+                self._waiting = False
+                typed, self._typed = self._typed, []
+        if ending in ("quiet", "input") or (ending == "timeout" and keep):
+            for data in typed:
+                session.queue(data)
+            self._left = True
+            result = self._running_result(session.capture, began)
+            result["timed_out"] = ending == "timeout"
+            result["waiting_for_input"] = ending == "input"
+            return result
+        alive = ending == "marker"
+        if ending in ("timeout", "interrupt", "hangup"):
+            alive = self._stop_command()
+        return self._finish(session.capture, began, ending, alive)
 
-    def _wait(self, capture, deadline, hangup_fd, startup=False, ignore_interrupt=False):
+    def _running_result(self, capture, began):
+        """The result so far of a command that goes on; what could be the start of a character waits."""
+        session = self._session
+        session.update_cwd()
+        partial = capture.take_partial_character()
+        result = self._result(capture, began)
+        result.update(running=True, exit_code=None)
+        session.capture = Capture(capture.max_chars)
+        session.capture.add(partial)
+        return result
+
+    def _carry_over(self, max_chars):
+        """Hold what came since the last result to the size that is wanted now."""
+        old = self._session.capture
+        if old.max_chars != max_chars:
+            self._session.capture = Capture(max_chars)
+            self._session.capture.add(old.text()[0].encode())
+
+    def _finish(self, capture, began, ending, alive):
+        """The last result of a command; a dead shell is replaced."""
+        session, self._left = self._session, False
+        exit_code = session.exit_code
+        if ending == "exited" or not alive:
+            alive = False
+            if not self._resetting:
+                self._spawn(session.cwd)
+            self._restarted = True
+        result = self._result(capture, began, notices=ending != "hangup")  # nobody reads it after a hang-up
+        result.update(
+            exit_code=exit_code,
+            timed_out=ending == "timeout",
+            interrupted=ending in ("interrupt", "hangup") or (self._resetting and not alive),
+            suspended=self._suspending and exit_code == 128 + signal.SIGTSTP,
+        )
+        return result
+
+    def _result(self, capture, began, notices=True):
+        """Fields that all results have. `notices`: tell, for once, what happened besides."""
+        session = self._session
+        output, truncated = capture.text()
+        result = {
+            "output": output,
+            "exit_code": 0,
+            "cwd": os.fsdecode(session.cwd),
+            "timed_out": False,
+            "truncated": truncated,
+            "shell_restarted": False,
+            "duration_s": time.monotonic() - began,
+        }
+        if notices:
+            late, session.late = session.late, Capture(LATE_MAX_CHARS)
+            result.update(
+                late_output=late.text()[0],
+                shell_restarted=self._restarted,
+                limit_exceeded=self._limit_exceeded,
+            )
+            self._restarted, self._limit_exceeded = False, None
+        return result
+
+    def _settle_left(self):
+        """Before a new command: refuse it while the one left behind runs. Returns that one's exit code if it
+        has ended since its last result; what it still said goes to the late output.
+        """
+        if not self._left:
+            return None
+        session = self._session
+        if session.look() is None:
+            raise RequestError(
+                "the previous command is still running; send it input (is_input), wait for it with empty "
+                "input, interrupt it with the input C-c, or use reset"
+            )
+        self._left = False
+        rest = session.capture.text()[0].encode()
+        after, session.late = session.late, Capture(LATE_MAX_CHARS)
+        session.late.add(rest)
+        session.late.add(after.text()[0].encode())
+        return session.exit_code
+
+    def _check_input(self, data):
+        if self._session.too_long_line(data):
+            raise RequestError(
+                "a line of the input is longer than %d bytes, which a terminal cannot take; write it to a "
+                "file and have the command read that" % MOST_LINE_BYTES
+            )
+
+    # -- inside: waiting ----------------------------------------------
+
+    def _wait(self, deadline, hangup_fd=None, watch=False, quiet=None, old_readers=frozenset(), heed=True):
         """Collect output until something ends the wait.
 
-        Returns "marker", "exited", "timeout", "interrupt" or "hangup".
+        `watch`: look whether the command waits for input, as somebody else than `old_readers`. `heed`:
+        interrupts. Returns "marker", "exited", "timeout", "quiet", "input", "interrupt" or "hangup".
         """
+        session = self._session
         poller = select.poll()
-        poller.register(self._process.fd, select.POLLIN)
+        poller.register(session.fd, select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
         if hangup_fd is not None:
             poller.register(hangup_fd, select.POLLRDHUP)
+        typing = False
+        began = changed = time.monotonic()
+        seen, look_at = session.read_bytes, LOOK_FIRST_S
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if typing != session.wants_to_type():
+                typing = not typing
+                poller.modify(session.fd, select.POLLIN | (select.POLLOUT if typing else 0))
+            now = time.monotonic()
+            if now >= deadline:
                 return "timeout"
-            for fd, _ in poller.poll(left * 1000 + 1):
-                if fd == self._process.fd:
-                    ending = self._read_available(capture)
-                    if ending is not None:
-                        return ending
+            until = deadline
+            if quiet is not None:
+                until = min(until, changed + quiet)
+                if now >= until:
+                    return "quiet"
+            if watch:
+                if now >= changed + look_at:
+                    if now > began + SETTLE_S:
+                        old_readers = frozenset()
+                    waits = not typing and session.readers() - old_readers
+                    if session.read() is not None:
+                        return session.ending
+                    if waits and session.read_bytes == seen:  # else it has just said something
+                        return "input"
+                    look_at = look_at + min(look_at, LOOK_MOST_S)
+                until = min(until, changed + look_at)
+            for fd, event in poller.poll(max(0, until - now) * 1000 + 1):
+                if fd == session.fd:
+                    if event & select.POLLOUT:
+                        session.type_queued()
+                    if event & ~select.POLLOUT and session.read() is not None:
+                        return session.ending
                 elif fd == hangup_fd:
                     return "hangup"
                 else:
-                    self._drain_wake_ups()
-                    if self._interrupt and not startup and not ignore_interrupt:
-                        return "interrupt"
-                    if not self._process.isalive():
-                        # A background job may hold the terminal open, so end of file is not to be waited for.
-                        return self._read_available(capture, exited=True)
+                    ending = self._on_wake(heed)
+                    if ending is not None:
+                        return ending
+            if session.read_bytes != seen:
+                seen, changed, look_at = session.read_bytes, time.monotonic(), LOOK_FIRST_S
 
-    def _read_available(self, capture, exited=False):
-        """Read what is there. Returns "marker" at this command's marker, "exited" at the shell's end, else
-        None.
-        """
-        rounds = 0
-        while exited or rounds < 64:  # now and then let the caller look at the clock
-            rounds += 1
-            try:
-                data = os.read(self._process.fd, READ_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                data = b""  # all holders of the terminal are gone
-            if not data:
-                exited = True
-                break
-            for kind, value in self._scanner.feed(data):
-                if kind == "output":
-                    capture.add(value)
-                elif value[0] == self._number:  # a marker of an older command is dropped
-                    _, self._exit_code, self._cwd = value
-                    return "marker"
-        if not exited:
-            return None
-        capture.add(self._scanner.flush())
-        self._process.wait()
-        status = self._process
-        self._exit_code = (
-            status.exitstatus if status.exitstatus is not None else 128 + (status.signalstatus or 0)
-        )
-        return "exited"
-
-    def _stop_command(self, capture):
-        """End the foreground command by ever stronger signals. Returns whether the shell came back."""
-        for number, patience in ESCALATION:
-            self._signal_foreground(number)
-            ending = self._wait(capture, time.monotonic() + patience, None, ignore_interrupt=True)
-            if ending != "timeout":
-                return ending == "marker"
-        self._process.kill(signal.SIGKILL)
-        self._exit_code = 128 + signal.SIGKILL
-        return False
-
-    def _signal_foreground(self, number):
-        """To the terminal's foreground group, or to bash itself when that runs a builtin or a loop."""
-        try:
-            group = struct.unpack("i", fcntl.ioctl(self._process.fd, termios.TIOCGPGRP, b"\0" * 4))[0]
-        except OSError:
-            group = 0
-        try:
-            if group > 0 and group != self._process.pid:
-                os.killpg(group, number)
-            else:
-                os.kill(self._process.pid, number)
-        except ProcessLookupError:
-            pass  # it ended just now; the wait that follows sees it
-
-    def _drain_wake_ups(self):
+    def _on_wake(self, heed):
         try:
             while os.read(self._wake_read, 4096):
                 pass
         except BlockingIOError:
             pass
+        if heed and self._interrupt:
+            return "interrupt"
+        with self._state:
+            typed, self._typed = self._typed, []
+        for data in typed:
+            self._suspending = self._suspending or data == b"\x1a"
+            self._session.queue(data)
+        if not self._session.is_alive():
+            # A background job may hold the terminal open, so end of file is not to be waited for.
+            return self._session.read(exited=True)
+        return None
+
+    def _stop_command(self):
+        """End the foreground command by ever stronger signals. Returns whether the shell came back."""
+        session = self._session
+        for number, patience in ESCALATION:
+            session.signal_foreground(number)
+            ending = self._wait(time.monotonic() + patience, heed=False)
+            if ending != "timeout":
+                return ending == "marker"
+            if session.foreground() == session.pid:
+                session.type_end()  # it may be back, but without its PROMPT_COMMAND
+        os.kill(session.pid, signal.SIGKILL)
+        return self._wait(time.monotonic() + ESCALATION[0][1], heed=False) == "marker"
+
+    # -- inside: the bash process ----------------------------------------------
+
+    def _ensure_session(self):
+        if self._session.look() == "exited":
+            self._spawn(self._session.cwd)
+            self._restarted = True
+
+    def _spawn(self, cwd):
+        """Replace bash. What the old one said late is kept."""
+        old = self._session
+        if old is not None:
+            old.kill()
+        if not os.path.isdir(cwd) or not os.access(cwd, os.X_OK):
+            cwd = os.fsencode(self._home_cwd)
+        session = Session(self._program, self._directory, self._env, os.fsdecode(cwd), self._confine)
+        self._session = session
+        ending = self._wait(time.monotonic() + START_TIMEOUT_S, heed=False)
+        if ending != "marker":
+            said = session.late.text()[0]
+            session.kill()
+            session.ending = "exited"
+            raise ServerError("bash did not become ready (%s); it said: %r" % (ending, said))
+        session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
+
+    # -- inside: reading while nobody waits ----------------------------------------------
+
+    def _unattended(self):
+        return _Unattended(self)
+
+    def _set_attended(self, wanted):
+        """Have the attendant thread read the terminal, or not. Needs the lock."""
+        if wanted and self._session.ending != "exited":
+            self._epoll.register(self._session.fd, select.EPOLLIN | select.EPOLLONESHOT)
+            self._attended = True
+        elif self._attended:
+            self._attended = False
+            self._epoll.unregister(self._session.fd)
+
+    def _attend(self):
+        """Read what a command that was left running and background jobs print, so that they do not block."""
+        while True:
+            for fd, _ in self._epoll.poll():
+                with self._lock:
+                    if not self._attended or fd != self._session.fd:
+                        continue  # a request came first
+                    self._session.read()
+                    if self._session.ending == "exited":
+                        self._set_attended(False)
+                    else:
+                        self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
+            time.sleep(0.001)  # a flood of output must not keep a request from the lock
 
 
-def _write_private(path, text):
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
+class _Unattended:
+    """While a request reads the terminal itself."""
+
+    def __init__(self, shell):
+        self._shell = shell
+
+    def __enter__(self):
+        self._shell._set_attended(False)
+
+    def __exit__(self, *exc_info):
+        self._shell._set_attended(True)

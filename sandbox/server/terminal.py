@@ -1,7 +1,12 @@
-"""The persistent shell as operations: `bash`, `input`, `interrupt`."""
+"""The persistent shell as operations: `bash`, `input`, `interrupt`, `reset`, `setup`, `breach`."""
+
+import re
 
 from errors import RequestError, ServerError
 from shell import DEFAULT_MAX_CHARS
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+CONTROL_KEY = re.compile(r"C-([a-zA-Z@\[\\\]^_])")
 
 
 class Terminal:
@@ -12,22 +17,101 @@ class Terminal:
 
     def operations(self):
         """Name of each operation → function(request, connection)."""
-        return {"bash": self._bash, "input": self._input, "interrupt": self._interrupt}
+        return {
+            "bash": self._bash,
+            "input": self._input,
+            "interrupt": self._interrupt,
+            "reset": self._reset,
+            "setup": self._setup,
+            "breach": self._breach,
+        }
 
     def _bash(self, request, connection):
         command = str(request["command"])
         if "\0" in command:
             raise RequestError("the command contains a NUL character, which no shell can take")
-        limit = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
-        try:
-            return self._shell.run(command, float(request["timeout"]), limit, connection.fileno())
-        except OSError as error:
-            raise ServerError("the shell cannot work: %s" % error)  # a full disk, no processes left
+        _encode("command", command)
+        on_timeout = request.get("on_timeout") or "kill"
+        if on_timeout not in ("kill", "keep"):
+            raise RequestError("on_timeout is %r; it must be 'kill' or 'keep'" % (on_timeout,))
+        return _carry_out(
+            self._shell.run,
+            command,
+            _seconds(request, "timeout"),
+            _limit(request),
+            connection.fileno(),
+            on_timeout == "keep",
+            _seconds(request, "quiet_timeout", None),
+        )
 
     def _input(self, request, connection):
-        if not self._shell.send_input(str(request["text"])):
-            raise RequestError("no command is running that could take input; send it as a command")
-        return {"sent": True}
+        return _carry_out(
+            self._shell.send_input,
+            keys(str(request["text"])),
+            _seconds(request, "timeout", 0.0),
+            _limit(request),
+            connection.fileno(),
+            _seconds(request, "quiet_timeout", None),
+        )
 
     def _interrupt(self, request, connection):
         return {"was_running": self._shell.interrupt()}
+
+    def _reset(self, request, connection):
+        return _carry_out(self._shell.reset, _limit(request))
+
+    def _setup(self, request, connection):
+        env = request.get("env") or {}
+        for name, value in env.items():
+            if not NAME.fullmatch(name):
+                raise RequestError("environment variable %r: a name has letters, digits and _ only" % name)
+            if not isinstance(value, str) or "\0" in value:
+                raise RequestError("environment variable %s: its value must be text without NUL" % name)
+            _encode("environment variable %s" % name, value)
+        if env:
+            _carry_out(self._shell.setup, env)
+        return {}
+
+    def _breach(self, request, connection):
+        self._shell.breach(str(request["message"]))
+        return {}
+
+
+def keys(text):
+    """What is typed for `text`, as bytes: `C-c` and its like are control keys, else a line end is added."""
+    control = CONTROL_KEY.fullmatch(text)
+    if control:
+        return bytes([ord(control.group(1).upper()) & 0x1F])
+    if text and not text.endswith("\n"):
+        text += "\n"
+    return _encode("text", text)
+
+
+def _encode(what, text):
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise RequestError("%s: %s" % (what, error))
+
+
+def _seconds(request, name, default=Ellipsis):
+    value = request.get(name)
+    if value is None:
+        if default is Ellipsis:
+            raise RequestError("%s is missing in the request" % name)
+        return default
+    value = float(value)
+    if not 0 <= value < 1e9:  # false for NaN too
+        raise RequestError("%s is %r; it must be a number of seconds from 0" % (name, value))
+    return value
+
+
+def _limit(request):
+    return int(request.get("max_chars") or DEFAULT_MAX_CHARS)
+
+
+def _carry_out(function, *arguments):
+    try:
+        return function(*arguments)
+    except OSError as error:
+        raise ServerError("the shell cannot work: %s" % error)  # a full disk, no processes left

@@ -39,13 +39,34 @@ def test_capture_is_bounded_whatever_the_chunks():
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_markers_are_found_however_the_stream_is_cut(size):
-    stream = b"one\x1eabc;5;0;/a;b\x1etwo\x1e\x1eabd;\x1eabc;x;\x1e\x1eabc;6;130;/\x1e"
+    false = b"\x1e\x1eabd;\x1eabc;x;;abc\x1e\x1eabc;e;7;"
+    stream = b"one\x1eabc;b;5;abc\x1etwo\x1eabc;e;5;0;/a;b\x1e;abc\x1e" + false + b"\x1eabc;e;6;130;/;abc\x1e"
     scanner, found = MarkerScanner("abc"), []
     for start in range(0, len(stream), size):
         found += scanner.feed(stream[start : start + size])
     output = b"".join(value for kind, value in found if kind == "output") + scanner.flush()
-    assert output == b"onetwo\x1e\x1eabd;\x1eabc;x;\x1e"
-    assert [value for kind, value in found if kind == "marker"] == [(5, 0, "/a;b"), (6, 130, "/")]
+    assert output == b"onetwo" + false
+    markers = [("begin", (5,)), ("end", (5, 0, b"/a;b\x1e")), ("end", (6, 130, b"/"))]
+    assert [entry for entry in found if entry[0] != "output"] == markers
+
+
+def test_a_false_beginning_of_a_marker_is_not_held_back_for_ever():
+    scanner = MarkerScanner("abc")
+    false = b"\x1eabc;" + b"x" * 20_000
+    found = scanner.feed(false) + scanner.feed(b"\x1eabc;e;1;0;/;abc\x1e")
+    assert b"".join(value for kind, value in found if kind == "output") == false
+    assert found[-1] == ("end", (1, 0, b"/"))
+
+
+def test_a_character_that_is_cut_between_two_results_is_kept_whole():
+    capture = Capture(100)
+    capture.add("gr\u00fc\u20ac".encode()[:-1])
+    partial = capture.take_partial_character()
+    assert capture.text() == ("gr\u00fc", False)
+    assert partial + "\u20ac".encode()[-1:] == "\u20ac".encode()
+    whole = Capture(100)
+    whole.add("\u20ac".encode())
+    assert whole.take_partial_character() == b""
 
 
 def test_frames_survive_the_wire_and_too_large_ones_are_refused():

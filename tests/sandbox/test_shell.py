@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sandbox.client import SyncSandboxClient
+from sandbox.client import SyncSandboxClient, exchange
 from sandbox.errors import SandboxRequestError
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
@@ -195,4 +195,4 @@ def test_a_nul_character_and_an_unknown_operation_are_refused(shell):
     with pytest.raises(SandboxRequestError, match="NUL"):
         shell.bash("echo \0")
     with pytest.raises(SandboxRequestError, match="unknown operation"):
-        shell._call({"op": "nonsense"}, 5)
+        exchange(shell._path, {"op": "nonsense"}, 5)

@@ -1,0 +1,191 @@
+"""What /proc tells of the sandbox's processes: who waits for the keyboard, and ending them all."""
+
+import os
+import platform
+import signal
+import struct
+import time
+
+# Calls in which a process waits for input: number → name. On other machines it is not told.
+_CALLS = {
+    "x86_64": {0: "read", 19: "read", 23: "select", 270: "select", 7: "poll", 271: "ppoll"},
+    "aarch64": {63: "read", 65: "read", 72: "select", 73: "ppoll"},
+}.get(platform.machine(), {})
+_POLLFD = struct.Struct("ihh")
+_POLL_IN = 0x1
+_MOST_FDS = 64  # a process that watches more is a server, not at a prompt
+_TTY_DEVICE = os.makedev(5, 0)  # /dev/tty
+_END_TIMEOUT_S = 8.0
+
+
+def processes():
+    """Ids of all processes that can be seen."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def status(pid):
+    """(state letter, parent, process group) of a process; None when there is none."""
+    fields = _stat("/proc/%d/stat" % pid)
+    return fields and (fields[0].decode(), int(fields[1]), int(fields[2]))
+
+
+def group_members(group):
+    """Living processes of a process group."""
+    members = []
+    for pid in processes():
+        found = status(pid)
+        if found and found[2] == group and found[0] not in "ZX":
+            members.append(pid)
+    return members
+
+
+def working_directory(pid):
+    """Path, as bytes, of the directory a process is in; None when that cannot be told. A directory that was
+    removed keeps its name.
+    """
+    try:
+        path = os.readlink(b"/proc/%d/cwd" % pid)
+    except OSError:
+        return None
+    deleted = b" (deleted)"
+    return path[: -len(deleted)] if path.endswith(deleted) and not os.path.isdir(path) else path
+
+
+# -- waiting for input ----------------------------------------------
+
+
+def terminal_readers(group, terminal):
+    """Threads of a process group that certainly wait for input from a terminal (device number).
+
+    Each is (thread id, how often it has gone to sleep), so that one who read something and waits again is
+    told from one who has not woken yet. Empty when there is none, when a member of the group still works, or
+    when it cannot be told: on a machine whose system calls are not known here, or without leave to look.
+    """
+    readers = set()
+    for pid in group_members(group):
+        try:
+            threads = [int(name) for name in os.listdir("/proc/%d/task" % pid)]
+        except OSError:
+            continue
+        for thread in threads:
+            base = "/proc/%d/task/%d" % (pid, thread)
+            fields = _stat(base + "/stat")
+            if fields is None:
+                continue
+            if fields[0] in (b"R", b"D"):
+                return frozenset()
+            if fields[0] == b"S" and _waits_for(pid, base, terminal):
+                readers.add((thread, _sleeps(base)))
+    return frozenset(readers)
+
+
+def _waits_for(pid, base, terminal):
+    try:
+        with open(base + "/syscall") as file:
+            words = file.read().split()
+        call = _CALLS.get(int(words[0]))
+        arguments = [int(word, 16) for word in words[1:7]]
+        descriptors = _watched(call, arguments, pid) if call else []
+        return bool(descriptors) and all(_is_terminal(pid, fd, terminal) for fd in descriptors)
+    except (OSError, ValueError, IndexError, OverflowError, struct.error):
+        return False  # it ran just then, has ended, or may not be looked at
+
+
+def _watched(call, arguments, pid):
+    """Descriptors that a call waits for to become readable; [] when it ends by itself."""
+    if call == "read":
+        return [arguments[0]]
+    if call == "select":
+        count, readable, timeout = arguments[0], arguments[1], arguments[4]
+        if timeout or not readable or count > 8 * _MOST_FDS:
+            return []
+        bits = int.from_bytes(_memory(pid, readable, (count + 63) // 64 * 8), "little")
+        return [fd for fd in range(count) if bits >> fd & 1]
+    address, count, timeout = arguments[:3]
+    forever = timeout == 0 if call == "ppoll" else bool(timeout & 0x80000000)
+    if not forever or count > _MOST_FDS:
+        return []
+    entries = _POLLFD.iter_unpack(_memory(pid, address, count * _POLLFD.size))
+    return [fd for fd, events, _ in entries if fd >= 0 and events & _POLL_IN]
+
+
+def _memory(pid, address, size):
+    fd = os.open("/proc/%d/mem" % pid, os.O_RDONLY)
+    try:
+        return os.pread(fd, size, address)
+    finally:
+        os.close(fd)
+
+
+def _is_terminal(pid, fd, terminal):
+    return os.stat("/proc/%d/fd/%d" % (pid, fd)).st_rdev in (terminal, _TTY_DEVICE)
+
+
+def _sleeps(base):
+    try:
+        with open(base + "/status") as file:
+            for line in file:
+                if line.startswith("voluntary_ctxt_switches"):
+                    return int(line.split()[1])
+    except OSError:
+        pass
+    return -1
+
+
+# -- ending ----------------------------------------------
+
+
+def end_all(own_namespace):
+    """Kill every process of the sandbox but this one, and wait until they are gone.
+
+    `own_namespace`: whether the PID namespace is the sandbox's, so that the kernel itself knows who is meant
+    and no fork can escape; else it is all that descends from this process, its subreaper.
+    """
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    pause = 0.001
+    while True:
+        if own_namespace:
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            left = [pid for pid in processes() if pid not in (1, os.getpid())]
+        else:
+            left = _descendants(os.getpid())
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        if not any(_is_alive(pid) for pid in left) or time.monotonic() > deadline:
+            return
+        time.sleep(pause)  # a process that exits frees its memory first, which nothing announces
+        pause = min(2 * pause, 0.05)
+
+
+def _is_alive(pid):
+    found = status(pid)
+    return found is not None and found[0] not in "ZX"
+
+
+def _descendants(root):
+    children = {}
+    for pid in processes():
+        found = status(pid)
+        if found and found[0] not in "ZX":
+            children.setdefault(found[1], []).append(pid)
+    below, queue = [], [root]
+    while queue:
+        young = children.get(queue.pop(), [])
+        below += young
+        queue += young
+    return below
+
+
+def _stat(path):
+    """Fields of a stat file after the name, which may contain anything."""
+    try:
+        with open(path, "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,317 @@
+"""One bash process on a pseudo terminal: how it is started, fed, read and signalled."""
+
+import binascii
+import errno
+import fcntl
+import os
+import signal
+import struct
+import termios
+import time
+
+import ptyprocess
+
+import proc
+from errors import ServerError
+from output import Capture, MarkerScanner
+
+READ_BYTES = 65536
+READ_ROUNDS = 64  # then the caller looks at the clock
+EXIT_READ_ROUNDS = 1024  # of what a shell that ended left behind
+EXIT_TIMEOUT_S = 2.0  # from the closing of the terminal to the end of bash; then it is killed
+WINDOW = (50, 200)  # rows, columns
+LATE_MAX_CHARS = 4000
+MOST_LINE_BYTES = 4095  # of one line of input in canonical mode; the kernel drops the rest silently
+TIOCGPTN = 0x80045430
+TIOCGPTPEER = 0x5441
+
+# Written so that what a command did to the shell does not matter: `builtin` because of functions and `\`
+# because of aliases of the same name, markers to /dev/tty because the shell's output may have been redirected
+# for good (`exec >file`), no assignment that a read-only variable could make fail before the marker is out.
+#
+# `set +euv`: one command's strictness must not end the shell at the next. PROMPT_COMMAND is the way back
+# after ^C, which skips the rest of the typed line; __sbx_open keeps it from printing a second marker
+# otherwise. Input that the command was sent and did not read is dropped, else bash would run it as a command
+# of its own.
+RC_FILE = r"""
+set +H +o history
+unset HISTFILE PROMPT_COMMAND
+PS1= PS2= PS4='+ '
+__sbx_number= __sbx_open= __sbx_rest=
+__sbx_begin() {
+    builtin local code="$?"
+    __sbx_number="$1" __sbx_open=1
+    builtin printf '\036@NONCE@;b;%s;@NONCE@\036' "$1" >/dev/tty || builtin printf
+    '\036@NONCE@;b;%s;@NONCE@\036' "$1" builtin return "$code"
+}
+__sbx_end() { __sbx_mark "$?"; }
+__sbx_prompt() {
+    builtin local code="$?"
+    [[ -z $__sbx_open ]] || __sbx_mark "$code"
+    builtin return "$code"
+}
+__sbx_mark() {
+    builtin set +euv
+    __sbx_open=
+    {
+        while builtin read -t 0; do builtin read -r -t 1 -n 4096 __sbx_rest; done
+        builtin printf '\036@NONCE@;e;%s;%s;%s;@NONCE@\036' "$__sbx_number" "$1" "$PWD"
+    } <>/dev/tty >&0 || builtin printf '\036@NONCE@;e;%s;%s;%s;@NONCE@\036' "$__sbx_number" "$1" "$PWD"
+    builtin unset -v PROMPT_COMMAND
+    builtin printf -v PROMPT_COMMAND '{ __sbx_prompt; } 2>/dev/null'
+    builtin printf -v PS1 ''
+    builtin printf -v PS2 ''
+    builtin return "$1"
+}
+readonly -f __sbx_begin __sbx_end __sbx_prompt __sbx_mark
+PROMPT_COMMAND='{ __sbx_prompt; } 2>/dev/null'
+"""
+
+
+class Session:
+    """A bash that runs one command at a time; what it prints goes to `capture` or, between commands, to
+    `late`.
+    """
+
+    def __init__(self, program, directory, env, cwd, confine):
+        """Starts the process; it is ready when the marker of its first, empty command has been read.
+
+        `directory`: private place for the rc and command files. Raises ServerError when it cannot be started.
+        """
+        nonce = binascii.hexlify(os.urandom(8)).decode()
+        self._command_file = os.path.join(directory, "cmd")
+        rc_file = os.path.join(directory, "rc")
+        _write_private(rc_file, RC_FILE.replace("@NONCE@", nonce))
+        argv = [*program, "--noediting", "--noprofile", "--rcfile", rc_file, "-i"]
+        try:
+            process = ptyprocess.PtyProcess.spawn(
+                argv, cwd=cwd, env=env, dimensions=WINDOW, preexec_fn=confine
+            )
+        except Exception as error:  # ptyprocess raises whatever exec said, in several types
+            raise ServerError("cannot start %s: %s" % (program[0], error))
+        process.delayafterclose = process.delayafterterminate = 0  # else closing sleeps
+        os.set_blocking(process.fd, False)
+        self._process = process
+        self.fd = process.fd
+        self.pid = process.pid
+        self.terminal = os.makedev(136, struct.unpack("I", fcntl.ioctl(self.fd, TIOCGPTN, b"\0" * 4))[0])
+        self._scanner = MarkerScanner(nonce)
+        self._number = 0
+        self._to_type = bytearray()
+        self._inside = False  # between the markers of the command
+        self.ending = None
+        """How the command ended: "marker", "exited", or None while it runs."""
+        self.exit_code = None
+        self.cwd = os.fsencode(cwd)
+        self.capture = Capture(2)
+        self.late = Capture(LATE_MAX_CHARS)
+        self.read_bytes = 0
+        """All that was ever read; tells whether something was."""
+        self._set_terminal()
+        self._begin(": ")
+
+    # -- typing ----------------------------------------------
+
+    def start(self, command, capture):
+        """Run `command` (text without NUL); its output goes to `capture`."""
+        _write_private(self._command_file, command + "\n")
+        os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
+        self._set_terminal()
+        self._drop_input()
+        self.capture = capture
+        self._begin(r"\builtin . " + self._command_file)
+
+    def _begin(self, line):
+        self._number += 1
+        self._to_type = bytearray()
+        self.ending = self.exit_code = None
+        framed = r"{ \__sbx_begin %d; } 2>/dev/null; %s; { \__sbx_end; } 2>/dev/null" % (self._number, line)
+        self.queue(framed.encode() + b"\n")
+
+    def queue(self, data):
+        """Type `data`, now as far as the terminal takes it; :meth:`wants_to_type` tells of the rest."""
+        self._to_type += data
+        self.type_queued()
+
+    def wants_to_type(self):
+        """Whether input waits for room in the terminal."""
+        return bool(self._to_type)
+
+    def type_queued(self):
+        """Give the terminal what it takes."""
+        try:
+            while self._to_type:
+                del self._to_type[: os.write(self.fd, self._to_type)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._to_type = bytearray()  # the terminal is closed; reading it tells so
+
+    def too_long_line(self, data):
+        """Whether the kernel would cut a line of `data`, because the terminal is in line mode."""
+        longest = max(map(len, data.split(b"\n")))
+        return longest > MOST_LINE_BYTES and bool(termios.tcgetattr(self.fd)[3] & termios.ICANON)
+
+    def type_end(self):
+        """Ask a shell that lost its PROMPT_COMMAND, and is back at the prompt, for the marker."""
+        self.queue(b"\n\\__sbx_end\n")
+
+    def _set_terminal(self):
+        """No echo, no output translation, signals and line input on: whatever the last command left
+        behind.
+        """
+        attributes = termios.tcgetattr(self.fd)
+        attributes[0] = termios.ICRNL
+        attributes[1] = 0
+        attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
+        termios.tcsetattr(self.fd, termios.TCSANOW, attributes)
+
+    def _drop_input(self):
+        """Drop what was typed and not read. On the slave: flushing the master would drop the output."""
+        try:
+            slave = fcntl.ioctl(self.fd, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError:
+            return  # before Linux 4.13
+        try:
+            termios.tcflush(slave, termios.TCIFLUSH)
+        finally:
+            os.close(slave)
+
+    # -- reading ----------------------------------------------
+
+    def read(self, exited=False):
+        """Read what is there and return `ending`. `exited`: the process is known to be gone."""
+        for _ in range(EXIT_READ_ROUNDS if exited else READ_ROUNDS):
+            try:
+                data = os.read(self.fd, READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                data = b""  # all holders of the terminal are gone
+            if not data:
+                exited = True
+                break
+            self.read_bytes += len(data)
+            for kind, value in self._scanner.feed(data):
+                if kind == "output":
+                    self._keep(value)
+                elif value[0] == self._number:  # a marker of an older command is dropped
+                    self._on_marker(kind, value)
+        if exited:
+            self._on_exit()
+        return self.ending
+
+    def _keep(self, data):
+        (self.capture if self._inside else self.late).add(data)
+
+    def _on_marker(self, kind, value):
+        if kind == "begin":
+            self._inside = True
+        elif self.ending is None:
+            self._inside = False
+            self.ending = "marker"
+            self._to_type = bytearray()
+            self.exit_code = value[1]
+            self._update_cwd(value[2])
+
+    def _on_exit(self):
+        self._keep(self._scanner.flush())
+        if not self._await_exit():  # the terminal closes a moment before the process is gone
+            os.kill(self.pid, signal.SIGKILL)  # `exec` made it something that has left the terminal
+            self._await_exit()
+        if self.ending is None:
+            code, number = self._process.exitstatus, self._process.signalstatus
+            self.exit_code = code if code is not None else 128 + (number or signal.SIGKILL)
+        self.ending = "exited"
+        self._inside = False
+
+    def _await_exit(self):
+        """Wait a little for the end of the process. Returns whether it came."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def is_alive(self):
+        """Whether the process runs; also reaps it."""
+        try:
+            return self._process.isalive()
+        except ptyprocess.PtyProcessError:
+            return False  # it was reaped by somebody else
+
+    def look(self):
+        """Bring `ending` up to date while nobody waits, and return it."""
+        if self.ending != "exited" and self.read() != "exited" and not self.is_alive():
+            self.read(exited=True)
+        return self.ending
+
+    # -- where it is ----------------------------------------------
+
+    def update_cwd(self):
+        """Look where the shell is while a command runs."""
+        self._update_cwd(self.cwd)
+
+    def _update_cwd(self, logical):
+        """The name the shell has for its directory (`$PWD`) if it is true, else the kernel's."""
+        actual = proc.working_directory(self.pid)
+        if actual is None or logical == actual:
+            self.cwd = logical
+            return
+        try:
+            same = logical.startswith(b"/") and os.path.samestat(
+                os.stat(logical), os.stat(b"/proc/%d/cwd" % self.pid)
+            )
+        except (OSError, ValueError):
+            same = False
+        self.cwd = logical if same else actual
+
+    # -- signals ----------------------------------------------
+
+    def foreground(self):
+        """Process group that the terminal's signals go to; the shell's own when that runs a builtin."""
+        try:
+            group = struct.unpack("i", fcntl.ioctl(self.fd, termios.TIOCGPGRP, b"\0" * 4))[0]
+        except OSError:
+            group = 0
+        return group if group > 0 else self.pid
+
+    def signal_foreground(self, number):
+        """Signal what runs in the foreground. SIGKILL spares the shell while there is something else."""
+        group = self.foreground()
+        try:
+            if group == self.pid and number == signal.SIGKILL:  # without job control all is the shell's group
+                for pid in [p for p in proc.group_members(group) if p != self.pid] or [self.pid]:
+                    os.kill(pid, number)
+            else:
+                os.killpg(group, number)
+                os.killpg(group, signal.SIGCONT)  # what is stopped gets no other signal
+                os.kill(self.pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # it ended just now; the wait that follows sees it
+
+    def readers(self):
+        """See :func:`proc.terminal_readers`: who in the foreground waits for input."""
+        return proc.terminal_readers(self.foreground(), self.terminal)
+
+    def kill(self):
+        """End the process and close the terminal; background jobs get a hang-up."""
+        self.ending = "exited"
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+            self._await_exit()
+        self._process.fileobj.close()
+
+
+def _write_private(path, text):
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError:  # the agent put something else there (a pipe without reader would block without the flag)
+        os.unlink(path)
+        fd = os.open(path, flags, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
