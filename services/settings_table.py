@@ -23,6 +23,7 @@ Read by other parts:
 | `ROLLOUT_HOME` | `.local` in the checkout | Where the set-up installs: virtual environments, Apptainer, images. |
 | `ROLLOUT_SANDBOX_DIR` | `/tmp/sbx-<uid>` | Sockets and scratch of the node's sandboxes; keep the path short. |
 | `ROLLOUT_IMAGE_CACHE` | `/var/tmp/rollout-images-<uid>` | Unpacked images of the node. |
+| `ROLLOUT_IMAGE_CACHE_GB` | `50` | What they may take together; the least recently used make room. |
 | `ROLLOUT_APPTAINER` | found on `PATH`, then in `ROLLOUT_HOME` | The container runtime's binary. |
 | `ROLLOUT_SANDBOX_UID` | `65534` | User of the sandboxes where the host runs as root. |
 """

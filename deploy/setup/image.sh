@@ -141,9 +141,10 @@ make_rootfs() {
 # The stamp goes first and comes last, so that an interrupted exchange is repaired by the next run.
 install_image() {
     mkdir -p "$IMAGES"
-    rm -f "$STAMP"
+    rm -rf "$STAMP" "$IMAGES/.$2.new"
+    mv "$1" "$IMAGES/.$2.new" # may copy from another file system; what has the final name must be complete
     rm -rf "$IMAGES/base"
-    mv "$1" "$IMAGES/$2"
+    mv "$IMAGES/.$2.new" "$IMAGES/$2"
     recipe >"$STAMP"
 }
 

@@ -1,0 +1,115 @@
+"""SIF and squashfs files: where the file system begins, what it holds, unpacking it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sandbox import paths
+from sandbox.errors import ImageError
+
+UNPACK_TIMEOUT_S = 1800.0
+LIST_TIMEOUT_S = 300.0
+BLOCK_BYTES = 4096  # what a file's size is rounded up to on common file systems
+SIF_MAGIC = b"SIF_MAGIC\0"
+SQUASHFS_MAGIC = b"hsqs"
+ROOT = "squashfs-root"
+LINE = re.compile(rf"([-dlcbps])\S{{9}} \S+/\S+ +(\d+)(?:, *\d+)? \d{{4}}-\d\d-\d\d \d\d:\d\d {ROOT}(.*)")
+"""Of `unsquashfs -ll`: type, permissions, owner/group, size (or major, minor), date, time, name."""
+
+
+class Entry(NamedTuple):
+    """A file, directory or link of an image."""
+
+    kind: str
+    """As `ls -l` shows it: `-`, `d`, `l`, …"""
+    size: int
+    """Bytes; of no meaning for devices."""
+    name: str
+    """Below the root, without a leading slash; "" is the root; a link's ends with ` -> target`."""
+
+
+def squashfs_offset(path: Path) -> int:
+    """Where in the file the root file system begins: 0 for bare squashfs, else from the SIF header.
+
+    SIF (github.com/apptainer/sif, version 1, little-endian): a 128-byte header, then descriptors of equal
+    size, each beginning with type (int32), used (bool), id, group, link (uint32), offset and size (int64).
+    Raises ImageError.
+    """
+    with path.open("rb") as file:
+        header = file.read(128)
+        if header.startswith(SQUASHFS_MAGIC):
+            return 0
+        if header[32:42] != SIF_MAGIC or len(header) < 128:
+            raise ImageError(f"{path} is neither a SIF nor a squashfs file")
+        _, total, table, table_bytes = struct.unpack_from("<qqqq", header, 80)
+        if not 0 < total <= 4096 or table_bytes < total * 33:
+            raise ImageError(f"{path} has a damaged SIF header")
+        for number in range(total):
+            file.seek(table + number * (table_bytes // total))
+            descriptor = file.read(33)
+            if len(descriptor) < 33:
+                raise ImageError(f"{path} is cut off within its SIF header; copy or build it again")
+            _, used, _, _, _, offset, _ = struct.unpack("<i?IIIqq", descriptor)
+            if used and offset > 0:
+                file.seek(offset)
+                if file.read(4) == SQUASHFS_MAGIC:
+                    return offset
+    raise ImageError(f"{path} holds no squashfs file system; rebuild it with apptainer build")
+
+
+def entries(path: Path) -> Iterator[Entry]:
+    """All that a SIF or squashfs file holds. Raises ImageError when it is damaged."""
+    arguments = ["-ll", "-o", str(squashfs_offset(path)), str(path)]
+    done = _unsquashfs(path, "read", arguments, LIST_TIMEOUT_S)
+    if done.returncode != 0:
+        raise ImageError(f"cannot read {path}: {_said(done)}; copy or build it again")
+    for line in done.stdout.decode(errors="surrogateescape").split("\n"):
+        if match := LINE.fullmatch(line):  # a name with a line break gives lines that do not match
+            yield Entry(match[1], int(match[2]), match[3].removeprefix("/"))
+
+
+def unpacked_bytes(path: Path) -> int:
+    """Disk space that the unpacked image takes: an estimate from above, for hard links count each time."""
+    total = 0
+    for kind, size, _ in entries(path):
+        total += -(-size // BLOCK_BYTES) * BLOCK_BYTES if kind == "-" else BLOCK_BYTES * (kind == "d")
+    return total
+
+
+def unpack(path: Path, target: Path, lock: int) -> None:
+    """Unpack into `target`, which must not exist or be empty; what an error leaves there is the caller's.
+
+    `lock`: a locked file that unsquashfs inherits; should we be killed, it stays locked until unsquashfs
+    has stopped writing. Raises ImageError.
+    """
+    arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", str(target), "-o", str(squashfs_offset(path))]
+    done = _unsquashfs(path, "unpack", [*arguments, str(path)], UNPACK_TIMEOUT_S, (lock,))
+    # Exit code 2: something was skipped, for a plain user the device nodes, which nobody needs. A full disk
+    # is exit code 1.
+    if done.returncode not in (0, 2) or not any((target / name).exists() for name in ("usr", "bin")):
+        raise ImageError(f"cannot unpack {path} into {target.parent}: {_said(done)}")
+
+
+def _unsquashfs(
+    path: Path, verb: str, arguments: list[str], timeout: float, keep: tuple[int, ...] = ()
+) -> subprocess.CompletedProcess[bytes]:
+    program = shutil.which("unsquashfs", path=paths.tool_path())
+    if program is None:
+        raise ImageError(f"cannot {verb} {path}: unsquashfs is missing; run deploy/setup/apptainer.sh")
+    environment = {"PATH": paths.tool_path(), "LANG": "C"}
+    try:
+        return subprocess.run(
+            [program, *arguments], capture_output=True, timeout=timeout, env=environment, pass_fds=keep
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ImageError(f"cannot {verb} {path}: {error}") from error
+
+
+def _said(done: subprocess.CompletedProcess[bytes]) -> str:
+    return done.stderr.decode(errors="replace").strip()[-1000:] or f"unsquashfs gave {done.returncode}"

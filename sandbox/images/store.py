@@ -1,0 +1,137 @@
+"""Images by name or path, and as directories unpacked once per node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import threading
+from pathlib import Path
+
+from sandbox import paths
+from sandbox.errors import ImageError
+from sandbox.images import squashfs
+from sandbox.images.cache import ImageCache, read_json, write_json
+from sandbox.images.locks import Lease
+
+KEY_CHARS = 20  # of the SHA-256 in hexadecimal: 80 bits, no accidental collision
+HASHES_KEPT = 1000
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class ImageStore:
+    """Resolves image names and keeps the node's cache of unpacked images. Thread- and process-safe."""
+
+    def __init__(self, cache: Path | None = None, quota: int | None = None):
+        """`cache`: its directory; `quota`: bytes. None = what `ROLLOUT_IMAGE_CACHE` and
+        `ROLLOUT_IMAGE_CACHE_GB` say.
+        """
+        self.cache = ImageCache(cache or paths.image_cache(), quota)
+        self._hashes: dict[str, str] = {}
+        self._given: dict[str, tuple[str, int | None]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, image: str) -> Path:
+        """The SIF file or directory behind a path or a name. Raises ImageError saying where it was looked
+        for.
+        """
+        if "/" in image:
+            candidates = [Path(image)]
+        else:
+            images = paths.rollout_home() / "images"
+            if not NAME.fullmatch(image):
+                raise ImageError(
+                    f"image {image!r} is neither a path (with a slash) nor a name of letters, digits, "
+                    "'.', '_' and '-'"
+                )
+            candidates = [images / f"{image}.sif", images / image]
+        for path in candidates:
+            if path.exists():
+                return path.resolve()
+        places = " and ".join(map(str, candidates))
+        remedy = "run deploy/setup/image.sh" if image == "base" else "build it or give its path"
+        raise ImageError(f"image {image!r} not found; looked for {places}; {remedy}")
+
+    def rootfs(self, image: str, owner: int | None = None) -> Path:
+        """The image as a directory, unpacked now if this node has not done it yet (seconds; blocking).
+
+        `owner`: uid the unpacked files shall belong to, so that the sandbox's user may change its copy of
+        them; an image that is a directory already is used as it is. It stays only while somebody holds it.
+        Raises ImageError.
+        """
+        path = self.find(image)
+        if path.is_dir():
+            return path
+        self.cache.make()
+        key = self.content_hash(path) + ("" if owner is None else f"-{owner}")
+        self._given[key] = (image, owner)
+        tree = self.cache.tree(key)
+        if tree.is_dir():
+            self.cache.touch(key)
+            return tree
+
+        def unpack(target: Path, lock: int) -> None:
+            squashfs.unpack(path, target, lock)
+            if os.geteuid() == 0:
+                _hand_over(target, owner)
+
+        return self.cache.fill(key, path, squashfs.unpacked_bytes(path), unpack)
+
+    def hold(self, rootfs: Path) -> Lease:
+        """Keep a directory that `rootfs` gave from being evicted until the lease is released or this process
+        ends; should it have been evicted since, it is unpacked again. Of a directory outside the cache the
+        lease does nothing. Raises ImageError.
+        """
+        key = self.cache.key_of(rootfs)
+        if key is None:
+            return Lease(lambda: None)
+        while (lease := self.cache.hold(key)) is None:
+            if key not in self._given:
+                raise ImageError(f"{rootfs} is not in the image cache any more; start the sandbox again")
+            again = self.rootfs(*self._given[key])
+            if again != self.cache.tree(key):
+                raise ImageError(f"image {self._given[key][0]!r} has changed; start the sandbox again")
+        return lease
+
+    def touch(self, rootfs: Path) -> None:
+        """Count as used just now a directory that `rootfs` gave."""
+        key = self.cache.key_of(rootfs)
+        if key is not None and self.cache.tree(key).is_dir():
+            self.cache.touch(key)
+
+    def content_hash(self, path: Path) -> str:
+        """The first 20 digits of the file's SHA-256. Remembered, in the cache's directory too, as long as
+        inode, size and times of change stay: a large image on a busy file system takes long to read.
+        """
+        info = path.stat()
+        identity = f"{path}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
+        memory = self.cache.directory / "hashes.json"
+        with self._lock:
+            if identity not in self._hashes:
+                self._hashes = self._hashes | read_json(memory)
+            known = self._hashes.get(identity)
+        if known is not None:
+            return known
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:KEY_CHARS]
+        with self._lock:
+            # A concurrent process may overwrite this; then the hash is computed once more.
+            self._hashes = dict([*read_json(memory).items(), (identity, digest)][-HASHES_KEPT:])
+            self.cache.make()
+            write_json(memory, self._hashes)
+        return digest
+
+
+def _hand_over(directory: Path, owner: int | None) -> None:
+    """Give the tree to `owner`, which also clears setuid bits; device nodes are removed."""
+    for parent, directories, files in os.walk(directory):
+        for name in directories + files:
+            entry = Path(parent, name)
+            mode = entry.lstat().st_mode
+            if stat.S_ISBLK(mode) or stat.S_ISCHR(mode):
+                entry.unlink()
+            elif owner is not None:
+                os.lchown(entry, owner, owner)
+    if owner is not None:
+        os.lchown(directory, owner, owner)
