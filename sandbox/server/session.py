@@ -11,6 +11,7 @@ import time
 
 import ptyprocess
 
+import framing
 import proc
 from errors import ServerError
 from output import Capture, MarkerScanner
@@ -24,48 +25,6 @@ LATE_MAX_CHARS = 4000
 MOST_LINE_BYTES = 4095  # of one line of input in canonical mode; the kernel drops the rest silently
 TIOCGPTN = 0x80045430
 TIOCGPTPEER = 0x5441
-
-# Written so that what a command did to the shell does not matter: `builtin` because of functions and `\`
-# because of aliases of the same name, markers to /dev/tty because the shell's output may have been redirected
-# for good (`exec >file`), no assignment that a read-only variable could make fail before the marker is out.
-#
-# `set +euv`: one command's strictness must not end the shell at the next. PROMPT_COMMAND is the way back
-# after ^C, which skips the rest of the typed line; __sbx_open keeps it from printing a second marker
-# otherwise. Input that the command was sent and did not read is dropped, else bash would run it as a command
-# of its own.
-RC_FILE = r"""
-set +H +o history
-unset HISTFILE PROMPT_COMMAND
-PS1= PS2= PS4='+ '
-__sbx_number= __sbx_open= __sbx_rest=
-__sbx_begin() {
-    builtin local code="$?"
-    __sbx_number="$1" __sbx_open=1
-    builtin printf '\036@NONCE@;b;%s;@NONCE@\036' "$1" >/dev/tty || builtin printf
-    '\036@NONCE@;b;%s;@NONCE@\036' "$1" builtin return "$code"
-}
-__sbx_end() { __sbx_mark "$?"; }
-__sbx_prompt() {
-    builtin local code="$?"
-    [[ -z $__sbx_open ]] || __sbx_mark "$code"
-    builtin return "$code"
-}
-__sbx_mark() {
-    builtin set +euv
-    __sbx_open=
-    {
-        while builtin read -t 0; do builtin read -r -t 1 -n 4096 __sbx_rest; done
-        builtin printf '\036@NONCE@;e;%s;%s;%s;@NONCE@\036' "$__sbx_number" "$1" "$PWD"
-    } <>/dev/tty >&0 || builtin printf '\036@NONCE@;e;%s;%s;%s;@NONCE@\036' "$__sbx_number" "$1" "$PWD"
-    builtin unset -v PROMPT_COMMAND
-    builtin printf -v PROMPT_COMMAND '{ __sbx_prompt; } 2>/dev/null'
-    builtin printf -v PS1 ''
-    builtin printf -v PS2 ''
-    builtin return "$1"
-}
-readonly -f __sbx_begin __sbx_end __sbx_prompt __sbx_mark
-PROMPT_COMMAND='{ __sbx_prompt; } 2>/dev/null'
-"""
 
 
 class Session:
@@ -81,7 +40,7 @@ class Session:
         nonce = binascii.hexlify(os.urandom(8)).decode()
         self._command_file = os.path.join(directory, "cmd")
         rc_file = os.path.join(directory, "rc")
-        _write_private(rc_file, RC_FILE.replace("@NONCE@", nonce))
+        _write_private(rc_file, framing.rc_file(nonce))
         argv = [*program, "--noediting", "--noprofile", "--rcfile", rc_file, "-i"]
         try:
             process = ptyprocess.PtyProcess.spawn(
@@ -125,8 +84,7 @@ class Session:
         self._number += 1
         self._to_type = bytearray()
         self.ending = self.exit_code = None
-        framed = r"{ \__sbx_begin %d; } 2>/dev/null; %s; { \__sbx_end; } 2>/dev/null" % (self._number, line)
-        self.queue(framed.encode() + b"\n")
+        self.queue(framing.framed(self._number, line).encode() + b"\n")
 
     def queue(self, data):
         """Type `data`, now as far as the terminal takes it; :meth:`wants_to_type` tells of the rest."""
@@ -154,7 +112,7 @@ class Session:
 
     def type_end(self):
         """Ask a shell that lost its PROMPT_COMMAND, and is back at the prompt, for the marker."""
-        self.queue(b"\n\\__sbx_end\n")
+        self.queue(b"\n" + framing.END.encode() + b"\n")
 
     def _set_terminal(self):
         """No echo, no output translation, signals and line input on: whatever the last command left

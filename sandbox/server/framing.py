@@ -1,0 +1,59 @@
+r"""What makes bash tell where a command begins and ends: its rc file, and the line typed for a command.
+
+Written so that what a command did to the shell does not matter: `builtin` because of functions and `\`
+because of aliases of the same name, markers to /dev/tty because the shell's output may have been redirected
+for good (`exec >file`), no assignment that a read-only variable could make fail before the marker is out.
+
+`set +euv`: one command's strictness must not end the shell at the next. PROMPT_COMMAND is the way back after
+^C, which skips the rest of the typed line; __sbx_open keeps it from printing a second marker otherwise. Input
+that the command was sent and did not read is dropped, else bash would run it as a command of its own.
+`2>/dev/null` hides all this from `set -x`.
+"""
+
+_RC = r"""
+set +H +o history
+unset HISTFILE PROMPT_COMMAND
+PS1= PS2= PS4='+ '
+__sbx_number= __sbx_open= __sbx_rest=
+__sbx_begin() {
+    builtin local code="$?"
+    __sbx_number="$1" __sbx_open=1
+    __sbx_say >/dev/tty b "$1" || __sbx_say b "$1"
+    builtin return "$code"
+}
+__sbx_say() { builtin printf '\036@NONCE@;%s;%s;@NONCE@\036' "$1" "$2"; }
+__sbx_end() { __sbx_mark "$?"; }
+__sbx_prompt() {
+    builtin local code="$?"
+    [[ -z $__sbx_open ]] || __sbx_mark "$code"
+    builtin return "$code"
+}
+__sbx_mark() {
+    builtin set +euv
+    __sbx_open=
+    {
+        while builtin read -t 0; do builtin read -r -t 1 -n 4096 __sbx_rest; done
+        __sbx_say e "$__sbx_number;$1;$PWD"
+    } <>/dev/tty >&0 || __sbx_say e "$__sbx_number;$1;$PWD"
+    builtin unset -v PROMPT_COMMAND
+    builtin printf -v PROMPT_COMMAND '{ __sbx_prompt; } 2>/dev/null'
+    builtin printf -v PS1 ''
+    builtin printf -v PS2 ''
+    builtin return "$1"
+}
+readonly -f __sbx_begin __sbx_say __sbx_end __sbx_prompt __sbx_mark
+PROMPT_COMMAND='{ __sbx_prompt; } 2>/dev/null'
+"""
+
+
+def rc_file(nonce):
+    """Text of the rc file of a bash whose markers carry `nonce`."""
+    return _RC.replace("@NONCE@", nonce)
+
+
+def framed(number, line):
+    """What is typed to run `line` as command `number`."""
+    return r"{ \__sbx_begin %d; } 2>/dev/null; %s; { \__sbx_end; } 2>/dev/null" % (number, line)
+
+
+END = r"\__sbx_end"  # typed alone it has a shell at its prompt print the marker once more
