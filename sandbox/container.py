@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -26,6 +27,7 @@ START_TIMEOUT_S = 60.0
 KILL_ROUND_S = 0.05
 KILL_ROUNDS = 100
 STDERR_TAIL_CHARS = 2000
+REST_TIMEOUT_S = 0.5
 NICENESS = 10  # the agent's processes yield to the server, the workers and the host
 
 # Of the shell inside. Nothing may wait at a pager, an editor or a password prompt.
@@ -50,8 +52,6 @@ class Container:
     spec: SandboxSpec
     launch: Launch
     limits: Limits
-    log_file: Path
-    """What the runtime and the server say on standard error."""
     pid: int | None = None
     """The runtime's first process; a child of ours unless adopted."""
     process: subprocess.Popen | None = None
@@ -66,6 +66,8 @@ class Container:
     """Set when it was handed to somebody."""
     ready: bool = False
     ending: asyncio.Task | None = None
+    said: _Tail | None = None
+    """The end of what the runtime and the server say on standard error; None for one that was adopted."""
     leases: list[Any] = dataclasses.field(default_factory=list)
     """Keep its images from being evicted."""
 
@@ -82,27 +84,32 @@ class Container:
             *self.runtime.python(self.launch),
             *("-BES", f"{places.payload}/server.py", f"{places.private}/config.json"),
         ]
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with self.log_file.open("wb") as stderr, listener:
+        ours, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.launch.socket))
             listener.listen(64)
             try:
                 self.process = subprocess.Popen(
                     self.runtime.argv(self.launch, command),
                     env=self.runtime.environment(self.launch),
-                    stdin=listener,
+                    stdin=theirs,
                     stdout=subprocess.PIPE,
-                    stderr=stderr,
+                    stderr=subprocess.PIPE,
                     cwd="/",
                     start_new_session=True,
                     **self.runtime.as_user(),
                 )
             except OSError as error:
+                ours.close()
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
+            # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an agent
+            # could take it from them.
+            with ours:
+                socket.send_fds(ours, [b"listener"], [listener.fileno()])
         self.pid = self.process.pid
         self.start_time = processes.start_time(self.pid)
         on_pid()
-        assert self.process.stdout is not None
+        self.said = _Tail(self.process.stderr)
         with self.process.stdout as stdout:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
@@ -111,7 +118,7 @@ class Container:
             except TimeoutError:
                 problem = f"was not ready after {START_TIMEOUT_S:g} s"
         if problem:
-            tail = self.log_file.read_text(errors="replace")[-STDERR_TAIL_CHARS:].strip()
+            tail = await self.said.rest()
             image = f" with image {self.spec.image!r}" if self.runtime.needs_image else ""
             raise SandboxStartError(
                 f"sandbox on {self.runtime.name}{image} {problem}; it said: {tail or '(nothing)'}"
@@ -234,6 +241,46 @@ class Container:
 def now() -> float:
     """Seconds since the machine started, the same for every host on it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class _Tail:
+    """Reads a pipe to its end and keeps the last of it.
+
+    A pipe and not a file, which an agent could fill: the runtime's init inside has it open.
+    """
+
+    def __init__(self, pipe: Any):
+        self._pipe = pipe
+        self._kept = b""
+        self._ended = asyncio.Event()
+        os.set_blocking(pipe.fileno(), False)
+        asyncio.get_running_loop().add_reader(pipe.fileno(), self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._pipe.fileno(), 65536)
+        except BlockingIOError:
+            return
+        self._kept = (self._kept + data)[-4 * STDERR_TAIL_CHARS :]
+        if not data:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading."""
+        if not self._ended.is_set():
+            self._ended.set()
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self._pipe.close()
+
+    def text(self) -> str:
+        """What was said last."""
+        return self._kept.decode(errors="replace")[-STDERR_TAIL_CHARS:].strip()
+
+    async def rest(self) -> str:
+        """The same, once everything has been said or nothing comes any more."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), REST_TIMEOUT_S)
+        return self.text()
 
 
 async def _first_bytes(fd: int) -> bytes:

@@ -57,8 +57,7 @@ class Containers:
         self._boot_id = boot_id()
         self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
         self.counts = dict.fromkeys(COUNTS, 0)
-        for name in ("records", "logs"):
-            paths.own_directory(state / name, 0o700)
+        paths.own_directory(state / "records", 0o700)
         payloads = paths.own_directory(state / "payload", 0o711)
         self._payload = payload.stage(payloads)
         self._records = Records(state / "records")
@@ -135,6 +134,7 @@ class Containers:
         try:
             container = self._prepare(kind, runtime, spec)
             try:
+                await asyncio.to_thread(self._hold_images, container)
                 await container.boot(lambda: self._write_record(container))
                 self._write_record(container)
             except BaseException:
@@ -159,9 +159,8 @@ class Containers:
             interpreter=self._interpreter(runtime),
             binds=kind.binds,
         )
-        container = Container(sandbox_id, runtime, spec, launch, kind.limits, self._log(sandbox_id))
+        container = Container(sandbox_id, runtime, spec, launch, kind.limits)
         self._all[sandbox_id] = container
-        self._hold_image(container)
         return container
 
     async def _hand_over(self, container: Container, spec: SandboxSpec, warm: bool, began: float) -> None:
@@ -249,14 +248,13 @@ class Containers:
         except ImageError:
             return None
 
-    def _hold_image(self, container: Container) -> None:
+    def _hold_images(self, container: Container) -> None:
         """Keep the images it runs from in the cache; the base image is among them for its interpreter."""
         roots = {container.launch.rootfs}
         if container.launch.interpreter is not None:
             roots.add(container.launch.interpreter.parent)
-        container.leases = [
-            self.images.hold(root) for root in roots if root is not None and hasattr(self.images, "hold")
-        ]
+        for root in filter(None, roots):
+            container.leases.append(self.images.hold(root))
 
     # -- end ----------------------------------------------
 
@@ -277,7 +275,7 @@ class Containers:
         await self.pool.close()
         while self._all:
             await self._release_all(list(self._all))
-        for name in ("records", "logs", "scratch", "payload"):
+        for name in ("records", "scratch", "payload"):
             await asyncio.to_thread(trees.remove, self.state / name)
 
     def end_for(self, container: Container, reason: str, kind: str) -> None:
@@ -309,13 +307,14 @@ class Containers:
         finally:
             self.counts["released"] += 1
             self._all.pop(container.id, None)
+            if container.said is not None:
+                container.said.close()
             for lease in container.leases:
                 lease.release()
 
     def _remove_traces(self, sandbox_id: str) -> None:
         trees.remove(self.state / sandbox_id)
         trees.remove(self.state / "scratch" / sandbox_id)
-        self._log(sandbox_id).unlink(missing_ok=True)
         self._records.remove(sandbox_id)
 
     # -- keeping order ----------------------------------------------
@@ -325,7 +324,9 @@ class Containers:
         for container in list(self._all.values()):
             if not container.exited.is_set() and container.is_over() and container.ready:
                 code = container.process.returncode if container.process else "unknown"
-                self.end_for(container, f"ended by itself (exit code {code})", "died")
+                said = container.said.text() if container.said else ""
+                words = f"; it said: {said}" if said else ""
+                self.end_for(container, f"ended by itself (exit code {code}){words}", "died")
 
     async def janitor(self) -> None:
         """For ever: end what outlived its time, notice adopted ones that ended, keep the pool in order."""
@@ -379,7 +380,6 @@ class Containers:
             SandboxSpec.from_json(record.spec),
             launch,
             Limits.from_json(record.limits),
-            self._log(record.id),
             pid=record.pid,
             start_time=record.start_time,
             protected=record.protected,
@@ -388,7 +388,12 @@ class Containers:
             ready=True,
         )
         self._all[record.id] = container
-        self._hold_image(container)
+        try:
+            self._hold_images(container)
+        except (
+            ImageError
+        ) as error:  # evicted while no host held it: what is cached of it in memory still works
+            log.error("the image of sandbox %s is not in the cache any more: %s", record.id, error)
         self.counts["adopted"] += 1
         log.warning("adopted sandbox %s of %r from an earlier host", record.id, container.spec.owner)
 
@@ -406,7 +411,6 @@ class Containers:
                 SandboxSpec(),
                 Launch(record.id, None, "none", Path(), Path(), Path()),
                 Limits(),
-                Path(),
                 pid=pid,
                 start_time=processes.start_time(pid),
             )
@@ -434,9 +438,6 @@ class Containers:
             "waiting": self._waiting,
             "parallel_starts": PARALLEL_STARTS,
         }
-
-    def _log(self, sandbox_id: str) -> Path:
-        return self.state / "logs" / f"{sandbox_id}.stderr"
 
     def _write_record(self, container: Container) -> None:
         self._records.write(container.record(self._boot_id))

@@ -156,6 +156,7 @@ class Runtime(abc.ABC):
         self.check_installed()
         base = Path(tempfile.mkdtemp(prefix="probe-", dir=within))
         try:
+            base.chmod(0o711)
             payload = base / "payload"
             payload.mkdir()
             launch = make_directories(base, "probe", rootfs, "none", self.run_as, payload=payload)
@@ -197,9 +198,9 @@ def make_directories(
     binds: tuple[Bind, ...] = (),
 ) -> Launch:
     """Make the private directories of one sandbox below `base`, owned by `owner`, and describe them."""
-    base.chmod(0o700 if owner is None else 0o711)
     own, scratch = base / sandbox_id, base / "scratch" / sandbox_id
     scratch.parent.mkdir(exist_ok=True)
+    scratch.parent.chmod(0o711)  # its owner passes through; what lies below is closed to all others
     own.mkdir()
     own.chmod(0o700)
     for name, mode in SCRATCH_MODES.items():

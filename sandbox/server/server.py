@@ -1,13 +1,14 @@
-"""The server inside a sandbox: a shell, files and tools, on a Unix socket it is handed as standard input.
+"""The server inside a sandbox: a shell, files and tools, on a Unix socket that the host hands in.
 
-`python3 server.py CONFIG <SOCKET`; the configuration is a JSON file with `directory, workspace, env, limits,
-bash, subreaper` (`bash`: command line of one of our own, for images without; null = the image's).
-The listening socket is made outside and its path is never visible inside, so no process in the sandbox can
-connect to it, replace it or answer in the server's place. One line goes to standard output when the shell is
-ready. Each connection is served by a thread, one request after the other; a second connection can interrupt
-or feed a command that the first one runs.
+`python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes; the
+configuration is a JSON file with `directory, workspace, env, limits, bash, subreaper` (`bash`: command line of
+one of our own, for images without; null = the image's). The listening socket is made outside and its path is
+never visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's
+place. One line goes to standard output when the shell is ready. Each connection is served by a thread, one
+request after the other; a second connection can interrupt or feed a command that the first one runs.
 """
 
+import array
 import json
 import os
 import shutil
@@ -108,8 +109,17 @@ def prefer_us_when_memory_is_short():
 
 
 def take_listener():
-    """The socket that came as standard input; nobody below us inherits it."""
-    listener = socket.socket(fileno=os.dup(0))
+    """The listening socket, which the host sends over the socket that is our standard input.
+
+    Sent and not inherited, because the container's init has the same standard input as we, and can be traced.
+    """
+    item = array.array("i", [-1])
+    with socket.socket(fileno=os.dup(0)) as source:
+        _, messages, _, _ = source.recvmsg(64, socket.CMSG_SPACE(item.itemsize))
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            item = array.array("i", data[: item.itemsize])
+    listener = socket.socket(fileno=item[0])
     os.set_inheritable(listener.fileno(), False)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -148,9 +158,8 @@ def main(config_path):
     ipython = IPython(config["directory"], config["workspace"], config["env"], config.get("limits"))
 
     def on_child(signum, frame):
-        for shell in holder:
-            shell.wake()
-            if config.get("subreaper"):
+        if config.get("subreaper"):
+            for shell in holder:
                 reap_orphans(shell, ipython)
 
     signal.signal(signal.SIGCHLD, on_child)
@@ -158,6 +167,9 @@ def main(config_path):
         signal.signal(number, lambda signum, frame: os._exit(0))
     shell = start_shell(config)
     holder.append(shell)
+    # The kernel gives SIGCHLD to the thread that started the child, and Python runs the handler only when this
+    # one wakes; so the C part of the handler wakes the shell's waiting thread.
+    signal.set_wakeup_fd(shell.wake_fd, warn_on_full_buffer=False)
     server = Server(shell, ipython, config["workspace"])
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -10,7 +10,7 @@ import pytest
 
 FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload"}
 """What belongs to the host itself and not to any sandbox."""
-PER_SANDBOX = ("records", "logs", "scratch")
+PER_SANDBOX = ("records", "scratch")
 """Directories of the host with one entry a sandbox."""
 
 

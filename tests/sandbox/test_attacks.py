@@ -5,6 +5,7 @@ Limits are small here, so that the attacks are quick; what they are is no matter
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -318,7 +319,7 @@ def test_no_secret_of_the_worker_or_the_host_is_anywhere_inside(victim):
 def test_the_server_cannot_be_traced_read_or_robbed_of_its_socket(victim):
     result = victim.python(
         """
-import ctypes, os
+import ctypes, os, socket
 def server():
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -326,13 +327,18 @@ def server():
         except OSError: pass
 libc = ctypes.CDLL(None, use_errno=True)
 PTRACE_ATTACH, PIDFD_OPEN, PIDFD_GETFD = 16, 434, 438
+for pid in filter(str.isdigit, os.listdir("/proc")):  # the container's init, too, has seen the socket
+    handle = libc.syscall(PIDFD_OPEN, int(pid), 0)
+    for fd in range(64):
+        copy = libc.syscall(PIDFD_GETFD, handle, fd, 0)
+        try:
+            if copy >= 0 and socket.socket(fileno=copy).getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                print("robbed", pid, fd)
+        except OSError: pass  # no socket
 found = [pid for pid in server() if pid not in (os.getpid(), 1)]
 assert found
 for pid in found:
     if libc.ptrace(PTRACE_ATTACH, pid, 0, 0) == 0: print("traced", pid)
-    handle = libc.syscall(PIDFD_OPEN, pid, 0)
-    for fd in range(20):
-        if handle >= 0 and libc.syscall(PIDFD_GETFD, handle, fd, 0) >= 0: print("robbed", pid, fd)
     for name in ("mem", "environ", "maps", "fd", "cwd", "root"):
         try:
             path = f"/proc/{pid}/{name}"
@@ -349,9 +355,9 @@ print("done")
 
 def test_there_is_no_socket_to_forge_replies_on(victim):
     found = victim.client.bash(
-        "find / -xdev -type s 2>/dev/null; find /run /tmp -type s; cut -c54- /proc/net/unix"
+        "find / -xdev -type s 2>/dev/null; find /run /tmp -type s; grep -c / /proc/net/unix"
     )
-    assert found.output.split() == ["Path"]  # the heading of /proc/net/unix
+    assert found.output.split() == ["0"]
     victim.client.bash(
         "rm -rf /run/sbx/* /run/sbx; python3 -c 'import socket; socket.socket(1).bind(\"/run/sbx/s\")'"
     )
@@ -419,7 +425,7 @@ def test_a_link_in_a_bound_place_cannot_be_bound_next(victim, node):
     victim.client.bash(
         "ln -s /etc /shared/etc; ln -s ../../etc /shared/up; mkdir /shared/fine; echo x >/shared/fine/x"
     )
-    for name in ("etc", "up", "../etc", "fine/../../etc"):
+    for name in ("etc", "up", "../../etc", "fine/../../../etc"):
         bind = BindSpec(f"{victim.shared}/{name}", "/data")
         with pytest.raises(SandboxRequestError, match="ROLLOUT_SANDBOX_BINDS"):
             victim.host.start(SandboxSpec(runtime=node[3], binds=(bind,)))
@@ -440,6 +446,7 @@ def test_another_sandboxs_memory_files_and_processes_are_out_of_reach(victim, no
         )
         assert "hers" not in result.output
         assert "sleep 1000" not in result.output
-        victim.client.bash("kill -9 -1")
+        with contextlib.suppress(SandboxGone):
+            victim.client.bash("kill -9 -1")
         assert client.bash("cat /dev/shm/hers; jobs").output.startswith("hers\n")
     victim.host.release(other.id)
