@@ -7,42 +7,46 @@ for good (`exec >file`), no assignment that a read-only variable could make fail
 `set +euv`: one command's strictness must not end the shell at the next. PROMPT_COMMAND is the way back after
 ^C, which skips the rest of the typed line; __sbx_open keeps it from printing a second marker otherwise. Input
 that the command was sent and did not read is dropped, else bash would run it as a command of its own.
-`2>/dev/null` hides all this from `set -x`.
+`2>/dev/null` hides all this from `set -x`. DEBUG and RETURN traps last for one command: they would act on all
+of this, and bash does not let a sourced file remove them.
 """
 
 _RC = r"""
 set +H +o history
 unset HISTFILE PROMPT_COMMAND
 PS1= PS2= PS4='+ '
-__sbx_number= __sbx_open= __sbx_rest=
+__sbx_number= __sbx_open= __sbx_code=0 __sbx_rest=
 __sbx_begin() {
-    builtin local code="$?"
     __sbx_number="$1" __sbx_open=1
     __sbx_say >/dev/tty b "$1" || __sbx_say b "$1"
-    builtin return "$code"
+    builtin return "$__sbx_code"
 }
 __sbx_say() { builtin printf '\036@NONCE@;%s;%s;@NONCE@\036' "$1" "$2"; }
-__sbx_end() { __sbx_mark "$?"; }
+__sbx_end() {
+    __sbx_code="$?"
+    [[ -z $1 ]] || __sbx_number="$1"
+    __sbx_mark
+}
 __sbx_prompt() {
     builtin local code="$?"
-    [[ -z $__sbx_open ]] || __sbx_mark "$code"
-    builtin return "$code"
+    [[ -z $__sbx_open ]] || { __sbx_code="$code"; __sbx_mark; }
 }
 __sbx_mark() {
     builtin set +euv
     __sbx_open=
     {
         while builtin read -t 0; do builtin read -r -t 1 -n 4096 __sbx_rest; done
-        __sbx_say e "$__sbx_number;$1;$PWD"
-    } <>/dev/tty >&0 || __sbx_say e "$__sbx_number;$1;$PWD"
+        __sbx_say e "$__sbx_number;$__sbx_code;$PWD"
+    } <>/dev/tty >&0 || __sbx_say e "$__sbx_number;$__sbx_code;$PWD"
     builtin unset -v PROMPT_COMMAND
-    builtin printf -v PROMPT_COMMAND '{ __sbx_prompt; } 2>/dev/null'
+    builtin printf -v PROMPT_COMMAND %s "$__sbx_back"
     builtin printf -v PS1 ''
     builtin printf -v PS2 ''
-    builtin return "$1"
+    builtin return 0
 }
 readonly -f __sbx_begin __sbx_say __sbx_end __sbx_prompt __sbx_mark
-PROMPT_COMMAND='{ __sbx_prompt; } 2>/dev/null'
+__sbx_back='{ __sbx_prompt; builtin trap - DEBUG RETURN; } 2>/dev/null'
+PROMPT_COMMAND=$__sbx_back
 """
 
 
@@ -52,8 +56,14 @@ def rc_file(nonce):
 
 
 def framed(number, line):
-    """What is typed to run `line` as command `number`."""
-    return r"{ \__sbx_begin %d; } 2>/dev/null; %s; { \__sbx_end; } 2>/dev/null" % (number, line)
+    """What is typed to run `line` as command `number`. `&& :` keeps the ERR trap out of it; `||` is for a
+    shell that cannot redirect any more (restricted, no descriptors left).
+    """
+    return (
+        r"{ \__sbx_begin %d; } 2>/dev/null && { :; } 2>/dev/null; %s; "
+        r"{ \__sbx_end %d; } 2>/dev/null || \__sbx_end %d; "
+        r"{ \builtin trap - DEBUG RETURN; } 2>/dev/null" % (number, line, number, number)
+    )
 
 
-END = r"\__sbx_end"  # typed alone it has a shell at its prompt print the marker once more
+END = r"{ \__sbx_end; } 2>/dev/null"  # typed alone it has a shell at its prompt print the marker once more

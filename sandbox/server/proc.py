@@ -51,6 +51,15 @@ def working_directory(pid):
     return path[: -len(deleted)] if path.endswith(deleted) and not os.path.isdir(path) else path
 
 
+def command_line(pid):
+    """Arguments of a process; [] when there is none."""
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as file:
+            return os.fsdecode(file.read()).split("\0")
+    except OSError:
+        return []
+
+
 # -- waiting for input ----------------------------------------------
 
 

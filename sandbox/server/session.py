@@ -39,7 +39,7 @@ class Session:
         """
         nonce = binascii.hexlify(os.urandom(8)).decode()
         self._command_file = os.path.join(directory, "cmd")
-        rc_file = os.path.join(directory, "rc")
+        self._rc_file = rc_file = os.path.join(directory, "rc")
         _write_private(rc_file, framing.rc_file(nonce))
         argv = [*program, "--noediting", "--noprofile", "--rcfile", rc_file, "-i"]
         try:
@@ -112,6 +112,8 @@ class Session:
 
     def type_end(self):
         """Ask a shell that lost its PROMPT_COMMAND, and is back at the prompt, for the marker."""
+        if self.foreground() != self.pid or self._rc_file not in proc.command_line(self.pid):
+            return  # another program runs, or `exec` has put one in the shell's place
         self.queue(b"\n" + framing.END.encode() + b"\n")
 
     def _set_terminal(self):
@@ -168,6 +170,9 @@ class Session:
         if kind == "begin":
             self._inside = True
         elif self.ending is None:
+            if not self._inside:  # the shell could not even say that it began; see `framing.framed`
+                self.capture.add(self.late.text()[0].encode())
+                self.late = Capture(LATE_MAX_CHARS)
             self._inside = False
             self.ending = "marker"
             self._to_type = bytearray()
@@ -238,10 +243,10 @@ class Session:
         return group if group > 0 else self.pid
 
     def signal_foreground(self, number):
-        """Signal what runs in the foreground. SIGKILL spares the shell while there is something else."""
+        """Signal what runs in the foreground. All but SIGINT spare the shell if there is something else."""
         group = self.foreground()
         try:
-            if group == self.pid and number == signal.SIGKILL:  # without job control all is the shell's group
+            if group == self.pid and number != signal.SIGINT:  # without job control all is the shell's group
                 for pid in [p for p in proc.group_members(group) if p != self.pid] or [self.pid]:
                     os.kill(pid, number)
             else:

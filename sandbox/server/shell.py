@@ -62,6 +62,8 @@ class Shell:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        self.wake_fd = self._wake_write
+        """Writing a byte has the waiting thread look again; for `signal.set_wakeup_fd`, as children die."""
         self._interrupt = False
         self._resetting = False
         self._session = None
@@ -78,9 +80,7 @@ class Shell:
     # -- what other threads call while a command runs ----------------------------------------------
 
     def wake(self):
-        """Have the waiting thread look again (a child died, an interrupt was asked for). Safe in signal
-        handlers.
-        """
+        """Have the waiting thread look again: an interrupt was asked for, or there is input to type."""
         try:
             os.write(self._wake_write, b"w")
         except BlockingIOError:
@@ -410,8 +410,7 @@ class Shell:
             ending = self._wait(time.monotonic() + patience, heed=False)
             if ending != "timeout":
                 return ending == "marker"
-            if session.foreground() == session.pid:
-                session.type_end()  # it may be back, but without its PROMPT_COMMAND
+            session.type_end()
         os.kill(session.pid, signal.SIGKILL)
         return self._wait(time.monotonic() + ESCALATION[0][1], heed=False) == "marker"
 
