@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from sandbox import errors, paths
 from sandbox.server import wire
 
 STREAM_BUFFER_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 class NotListening(errors.SandboxGone):
@@ -49,6 +52,18 @@ def result_of(reply: dict[str, Any] | None, socket_path: str) -> dict[str, Any]:
     if not reply.get("ok"):
         raise errors.from_wire(reply.get("error", {}))
     return reply["result"]
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run a blocking function in a thread and, even when cancelled, wait until it has ended."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # taken note of; the cancellation is what counts
+        raise
 
 
 async def exchange(socket_path: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -174,6 +174,20 @@ def ipython_restart() -> Call[None]:
     yield Request({"op": "ipython_restart"}, aside=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class EditorResult:
+    """What the editor answered."""
+
+    ok: bool
+    """False: nothing was done, and the output tells the model why and what to do instead."""
+    output: str
+
+
+def editor(command: str, path: str, options: dict[str, Any]) -> Call[EditorResult]:
+    """One command of the file editor."""
+    return EditorResult(**(yield Request({"op": "editor", "command": command, "path": path, **options})))
+
+
 def ping() -> Call[dict[str, Any]]:
     """Proof of life."""
     return (yield Request({"op": "ping"}, aside=True))

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
-from sandbox import aio, calls, errors, paths
-from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, IPythonResult, Request, T
+from sandbox import aio, calls, errors, paths, transfer
+from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, EditorResult, IPythonResult, Request, T
 from sandbox.server import wire
+from sandbox.transfer import FileInfo, Transfer
 
-__all__ = ["BashResult", "IPythonResult", "SandboxClient", "SyncSandboxClient", "exchange"]
+__all__ = [
+    "BashResult",
+    "EditorResult",
+    "FileInfo",
+    "IPythonResult",
+    "SandboxClient",
+    "SyncSandboxClient",
+    "Transfer",
+    "exchange",
+]
 
 
 class SandboxClient:
@@ -105,6 +118,78 @@ class SandboxClient:
         """Write a file, making its directories; `mode` as for chmod."""
         await self._drive(calls.write_file(path, content, mode))
 
+    async def editor(
+        self,
+        command: str,
+        path: str,
+        *,
+        file_text: str | None = None,
+        old_str: str | None = None,
+        new_str: str | None = None,
+        insert_line: int | None = None,
+        view_range: list[int] | None = None,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> EditorResult:
+        """`view`, `create`, `str_replace`, `insert` or `undo_edit` at an absolute path. A mistake of the
+        model is a result with `ok` false, no exception.
+        """
+        options = {
+            "file_text": file_text,
+            "old_str": old_str,
+            "new_str": new_str,
+            "insert_line": insert_line,
+            "view_range": view_range,
+            "max_chars": max_output_chars,
+        }
+        return await self._drive(calls.editor(command, path, options))
+
+    async def stat(self, path: str, *, follow: bool = True) -> FileInfo:
+        """What is at a path; `kind` None when nothing is."""
+        return await self._drive(transfer.stat(path, follow))
+
+    async def list_dir(self, path: str = ".") -> list[FileInfo]:
+        """What is in a directory, by name; at most 10,000 entries."""
+        return await self._drive(transfer.list_dir(path))
+
+    async def upload(
+        self,
+        local_path: str | os.PathLike[str],
+        path: str,
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int = transfer.MAX_BYTES,
+    ) -> Transfer:
+        """Copy a local file or directory to `path` inside; a directory is merged into one there.
+
+        `exclude`: glob patterns of names or relative paths. Raises SandboxRequestError beyond `max_bytes`.
+        """
+        return await self._drive_apart(transfer.upload(local_path, path, exclude, max_bytes))
+
+    async def download(
+        self,
+        path: str,
+        local_path: str | os.PathLike[str],
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int = transfer.MAX_BYTES,
+    ) -> Transfer:
+        """Copy a file, or a directory to a new one, out of the sandbox. Nothing is written outside of
+        `local_path`: links that lead out of it are skipped, devices refused. Raises SandboxRequestError
+        beyond `max_bytes`.
+        """
+        return await self._drive_apart(transfer.download(path, local_path, exclude, max_bytes))
+
+    async def archive(
+        self,
+        path: str,
+        local_file: str | os.PathLike[str],
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int = transfer.MAX_BYTES,
+    ) -> Transfer:
+        """Save a directory (`.` is the workspace) as a local .tar.gz file. Unpack it as hostile input."""
+        return await self._drive_apart(transfer.pack(path, local_file, exclude, max_bytes))
+
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""
         if self._streams is not None:
@@ -124,6 +209,32 @@ class SandboxClient:
                 request = call.send(await self._carry_out(request))
         except StopIteration as end:
             return end.value
+
+    async def _drive_apart(self, call: Call[T]) -> T:
+        """A transfer: on a connection of its own, its local file I/O in a thread."""
+        reader, writer = await aio.connect(self._path)
+        try:
+            value = None
+            while True:
+                ended, value = await aio.in_thread(transfer.advance, call, value)
+                if ended:
+                    return value
+                value = await self._carry_out_apart(value, reader, writer)
+        finally:
+            writer.close()
+            await aio.in_thread(call.close)
+
+    async def _carry_out_apart(
+        self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                await aio.send(writer, request.body)
+                return aio.result_of(await aio.receive(reader), self._path)
+        except TimeoutError as error:
+            raise errors.SandboxTimeout(f"no answer from {self._path} in {request.timeout_s:g} s") from error
+        except ConnectionError as error:
+            raise errors.SandboxGone(f"the connection to {self._path} broke: {error}") from error
 
     async def _carry_out(self, request: Request) -> dict[str, Any]:
         if request.aside:
@@ -223,6 +334,70 @@ class SyncSandboxClient:
         """See :meth:`SandboxClient.write_file`."""
         self._drive(calls.write_file(path, content, mode))
 
+    def editor(
+        self,
+        command: str,
+        path: str,
+        *,
+        file_text: str | None = None,
+        old_str: str | None = None,
+        new_str: str | None = None,
+        insert_line: int | None = None,
+        view_range: list[int] | None = None,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> EditorResult:
+        """See :meth:`SandboxClient.editor`."""
+        options = {
+            "file_text": file_text,
+            "old_str": old_str,
+            "new_str": new_str,
+            "insert_line": insert_line,
+            "view_range": view_range,
+            "max_chars": max_output_chars,
+        }
+        return self._drive(calls.editor(command, path, options))
+
+    def stat(self, path: str, *, follow: bool = True) -> FileInfo:
+        """See :meth:`SandboxClient.stat`."""
+        return self._drive(transfer.stat(path, follow))
+
+    def list_dir(self, path: str = ".") -> list[FileInfo]:
+        """See :meth:`SandboxClient.list_dir`."""
+        return self._drive(transfer.list_dir(path))
+
+    def upload(
+        self,
+        local_path: str | os.PathLike[str],
+        path: str,
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int = transfer.MAX_BYTES,
+    ) -> Transfer:
+        """See :meth:`SandboxClient.upload`."""
+        return self._drive_apart(transfer.upload(local_path, path, exclude, max_bytes))
+
+    def download(
+        self,
+        path: str,
+        local_path: str | os.PathLike[str],
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int = transfer.MAX_BYTES,
+    ) -> Transfer:
+        """See :meth:`SandboxClient.download`."""
+        return self._drive_apart(transfer.download(path, local_path, exclude, max_bytes))
+
+    def archive(
+        self,
+        path: str,
+        local_file: str | os.PathLike[str],
+        *,
+        exclude: Sequence[str] = (),
+        max_bytes: int = transfer.MAX_BYTES,
+    ) -> Transfer:
+        """See :meth:`SandboxClient.archive`."""
+        return self._drive_apart(transfer.pack(path, local_file, exclude, max_bytes))
+
     def close(self) -> None:
         """Close the connection; the sandbox lives on."""
         if self._socket is not None:
@@ -242,6 +417,16 @@ class SyncSandboxClient:
                 request = call.send(self._carry_out(request))
         except StopIteration as end:
             return end.value
+
+    def _drive_apart(self, call: Call[T]) -> T:
+        with contextlib.closing(call), _connect(self._path) as sock:
+            value = None
+            while True:
+                ended, value = transfer.advance(call, value)
+                if ended:
+                    return value
+                reply = _round_trip(sock, value.body, value.timeout_s, self._path)
+                value = aio.result_of(reply, self._path)
 
     def _carry_out(self, request: Request) -> dict[str, Any]:
         if request.aside:

@@ -19,6 +19,7 @@ import threading
 import time
 
 import wire
+from editor import Editor
 from errors import RequestError, ServerError
 from files import Files
 from ipython import IPython
@@ -36,7 +37,7 @@ class Server:
         self._shell = shell
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
-        for part in (Terminal(shell), ipython, Files(workspace)):
+        for part in (Terminal(shell), ipython, Editor(workspace), Files(workspace)):
             self._operations.update(part.operations())
 
     def serve_connection(self, connection):
