@@ -32,21 +32,21 @@ def spread_ms(seconds: list[float]) -> dict[str, float]:
 
 
 def take_turns(
-    methods: Mapping[str, Callable[[], float]], repetitions: Mapping[str, int]
+    methods: Mapping[str, Callable[[], float]], repetitions: Mapping[str, int], turn: int = 1
 ) -> dict[str, list[float]]:
     """Call each method `repetitions[name]` times and collect what it returns.
 
-    Round-robin, so that a noisy moment of the machine meets all; a method with fewer repetitions takes part
-    in evenly spaced rounds, and each round begins with another method.
+    Round-robin, so that a noisy moment of the machine meets all: at most `turn` times in a row where all
+    repetitions are equal, and fewer of a method that has fewer. Each round begins with another method.
     """
-    rounds = max(repetitions.values())
+    rounds = -(-max(repetitions.values()) // turn)
     names = list(methods)
     values: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            if number * repetitions[name] // rounds != (number + 1) * repetitions[name] // rounds:
-                values[name].append(methods[name]())
+            count = (number + 1) * repetitions[name] // rounds - number * repetitions[name] // rounds
+            values[name] += [methods[name]() for _ in range(count)]
     return values
 
 

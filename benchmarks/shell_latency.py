@@ -1,6 +1,6 @@
 """Overhead of one shell command in our sandbox, and in what others do instead, in the same run.
 
-Measured in milliseconds from the call to the returned output, round-robin, medians:
+Milliseconds from the call to the returned output, medians; the methods take turns of ten commands:
 
 ours            SyncSandboxClient.bash in an Apptainer sandbox without network
 tmux_polled     what OpenHands did: tmux, screen read every 0.5 s, 0.1 s to clear it (`_tmux_shell.py`)
@@ -9,6 +9,9 @@ swe_rex         BashSession of SWE-ReX's LocalRuntime on this machine, in this p
 pexpect         pexpect.replwrap.bash() on this machine, with pexpect's defaults
 apptainer_exec  a new container of our unpacked image for each command
 host_pty        the floor: bash on a pseudo terminal of this machine, no container
+
+A processor that has idled wakes up slowly. What a command takes that comes after a pause of 50 ms is under
+`actions.echo_after_pause`.
 
 Then 60 commands of the kind `sleep D; echo done`, D from an exponential distribution with a mean of 0.385 s,
 through ours and tmux_polled.
@@ -19,9 +22,11 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks import _shells as shells
@@ -42,6 +47,8 @@ from sandbox.images import ImageStore
 WORKLOAD_MEAN_S = 0.385
 WORKLOAD_SEED = 20251121
 LINES = 2000
+TURN = 10
+PAUSE_S = 0.05
 WORKLOAD_COMMANDS = 60
 DETAILS = 10
 """Repetitions of each action but `echo hi`."""
@@ -119,9 +126,19 @@ class Bench:
 
     def time_all(self, action: Action, count: int, count_polled: int) -> dict[str, list[float]]:
         """Seconds of each method, in turns."""
-        calls = {name: lambda name=name: self.time(name, action) for name in self.methods}
+        calls = {name: partial(self.time, name, action) for name in self.methods}
         repetitions = dict.fromkeys(calls, count) | {"tmux_polled": count_polled}
-        return take_turns(calls, repetitions)
+        return take_turns(calls, repetitions, TURN)
+
+    def time_after_pause(self, action: Action, count: int) -> dict[str, list[float]]:
+        """The same of those that wait for nothing but the shell, each time after a pause."""
+
+        def call(name: str) -> float:
+            time.sleep(PAUSE_S)
+            return self.time(name, action)
+
+        names = ("ours", "host_pty")
+        return take_turns({name: partial(call, name) for name in names}, dict.fromkeys(names, count))
 
     def check_directory(self) -> None:
         """Whether `cd /usr` has lasted; the answer is a part of being right."""
@@ -173,6 +190,7 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         bench.time(name, echo)
     total, polled = count * rounds, max(1, count * rounds // share)
     times = {"echo": bench.time_all(echo, total, polled)}
+    times["echo_after_pause"] = bench.time_after_pause(echo, max(1, count // share))
     say(f"echo: ours {spread_ms(times['echo']['ours'])}")
     few = max(1, DETAILS // share)
     for name, action in actions().items():
