@@ -11,7 +11,41 @@ ESCAPES = re.compile(
 )
 OVERWRITTEN = re.compile(rb"[^\n]*\r")
 MAX_LINE_BYTES = 8192  # a longer line is no progress bar and is passed on before its end
+MAX_PLACE_DIGITS = 20
 MAX_SLOTS = 50  # displays that may be updated in place; each holds up to the whole allowance of text
+
+
+class PlaceScanner:
+    """Splits what a kernel prints into output and the numbered markers that say where a display belongs."""
+
+    def __init__(self, nonce):
+        """`nonce`: what nobody else prints."""
+        self._start = b"\x1e" + nonce.encode() + b";"
+        self._marker = re.compile(re.escape(self._start) + rb"(\d{1,%d})\x1e" % MAX_PLACE_DIGITS)
+        self._pending = b""
+
+    def feed(self, data):
+        """List of ("output", bytes) and ("place", number) in order."""
+        data, self._pending = self._pending + data, b""
+        found, position = [], 0
+        for match in self._marker.finditer(data):
+            found += [("output", data[position : match.start()]), ("place", int(match.group(1)))]
+            position = match.end()
+        rest = data[position:]
+        begin = rest.rfind(b"\x1e")
+        if begin >= 0 and self._may_begin(rest[begin:]):
+            rest, self._pending = rest[:begin], rest[begin:]
+        return [item for item in [*found, ("output", rest)] if item[1]]
+
+    def flush(self):
+        """What was held back because a marker might have begun there."""
+        rest, self._pending = self._pending, b""
+        return rest
+
+    def _may_begin(self, data):
+        start, number = data[: len(self._start)], data[len(self._start) :]
+        whole = len(number) <= MAX_PLACE_DIGITS and (not number or number.isdigit())
+        return self._start.startswith(start) and whole
 
 
 class LineFilter:

@@ -103,7 +103,7 @@ def mark_places(session, pipe, nonce):
         sys.stderr.flush()
         with lock:
             number = next(numbers)
-            os.write(pipe, ("\x1e%s;%d;0;\x1e" % (nonce, number)).encode())
+            os.write(pipe, ("\x1e%s;%d\x1e" % (nonce, number)).encode())
             if isinstance(msg_or_type, str):
                 kwargs["metadata"] = dict(kwargs.get("metadata") or {}, **{PLACE_KEY: number})
             else:

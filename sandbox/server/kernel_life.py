@@ -16,11 +16,11 @@ import threading
 import time
 
 import wire
-from cell import CellOutput
+from cell import CellOutput, PlaceScanner
 from confine import confiner
 from errors import RequestError, ServerError
 from kernel import NO_PACKAGES
-from output import Capture, MarkerScanner
+from output import Capture
 
 READ_BYTES = 65536
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # of one frame; the bridge belongs to the agent and could send anything
@@ -64,7 +64,7 @@ class KernelLife:
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernel.py")
         connection_file = self._connection_file
         nonce = binascii.hexlify(os.urandom(8)).decode()
-        self._scanner = MarkerScanner(nonce)
+        self._scanner = PlaceScanner(nonce)
         self._held = []  # what was printed after a display that has not come yet
         self._awaited = None  # number of that display
         self._placed = 0  # number of the last display that came
@@ -231,8 +231,8 @@ class KernelLife:
         for position, (kind, value) in enumerate(held):
             if kind == "output":
                 self._collect("stream", True, value)
-            elif value[0] > self._placed:
-                self._awaited, self._held = value[0], held[position + 1 :]
+            elif value > self._placed:
+                self._awaited, self._held = value, held[position + 1 :]
                 return
 
     def _take_event(self):
@@ -269,6 +269,8 @@ class KernelLife:
             self._placed = max(self._placed, self._awaited or 0)  # lost, if it is not here by now
             self._release()
             self._read_output(_waiting(self._output))  # flushed by the kernel before it said so
+            if self._awaited is None:
+                self._collect("stream", True, self._scanner.flush())
             self.done = event
         self.wake()
         return True

@@ -85,3 +85,14 @@ def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
         for alias in tool.aliases:
             found.setdefault(alias, tool)
     return found
+
+
+def sandbox_of(ctx: ToolContext, tool: Tool) -> SandboxClient:
+    """The sandbox of a tool that cannot do without.
+
+    Raises:
+        RuntimeError: The handler has not booted one.
+    """
+    if ctx.sandbox is None:
+        raise RuntimeError(f"{tool.name} needs a sandbox: set `uses_sandbox = True` on the handler")
+    return ctx.sandbox

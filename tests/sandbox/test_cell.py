@@ -1,0 +1,79 @@
+"""The text of a cell, put together from pieces cut anywhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import sandbox.server
+
+
+@pytest.fixture(scope="module")
+def cell():
+    """The server's module, which imports others by plain names."""
+    directory = str(Path(sandbox.server.__file__).parent)
+    sys.path.insert(0, directory)
+    import cell
+
+    yield cell
+    sys.path.remove(directory)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_escapes_and_overwritten_text_vanish_however_the_stream_is_cut(cell, size):
+    stream = b"\x1b[1;31mred\x1b[0m\r\n 10%\r 20%\r\x1b]0;title\x07 30%\nplain\rlast\r"
+    output = cell.CellOutput(1000)
+    for start in range(0, len(stream), size):
+        output.stream(stream[start : start + size])
+    assert output.text() == ("red\n 30%\nlast", False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_places_are_found_and_their_like_is_output_however_the_stream_is_cut(cell, size):
+    stream = (
+        b"one\x1eab;1\x1e\x1eab;22\x1etwo\x1eab;x\x1e\x1e\x1eabc;3\x1e\x1eab;"
+        + b"9" * 30
+        + b"\x1eend\x1eab;4"
+    )
+    scanner, found = cell.PlaceScanner("ab"), []
+    for start in range(0, len(stream), size):
+        found += scanner.feed(stream[start : start + size])
+    assert [value for kind, value in found if kind == "place"] == [1, 22]
+    output = b"".join(value for kind, value in found if kind == "output") + scanner.flush()
+    assert output == stream.replace(b"\x1eab;1\x1e", b"").replace(b"\x1eab;22\x1e", b"")
+
+
+def test_displays_stand_on_lines_of_their_own_and_change_in_place(cell):
+    output = cell.CellOutput(1000)
+    output.stream(b"no newline")
+    output.show("first", display_id="a")
+    output.stream(b"between")
+    output.show("second")
+    output.show("changed", display_id="a", update=True)
+    output.show("of another cell", display_id="b", update=True)
+    assert output.text()[0] == "no newline\nchanged\nbetween\nsecond\nof another cell\n"
+
+
+def test_clearing_at_once_and_with_the_next_output(cell):
+    output = cell.CellOutput(1000)
+    output.stream(b"old\n")
+    output.clear(wait=True)
+    assert output.text()[0] == "old\n"
+    output.stream(b"new\n")
+    assert output.text()[0] == "new\n"
+    output.clear(wait=False)
+    assert output.text() == ("", False)
+
+
+def test_what_is_kept_is_bounded(cell):
+    output = cell.CellOutput(100)
+    for i in range(500):
+        output.show("x" * 1000, display_id=str(i))
+        output.stream(b"y" * 1000)
+    text, truncated = output.text()
+    assert truncated
+    assert len(text) < 400
+    assert text.startswith("x")
+    assert text.endswith("y")
