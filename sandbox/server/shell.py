@@ -56,6 +56,9 @@ class Shell:
         self._home_cwd = cwd
         self._own_namespace = own_namespace
         self._lock = threading.Lock()  # whoever holds it reads the terminal
+        self._killing = (
+            threading.Lock()
+        )  # held to end all processes, and to start bash, so as not to end that
         self._state = threading.Lock()  # guards the two below
         self._waiting = False  # a thread waits for the running command
         self._typed = []  # input for that thread to type
@@ -113,9 +116,9 @@ class Shell:
         began = time.monotonic()
         self._resetting = True
         try:
-            proc.end_all(self._own_namespace)
+            self._end_all()
             while not self._lock.acquire(timeout=0.2):
-                proc.end_all(self._own_namespace)  # a command that was waiting for its turn had it
+                self._end_all()  # a command that was waiting for its turn had it
         finally:
             self._resetting = False
         try:
@@ -132,7 +135,7 @@ class Shell:
         carries `message`.
         """
         self._limit_exceeded = message
-        proc.end_all(self._own_namespace)
+        self._end_all()
 
     # -- running a command ----------------------------------------------
 
@@ -428,15 +431,19 @@ class Shell:
             old.kill()
         if not os.path.isdir(cwd) or not os.access(cwd, os.X_OK):
             cwd = os.fsencode(self._home_cwd)
-        session = Session(self._program, self._directory, self._env, os.fsdecode(cwd), self._confine)
-        self._session = session
-        ending = self._wait(time.monotonic() + START_TIMEOUT_S, heed=False)
+        with self._killing:
+            session = Session(self._program, self._directory, self._env, os.fsdecode(cwd), self._confine)
+            self._session = session
+            ending = self._wait(time.monotonic() + START_TIMEOUT_S, heed=False)
         if ending != "marker":
             said = session.late.text()[0]
             session.kill()
-            session.ending = "exited"
             raise ServerError("bash did not become ready (%s); it said: %r" % (ending, said))
         session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
+
+    def _end_all(self):
+        with self._killing:
+            proc.end_all(self._own_namespace)
 
     # -- inside: reading while nobody waits ----------------------------------------------
 
