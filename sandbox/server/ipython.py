@@ -74,7 +74,7 @@ class IPython:
     def _run_in(self, life, code, timeout, max_chars, hangup_fd, restarted):
         began = time.monotonic()
         self._interrupted = False
-        late = life.begin(self._cells, code, max_chars)
+        late = life.begin(self._cells, code, max_chars, self._env)
         self._running = life
         try:
             over = life.wait(lambda: life.done or life.gone or self._interrupted, began + timeout, hangup_fd)

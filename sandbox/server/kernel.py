@@ -189,6 +189,9 @@ class Bridge:
 
     def _execute(self, request):
         self._cell, self._reply, self._idle, self._images = request, None, False, 0
+        if request["env"]:
+            update = "__import__('os').environ.update(%r)" % request["env"]
+            self._client.execute(update, silent=True, store_history=False, allow_stdin=False)
         self._message_id = self._client.execute(
             request["code"], store_history=True, allow_stdin=False, stop_on_error=False
         )

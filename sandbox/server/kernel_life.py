@@ -39,6 +39,7 @@ class KernelLife:
         private place for the connection. Raises OSError when a process cannot be started.
         """
         self.python = python
+        self._env = dict(env)
         self._lock = threading.Lock()
         self._cell = None
         self._late = CellOutput(LATE_CHARS)
@@ -140,14 +141,20 @@ class KernelLife:
         except OSError:
             pass  # full of wake-ups already, or closed
 
-    def begin(self, number, code, max_chars):
-        """Hand a cell over; returns what was printed since the last one. `gone` says when it was too late."""
+    def begin(self, number, code, max_chars, env):
+        """Hand a cell over; returns what was printed since the last one. `gone` says when it was too late.
+
+        `env`: environment as it should be by now; what changed since the start is told the kernel first.
+        """
+        changed = {name: value for name, value in env.items() if self._env.get(name) != value}
+        self._env.update(changed)
         with self._lock:
             late, self._late = self._late, CellOutput(LATE_CHARS)
             self._cell, self.done = CellOutput(max_chars), None
             self._number, self.used = number, True
         try:
-            wire.send(self._sock, {"op": "run", "cell": number, "code": code, "max_chars": max_chars})
+            request = {"op": "run", "cell": number, "code": code, "max_chars": max_chars, "env": changed}
+            wire.send(self._sock, request)
         except OSError:
             self.gone = True  # the bridge has ended this moment
         return late.text()[0]

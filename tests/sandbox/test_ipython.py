@@ -67,6 +67,31 @@ def test_it_starts_in_the_workspace_with_the_shells_environment(host):
     host.release(info.id)
 
 
+def test_variables_set_later_reach_a_kernel_that_runs_already(host):
+    info = host.start(SandboxSpec(env={"EARLY": "1"}))
+    with SyncSandboxClient(info.socket) as sandbox:
+        assert (
+            cell(sandbox, "import os\nos.environ['EARLY'], os.environ.get('LATER')").output == "('1', None)\n"
+        )
+        sandbox.setup({"LATER": "it's\n2"})
+        result = cell(sandbox, "os.environ['EARLY'], os.environ['LATER']")
+        assert result.output == repr(("1", "it's\n2")) + "\n"
+        assert result.execution_count == 2
+        sandbox.bash("pkill -9 -f kernel.py")
+        assert cell(sandbox, "import os\nos.environ['LATER'][-1]").output == "'2'\n"
+    host.release(info.id)
+
+
+def test_a_reset_of_the_shell_ends_the_kernel_and_the_next_cell_says_so(host):
+    info = host.start(SandboxSpec())
+    with SyncSandboxClient(info.socket) as sandbox:
+        cell(sandbox, "lost = 1")
+        sandbox.reset()
+        result = cell(sandbox, "'lost' in dir()")
+        assert (result.output, result.restarted) == ("False\n", True)
+    host.release(info.id)
+
+
 def test_streams_results_displays_and_child_processes_keep_their_order(sandbox):
     code = """
 import subprocess, sys
