@@ -29,6 +29,7 @@ OPERATOR_HELP = {
     "up": "Start the whole service on this machine.",
     "down": "End what `up` started.",
     "demo": "Run real rollouts on a stack of its own and show them.",
+    "images": "Build, list, inspect and prune images of sandboxes.",
 }
 """Shown without importing the command; others get a line that names their package."""
 

@@ -8,7 +8,7 @@ SCRIPT_NAME=python
 PYTHON="${PYTHON:-python3}"
 VENV="$ROLLOUT_HOME/venv"
 STAMP="$VENV/.rollout-stamp"
-EXTRAS=gateway,worker,inference,dev
+EXTRAS=gateway,worker,inference,images,dev
 # An open-ended `torch` may bring several GB of CUDA packages; this one is known to work.
 TORCH=torch==2.13.0
 

@@ -17,11 +17,15 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 HELD = b"held"
 
 
+class LocksUnsupported(ImageError):
+    """Some parallel file systems are mounted without locks."""
+
+
 def acquire(path: Path, how: int) -> int | None:
     """Open and `flock` the file, which is made if absent; None when LOCK_NB is in `how` and it is taken.
 
     The file may be removed by whoever holds it exclusively; then the lock of the new file counts. Raises
-    ImageError on a file system without locks.
+    LocksUnsupported on a file system without locks.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -36,7 +40,7 @@ def acquire(path: Path, how: int) -> int | None:
             os.close(fd)
             if error.errno not in UNSUPPORTED:
                 raise
-            raise ImageError(
+            raise LocksUnsupported(
                 f"the file system of {path} has no file locks ({error.strerror}); for the image cache, set "
                 "ROLLOUT_IMAGE_CACHE to a directory on a disk of this node"
             ) from error

@@ -1,0 +1,175 @@
+"""`rollout images`: build, list, inspect and prune; an entry point of the group `rollout.commands`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sandbox.errors import SandboxError
+from sandbox.images import ImageStore
+from sandbox.images import build as building
+from sandbox.images.cache import size_text
+
+out = Console()
+err = Console(stderr=True)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Errors become one message and exit code 1; Ctrl-C and TERM clean up and give 130."""
+    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except SandboxError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was left behind", err=True)
+        raise click.exceptions.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@click.group()
+def images() -> None:
+    """Build, list, inspect and prune the images of sandboxes."""
+
+
+@images.command()
+@click.argument("name")
+@click.argument("source")
+@click.option("--force", is_flag=True, help="Replace an image of that name.")
+@click.option(
+    "--timeout",
+    default=building.DEFAULT_TIMEOUT_S,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds.",
+)
+@click.option("--build-arg", "pairs", multiple=True, metavar="NAME=VALUE", help="For {{ NAME }} in a *.def.")
+@click.option("-q", "--quiet", is_flag=True, help="Show the build's output only when it fails.")
+def build(name: str, source: str, force: bool, timeout: float, pairs: tuple[str, ...], quiet: bool) -> None:
+    """Make the image NAME from SOURCE.
+
+    SOURCE is a definition file (*.def), a directory, an archive of `docker save`, a SIF or squashfs file, or
+    docker://…, oras://…, library://….
+    """
+    arguments = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not key or not separator:
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="--build-arg")
+        arguments[key] = value
+
+    def show(line: str) -> None:
+        if not quiet:
+            err.print(f"[dim]{escape(line)}[/]", soft_wrap=True, highlight=False)
+
+    begun = time.monotonic()
+    with _guarded():
+        path = building.build(name, source, force=force, timeout=timeout, arguments=arguments, output=show)
+    took = time.monotonic() - begun
+    click.echo(f"built {path} ({size_text(path.stat().st_size)}) in {took:.1f} s; use it as image {name!r}")
+
+
+@images.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List named images, and what of them is unpacked on this node."""
+    from sandbox.images.inspection import listing
+
+    with _guarded():
+        found = listing(ImageStore())
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    table = Table("name", "kind", "size", "content", "unpacked here", "last used", box=None, pad_edge=False)
+    for image in found["images"]:
+        trees = image["unpacked"]
+        table.add_row(
+            image["name"],
+            image["kind"],
+            size_text(image["bytes"]),
+            image["hash"] or "",
+            "\n".join(map(_tree_text, trees)) or ("as it is" if image["hash"] is None else "no"),
+            "\n".join(_ago(tree["last_used"]) for tree in trees),
+        )
+    cache = found["cache"]
+    for tree in cache["of_no_named_image"]:
+        table.add_row(
+            "", "", "", tree["source"] or "image not known", _tree_text(tree), _ago(tree["last_used"])
+        )
+    out.print(table, soft_wrap=True)
+    used, quota = size_text(cache["bytes"]), size_text(cache["quota_bytes"])
+    out.print(f"[dim]cache {escape(cache['directory'])}: {used} of {quota}[/]", soft_wrap=True)
+
+
+@images.command()
+@click.argument("image")
+@json_option
+def inspect(image: str, as_json: bool) -> None:
+    """Show what IMAGE (a name or a path) holds."""
+    from sandbox.images.inspection import details
+
+    with _guarded():
+        found = details(ImageStore(), image)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key in ("path", "kind", "hash"):
+        table.add_row(key, found[key] or "")
+    table.add_row("size", f"{size_text(found['bytes'])}, unpacked {size_text(found['unpacked_bytes'])}")
+    table.add_row(
+        "has", ", ".join(f"{name}: {'yes' if there else 'no'}" for name, there in found["has"].items())
+    )
+    table.add_row("labels", "\n".join(escape(f"{key}: {value}") for key, value in found["labels"].items()))
+    environment = [line.strip() for text in found["environment"].values() for line in text.splitlines()]
+    settings = [line for line in environment if line and not line.startswith("#")]
+    table.add_row("environment", escape("\n".join(settings)))
+    if found["note"]:
+        table.add_row("note", escape(found["note"]))
+    out.print(table, soft_wrap=True)
+
+
+@images.command()
+@click.option("--all", "everything", is_flag=True, help="Not only down to the quota: all that nobody uses.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+def prune(everything: bool, dry_run: bool) -> None:
+    """Remove unpacked images from this node's cache, and what killed builds left; images themselves stay."""
+    store = ImageStore()
+    with _guarded():
+        evicted = store.cache.prune(everything, dry_run)
+        leftovers = building.remove_leftovers(dry_run)
+        kept = store.cache.entries()
+    verb = "would remove" if dry_run else "removed"
+    for cached in evicted:
+        click.echo(
+            f"{verb} {cached.tree} ({size_text(cached.bytes)}, from {cached.source or 'an unknown image'})"
+        )
+    for path in leftovers:
+        click.echo(f"{verb} {path}, left by a killed build")
+    for cached in kept:
+        if everything and cached.in_use:
+            click.echo(f"kept {cached.tree}: {cached.in_use}")
+    click.echo(f"{verb} {size_text(sum(cached.bytes for cached in evicted))} in all")
+
+
+def _tree_text(tree: dict) -> str:
+    return size_text(tree["bytes"]) + (f", {tree['in_use']}" if tree["in_use"] else "")
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

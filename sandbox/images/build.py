@@ -1,0 +1,302 @@
+"""Building images, always without root rights: `$ROLLOUT_HOME/images/NAME.sif`, complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sandbox import paths, trees
+from sandbox.errors import ImageError, RuntimeUnavailable
+from sandbox.images import locks, sources, tool
+from sandbox.images.cache import EXCLUSIVE
+from sandbox.images.sources import Kind, Source
+from sandbox.images.store import NAME
+
+DEFAULT_TIMEOUT_S = 3600.0
+COMPRESSION = "-comp zstd -Xcompression-level 3"  # measured: 4 s where gzip takes 62 s, 4 % larger
+FAKEROOT_USAGE = "fakeroot, create a fake root environment."
+WORK_PREFIX = "rollout-build-"
+
+
+def build(
+    name: str,
+    source: str,
+    *,
+    force: bool = False,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    arguments: dict[str, str] | None = None,
+    output: Callable[[str], None] | None = None,
+) -> Path:
+    """Make the image NAME and return its file.
+
+    `source`: a definition file, directory, docker or OCI archive, SIF or squashfs file, or a reference
+    `docker://`, `oras://`, `library://`. `force`: replace an image of that name. `timeout`: seconds.
+    `arguments`: for `{{ NAME }}` in a definition file. `output`: called with each line of the build.
+    Raises ImageError saying what failed and what to do; then there is nothing new in the file system.
+    """
+    images = paths.rollout_home() / "images"
+    target = images / f"{check_name(name)}.sif"
+    found = sources.recognise(source)
+    if arguments and found.kind is not Kind.DEFINITION:
+        raise ImageError(f"build arguments are for definition files (*.def), not for {source!r}")
+    if (images / name).is_dir():
+        raise ImageError(f"{images / name} is an image of that name; remove it or choose another name")
+    images.mkdir(parents=True, exist_ok=True)
+    with _name_locked(images, name), _work_directory() as work:
+        if target.exists() and not force:
+            raise ImageError(f"{target} exists; replace it with --force or choose another name")
+        for part in ("out", "tmp", "home"):
+            (work / part).mkdir()
+        made = work / "out" / "image.sif"
+        try:
+            if found.kind is Kind.FILE:
+                shutil.copyfile(found.reference, made)
+            else:
+                _run(found, made, work, timeout, arguments or {}, output)
+        except (ImageError, RuntimeUnavailable) as error:
+            raise type(error)(f"cannot build image {name!r} from {source}: {error}") from error
+        except OSError as error:
+            raise ImageError(f"cannot build image {name!r} from {source}: {error}") from error
+        _install(made, target)
+    return target
+
+
+def check_name(name: str) -> str:
+    """`name`, if an image can have it; else ImageError."""
+    if not NAME.fullmatch(name):
+        raise ImageError(
+            f"image name {name!r} must begin with a letter or digit and hold only letters, digits, "
+            "'.', '_' and '-', at most 128"
+        )
+    if name.endswith(".sif"):
+        raise ImageError(f"give the image name {name!r} without .sif, which is added")
+    return name
+
+
+def remove_leftovers(dry_run: bool = False) -> list[Path]:
+    """Remove (or only list) what killed builds left; returns what that is."""
+    images = paths.rollout_home() / "images"
+    found = []
+    for path in images.glob(".*.building"):
+        name = path.name[1 : -len(".building")]
+        if _is_free(images / f".{name}.lock"):
+            found.append(path)
+    for work in Path(tempfile.gettempdir()).glob(f"{WORK_PREFIX}*"):
+        # Somebody else's is none of our business, and one without lock file is just being made or removed.
+        ours = work.lstat().st_uid == os.geteuid()
+        if ours and (work / "lock").is_file() and _is_free(work / "lock"):
+            found.append(work)
+    locked = [path for path in images.glob(".*.lock") if not dry_run]
+    for path in found if not dry_run else []:
+        trees.remove(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for path in locked:
+        with contextlib.suppress(locks.LocksUnsupported), locks.locked(path, EXCLUSIVE) as fd:
+            if fd is not None:
+                path.unlink(missing_ok=True)
+    return found
+
+
+def _is_free(lock: Path) -> bool:
+    try:
+        with locks.locked(lock, EXCLUSIVE) as fd:
+            return fd is not None
+    except locks.LocksUnsupported:
+        return False  # not to be known
+
+
+@contextlib.contextmanager
+def _name_locked(images: Path, name: str) -> Iterator[None]:
+    """One build of a name at a time; on file systems without locks that is up to the user."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(locks.LocksUnsupported):
+            lock = images / f".{name}.lock"
+            if stack.enter_context(locks.locked(lock, EXCLUSIVE)) is None:
+                raise ImageError(f"image {name!r} is being built by another process; wait for it")
+            stack.callback(lock.unlink, missing_ok=True)
+        yield
+
+
+@contextlib.contextmanager
+def _work_directory() -> Iterator[Path]:
+    """A temporary directory that goes whatever happens; by its lock a killed build's can be told."""
+    work = Path(tempfile.mkdtemp(prefix=WORK_PREFIX))
+    try:
+        with locks.locked(work / "lock"):
+            yield work
+    finally:
+        trees.remove(work)
+
+
+def _run(
+    source: Source,
+    made: Path,
+    work: Path,
+    timeout: float,
+    arguments: dict[str, str],
+    output: Callable[[str], None] | None,
+) -> None:
+    if source.reference.startswith(("oras://", "library://")):
+        pull = {"source": source.reference, "image": str(made)}
+        _with_hint(source, lambda: tool.run("pull", pull, work, timeout, None, output))
+        return
+    user, reference = None, source.reference
+    arguments = dict(arguments)
+    if source.kind is Kind.DEFINITION:
+        assert source.path is not None
+        user = _builder(source.path)
+        reference = str(_prepared_definition(source.path, arguments, work, user))
+    elif source.kind is Kind.DIRECTORY:
+        reference = str(_own_copy(Path(reference), work / "from", None))
+    if user is not None:
+        _hand_over(work, user)
+    options = ["--userns", "--force", "--mksquashfs-args", COMPRESSION]
+    for key, value in arguments.items():
+        options += ["--build-arg", f"{key}={value}"]
+
+    def run() -> None:
+        build = {"source": reference, "image": str(made), "options": options}
+        try:
+            tool.run("build", build, work, timeout, user, output)
+        except ImageError as error:
+            if FAKEROOT_USAGE not in str(error):
+                raise
+            # The host's fakeroot runs in the image, here one too small to have the tools it calls.
+            build["options"] = [*options, "--ignore-fakeroot-command"]
+            tool.run("build", build, work, timeout, user, output)
+
+    _with_hint(source, run)
+
+
+def _builder(definition: Path) -> int | None:
+    """The uid that builds it when we are root: in a root's user namespace %post wants capabilities that are
+    missing where the bounding set is cut, and knows no other users; a plain user gets both from fakeroot.
+    """
+    if not sources.has_post(definition):
+        return None
+    for place in ("user/max_user_namespaces", "kernel/unprivileged_userns_clone"):
+        switch = Path("/proc/sys", place)
+        if switch.exists() and switch.read_text().strip() == "0":
+            raise ImageError(
+                f"{definition} has a %post section, which needs user namespaces, but {switch} is 0; ask an "
+                "administrator to raise it, or build the image on another machine and copy it"
+            )
+    return paths.sandbox_user()
+
+
+def _prepared_definition(definition: Path, arguments: dict[str, str], work: Path, user: int | None) -> Path:
+    """The definition with directories that the builder may read and own. Takes away `arguments` that only
+    named these, for Apptainer refuses one that is not used.
+    """
+    lines = definition.read_text(errors="surrogateescape").splitlines()
+    used = sources.arguments_in(lines)
+    for number, directory in sources.local_directories(definition, arguments).items():
+        lines[number] = f"From: {_own_copy(directory, work / f'from-{number}', user)}"
+    for name in used - sources.arguments_in(lines):
+        arguments.pop(name, None)
+    prepared = work / definition.name
+    prepared.write_text("\n".join(lines) + "\n", errors="surrogateescape")
+    return prepared
+
+
+def _own_copy(directory: Path, copy: Path, user: int | None) -> Path:
+    """The directory itself if all in it belongs to the builder, else a copy: Apptainer keeps owners, and
+    cannot give files to users that the namespace does not have.
+    """
+    root = os.geteuid() == 0
+    builder = user if user is not None else os.geteuid()
+    if user is None and root:
+        return directory
+    with_owners = (os.lstat(Path(parent, name)) for parent, d, f in os.walk(directory) for name in d + f)
+    if all(info.st_uid == builder for info in with_owners):
+        return directory
+    try:
+        shutil.copytree(directory, copy, symlinks=True, ignore=_without_devices)
+    except shutil.Error as error:
+        first = error.args[0][0]
+        raise ImageError(
+            f"cannot copy {first[0]}: {first[2]}; make it readable or run as its owner"
+        ) from error
+    return copy
+
+
+def _without_devices(parent: str, names: list[str]) -> list[str]:
+    """What copytree shall leave out: devices, pipes and sockets, which containers get from elsewhere."""
+    kinds = {name: Path(parent, name) for name in names}
+    return [n for n, p in kinds.items() if not (p.is_symlink() or p.is_dir() or p.is_file())]
+
+
+def _hand_over(work: Path, user: int) -> None:
+    """What lies in the work directory, to the user that root steps down to; our own lock and wrapper stay."""
+    work.chmod(0o711)
+    for part in work.iterdir():
+        if part.name in ("lock", "bin"):
+            continue
+        os.chown(part, user, user)
+        for parent, directories, files in os.walk(part):
+            for name in directories + files:
+                os.chown(Path(parent, name), user, user, follow_symlinks=False)
+
+
+def _with_hint(source: Source, run: Callable[[], object]) -> None:
+    try:
+        run()
+    except ImageError as error:
+        raise ImageError("; ".join(filter(None, [str(error), _hint(source, str(error))]))) from error
+
+
+def _hint(source: Source, said: str) -> str:
+    """What to do about it, where that can be told."""
+    if source.kind is Kind.REGISTRY:
+        return (
+            "is the registry reachable from here, is the reference right, do you need `apptainer registry "
+            "login`? Without a registry: `docker save IMAGE -o IMAGE.tar` elsewhere, and build from that file"
+        )
+    if source.kind is not Kind.DEFINITION or source.path is None or not sources.has_post(source.path):
+        return ""
+    hints = []
+    if (user := paths.sandbox_user()) is not None:
+        hints.append(f"root builds as uid {user}, which must be able to read all that the file names")
+    if not _has_fakeroot():
+        hints.append(
+            "%post ran without fakeroot, so it could not install packages: install the program fakeroot, or "
+            "ask an administrator for lines for you in /etc/subuid and /etc/subgid"
+        )
+    return "; ".join(hints)
+
+
+def _has_fakeroot() -> bool:
+    uid = paths.sandbox_user() or os.geteuid()
+    names = {str(uid)}
+    with contextlib.suppress(KeyError):
+        names.add(pwd.getpwuid(uid).pw_name)
+    with contextlib.suppress(OSError):
+        lines = Path("/etc/subuid").read_text().splitlines()
+        if any(line.split(":")[0] in names for line in lines) and shutil.which("newuidmap"):
+            return True
+    return shutil.which("fakeroot", path=paths.tool_path()) is not None
+
+
+def _install(made: Path, target: Path) -> None:
+    """Move the image to its name in one step."""
+    hidden = target.with_name(f".{target.stem}.building")
+    try:
+        try:
+            made.rename(hidden)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copyfile(made, hidden)
+        if os.geteuid() == 0:
+            os.chown(hidden, 0, 0)
+        hidden.chmod(0o755)
+        hidden.rename(target)
+    except OSError as error:
+        raise ImageError(f"cannot write {target}: {error}") from error
+    finally:
+        hidden.unlink(missing_ok=True)
