@@ -1,4 +1,4 @@
-"""Time of one IPython cell, `1+1`, in our sandbox and through Kernel Gateway and a websocket, in the same run.
+"""Time of one IPython cell, `1+1`: our sandbox, and Kernel Gateway with a websocket, in the same run.
 
 Ours is SandboxClient.ipython in an Apptainer sandbox without network; the other runs on this machine, outside
 any container, and is read the way OpenHands does it (`_kernel_gateway.py`). Both take turns of ten cells.
