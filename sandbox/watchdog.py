@@ -34,8 +34,8 @@ ALARM_BYTES = 256 << 20
 NODE_RESERVE = 0.03
 """Part of the machine's memory that must stay available; else the largest sandbox gives way."""
 BREACH_TIMEOUT_S = 10.0
-FULL_PROCESSES = 0.95
-"""Part of the process limit from which on the shell can hardly work."""
+FULL_PROCESSES = 4
+"""With so few processes (or a twentieth) left up to the limit the shell can hardly work."""
 FULL_TICKS = 4
 REGROWTH = 1.1
 """A sandbox that was over its disk limit may grow to so many times what it then had, before it is ended."""
@@ -118,8 +118,10 @@ class Watchdog:
         """The kernel refuses more than the limit; here only a sandbox that stays full is set free again."""
         watched = self._watched[container.id]
         most = container.limits.processes or 0
-        count = sum(one.threads for one in used if one.pid not in container.protected)
-        watched.full_ticks = watched.full_ticks + 1 if count >= FULL_PROCESSES * most else 0
+        # As the kernel counts for the user namespace: the runtime's own are among them.
+        count = sum(one.threads for one in used)
+        full = most - max(FULL_PROCESSES, most // 20)
+        watched.full_ticks = watched.full_ticks + 1 if count >= full else 0
         if watched.full_ticks >= FULL_TICKS:
             watched.full_ticks = 0
             self._breach(container, "processes", f"{count} processes and threads of at most {most}")
