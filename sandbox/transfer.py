@@ -73,16 +73,19 @@ def upload(
         raise SandboxRequestError(f"cannot upload {source}: it does not exist")
     tally = archive.Tally(max_bytes)
     begin = {"op": "upload", "path": path, "max_bytes": max_bytes}
-    with _said_plainly(f"cannot upload {source}"):
-        if source.is_dir():
-            yield _request(begin | {"kind": "directory"})
-            parts = archive.pieces(archive.stream(str(source), list(exclude), tally))
-        else:
-            yield _request(begin | {"kind": "file", "mode": source.stat().st_mode & 0o777})
-            parts = _file_pieces(source)
-        with contextlib.closing(parts):
+    if source.is_dir():
+        yield _request(begin | {"kind": "directory"})
+        parts = archive.pieces(archive.stream(str(source), list(exclude), tally))
+    else:
+        yield _request(begin | {"kind": "file", "mode": source.stat().st_mode & 0o777})
+        parts = _file_pieces(source)
+    with contextlib.closing(parts):
+        try:
             for piece in parts:
                 yield _request({"op": "piece", "content": base64.b64encode(piece).decode()})
+        except (archive.ArchiveError, OSError) as error:
+            yield _request({"op": "piece", "give_up": True})  # answered when all is removed there
+            raise SandboxRequestError(f"cannot upload {source}: {error}") from error
     moved = yield _request({"op": "piece", "last": True})
     return Transfer(moved["bytes"], moved["files"], tally.skipped + moved["skipped"])
 

@@ -198,19 +198,26 @@ def leads_out(name, link):
 
 def merge(source, target):
     """Move what is in the directory `source` into the directory `target`, replacing files and links, never
-    following a link. Raises ArchiveError when a file would have to replace a directory.
+    following a link. Raises ArchiveError, with nothing moved, when a file would have to replace a directory.
     """
-    for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
+    _merge(source, target, move=False)
+    _merge(source, target, move=True)
+
+
+def _merge(source, target, move):
+    with os.scandir(source) as found:
+        entries = list(found)
+    for entry in entries:
         there = os.path.join(target, entry.name)
         is_directory = entry.is_dir(follow_symlinks=False)
         if os.path.isdir(there) and not os.path.islink(there):
             if not is_directory:
                 raise ArchiveError("%s is a directory; the file of that name cannot replace it" % there)
-            merge(entry.path, there)
-            continue
-        if is_directory and os.path.lexists(there):
-            os.unlink(there)  # a directory cannot be renamed over a file or link
-        os.rename(entry.path, there)
+            _merge(entry.path, there, move)
+        elif move:
+            if is_directory and os.path.lexists(there):
+                os.unlink(there)  # a directory cannot be renamed over a file or link
+            os.rename(entry.path, there)
 
 
 def remove(path):

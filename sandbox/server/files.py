@@ -94,6 +94,8 @@ class Files:
             if request["kind"] == "file":
                 return self._upload_file(path, token, int(request["mode"]), incoming, tally)
             return self._upload_directory(path, token, incoming, tally)
+        except _GivenUp:
+            return {}
         except archive.ArchiveError as error:
             raise RequestError("cannot upload to %s: %s" % (path, error))
 
@@ -158,6 +160,10 @@ class Files:
         return os.path.join(self._workspace, request["path"])
 
 
+class _GivenUp(Exception):
+    """The client cannot go on and wants to know when its upload has been removed."""
+
+
 class _Incoming:
     """The pieces that a client sends, as a readable file. A piece is acknowledged when the next is wanted."""
 
@@ -173,6 +179,8 @@ class _Incoming:
             request = wire.receive(self._connection)
             if request is None:
                 raise RequestError("the transfer was given up")
+            if request.get("give_up"):
+                raise _GivenUp
             self._waiting = base64.b64decode(request.get("content") or "")
             self._ended = bool(request.get("last"))
         piece, self._waiting = self._waiting[:size], self._waiting[size:]
