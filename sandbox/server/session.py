@@ -42,9 +42,14 @@ class Session:
         self._rc_file = rc_file = os.path.join(directory, "rc")
         _write_private(rc_file, framing.rc_file(nonce))
         argv = [*program, "--noediting", "--noprofile", "--rcfile", rc_file, "-i"]
+
+        def prepare():
+            _set_terminal(0)  # before bash remembers how the terminal is, for after a program was killed
+            confine()
+
         try:
             process = ptyprocess.PtyProcess.spawn(
-                argv, cwd=cwd, env=env, dimensions=WINDOW, preexec_fn=confine
+                argv, cwd=cwd, env=env, dimensions=WINDOW, preexec_fn=prepare
             )
         except Exception as error:  # ptyprocess raises whatever exec said, in several types
             raise ServerError("cannot start %s: %s" % (program[0], error))
@@ -66,7 +71,6 @@ class Session:
         self.late = Capture(LATE_MAX_CHARS)
         self.read_bytes = 0
         """All that was ever read; tells whether something was."""
-        self._set_terminal()
         self._begin(": ")
 
     # -- typing ----------------------------------------------
@@ -75,7 +79,7 @@ class Session:
         """Run `command` (text without NUL); its output goes to `capture`."""
         _write_private(self._command_file, command + "\n")
         os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
-        self._set_terminal()
+        _set_terminal(self.fd)
         self._drop_input()
         self.capture = capture
         self._begin(r"\builtin . " + self._command_file)
@@ -115,16 +119,6 @@ class Session:
         if self.foreground() != self.pid or self._rc_file not in proc.command_line(self.pid):
             return  # another program runs, or `exec` has put one in the shell's place
         self.queue(b"\n" + framing.END.encode() + b"\n")
-
-    def _set_terminal(self):
-        """No echo, no output translation, signals and line input on: whatever the last command left
-        behind.
-        """
-        attributes = termios.tcgetattr(self.fd)
-        attributes[0] = termios.ICRNL
-        attributes[1] = 0
-        attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
-        termios.tcsetattr(self.fd, termios.TCSANOW, attributes)
 
     def _drop_input(self):
         """Drop what was typed and not read. On the slave: flushing the master would drop the output."""
@@ -267,6 +261,15 @@ class Session:
             os.kill(self.pid, signal.SIGKILL)
             self._await_exit()
         self._process.fileobj.close()
+
+
+def _set_terminal(fd):
+    """No echo, no output translation, signals and line input on: whatever the last command left behind."""
+    attributes = termios.tcgetattr(fd)
+    attributes[0] = termios.ICRNL
+    attributes[1] = 0
+    attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
+    termios.tcsetattr(fd, termios.TCSANOW, attributes)
 
 
 def _write_private(path, text):
