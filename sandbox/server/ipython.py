@@ -74,9 +74,9 @@ class IPython:
     def _run_in(self, life, code, timeout, max_chars, hangup_fd, restarted):
         began = time.monotonic()
         self._interrupted = False
-        late = life.begin(self._cells, code, max_chars, self._env)
         self._running = life
         try:
+            late = life.begin(self._cells, code, max_chars, self._env)
             over = life.wait(lambda: life.done or life.gone or self._interrupted, began + timeout, hangup_fd)
             timed_out = not over and time.monotonic() >= began + timeout
             interrupted = not timed_out and (self._interrupted or not over)

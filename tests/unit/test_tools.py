@@ -121,9 +121,9 @@ def test_cells_share_names_and_say_when_they_are_gone(socket):
 def test_a_cell_that_runs_too_long_says_so(socket):
     call(socket, ("execute_ipython_cell", {"code": "1"}))
     code = "print('on')\nimport time\ntime.sleep(600)"
-    (text,) = call(socket, ("execute_ipython_cell", {"code": code}), timeout_s=1)
+    (text,) = call(socket, ("execute_ipython_cell", {"code": code}), timeout_s=3)
     assert text.startswith("on\n")
-    assert text.endswith("[timed out after 1 s and was interrupted]")
+    assert text.endswith("[timed out after 3 s and was interrupted]")
 
 
 @pytest.mark.apptainer
