@@ -38,8 +38,8 @@ class Editor:
         command = request["command"]
         if command not in COMMANDS:
             raise RequestError("unknown editor command %r; known are %s" % (command, ", ".join(COMMANDS)))
-        self._max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
         with self._lock:
+            self._max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
             path = request.get("path")
             try:
                 path = self._checked(_text(request, "path", command), command)
