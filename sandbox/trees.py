@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -75,35 +76,48 @@ def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
 def _entries(root: Path) -> Iterator[os.stat_result | None]:
     """All entries below; None for a directory too deep to be looked into."""
     pending = [str(root)]
-    while pending:
-        try:
-            found = _scan(pending.pop())
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                yield None
-            continue  # else removed meanwhile
-        for entry in found:
+    with contextlib.ExitStack() as opened_up:
+        while pending:
             try:
-                info = entry.stat(follow_symlinks=False)
+                found = _scan(pending.pop(), opened_up)
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
                     yield None
-                continue
-            if stat.S_ISDIR(info.st_mode):
-                pending.append(entry.path)
-            yield info
+                continue  # else removed meanwhile
+            for entry in found:
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except OSError as error:
+                    if error.errno == errno.ENAMETOOLONG:
+                        yield None
+                    continue
+                if stat.S_ISDIR(info.st_mode):
+                    pending.append(entry.path)
+                yield info
 
 
-def _scan(directory: str) -> list[os.DirEntry[str]]:
+def _scan(directory: str, opened_up: contextlib.ExitStack) -> list[os.DirEntry[str]]:
     """Also of a directory that the agent has closed: what lies in it takes space all the same."""
     try:
         with os.scandir(directory) as found:
             return list(found)
     except PermissionError:
-        mode = stat.S_IMODE(os.lstat(directory).st_mode)
-        Path(directory).lchmod(mode | stat.S_IRUSR | stat.S_IXUSR)
+        opened_up.enter_context(_open_up_for_now(directory))
+        with os.scandir(directory) as found:
+            return list(found)
+
+
+@contextlib.contextmanager
+def _open_up_for_now(directory: str) -> Iterator[None]:
+    """Let us into a directory of ours that is closed even to ourselves; in the end it is closed again."""
+    # By descriptor, so that what was a directory cannot be a link to another one when its mode is set.
+    fd = os.open(directory, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        itself, mode = Path(f"/proc/self/fd/{fd}"), stat.S_IMODE(os.fstat(fd).st_mode)
+        itself.chmod(mode | stat.S_IRUSR | stat.S_IXUSR)
         try:
-            with os.scandir(directory) as found:
-                return list(found)
+            yield
         finally:
-            Path(directory).lchmod(mode)
+            itself.chmod(mode)
+    finally:
+        os.close(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from sandbox.config import AllowedBind, HostConfig, Range
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.spec import BindSpec, Limits
 
+ROOT = Path(__file__).resolve().parents[2]
 MANY = 10**9
+NOBODY = 65534
 
 
 def test_a_limit_is_the_nodes_default_or_what_was_asked_for_up_to_the_most():
@@ -106,6 +109,23 @@ def test_a_target_that_would_change_the_runtimes_command_line_is_refused(allowed
 # -- trees ----------------------------------------------
 
 
+@pytest.fixture
+def as_plain_user():
+    """Runs code as somebody to whom permissions apply: root is let in everywhere."""
+
+    def run(directory: Path, code: str) -> None:
+        if os.geteuid() == 0:
+            code = f"import os; os.setgid({NOBODY}); os.setuid({NOBODY})\n" + code
+            code = "import sandbox.trees\n" + code  # while it may still read what lies in somebody's home
+            os.chown(directory, NOBODY, NOBODY)
+            for parent in directory.parents:
+                if parent.stat().st_uid == 0 and parent.name.startswith("pytest-"):
+                    parent.chmod(0o711)
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+    return run
+
+
 def fill(directory: Path, sizes: list[int]) -> None:
     for number, size in enumerate(sizes):
         (directory / str(number)).write_bytes(os.urandom(size))
@@ -158,3 +178,20 @@ def test_removing_a_tree_opens_closed_directories_and_follows_no_link(tmp_path):
     assert not root.exists()
     assert (victim / "file").read_text() == "mine"
     assert victim.stat().st_mode & 0o777 == 0o500
+
+
+def test_usage_looks_into_closed_directories_and_closes_them_again(tmp_path, as_plain_user):
+    code = f"""
+import os, pathlib
+from sandbox import trees
+root = pathlib.Path({str(tmp_path)!r}) / "of-the-user"
+(root / "a").mkdir(parents=True)
+(root / "a" / "b").mkdir()
+(root / "a" / "b" / "file").write_bytes(os.urandom(1 << 20))
+for name in ("a/b", "a"): (root / name).chmod(0)
+assert trees.usage(root, 10**9, 10**9)[0] >= 1 << 20
+assert (root / "a").stat().st_mode & 0o777 == 0
+trees.remove(root)
+assert not root.exists()
+"""
+    as_plain_user(tmp_path, code)

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.stack import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.apptainer
