@@ -69,6 +69,8 @@ class BashResult:
     """Exit code of a command that was left running and ended by itself before this one began."""
     limit_exceeded: str | None = None
     """The sandbox was over a limit and all its processes were ended: which limit, in words."""
+    previous_cwd: str = ""
+    """`cwd` of the result before this one."""
     input_sent: bool = True
     """False when the command had ended before the input could be typed."""
 

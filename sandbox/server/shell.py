@@ -74,6 +74,7 @@ class Shell:
         self._suspending = False  # C-z was typed to the running command
         self._restarted = False  # since the last result
         self._limit_exceeded = None
+        self._told_cwd = cwd  # with the last result
         self._epoll = select.epoll()
         self._attended = False
         self._spawn(os.fsencode(cwd))
@@ -302,7 +303,9 @@ class Shell:
                 late_output=late.text()[0],
                 shell_restarted=self._restarted,
                 limit_exceeded=self._limit_exceeded,
+                previous_cwd=self._told_cwd,
             )
+            self._told_cwd = result["cwd"]
             self._restarted, self._limit_exceeded = False, None
         return result
 
