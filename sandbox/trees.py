@@ -17,6 +17,7 @@ from sandbox import paths
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 512  # unit of st_blocks (POSIX)
+MOST_CLOSED = 64  # directories closed to their owner; each costs a descriptor while it is counted
 
 
 def remove(path: Path) -> None:
@@ -53,8 +54,8 @@ def _open_up(function: object, name: str, error: object) -> None:
 def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
     """(bytes on disk, number of entries) below `root`; stops counting when either is above its most.
 
-    A tree that is deeper than a path can be long counts as too many entries: nobody needs one, and what lies
-    down there could not be counted.
+    A tree that is deeper than a path can be long counts as too many entries, and so does one with many
+    directories that are closed even to their owner: nobody needs one, and they could not be counted.
     """
     total = entries = 0
     linked: set[tuple[int, int]] = set()
@@ -74,12 +75,22 @@ def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
 
 
 def _entries(root: Path) -> Iterator[os.stat_result | None]:
-    """All entries below; None for a directory too deep to be looked into."""
+    """All entries below; None for what cannot be looked into."""
     pending = [str(root)]
+    closed = 0
     with contextlib.ExitStack() as opened_up:
         while pending:
+            directory = pending.pop()
             try:
-                found = _scan(pending.pop(), opened_up)
+                try:
+                    found = _scan(directory)
+                except PermissionError:  # closed by the agent: what lies in it takes space all the same
+                    closed += 1
+                    if closed > MOST_CLOSED:
+                        yield None
+                        return
+                    opened_up.enter_context(_open_up_for_now(directory))
+                    found = _scan(directory)
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
                     yield None
@@ -96,15 +107,9 @@ def _entries(root: Path) -> Iterator[os.stat_result | None]:
                 yield info
 
 
-def _scan(directory: str, opened_up: contextlib.ExitStack) -> list[os.DirEntry[str]]:
-    """Also of a directory that the agent has closed: what lies in it takes space all the same."""
-    try:
-        with os.scandir(directory) as found:
-            return list(found)
-    except PermissionError:
-        opened_up.enter_context(_open_up_for_now(directory))
-        with os.scandir(directory) as found:
-            return list(found)
+def _scan(directory: str) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as found:
+        return list(found)
 
 
 @contextlib.contextmanager
