@@ -13,10 +13,10 @@ from pathlib import Path
 
 from sandbox import paths, trees
 from sandbox.errors import ImageError, RuntimeUnavailable
-from sandbox.images import locks, sources, tool
+from sandbox.images import locks, sources, squashfs, tool
 from sandbox.images.cache import EXCLUSIVE
 from sandbox.images.sources import Kind, Source
-from sandbox.images.store import NAME
+from sandbox.images.store import NAME, hand_over
 
 DEFAULT_TIMEOUT_S = 3600.0
 COMPRESSION = "-comp zstd -Xcompression-level 3"  # measured: 4 s where gzip takes 62 s, 4 % larger
@@ -190,13 +190,15 @@ def _builder(definition: Path) -> int | None:
 
 
 def _prepared_definition(definition: Path, arguments: dict[str, str], work: Path, user: int | None) -> Path:
-    """The definition with directories that the builder may read and own. Takes away `arguments` that only
+    """The definition with starting points that the builder may read and own. Takes away `arguments` that only
     named these, for Apptainer refuses one that is not used.
     """
     lines = definition.read_text(errors="surrogateescape").splitlines()
     used = sources.arguments_in(lines)
-    for number, directory in sources.local_directories(definition, arguments).items():
-        lines[number] = f"From: {_own_copy(directory, work / f'from-{number}', user)}"
+    for number, start in sources.local_images(definition, arguments).items():
+        copy = work / f"from-{number}"
+        own = _own_copy(start, copy, user) if start.is_dir() else _own_unpacked(start, copy)
+        lines[number] = f"From: {own}"
     for name in used - sources.arguments_in(lines):
         arguments.pop(name, None)
     prepared = work / definition.name
@@ -223,6 +225,16 @@ def _own_copy(directory: Path, copy: Path, user: int | None) -> Path:
             f"cannot copy {first[0]}: {first[2]}; make it readable or run as its owner"
         ) from error
     return copy
+
+
+def _own_unpacked(image: Path, target: Path) -> Path:
+    """The image file as a directory. Apptainer could start from the file, but not an Apptainer with a C library
+    of its own, as the set-up installs it on older machines: it calls itself in a container for that.
+    """
+    squashfs.unpack(image, target)
+    if os.geteuid() == 0:
+        hand_over(target, None)
+    return target
 
 
 def _without_devices(parent: str, names: list[str]) -> list[str]:

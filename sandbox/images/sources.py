@@ -98,8 +98,9 @@ def arguments_in(lines: list[str]) -> set[str]:
     return {name for line in lines for name in ARGUMENT.findall(line)}
 
 
-def local_directories(definition: Path, arguments: dict[str, str]) -> dict[int, Path]:
-    """The directories that a definition file starts from, by the number of their `From:` line (from 0).
+def local_images(definition: Path, arguments: dict[str, str]) -> dict[int, Path]:
+    """The directories and image files that a definition file starts from, by the number (from 0) of the
+    line that names them.
 
     `arguments`: of the build, for `{{ NAME }}`.
     """
@@ -111,6 +112,6 @@ def local_directories(definition: Path, arguments: dict[str, str]) -> dict[int, 
             bootstrap = match[2].lower()
         elif match and bootstrap == "localimage":
             value = ARGUMENT.sub(lambda name: arguments.get(name[1], name[0]), match[2])
-            if Path(value).is_dir():
+            if Path(value).exists():
                 found[number] = Path(value).absolute()
     return found

@@ -82,14 +82,16 @@ def unpacked_bytes(path: Path) -> int:
     return total
 
 
-def unpack(path: Path, target: Path, lock: int) -> None:
+def unpack(path: Path, target: Path, lock: int | None = None) -> None:
     """Unpack into `target`, which must not exist or be empty; what an error leaves there is the caller's.
 
-    `lock`: a locked file that unsquashfs inherits; should we be killed, it stays locked until unsquashfs
-    has stopped writing. Raises ImageError.
+    `lock`: a locked file, if any, that unsquashfs inherits; should we be killed, it stays locked until
+    unsquashfs has stopped writing. Raises ImageError.
     """
     arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", str(target), "-o", str(squashfs_offset(path))]
-    done = _unsquashfs(path, "unpack", [*arguments, str(path)], UNPACK_TIMEOUT_S, (lock,))
+    done = _unsquashfs(
+        path, "unpack", [*arguments, str(path)], UNPACK_TIMEOUT_S, () if lock is None else (lock,)
+    )
     # Exit code 2: something was skipped, for a plain user the device nodes, which nobody needs. A full disk
     # is exit code 1.
     if done.returncode not in (0, 2) or not any((target / name).exists() for name in ("usr", "bin")):

@@ -74,7 +74,7 @@ class ImageStore:
         def unpack(target: Path, lock: int) -> None:
             squashfs.unpack(path, target, lock)
             if os.geteuid() == 0:
-                _hand_over(target, owner)
+                hand_over(target, owner)
 
         return self.cache.fill(key, path, squashfs.unpacked_bytes(path), unpack)
 
@@ -123,7 +123,7 @@ class ImageStore:
         return digest
 
 
-def _hand_over(directory: Path, owner: int | None) -> None:
+def hand_over(directory: Path, owner: int | None) -> None:
     """Give the tree to `owner`, which also clears setuid bits; device nodes are removed."""
     for parent, directories, files in os.walk(directory):
         for name in directories + files:

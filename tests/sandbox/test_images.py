@@ -183,6 +183,14 @@ def test_a_directory_is_built(home: Path, tree: Path):
     assert output_of(built("own", tree), "cat /etc/mine") == "mine"
 
 
+@pytest.mark.parametrize("post", ["", "%post\n    mkdir /made-by-post\n"])
+def test_an_image_is_built_on_top_of_another(home: Path, tree: Path, post: str):
+    (tree / "etc/mine").write_text("mine")
+    image = built("second", definition(home, built("first", tree), post))
+    assert output_of(image, "cat /etc/mine") == "mine"
+    assert ("made-by-post" in output_of(image, "ls /")) is bool(post)
+
+
 def test_a_docker_archive_is_built(home: Path, tree: Path):
     image = built("own", docker_archive(home, tree))
     assert output_of(image, "cat /etc/other") == "other"
@@ -243,10 +251,10 @@ def test_build_arguments_are_only_for_definition_files(home: Path, tree: Path):
     assert images("build", "own", tree, "--build-arg", "A").exit_code == 2
 
 
-def test_sections_and_directories_of_a_definition_file_are_found(tmp_path: Path):
+def test_sections_and_starting_points_of_a_definition_file_are_found(tmp_path: Path):
     stages = definition(tmp_path, "{{ROOT}}", "Stage: two\nBootstrap: docker\nFrom: /\n%post\n  true\n")
-    assert sources.local_directories(stages, {"ROOT": str(tmp_path)}) == {1: tmp_path}
-    assert sources.local_directories(stages, {}) == {}
+    assert sources.local_images(stages, {"ROOT": str(tmp_path)}) == {1: tmp_path}
+    assert sources.local_images(stages, {}) == {}
     assert sources.has_post(stages)
     assert not sources.has_post(definition(tmp_path, "/", "%environment\n  A=%post\n"))
 
