@@ -174,9 +174,6 @@ def machine() -> dict[str, set[str]]:
     return {
         "processes": {f"{pid}@{processes.start_time(pid)}" for pid in processes.all_pids()},
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
-        "sockets": {
-            line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "sbx" in line
-        },
     }
 
 
@@ -186,9 +183,10 @@ async def settled(state: Path, before: dict[str, set[str]]) -> list[str]:
     while True:
         after = machine()
         left = leftovers(state)
+        sockets = Path("/proc/net/unix").read_text().splitlines()
+        left += [f"socket {line.split()[-1]}" for line in sockets if f" {state}/" in line]
         left += [f"mount {line}" for line in after["mounts"] - before["mounts"]]
-        left += [f"socket {line}" for line in after["sockets"] - before["sockets"]]
-        left += [
+            left += [
             f"process {name}"
             for name in after["processes"] - before["processes"]
             if belongs_to(int(name.split("@")[0]), state)
