@@ -186,7 +186,7 @@ async def settled(state: Path, before: dict[str, set[str]]) -> list[str]:
         sockets = Path("/proc/net/unix").read_text().splitlines()
         left += [f"socket {line.split()[-1]}" for line in sockets if f" {state}/" in line]
         left += [f"mount {line}" for line in after["mounts"] - before["mounts"]]
-            left += [
+        left += [
             f"process {name}"
             for name in after["processes"] - before["processes"]
             if belongs_to(int(name.split("@")[0]), state)
