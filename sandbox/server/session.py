@@ -254,12 +254,16 @@ class Session:
         """See :func:`proc.terminal_readers`: who in the foreground waits for input."""
         return proc.terminal_readers(self.foreground(), self.terminal)
 
+    def end_process(self):
+        """Kill the shell itself."""
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+
     def kill(self):
         """End the process and close the terminal; background jobs get a hang-up."""
         self.ending = "exited"
-        if self.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
-            self._await_exit()
+        self.end_process()
+        self._await_exit()
         self._process.fileobj.close()
 
 

@@ -19,26 +19,11 @@ from confine import confiner
 from errors import RequestError, ServerError
 from output import Capture
 from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
+from waiting import Waiter
 
 START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node is slow
 SETUP_TIMEOUT_S = 10.0
 DEFAULT_MAX_CHARS = 30000
-
-# How a running command is ended: signal to the foreground group, seconds to wait for the shell to come back.
-# After SIGKILL bash goes on with the next line of the command, so ^C follows.
-ESCALATION = (
-    (signal.SIGINT, 1.0),
-    (signal.SIGTERM, 0.7),
-    (signal.SIGKILL, 0.3),
-    (signal.SIGINT, 1.0),
-    (signal.SIGKILL, 0.7),
-)
-
-# A silent command is looked at after the first of these many seconds, then ever more rarely.
-LOOK_FIRST_S = 0.06
-LOOK_MOST_S = 1.0
-# So long a reader that has not gone to sleep anew is taken to be yet to see what was typed.
-SETTLE_S = 2.0
 
 
 class Shell:
@@ -56,18 +41,9 @@ class Shell:
         self._home_cwd = cwd
         self._own_namespace = own_namespace
         self._lock = threading.Lock()  # whoever holds it reads the terminal
-        self._killing = (
-            threading.Lock()
-        )  # held to end all processes, and to start bash, so as not to end that
-        self._state = threading.Lock()  # guards the two below
-        self._waiting = False  # a thread waits for the running command
-        self._typed = []  # input for that thread to type
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self.wake_fd = self._wake_write
-        """Writing a byte has the waiting thread look again; for `signal.set_wakeup_fd`, as children die."""
-        self._interrupt = False
+        self._killing = threading.Lock()  # to end all processes, or start bash, which that would end
+        self._waiter = Waiter()
+        self.wake_fd = self._waiter.wake_fd
         self._resetting = False
         self._session = None
         self._left = False  # a command runs, or has ended, whose last result nobody got
@@ -83,26 +59,15 @@ class Shell:
 
     # -- what other threads call while a command runs ----------------------------------------------
 
-    def wake(self):
-        """Have the waiting thread look again: an interrupt was asked for, or there is input to type."""
-        try:
-            os.write(self._wake_write, b"w")
-        except BlockingIOError:
-            pass  # full of wake-ups already
-
     def interrupt(self):
         """End the running command (^C, TERM, KILL). Returns whether one was running."""
-
-        def ask():
-            self._interrupt = True
-
-        if self._tell_waiting(ask):
+        if self._told_or_locked(self._waiter.interrupt):
             return True
         try:
             with self._unattended():
                 if not self._left or self._session.look() is not None:
                     return False
-                self._stop_command()
+                self._waiter.stop(self._session)
                 return True
         finally:
             self._lock.release()
@@ -152,7 +117,7 @@ class Shell:
             began = time.monotonic()
             late_exit_code = self._settle_left()
             self._ensure_session()
-            self._interrupt = self._suspending = False
+            self._suspending = False
             self._session.start(command, Capture(max_chars))
             result = self._follow(began, timeout, hangup_fd, keep, quiet)
             result["late_exit_code"] = late_exit_code
@@ -164,12 +129,8 @@ class Shell:
         Returns at once while another thread waits for the command. Raises RequestError when none runs.
         """
         began = time.monotonic()
-
-        def hand_over():
-            self._check_input(data)
-            self._typed.append(data)
-
-        if self._tell_waiting(hand_over):
+        self._suspending = self._suspending or data == b"\x1a"
+        if self._told_or_locked(lambda: self._waiter.hand_over(data, self._check_input)):
             return dict(self._result(Capture(2), began, notices=False), running=True, exit_code=None)
         try:
             if not self._left:
@@ -184,9 +145,7 @@ class Shell:
                     result["input_sent"] = not data
                     return result
                 self._check_input(data)
-                self._interrupt = False
                 old_readers = session.readers() if data else frozenset()
-                self._suspending = self._suspending or data == b"\x1a"
                 session.queue(data)
                 return self._follow(began, timeout, hangup_fd, True, quiet, old_readers)
         finally:
@@ -208,18 +167,12 @@ class Shell:
             self._set_attended(False)
             self._session.kill()
 
-    def _tell_waiting(self, tell):
-        """Call `tell` if a thread waits for a command, and wake that. Returns False, holding the lock, if
-        none does.
-        """
-        while True:
-            with self._state:
-                if self._waiting:
-                    tell()
-                    self.wake()
-                    return True
+    def _told_or_locked(self, tell):
+        """Whether `tell()` reached a thread that waits for a command. If there is none, the lock is held."""
+        while not tell():
             if self._lock.acquire(timeout=0.01):  # else a request has just begun or is about to end
                 return False
+        return True
 
     # -- inside: a command's life ----------------------------------------------
 
@@ -227,17 +180,9 @@ class Shell:
         """Wait for the running command and make its result."""
         session = self._session
         self._left = False
-        with self._state:
-            self._waiting = True
-        try:
-            ending = self._wait(began + timeout, hangup_fd, keep, quiet if keep else None, old_readers)
-        finally:
-            with self._state:
-                self._waiting = False
-                typed, self._typed = self._typed, []
+        quiet = quiet if keep else None
+        ending = self._waiter.follow(session, began + timeout, hangup_fd, keep, quiet, old_readers)
         if ending in ("quiet", "input") or (ending == "timeout" and keep):
-            for data in typed:
-                session.queue(data)
             self._left = True
             result = self._running_result(session.capture, began)
             result["timed_out"] = ending == "timeout"
@@ -245,7 +190,7 @@ class Shell:
             return result
         alive = ending == "marker"
         if ending in ("timeout", "interrupt", "hangup"):
-            alive = self._stop_command()
+            alive = self._waiter.stop(self._session)
         return self._finish(session.capture, began, ending, alive)
 
     def _running_result(self, capture, began):
@@ -335,91 +280,6 @@ class Shell:
                 "file and have the command read that" % MOST_LINE_BYTES
             )
 
-    # -- inside: waiting ----------------------------------------------
-
-    def _wait(self, deadline, hangup_fd=None, watch=False, quiet=None, old_readers=frozenset(), heed=True):
-        """Collect output until something ends the wait.
-
-        `watch`: look whether the command waits for input, as somebody else than `old_readers`. `heed`:
-        interrupts. Returns "marker", "exited", "timeout", "quiet", "input", "interrupt" or "hangup".
-        """
-        session = self._session
-        poller = select.poll()
-        poller.register(session.fd, select.POLLIN)
-        poller.register(self._wake_read, select.POLLIN)
-        if hangup_fd is not None:
-            poller.register(hangup_fd, select.POLLRDHUP)
-        typing = False
-        began = changed = time.monotonic()
-        seen, look_at = session.read_bytes, LOOK_FIRST_S
-        while True:
-            if typing != session.wants_to_type():
-                typing = not typing
-                poller.modify(session.fd, select.POLLIN | (select.POLLOUT if typing else 0))
-            now = time.monotonic()
-            if now >= deadline:
-                return "timeout"
-            until = deadline
-            if quiet is not None:
-                until = min(until, changed + quiet)
-                if now >= until:
-                    return "quiet"
-            if watch:
-                if now >= changed + look_at:
-                    if now > began + SETTLE_S:
-                        old_readers = frozenset()
-                    waits = not typing and session.readers() - old_readers
-                    if session.read() is not None:
-                        return session.ending
-                    if waits and session.read_bytes == seen:  # else it has just said something
-                        return "input"
-                    look_at = look_at + min(look_at, LOOK_MOST_S)
-                until = min(until, changed + look_at)
-            for fd, event in poller.poll(max(0, until - now) * 1000 + 1):
-                if fd == session.fd:
-                    if event & select.POLLOUT:
-                        session.type_queued()
-                    if event & ~select.POLLOUT and session.read() is not None:
-                        return session.ending
-                elif fd == hangup_fd:
-                    return "hangup"
-                else:
-                    ending = self._on_wake(heed)
-                    if ending is not None:
-                        return ending
-            if session.read_bytes != seen:
-                seen, changed, look_at = session.read_bytes, time.monotonic(), LOOK_FIRST_S
-
-    def _on_wake(self, heed):
-        try:
-            while os.read(self._wake_read, 4096):
-                pass
-        except BlockingIOError:
-            pass
-        if heed and self._interrupt:
-            return "interrupt"
-        with self._state:
-            typed, self._typed = self._typed, []
-        for data in typed:
-            self._suspending = self._suspending or data == b"\x1a"
-            self._session.queue(data)
-        if not self._session.is_alive():
-            # A background job may hold the terminal open, so end of file is not to be waited for.
-            return self._session.read(exited=True)
-        return None
-
-    def _stop_command(self):
-        """End the foreground command by ever stronger signals. Returns whether the shell came back."""
-        session = self._session
-        for number, patience in ESCALATION:
-            session.signal_foreground(number)
-            ending = self._wait(time.monotonic() + patience, heed=False)
-            if ending != "timeout":
-                return ending == "marker"
-            session.type_end()
-        os.kill(session.pid, signal.SIGKILL)
-        return self._wait(time.monotonic() + ESCALATION[0][1], heed=False) == "marker"
-
     # -- inside: the bash process ----------------------------------------------
 
     def _ensure_session(self):
@@ -437,7 +297,7 @@ class Shell:
         with self._killing:
             session = Session(self._program, self._directory, self._env, os.fsdecode(cwd), self._confine)
             self._session = session
-            ending = self._wait(time.monotonic() + START_TIMEOUT_S, heed=False)
+            ending = self._waiter.wait(session, time.monotonic() + START_TIMEOUT_S, heed=False)
         if ending != "marker":
             said = session.late.text()[0]
             session.kill()
