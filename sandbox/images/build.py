@@ -228,8 +228,8 @@ def _own_copy(directory: Path, copy: Path, user: int | None) -> Path:
 
 
 def _own_unpacked(image: Path, target: Path) -> Path:
-    """The image file as a directory. Apptainer could start from the file, but not an Apptainer with a C library
-    of its own, as the set-up installs it on older machines: it calls itself in a container for that.
+    """The image file as a directory. Apptainer could start from the file, but not one with a C library of its
+    own, as the set-up installs it on older machines: it calls itself in a container for that.
     """
     squashfs.unpack(image, target)
     if os.geteuid() == 0:

@@ -26,6 +26,7 @@ from sandbox.runtimes.apptainer import Apptainer
 
 pytestmark = pytest.mark.apptainer
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120  # how long a test waits for another process; a busy machine needs a part of it
 TOOLS = ("dash", "cat", "ls", "mkdir", "sleep")
 
@@ -282,7 +283,7 @@ def test_an_interrupted_build_leaves_nothing(home: Path, tree: Path):
         [sys.executable, "-c", code, "images", "build", "own", str(file)],
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=REPOSITORY,
     )
     wait_until(lambda: running(marker))
     process.terminate()
@@ -300,7 +301,7 @@ def test_pruning_removes_what_a_killed_build_left(home: Path, tree: Path):
     process = subprocess.Popen(
         [sys.executable, "-c", code, "images", "build", "own", str(file)],
         stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=REPOSITORY,
     )
     wait_until(lambda: running(marker))
     assert "left by a killed build" not in images("prune").output  # it is being built
