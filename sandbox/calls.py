@@ -123,11 +123,6 @@ def setup(env: dict[str, str]) -> Call[None]:
     yield Request({"op": "setup", "env": env})
 
 
-def breach(kind: str, message: str) -> Call[None]:
-    """End all processes because of a limit."""
-    yield Request({"op": "breach", "kind": kind, "message": message}, aside=True)
-
-
 def interrupt() -> Call[bool]:
     """End the running command."""
     return (yield Request({"op": "interrupt"}, aside=True))["was_running"]
