@@ -109,7 +109,7 @@ class Containers:
         if bound and runtime.name == "local-unsafe":
             raise SandboxRequestError("binds need a container; local-unsafe has none")
         rootfs = await asyncio.to_thread(self._rootfs, spec.image, runtime)
-        return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound), runtime
+        return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound, spec.ipython), runtime
 
     async def _boot_warm(self, kind: Kind) -> Container:
         spec = SandboxSpec(image=kind.image, runtime=kind.runtime, network=kind.network)
@@ -136,6 +136,8 @@ class Containers:
             try:
                 await asyncio.to_thread(self._hold_images, container)
                 await container.boot(lambda: self._write_record(container))
+                if kind.ipython:
+                    await self._ask(container, {"op": "ipython_warm"})
                 self._write_record(container)
             except BaseException:
                 await self.release(container.id)
@@ -169,15 +171,7 @@ class Containers:
         container.deadline = now() + spec.max_lifetime_s
         container.put_files(spec.files)
         if spec.env:
-            request = {"op": "setup", "env": spec.env}
-            try:
-                await aio.exchange(str(container.launch.socket), request, SETUP_TIMEOUT_S)
-            except SandboxRequestError:
-                raise
-            except SandboxError as error:
-                raise SandboxStartError(
-                    f"sandbox {container.id} did not take its environment: {error}"
-                ) from error
+            await self._ask(container, {"op": "setup", "env": spec.env})
         if container.is_over():
             raise SandboxStartError(f"sandbox {container.id} ended as soon as it was ready")
         runtime = container.runtime
@@ -196,6 +190,17 @@ class Containers:
             limits={} if runtime.name == "local-unsafe" else container.limits.to_json(),
         )
         self._write_record(container)
+
+    @staticmethod
+    async def _ask(container: Container, request: dict[str, Any]) -> None:
+        """One request to the server inside, before the sandbox is anybody's."""
+        try:
+            await aio.exchange(str(container.launch.socket), request, SETUP_TIMEOUT_S)
+        except SandboxRequestError:
+            raise
+        except SandboxError as error:
+            message = f"sandbox {container.id} did not answer to {request['op']!r}: {error}"
+            raise SandboxStartError(message) from error
 
     @staticmethod
     def _missing(container: Container) -> list[str]:
@@ -432,7 +437,7 @@ class Containers:
     def stats(self) -> dict[str, Any]:
         """Counts since the start of the host, and what is going on."""
         return self.counts | {
-            "ready": len(self.claimed()),
+            "claimed": len(self.claimed()),
             "warm": self.pool.ready(),
             "known": len(self._all),
             "waiting": self._waiting,

@@ -40,6 +40,7 @@ class Kind:
     network: str
     limits: Limits
     binds: tuple[Bind, ...]
+    ipython: bool = False
 
 
 @dataclasses.dataclass

@@ -58,6 +58,8 @@ class SandboxSpec(_Json):
     """Variables of the shell inside; nothing else of the caller's environment gets in."""
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """Files put into the workspace before the start: relative path → text."""
+    ipython: bool = False
+    """Start the IPython kernel at once, in the background, and not with the first cell."""
     binds: tuple[BindSpec, ...] = ()
     limits: Limits = Limits()
     owner: str = ""

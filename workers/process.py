@@ -20,7 +20,8 @@ import structlog
 from celery import Celery
 
 from rollout.schema import Stage
-from sandbox.host_client import HostClient
+from sandbox.errors import SandboxError
+from sandbox.host_client import HostClient, SyncHostClient
 from services.dispatch import Dispatcher
 from services.settings import Settings
 from services.state import keys
@@ -179,10 +180,19 @@ class WorkerProcess:
         while True:
             try:
                 self.fleet.announce(self.name, self.stages)
+                self._pass_on_sandboxes()
             except redis.RedisError as error:
                 log.warning("announcement failed", error=str(error))
             if self.stopping.wait(ANNOUNCE_EVERY_S):
                 return
+
+    def _pass_on_sandboxes(self) -> None:
+        """What the node's sandbox host says of itself. Asking also replaces a host that was killed."""
+        try:
+            if sandboxes := SyncHostClient(self.host.state).stats():
+                self.fleet.put_node(self.settings.node, sandboxes)
+        except SandboxError as error:
+            log.warning("the sandbox host does not answer", error=str(error))
 
     def _listen(self) -> None:
         """Cancel at once what a cancel message names; the heartbeat finds what this misses."""

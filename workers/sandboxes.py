@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -11,7 +12,7 @@ import structlog
 from rollout.schema import SandboxRecord
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
-from sandbox.spec import SandboxSpec
+from sandbox.spec import BindSpec, Limits, SandboxSpec
 from services.settings import Settings
 from services.state.rollouts import RolloutStore
 
@@ -69,12 +70,21 @@ class Sandboxes:
         image: str | None = None,
         network: str = "none",
         env: dict[str, str] | None = None,
+        files: dict[str, str] | None = None,
+        limits: Limits | None = None,
+        binds: Sequence[BindSpec] = (),
+        ipython: bool = False,
     ) -> SandboxClient:
         """Boot the rollout's sandbox and note it in the record.
 
         Args:
             image: Name, SIF or directory; None = the deployment's default.
             network: `none` or `host`.
+            env: Variables of the shell.
+            files: Put into the workspace: relative path → text.
+            limits: None, and what it leaves open = what the node gives.
+            binds: Places of the node to show inside, which its operator allows.
+            ipython: Start the kernel now, in the background.
 
         Raises:
             SandboxError: It did not start; the message carries the runtime's own words.
@@ -87,6 +97,10 @@ class Sandboxes:
                 runtime=runtime,
                 network=network,
                 env=env or {},
+                files=files or {},
+                limits=limits or Limits(),
+                binds=tuple(binds),
+                ipython=ipython,
                 owner=self._owner,
                 max_lifetime_s=self._deadline_in_s + LIFETIME_MARGIN_S,
             )

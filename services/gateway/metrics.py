@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import redis
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from services.gateway.context import Gateway
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+# Fields of `HostClient.stats`.
+SANDBOX_STATES = ("claimed", "warm", "waiting")
+SANDBOX_EVENTS = ("started", "claimed_warm", "failed", "expired", "died", "limited", "adopted", "swept")
 
 _own = CollectorRegistry()
 REQUESTS = Counter(
@@ -67,6 +71,8 @@ class _FromRedis:
             workers.add_metric([stage], len(names))
         yield workers
 
+        yield from _sandboxes(gate.fleet.nodes())
+
         load = GaugeMetricFamily("rollout_backend_load", "Score in the heap of backends.", labels=["backend"])
         live = GaugeMetricFamily(
             "rollout_backend_live_rollouts", "Rollouts pinned to a backend.", labels=["backend"]
@@ -97,6 +103,25 @@ class _FromRedis:
         yield CounterMetricFamily(
             "rollout_retries", "Attempts after the first one.", value=totals.get("retries", 0)
         )
+
+
+def _sandboxes(nodes: dict[str, dict[str, Any]]) -> Iterator[Metric]:
+    """What the sandbox host of each node said last."""
+    now = GaugeMetricFamily("rollout_sandboxes", "Sandboxes of a node.", labels=["node", "state"])
+    events = CounterMetricFamily(
+        "rollout_sandbox_events",
+        "What happened to sandboxes since the node's host started.",
+        labels=["node", "event"],
+    )
+    for node, said in nodes.items():
+        for state in SANDBOX_STATES:
+            now.add_metric([node, state], said.get(state, 0))
+        for event in SANDBOX_EVENTS:
+            events.add_metric([node, event], said.get(event, 0))
+        for limit, count in said.get("breaches", {}).items():
+            events.add_metric([node, f"over_{limit}_limit"], count)
+    yield now
+    yield events
 
 
 def render(gate: Gateway) -> bytes:

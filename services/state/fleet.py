@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import redis
 
@@ -46,6 +47,16 @@ class FleetStore:
             for stage in STAGES:
                 pipe.zrangebyscore(keys.workers(stage), since, "+inf")
             return dict(zip(STAGES, pipe.execute(), strict=True))
+
+    def put_node(self, node: str, sandboxes: dict[str, Any]) -> None:
+        """Pass on what a node's sandbox host says of itself (`HostClient.stats`)."""
+        self._redis.hset(keys.NODES, node, json.dumps({"at": time.time(), "sandboxes": sandboxes}))
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """What the sandbox hosts said of themselves, of each node heard of lately."""
+        since = time.time() - ALIVE_S
+        found = {name: json.loads(raw) for name, raw in self._redis.hgetall(keys.NODES).items()}
+        return {name: said["sandboxes"] for name, said in sorted(found.items()) if said["at"] >= since}
 
     def put_handlers(self, handlers: Iterable[HandlerInfo]) -> None:
         """Announce handlers; a name announced before gets its newest description."""

@@ -7,6 +7,8 @@ import asyncio
 from pydantic import BaseModel
 
 from rollout.trajectory import FinishReason, Message
+from sandbox.spec import Limits
+from workers.agent.tools import ExecuteIPythonCell, StrReplaceEditor, ToolContext
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
 
 
@@ -89,6 +91,46 @@ class InTool(AgentHandler[SleepTask]):
         return Reward(1.0, {"cwd_kept": float((await ctx.sandbox.bash("pwd", timeout=10)).exit_code == 0)})
 
 
+class Greedy(AgentHandler):
+    """Fills its disk again and again, whatever it is told."""
+
+    name = "greedy"
+    uses_model = False
+    uses_sandbox = True
+    limits = Limits(disk_mb=20)
+
+    async def run(self, ctx: RunContext) -> FinishReason:
+        while True:
+            await ctx.sandbox.bash(
+                "for i in 1 2 3 4 5; do head -c 10M /dev/zero >$RANDOM; done; sleep 60", 60
+            )
+
+    async def evaluate(self, ctx: EvalContext) -> Reward:
+        return Reward(1.0)
+
+
+class Notebook(AgentHandler):
+    """Computes in the IPython kernel, which is started ahead, and edits a file."""
+
+    name = "notebook"
+    uses_model = False
+    uses_sandbox = True
+    tools = (ExecuteIPythonCell(), StrReplaceEditor())
+
+    async def run(self, ctx: RunContext) -> FinishReason:
+        tools = ToolContext(ctx.sandbox, 60)
+        cell, editor = self.tools
+        await editor({"command": "create", "path": "/workspace/x.py", "file_text": "answer = 41\n"}, tools)
+        edit = {"command": "str_replace", "path": "/workspace/x.py", "old_str": "41", "new_str": "42"}
+        await editor(edit, tools)
+        seen = await cell({"code": "from x import answer; answer"}, tools)
+        ctx.metrics["answer"] = float(seen.text)
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext) -> Reward:
+        return Reward(1.0)
+
+
 class DigitsTask(BaseModel):
     digits: int
     """Length of the prompt: the demo tokenizer gives each digit an id of its own."""
@@ -107,4 +149,4 @@ class Digits(AgentHandler[DigitsTask]):
         return Reward(0.5)
 
 
-all_handlers = [Faulty, BadImage, InTool, Digits]
+all_handlers = [Faulty, BadImage, InTool, Greedy, Notebook, Digits]

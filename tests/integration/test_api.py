@@ -12,6 +12,7 @@ import pytest
 from rollout.schema import CompletionPage, RolloutPage, RolloutRequest, State
 from services.gateway.app import create_app
 from services.settings import Settings
+from tests.helpers.stack import wait_until
 
 
 def get(stack, path, **params):
@@ -126,6 +127,20 @@ def test_metrics_count_what_happened(stack, client):
     assert value('rollout_queue_depth{queue="init"}') == 0
     assert value('rollout_stage_runs_total{stage="eval"}') >= 3
     assert value('rollout_gateway_requests_total{method="POST",route="/v1/rollouts",status="202"}') >= 1
+
+
+def test_metrics_tell_of_the_sandboxes_of_each_node(stack, client):
+    def started():
+        found = re.findall(
+            r'^rollout_sandbox_events_total{event="started",node="[^"]+"} (\S+)$',
+            get(stack, "/metrics").text,
+            re.MULTILINE,
+        )
+        return float(found[0]) if found else 0
+
+    before = started()
+    client.run([RolloutRequest(handler="in_tool", task={"command": "true"})])
+    wait_until(lambda: started() > before, 30, "the node's sandboxes to be counted")
 
 
 def test_the_openapi_document_has_every_route_and_no_other(stack):

@@ -163,3 +163,10 @@ def test_what_is_no_llm_server_is_not_registered(stack, client):
     with pytest.raises(ApiError) as caught:
         client.remove_backend("no-such")
     assert caught.value.status == 404
+
+
+def test_an_agent_that_overruns_its_limits_fails_with_blame_task_and_no_second_attempt(stack, client):
+    (item,) = client.run([RolloutRequest(handler="greedy")])
+    assert item.state is State.FAILED and item.drop
+    assert (item.error.blame, item.attempt) == ("task", 1)
+    assert "disk limit again" in item.error.message

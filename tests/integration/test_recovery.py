@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout.schema import RolloutRequest, State
+from sandbox.host_client import SyncHostClient
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import Stack, wait_until
 
@@ -144,3 +146,16 @@ def test_after_its_attempts_a_rollout_fails_as_infrastructure(spare):
     assert item.state is State.FAILED and item.error.blame == "infrastructure"
     assert item.drop and item.reward is None
     assert "last@" in item.error.message
+
+
+def test_a_killed_sandbox_host_costs_no_attempt(spare, run_worker):
+    """Commands go on without it, and the next host takes the sandboxes over."""
+    task = {"command": "for i in $(seq 30); do sleep 0.1; done"}
+    (new,) = spare.client.submit(RolloutRequest(handler="in_tool", task=task))
+    wait_for_state(spare, new.id, State.RUNNING)
+    host = SyncHostClient(spare.sandbox_dir)
+    os.kill(host.stats()["pid"], signal.SIGKILL)
+    item = spare.client.wait(new.id, 60)
+    assert (item.state, item.attempt, item.reward) == (State.COMPLETED, 1, 1.0)
+    assert host.stats()["adopted"] == 1
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 10, "the sandbox to be gone")

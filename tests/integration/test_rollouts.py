@@ -172,6 +172,12 @@ def test_state_of_the_shell_lives_from_run_to_eval(client):
     assert item.reward_components == {"cwd_kept": 1.0} and item.metrics["exit_code"] == 0
 
 
+def test_ipython_and_editor_share_the_sandbox(client):
+    (item,) = client.run([RolloutRequest(handler="notebook")])
+    assert item.state is State.COMPLETED, item.error
+    assert item.metrics["answer"] == 42
+
+
 def test_the_run_time_limit_keeps_and_scores_the_part(client):
     request = RolloutRequest(handler="in_tool", task={"command": "sleep 60"}, limits={"run_timeout_s": 1.0})
     (item,) = client.run([request])

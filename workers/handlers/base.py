@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rollout.schema import HandlerInfo, RolloutRequest
 from rollout.trajectory import FinishReason, Message, Trajectory
 from sandbox.client import SandboxClient
+from sandbox.spec import Limits
 from workers.agent.loop import AgentLoop
 from workers.agent.tools import Tool
 from workers.errors import TaskError
@@ -104,11 +105,16 @@ class AgentHandler(ABC, Generic[TaskT]):
     """Image of the sandbox; None = the deployment's default."""
     network: ClassVar[str] = "none"
     """Network of the sandbox: `none` or `host`."""
+    limits: ClassVar[Limits] = Limits()
+    """What the sandbox may use; what is left open is the node's default."""
 
     async def init(self, ctx: InitContext[TaskT]) -> None:
         """INIT: make everything ready that RUN needs. Default: boot the sandbox, if one is used."""
         if self.uses_sandbox:
-            await ctx.sandboxes.boot(ctx, image=self.image, network=self.network)
+            ipython = any(tool.uses_ipython for tool in self.tools)
+            await ctx.sandboxes.boot(
+                ctx, image=self.image, network=self.network, limits=self.limits, ipython=ipython
+            )
 
     def prompt(self, task: TaskT) -> list[Message]:
         """The messages the model starts from; used by the default `run`."""

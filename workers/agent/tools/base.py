@@ -44,6 +44,8 @@ class Tool(ABC):
     aliases: ClassVar[Sequence[str]] = ()
     """Other names a model may call it by, understood but not advertised."""
     Args: ClassVar[type[BaseModel]] = Arguments
+    uses_ipython: ClassVar[bool] = False
+    """Whether the sandbox shall start its IPython kernel ahead of the first call."""
 
     @abstractmethod
     async def call(self, args: Any, ctx: ToolContext) -> Observation:

@@ -22,6 +22,7 @@ class ExecuteIPythonCell(Tool):
         "the shell. `input()` does not work. Images are saved as files and named in the output."
     )
     Args = IPythonArgs
+    uses_ipython = True
 
     async def call(self, args: IPythonArgs, ctx: ToolContext) -> Observation:
         result = await sandbox_of(ctx, self).ipython(args.code, ctx.timeout_s)
