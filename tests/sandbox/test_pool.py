@@ -1,0 +1,171 @@
+"""Sandboxes started ahead: given at once, used once, kept only while somebody asks for their kind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from sandbox.client import SandboxClient
+from sandbox.errors import SandboxGone, SandboxRequestError
+from sandbox.host_client import HostClient
+from sandbox.spec import Limits, SandboxSpec
+from tests.sandbox.conftest import run, why_not
+
+
+@pytest.fixture
+def spec() -> SandboxSpec:
+    return SandboxSpec(runtime="bubblewrap" if why_not("apptainer") else "apptainer")
+
+
+@pytest.fixture
+def pool(state, monkeypatch):
+    """Starts a host that keeps two ready; more settings by name."""
+
+    def make(**settings: int) -> HostClient:
+        for name, value in {"warm": 2, **settings}.items():
+            monkeypatch.setenv(f"ROLLOUT_SANDBOX_{name.upper()}", str(value))
+        return HostClient(state)
+
+    return make
+
+
+async def warm(host: HostClient, count: int) -> None:
+    """Wait until so many are ready."""
+    deadline = time.monotonic() + 60
+    while (found := (await host.stats())["warm"]) != count:
+        assert time.monotonic() < deadline, f"{found} warm sandboxes instead of {count}"
+        await asyncio.sleep(0.02)
+
+
+def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool, spec):
+    async def scenario():
+        host = pool()
+        first = await host.start(spec)
+        assert not first.warm
+        await warm(host, 2)
+        asked = SandboxSpec(
+            runtime=spec.runtime,
+            env={"GREETING": "it's"},
+            files={"a/b.txt": "text"},
+            owner="me",
+            max_lifetime_s=100,
+        )
+        info = await host.start(asked)
+        assert info.warm and info.owner == "me" and info.id != first.id
+        (listed,) = [one for one in await host.list() if one["id"] == info.id]
+        assert listed["seconds_left"] <= 100
+        async with SandboxClient(info.socket) as client:
+            result = await client.bash('echo "$GREETING"; cat a/b.txt; touch a/b.txt a/mine')
+            assert (result.output, result.exit_code) == ("it's\ntext", 0)
+            await client.bash("exit")
+            assert (await client.bash("echo $GREETING")).output == "it's\n"  # of a new shell, too
+        await warm(host, 2)  # refilled
+        stats = await host.stats()
+        assert (stats["claimed"], stats["claimed_warm"]) == (2, 1)
+
+    run(scenario())
+
+
+def test_another_kind_is_not_served_from_the_pool(pool, spec):
+    async def scenario():
+        host = pool()
+        await host.start(spec)
+        await warm(host, 2)
+        for other in ({"limits": Limits(memory_mb=100)}, {"network": "host"}, {"ipython": True}):
+            info = await host.start(SandboxSpec(runtime=spec.runtime, **other))
+            assert not info.warm
+
+    run(scenario())
+
+
+def test_many_claims_at_once_each_get_a_sandbox_of_their_own(pool, spec):
+    async def scenario():
+        host = pool()
+        await host.start(spec)
+        await warm(host, 2)
+        infos = await asyncio.gather(*(host.start(spec) for _ in range(6)))
+        assert len({info.id for info in infos}) == 6
+        assert sum(info.warm for info in infos) >= 2
+
+    run(scenario())
+
+
+def test_warm_ones_end_with_the_host_and_with_their_kinds_use(pool, spec, state):
+    async def scenario():
+        host = pool(warm_idle_s=2)
+        await host.start(spec)
+        await warm(host, 2)
+        await warm(host, 0)
+        await host.start(spec)
+        await warm(host, 2)
+        await host.stop()
+        assert not list((state / "scratch").glob("*"))
+
+    run(scenario())
+
+
+def test_the_total_is_bounded_and_the_kind_asked_for_last_comes_first(pool, spec):
+    async def scenario():
+        host = pool(warm_total=3)
+        old = SandboxSpec(runtime=spec.runtime, limits=Limits(processes=100))
+        await host.start(old)
+        await warm(host, 2)
+        await host.start(spec)
+        await warm(host, 3)
+        assert (await host.start(spec)).warm
+        assert (await host.start(old)).warm
+
+    run(scenario())
+
+
+def test_a_warm_one_that_died_is_not_given(pool, spec, state):
+    async def scenario():
+        host = pool()
+        await host.start(spec)
+        await warm(host, 2)
+        claimed = {one["id"] for one in await host.list()}
+        for directory in list((state / "scratch").iterdir()):
+            if directory.name not in claimed:
+                async with SandboxClient(str(state / directory.name / "s")) as client:
+                    with pytest.raises(SandboxGone):
+                        await client.bash("kill -9 $PPID")
+        info = await host.start(spec)
+        async with SandboxClient(info.socket) as client:
+            assert (await client.bash("echo fine")).output == "fine\n"
+        await warm(host, 2)
+
+    run(scenario())
+
+
+def test_a_refused_claim_costs_the_warm_one_and_nothing_else(pool, spec):
+    async def scenario():
+        host = pool()
+        await host.start(spec)
+        await warm(host, 2)
+        bad = SandboxSpec(runtime=spec.runtime, env={"not a name": "x"})
+        with pytest.raises(SandboxRequestError, match="not a name"):
+            await host.start(bad)
+        with pytest.raises(SandboxRequestError, match="outside the workspace"):
+            await host.start(SandboxSpec(runtime=spec.runtime, files={"../x": ""}))
+        assert (await host.start(spec)).id
+        await warm(host, 2)
+        assert (await host.stats())["claimed"] == 2
+
+    run(scenario())
+
+
+@pytest.mark.apptainer
+def test_a_kernel_of_a_warm_sandbox_is_ready(pool):
+    async def scenario():
+        host = pool()
+        spec = SandboxSpec(runtime="apptainer", ipython=True)
+        await host.keep_warm(spec, 1)
+        await warm(host, 1)
+        info = await host.start(spec)
+        assert info.warm
+        async with SandboxClient(info.socket) as client:
+            assert (await client.ipython("6 * 7")).output == "42\n"
+
+    run(scenario())
