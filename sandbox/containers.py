@@ -73,23 +73,28 @@ class Containers:
         """
         began = time.monotonic()
         kind, runtime = await self._kind_of(spec)
-        container = self.pool.take(kind)
-        warm = container is not None
         try:
-            if container is None:
+            info = await self._claim(kind, spec, began)
+            if info is None:
                 container = await self._boot_new(kind, runtime, spec)
-            await self._hand_over(container, spec, warm, began)
+                info = await self._hand_over(container, spec, began)
         except BaseException:
             self.counts["failed"] += 1
-            if container is not None:
-                await self.release(container.id)
             raise
         finally:
             self.pool.asked(kind)
         self.counts["started"] += 1
-        self.counts["claimed_warm"] += warm
-        assert container.info is not None
-        return container.info
+        self.counts["claimed_warm"] += info.warm
+        return info
+
+    async def _claim(self, kind: Kind, spec: SandboxSpec, began: float) -> SandboxInfo | None:
+        """A warm one, if there is one that still answers."""
+        while container := self.pool.take(kind):
+            try:
+                return await self._hand_over(container, spec, began, warm=True)
+            except SandboxStartError as error:
+                log.warning("a warm sandbox was not to be had: %s", error)
+        return None
 
     async def keep_warm(self, spec: SandboxSpec, count: int) -> None:
         """Have `count` sandboxes of the spec's kind ready soon, e.g. for a stage that is still to come."""
@@ -165,18 +170,29 @@ class Containers:
         self._all[sandbox_id] = container
         return container
 
-    async def _hand_over(self, container: Container, spec: SandboxSpec, warm: bool, began: float) -> None:
-        """Make it the asker's own: files, environment, owner, lifetime."""
-        container.spec = spec
-        container.deadline = now() + spec.max_lifetime_s
-        container.put_files(spec.files)
-        if spec.env:
-            await self._ask(container, {"op": "setup", "env": spec.env})
-        if container.is_over():
-            raise SandboxStartError(f"sandbox {container.id} ended as soon as it was ready")
+    async def _hand_over(
+        self, container: Container, spec: SandboxSpec, began: float, warm: bool = False
+    ) -> SandboxInfo:
+        """Make it the asker's own: files, environment, owner, lifetime. It is ended if that fails."""
+        try:
+            container.spec = spec
+            container.deadline = now() + spec.max_lifetime_s
+            container.put_files(spec.files)
+            if spec.env or warm:  # a warm one has to show that it is alive
+                await self._ask(container, {"op": "setup", "env": spec.env})
+            if container.is_over():
+                raise SandboxStartError(f"sandbox {container.id} ended as soon as it was ready")
+            container.info = self._info_of(container, spec, began, warm)
+            self._write_record(container)
+            return container.info
+        except BaseException:
+            await self.release(container.id)
+            raise
+
+    def _info_of(self, container: Container, spec: SandboxSpec, began: float, warm: bool) -> SandboxInfo:
         runtime = container.runtime
         assert container.pid is not None
-        container.info = SandboxInfo(
+        return SandboxInfo(
             id=container.id,
             socket=str(container.launch.socket),
             runtime=runtime.name,
@@ -189,7 +205,6 @@ class Containers:
             warm=warm,
             limits={} if runtime.name == "local-unsafe" else container.limits.to_json(),
         )
-        self._write_record(container)
 
     @staticmethod
     async def _ask(container: Container, request: dict[str, Any]) -> None:
