@@ -17,11 +17,11 @@ import pexpect.replwrap
 import ptyprocess
 
 from sandbox import paths
-from sandbox.client import SyncSandboxClient
 from sandbox.host_client import SyncHostClient
 from sandbox.images import ImageStore
 from sandbox.runtimes.apptainer import Apptainer
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 
 LIMIT_S = 60.0
 BASH = ["bash", "--noprofile", "--norc", "--noediting"]

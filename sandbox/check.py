@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from sandbox.client import SyncSandboxClient
 from sandbox.errors import SandboxError
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 
 PROOF = "sandbox works"
 

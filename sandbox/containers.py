@@ -14,16 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, binds, interpreter, paths, payload, processes, trees
+from sandbox import adoption, aio, binds, interpreter, paths, payload, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, check_id_fits, now
 from sandbox.errors import ImageError, SandboxError, SandboxRequestError, SandboxStartError
 from sandbox.images import ImageStore
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id
-from sandbox.runtimes import RUNTIMES, Launch, Runtime, select_runtime
+from sandbox.runtimes import Runtime, select_runtime
 from sandbox.runtimes.base import make_directories
-from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
+from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
 
@@ -366,14 +366,12 @@ class Containers:
 
     async def take_over(self) -> None:
         """Adopt the sandboxes that an earlier host left running, end and remove everything else of it."""
-        adopted, ended = [], []
+        ended = []
         for record in self._records.all():
-            if record.info and record.is_running() and (record.deadline or 0) > now():
-                adopted.append(record)
+            if adoption.may_be_adopted(record):
+                self._adopt(record)
             else:
                 ended.append(record)
-        for record in adopted:
-            self._adopt(record)
         await asyncio.gather(*map(self._sweep, ended))
         for path in [*self.state.iterdir(), *(self.state / "scratch").glob("*")]:
             # By the form of its name: never what somebody else keeps here.
@@ -383,59 +381,19 @@ class Containers:
             await asyncio.to_thread(payload.remove_others, self._payload.parent, {self._payload})
 
     def _adopt(self, record: Record) -> None:
-        runtime = RUNTIMES[record.runtime]()
-        runtime.run_as = record.run_as
-        launch = Launch(
-            record.id,
-            Path(record.rootfs) if record.rootfs else None,
-            record.spec["network"],
-            self.state / record.id / "s",
-            self._payload,
-            self.state / "scratch" / record.id,
-            self._interpreter(runtime),
-        )
-        container = Container(
-            record.id,
-            runtime,
-            SandboxSpec.from_json(record.spec),
-            launch,
-            Limits.from_json(record.limits),
-            pid=record.pid,
-            start_time=record.start_time,
-            protected=record.protected,
-            deadline=record.deadline,
-            info=SandboxInfo.from_json(record.info),
-            ready=True,
-        )
+        own_python = self._interpreter(adoption.runtime_of(record))
+        container = adoption.revive(record, self.state, self._payload, own_python)
         self._all[record.id] = container
         try:
             self._hold_images(container)
-        except (
-            ImageError
-        ) as error:  # evicted while no host held it: what is cached of it in memory still works
+        except ImageError as error:  # evicted while no host held it; what is open of it goes on working
             log.error("the image of sandbox %s is not in the cache any more: %s", record.id, error)
         self.counts["adopted"] += 1
         log.warning("adopted sandbox %s of %r from an earlier host", record.id, container.spec.owner)
 
     async def _sweep(self, record: Record) -> None:
-        """End what a record names and all that carries its id, without which a record may be."""
-        runtime = RUNTIMES.get(record.runtime, RUNTIMES["apptainer"])()
-        runtime.run_as = record.run_as
-        pids = runtime.strays(record.id)
-        if record.is_running():
-            pids.insert(0, record.pid)
-        for pid in dict.fromkeys(pids):
-            stray = Container(
-                record.id,
-                runtime,
-                SandboxSpec(),
-                Launch(record.id, None, "none", Path(), Path(), Path()),
-                Limits(),
-                pid=pid,
-                start_time=processes.start_time(pid),
-            )
-            await stray.kill()
-        log.warning("swept sandbox %s of an earlier host (%d processes)", record.id, len(pids))
+        count = await adoption.end_strays(record)
+        log.warning("swept sandbox %s of an earlier host (%d processes)", record.id, count)
         self.counts["swept"] += 1
         await asyncio.to_thread(self._remove_traces, record.id)
 

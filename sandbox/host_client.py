@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, client, errors, paths
+from sandbox import aio, errors, paths, sync_client
 from sandbox.host import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
@@ -151,7 +151,7 @@ class SyncHostClient:
         return {}
 
     def _request(self, request: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
-        return client.exchange(str(self.state / SOCKET_NAME), request, timeout)
+        return sync_client.exchange(str(self.state / SOCKET_NAME), request, timeout)
 
 
 def ensure_host(state_dir: Path | str | None = None) -> None:
@@ -178,7 +178,7 @@ def _was_killed(state: Path) -> bool:
 
 def _answers(state: Path) -> bool:
     try:
-        client.exchange(str(state / SOCKET_NAME), {"op": "stats"}, REQUEST_TIMEOUT_S)
+        sync_client.exchange(str(state / SOCKET_NAME), {"op": "stats"}, REQUEST_TIMEOUT_S)
         return True
     except errors.SandboxGone:
         return False

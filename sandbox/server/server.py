@@ -1,9 +1,9 @@
 """The server inside a sandbox: a shell, files and tools, on a Unix socket that the host hands in.
 
-`python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes; the
-configuration is a JSON file with `directory, workspace, env, limits, bash, subreaper` (`bash`: command line of
-one of our own, for images without; null = the image's). The listening socket is made outside and its path is
-never visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's
+`python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes. The
+configuration is a JSON file with `directory, workspace, env, limits, bash, subreaper` (`bash`: command line
+of one of our own, for images without; null = the image's). The listening socket is made outside and its path
+is never visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's
 place. One line goes to standard output when the shell is ready. Each connection is served by a thread, one
 request after the other; a second connection can interrupt or feed a command that the first one runs.
 """
@@ -168,8 +168,8 @@ def main(config_path):
         signal.signal(number, lambda signum, frame: os._exit(0))
     shell = start_shell(config)
     holder.append(shell)
-    # The kernel gives SIGCHLD to the thread that started the child, and Python runs the handler only when this
-    # one wakes; so the C part of the handler wakes the shell's waiting thread.
+    # The kernel gives SIGCHLD to the thread that started the child, and Python runs the handler only when
+    # this one wakes; so the C part of the handler wakes the shell's waiting thread.
     signal.set_wakeup_fd(shell.wake_fd, warn_on_full_buffer=False)
     server = Server(shell, ipython, config["workspace"])
     sys.stdout.write("ready\n")

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from sandbox import processes
-from sandbox.client import BashResult, SyncSandboxClient
+from sandbox.client import BashResult
 from sandbox.errors import SandboxGone
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import BindSpec, SandboxInfo, SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
 from tests.sandbox.conftest import new_state, why_not
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sandbox.server
-from sandbox.client import SyncSandboxClient
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 
 
 @pytest.fixture(scope="module")

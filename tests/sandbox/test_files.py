@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from sandbox import calls, transfer
-from sandbox.client import SandboxClient, SyncSandboxClient
+from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.host_client import SyncHostClient
 from sandbox.server import archive
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 from tests.sandbox.conftest import run
 
 in_container = pytest.mark.apptainer

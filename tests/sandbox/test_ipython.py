@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from sandbox.client import SandboxClient, SyncSandboxClient
+from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 from tests.sandbox.conftest import run
 
 pytestmark = pytest.mark.apptainer

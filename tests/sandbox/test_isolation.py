@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.client import SyncSandboxClient
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
 from tests.sandbox.conftest import why_not
 
 
