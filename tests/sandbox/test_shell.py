@@ -7,11 +7,10 @@ import time
 
 import pytest
 
-from sandbox.client import exchange
 from sandbox.errors import SandboxRequestError
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from sandbox.sync_client import SyncSandboxClient, exchange
 from tests.sandbox.conftest import why_not
 
 
