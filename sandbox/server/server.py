@@ -139,7 +139,7 @@ def start_shell(config):
         config["workspace"],
         program,
         config.get("limits"),
-        own_namespace=not config.get("subreaper"),
+        own_namespace=config["own_namespace"],
     )
 
 
@@ -151,7 +151,9 @@ def main(config_path):
     _prctl(PR_SET_DUMPABLE, 0)
     with open(config_path) as file:
         config = json.load(file)
-    if config.get("subreaper"):  # without a container: what loses its parent becomes our child, and is found
+    # Below the container's init, pid 1 of a namespace of our own? Only then "all processes" are the agent's.
+    config["own_namespace"] = os.getppid() == 1 and not config.get("subreaper")
+    if not config["own_namespace"]:  # what loses its parent becomes our child, and is found
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(config["workspace"])
 
@@ -159,7 +161,7 @@ def main(config_path):
     ipython = IPython(config["directory"], config["workspace"], config["env"], config.get("limits"))
 
     def on_child(signum, frame):
-        if config.get("subreaper"):
+        if not config["own_namespace"]:
             for shell in holder:
                 reap_orphans(shell, ipython)
 
