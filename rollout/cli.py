@@ -30,6 +30,7 @@ OPERATOR_HELP = {
     "down": "End what `up` started.",
     "demo": "Run real rollouts on a stack of its own and show them.",
     "images": "Build, list, inspect and prune images of sandboxes.",
+    "sandbox-host": "Look after the daemon that owns the sandboxes of this node.",
 }
 """Shown without importing the command; others get a line that names their package."""
 

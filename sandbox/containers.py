@@ -39,6 +39,7 @@ COUNTS = (
 )
 HOST_ROOT_NOTE = "files (no image here: the machine's own /usr is visible read-only)"
 SOFT_LIMITS_NOTE = "hard memory and CPU limits (no cgroup of its own: rlimits and a watchdog serve)"
+SOFT_CPU_NOTE = "hard CPU limit (its processes are nice)"
 ROOT_LIMITS_NOTE = "process limit (the machine's root is exempt from it)"
 
 
@@ -165,6 +166,7 @@ class Containers:
             payload=self._payload,
             interpreter=self._interpreter(runtime),
             binds=kind.binds,
+            limits=kind.limits,
         )
         container = Container(sandbox_id, runtime, spec, launch, kind.limits)
         self._all[sandbox_id] = container
@@ -226,7 +228,7 @@ class Containers:
         if container.launch.rootfs is None and runtime.needs_image:
             missing.append(HOST_ROOT_NOTE)
         if runtime.needs_image:
-            missing.append(SOFT_LIMITS_NOTE)
+            missing.append(SOFT_CPU_NOTE if runtime.has_cgroups else SOFT_LIMITS_NOTE)
             if runtime.run_as is None and os.geteuid() == 0:
                 missing.append(ROOT_LIMITS_NOTE)
         return missing

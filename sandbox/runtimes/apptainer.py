@@ -58,6 +58,9 @@ class Apptainer(Runtime):
         if self.run_as is None and os.geteuid() == 0:
             # Uid 0 owns these although it has no capabilities; see paths.sandbox_user.
             flags += ["--no-mount", "sys", "--bind", "/proc/sys:/proc/sys:ro"]
+        if self.has_cgroups and launch.limits is not None:
+            flags += ["--memory", f"{launch.limits.memory_mb}M"]
+            flags += ["--pids-limit", str(launch.limits.processes)]
         for bind in self.all_binds(launch):
             flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
         return [
@@ -75,7 +78,10 @@ class Apptainer(Runtime):
         """See :meth:`Runtime.probe`. Changed system files go to disk if the file system there can do that.
 
         Apptainer's own tmpfs for them is either too small for an installation (64 MB) or half of the memory.
+        Cgroups are used if they work: rootless that takes version 2, systemd and delegation, and where one of
+        them is missing Apptainer refuses to start.
         """
+        self.has_cgroups = False
         self._upper_on_disk = True
         try:
             super().probe(rootfs, within)
@@ -84,6 +90,12 @@ class Apptainer(Runtime):
             super().probe(rootfs, within)
             log.warning("changed system files are kept in memory, for an overlay on disk fails: %s", error)
             self.missing_isolation.append("disk limit of changed system files (kept in memory)")
+        self.has_cgroups = True
+        try:
+            super().probe(rootfs, within)
+        except RuntimeUnavailable as error:
+            self.has_cgroups = False
+            log.info("no cgroup for each sandbox, rlimits and the watchdog serve: %s", error)
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster."""

@@ -12,8 +12,10 @@ from pathlib import Path
 from sandbox import interpreter as interpreters
 from sandbox import paths, processes, trees
 from sandbox.errors import RuntimeUnavailable
+from sandbox.spec import Limits
 
 PROBE_TIMEOUT_S = 30.0
+PROBE_LIMITS = Limits(memory_mb=512, processes=64)
 ID_VARIABLE = "ROLLOUT_SANDBOX_ID"
 """Set in the environment of every process a runtime starts, so that a later host recognises what was left."""
 
@@ -71,6 +73,8 @@ class Launch:
     interpreter: Path | None = None
     """`usr` of an unpacked base image, whose Python runs the server; None = the image's own python3."""
     binds: tuple[Bind, ...] = ()
+    limits: Limits | None = None
+    """For a runtime that can have the kernel hold them; the host's watchdog looks after them anyway."""
 
 
 class Runtime(abc.ABC):
@@ -84,6 +88,8 @@ class Runtime(abc.ABC):
         """uid and gid to start as (we are root then); None = our own."""
         self.missing_isolation: list[str] = []
         """What this runtime does not enforce here, in words."""
+        self.has_cgroups = False
+        """Whether each sandbox gets a cgroup of its own, so that its limits are hard."""
 
     @abc.abstractmethod
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
@@ -159,7 +165,9 @@ class Runtime(abc.ABC):
             base.chmod(0o711)
             payload = base / "payload"
             payload.mkdir()
-            launch = make_directories(base, "probe", rootfs, "none", self.run_as, payload=payload)
+            launch = make_directories(
+                base, "probe", rootfs, "none", self.run_as, payload=payload, limits=PROBE_LIMITS
+            )
             done = subprocess.run(
                 self.argv(launch, ["true"]),
                 env=self.environment(launch),
@@ -196,6 +204,7 @@ def make_directories(
     payload: Path,
     interpreter: Path | None = None,
     binds: tuple[Bind, ...] = (),
+    limits: Limits | None = None,
 ) -> Launch:
     """Make the private directories of one sandbox below `base`, owned by `owner`, and describe them."""
     own, scratch = base / sandbox_id, base / "scratch" / sandbox_id
@@ -209,4 +218,4 @@ def make_directories(
         path.chmod(mode)  # whatever the umask
         if owner is not None:
             os.chown(path, owner, owner)
-    return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch, interpreter, binds)
+    return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch, interpreter, binds, limits)

@@ -11,9 +11,10 @@ import pytest
 from sandbox import aio, errors, paths, payload
 from sandbox.images import ImageStore, squashfs_offset
 from sandbox.runtimes import RUNTIMES, select_runtime
+from sandbox.runtimes.base import make_directories
 from sandbox.server import wire
 from sandbox.server.output import Capture, MarkerScanner
-from sandbox.spec import SandboxInfo, SandboxSpec
+from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
 
 def test_capture_keeps_short_text_whole_and_cuts_long_text_in_the_middle():
@@ -149,3 +150,20 @@ def test_the_payload_needs_nothing_but_the_standard_library(tmp_path):
         f"import sys; sys.path.insert(0, {str(staged)!r}); import server",
     ]
     subprocess.run(command, check=True, cwd="/")
+
+
+def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):
+    launch = make_directories(
+        tmp_path,
+        "0",
+        tmp_path,
+        "none",
+        None,
+        payload=tmp_path,
+        limits=Limits(memory_mb=100, processes=20, disk_mb=1, files=1),
+    )
+    runtime = RUNTIMES["apptainer"]()
+    assert not {"--memory", "--pids-limit"} & set(runtime.argv(launch, ["true"]))
+    runtime.has_cgroups = True
+    argv = " ".join(runtime.argv(launch, ["true"]))
+    assert "--memory 100M --pids-limit 20" in argv
