@@ -25,7 +25,7 @@ def test_the_handler_of_the_guide_runs_as_written(stack, client, tmp_path):
             process.stop()
     workers = [stack.start_worker(queue, f"docs-{queue}", env=env) for queue in ("init", "run", "eval")]
     try:
-        wait_until(lambda: "shell_task" in {info.name for info in client.handlers()}, 10, "the handler")
+        wait_until(lambda: "shell_task" in {info.name for info in client.handlers()}, 30, "the handler")
         task = {"instruction": "1 plus 1", "setup": "touch done.txt", "check": "test -f done.txt"}
         request = {"handler": "shell_task", "limits": {"max_turns": 2}, "sampling": {"max_tokens": 64}}
         done = client.run(

@@ -105,7 +105,7 @@ def test_a_handler_that_raises_fails_the_rollout_with_its_traceback(stack, clien
     assert (item.error.blame, item.error.stage) == ("handler", stage)
     assert "_go_wrong" in item.error.traceback or how == "cancel"
     assert item.reward is None and item.drop and item.drop_reason
-    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 5, "the sandbox to be gone")
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 30, "the sandbox to be gone")
 
 
 @pytest.mark.parametrize("how", ["nan", "wrong_type"])

@@ -49,7 +49,7 @@ def test_cancel_of_a_queued_rollout_ends_it_without_a_worker(spare):
     assert leftovers(spare.sandbox_dir) != []
     answer = spare.client.cancel(new.id)
     assert answer["state"] == "cancelled" and not answer["cancelling"]
-    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 5, "the sandbox to be gone")
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "the sandbox to be gone")
 
 
 def test_a_lost_message_is_sent_again(spare, run_worker):
@@ -58,7 +58,7 @@ def test_a_lost_message_is_sent_again(spare, run_worker):
     run_worker.popen.send_signal(signal.SIGSTOP)
     try:
         wait_for_state(spare, new.id, State.READY)
-        wait_until(lambda: spare.redis.client.delete("run"), 5, "the message to be in the queue")
+        wait_until(lambda: spare.redis.client.delete("run"), 20, "the message to be in the queue")
     finally:
         run_worker.popen.send_signal(signal.SIGCONT)
     item = spare.client.wait(new.id, timeout=20)
@@ -77,7 +77,7 @@ def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare):
         second.stop()
     assert item.state is State.COMPLETED and item.attempt == 2 and item.reward == 1.0
     assert [event.state for event in item.timeline].count(State.RUNNING) == 2
-    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 10, "both sandboxes to be gone")
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "both sandboxes to be gone")
 
 
 def test_a_worker_that_slept_past_its_lease_cannot_finish(spare):
@@ -158,4 +158,4 @@ def test_a_killed_sandbox_host_costs_no_attempt(spare, run_worker):
     item = spare.client.wait(new.id, 60)
     assert (item.state, item.attempt, item.reward) == (State.COMPLETED, 1, 1.0)
     assert host.stats()["adopted"] == 1
-    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 10, "the sandbox to be gone")
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "the sandbox to be gone")

@@ -192,4 +192,4 @@ def test_the_deadline_ends_a_rollout_wherever_it_is(stack, client):
     assert item.state is State.TIMED_OUT and item.drop and item.reward is None
     assert item.error.blame == "timeout"
     assert item.finished_at - item.created_at < 6
-    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 5, "the sandbox to be gone")
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 30, "the sandbox to be gone")

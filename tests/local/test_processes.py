@@ -44,7 +44,7 @@ def test_a_process_that_ignores_term_is_killed_after_the_grace(tmp_path):
     begun = time.monotonic()
     end([process], 0.3)
     assert not process.alive
-    assert 0.3 <= time.monotonic() - begun < 3
+    assert 0.3 <= time.monotonic() - begun < 30
 
 
 def test_the_rest_of_the_group_goes_too(tmp_path):

@@ -88,7 +88,7 @@ def test_timeout_gives_the_output_so_far_and_the_shell_lives_on(shell):
     shell.bash("KEPT=1")
     began = time.monotonic()
     result = shell.bash("echo before; sleep 60; echo after", timeout=0.3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert result.timed_out
     assert "before" in result.output
     assert "after" not in result.output
@@ -100,7 +100,7 @@ def test_a_command_that_ignores_signals_is_killed(shell):
     result = shell.bash("bash -c 'trap \"\" INT TERM HUP; echo stubborn; sleep 60; sleep 60'", timeout=0.3)
     assert result.timed_out
     assert "stubborn" in result.output
-    assert result.duration_s < 4
+    assert result.duration_s < 20
     assert shell.bash("echo ok").output == "ok\n"
 
 
@@ -136,10 +136,11 @@ def test_markers_in_the_output_are_output(shell):
 
 
 def test_background_job_returns_at_once_and_speaks_later(shell):
-    began = time.monotonic()
-    assert shell.bash("{ sleep 0.3; echo late; } &").exit_code == 0
-    assert time.monotonic() - began < 0.25
-    assert "late" in shell.bash("sleep 0.6; echo now").output
+    result = shell.bash("{ while ! [ -e ~/speak ]; do sleep 0.05; done; echo late; touch ~/spoke; } &")
+    assert (result.exit_code, result.output) == (0, "")
+    assert (
+        "late" in shell.bash("touch ~/speak; while ! [ -e ~/spoke ]; do sleep 0.05; done; rm ~/sp*k*").output
+    )
 
 
 def test_redirecting_the_shell_itself_or_its_prompt_does_not_lose_it(shell):
