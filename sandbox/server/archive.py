@@ -177,6 +177,9 @@ def unpack(file, target, tally):
         if leads_out(name, link):
             tally.skipped.append(printable(name))
             continue
+        _check_no_link_above(
+            target, name
+        )  # from where that leads, `link` would climb further than was counted
         _make_parents(target, name)
         os.symlink(link, os.path.join(target, name))
     for path, mode in modes:
@@ -243,6 +246,14 @@ def _checked_name(name):
 def _make_parents(target, name):
     """The directories above `name`; real ones, because links are made last."""
     os.makedirs(os.path.dirname(os.path.join(target, name)), mode=0o755, exist_ok=True)
+
+
+def _check_no_link_above(target, name):
+    above = os.path.dirname(name)
+    while above:
+        if os.path.islink(os.path.join(target, above)):
+            raise ArchiveError("the archive holds %r below the link %r" % (name, above))
+        above = os.path.dirname(above)
 
 
 def _write_file(content, path, size):

@@ -275,6 +275,15 @@ def test_links_that_may_lead_out_are_not_made(link, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_link_below_a_link_is_refused(tmp_path):
+    """Through the first one the second would lie elsewhere, and lead further up."""
+    links = [("x", "."), ("x/y", "..")]
+    hostile = tar_of(*(entry_of(name, tarfile.SYMTYPE, link) for name, link in links))
+    with pytest.raises(archive.ArchiveError, match="below the link"):
+        archive.unpack(hostile, str(tmp_path), archive.Tally(GIB))
+    assert not (tmp_path / "y").is_symlink()
+
+
 def test_nothing_is_written_through_a_link_of_the_archive(tmp_path):
     target, outside = tmp_path / "target", tmp_path / "outside"
     target.mkdir()
