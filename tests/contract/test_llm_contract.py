@@ -14,6 +14,7 @@ TOLERANCE = 1e-3
 IM_END = 321
 PROMPT = [18, 22, 311, 220, 23, 20]
 
+TRIES = 10
 LONG = 1900
 """Tokens of a request that shall still run when something is done to it: seconds on any machine here."""
 """`37 times 85`."""
@@ -167,21 +168,33 @@ def test_a_streamed_reply_equals_the_whole_one(backend):
     assert llm_client.sampled_logprobs(streamed) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_abort_needs_the_prefixed_id_and_returns_the_partial_tokens(backend):
+def test_abort_by_the_prefixed_id_returns_the_partial_tokens(backend):
     async def ask(client):
-        async with running(client, max_tokens=LONG, request_id="long") as task:
-            await llm_client.post(client, "/inference/v1/abort_requests", {"request_ids": ["long"]})
-            await asyncio.sleep(0.1)
-            assert not task.done()
-            await llm_client.post(
-                client, "/inference/v1/abort_requests", {"request_ids": ["generate-tokens-long"]}
-            )
-            return llm_client.merged(await asyncio.wait_for(task, 60))
+        async def attempt():
+            async with running(client, max_tokens=LONG, request_id="long") as task:
+                await abort(client, "generate-tokens-long")
+                return llm_client.merged(await asyncio.wait_for(task, 60))
+
+        return await caught(attempt, lambda choice: choice["finish_reason"] == "abort")
 
     choice = run(backend, ask)
     assert choice["finish_reason"] == "abort"
     assert 0 < len(choice["token_ids"]) < LONG
     assert len(llm_client.sampled_logprobs(choice)) == len(choice["token_ids"])
+
+
+def test_abort_by_the_plain_id_does_nothing(backend):
+    async def ask(client):
+        async with running(client, max_tokens=LONG, request_id="long") as task:
+            await abort(client, "long")
+            return llm_client.merged(await asyncio.wait_for(task, 60))
+
+    choice = run(backend, ask)
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (LONG, "length")
+
+
+async def abort(client, request_id):
+    await llm_client.post(client, "/inference/v1/abort_requests", {"request_ids": [request_id]})
 
 
 @asynccontextmanager
@@ -204,6 +217,18 @@ async def running(client, path="/inference/v1/generate", **options):
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def caught(attempt, was_caught):
+    """What `attempt` gives once it has met its request still running, and after some tries whatever it gives.
+
+    On a loaded machine an engine can be through with a request before its server has sent the first token.
+    """
+    for _ in range(TRIES):
+        result = await attempt()
+        if was_caught(result):
+            break
+    return result
+
+
 async def generated(client):
     """Tokens sampled since the server's start."""
     return await llm_client.metric(client, "vllm:generation_tokens_total")
@@ -212,13 +237,16 @@ async def generated(client):
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
 def test_closing_the_connection_cancels_the_request(backend, path):
     async def ask(client):
-        before = await generated(client)
-        async with running(client, path, max_tokens=LONG):
-            pass  # leaving it closes the connection
-        count = -1.0
-        while count != (count := await generated(client)):
-            await asyncio.sleep(0.5)
-        return count - before
+        async def attempt():
+            before = await generated(client)
+            async with running(client, path, max_tokens=LONG):
+                pass  # leaving it closes the connection
+            count = -1.0
+            while count != (count := await generated(client)):
+                await asyncio.sleep(0.5)
+            return count - before
+
+        return await caught(attempt, lambda count: count < LONG)
 
     assert 0 <= run(backend, ask) < LONG
 
@@ -270,9 +298,13 @@ def test_the_server_says_what_it_serves(backend):
 
 def test_pause_abort_ends_running_requests_and_later_ones_wait_for_resume(backend):
     async def ask(client):
-        async with running(client, max_tokens=LONG) as task:
-            await llm_client.post(client, "/pause", mode="abort")
-            choice = llm_client.merged(await asyncio.wait_for(task, 60))
+        async def attempt():
+            await llm_client.post(client, "/resume")
+            async with running(client, max_tokens=LONG) as task:
+                await llm_client.post(client, "/pause", mode="abort")
+                return llm_client.merged(await asyncio.wait_for(task, 60))
+
+        choice = await caught(attempt, lambda choice: choice["finish_reason"] == "abort")
         queued = asyncio.create_task(llm_client.generate(client, PROMPT, max_tokens=2))
         await asyncio.sleep(0.3)
         assert not queued.done()
@@ -311,9 +343,13 @@ def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, ot
         assert await llm_client.get(client, "/weight_info") == {"weight_version": version}
 
     async def ask(client):
-        async with running(client, max_tokens=LONG) as task:
-            await swap(client, other_weights, "step-1")
-            crossing = llm_client.merged(await task)
+        async def attempt():
+            await swap(client, DEMO_MODEL, "first")
+            async with running(client, max_tokens=LONG) as task:
+                await swap(client, other_weights, "step-1")
+                return llm_client.merged(await task)
+
+        crossing = await caught(attempt, lambda choice: len(choice["weight_versions"]) == 2)
         after = await llm_client.generate(
             client, PROMPT, cache_salt="step-1", max_tokens=30, seed=1, ignore_eos=True
         )
@@ -323,7 +359,7 @@ def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, ot
 
     crossing, after = run(backend, ask)
     old, new = crossing["weight_versions"]
-    assert (old["version"], old["start"], new["version"]) == ("default", 0, "step-1")
+    assert (old["version"], old["start"], new["version"]) == ("first", 0, "step-1")
     assert (new["start"], new["end"]) == (old["end"], len(crossing["token_ids"]))
     expected = llm_reference.logprobs(DEMO_MODEL, PROMPT, crossing["token_ids"])[: old["end"]]
     assert llm_client.sampled_logprobs(crossing)[: old["end"]] == pytest.approx(expected, abs=TOLERANCE)
