@@ -148,6 +148,8 @@ class IPythonResult:
     """The kernel died before or in this cell and was replaced: variables and imports are lost."""
     truncated: bool
     duration_s: float
+    limit_exceeded: str | None = None
+    """Why all processes were ended before or in this cell, when the sandbox was over a limit."""
 
 
 def ipython(code: str, timeout: float, max_output_chars: int) -> Call[IPythonResult]:

@@ -4,6 +4,7 @@ The kernel is started by the first cell (or ahead of it by `ipython_warm`) and s
 died, whoever killed it. A result says when that cost the variables.
 """
 
+import contextlib
 import os
 import shutil
 import threading
@@ -39,6 +40,24 @@ class IPython:
         self._start_lock = threading.Lock()
         self._running = None  # the life whose cell runs
         self._interrupted = False
+        self._limit_exceeded = None  # to be told with the next result
+        self._may_start = threading.Event()  # not while all processes are being ended, a new kernel with them
+        self._may_start.set()
+        self._endings = 0
+
+    @contextlib.contextmanager
+    def while_all_end(self, limit_exceeded=None):
+        """All processes are ended in this block, the kernel among them; for a limit that was exceeded, or
+        None.
+        """
+        if limit_exceeded and self._had_life:
+            self._limit_exceeded = limit_exceeded
+        self._may_start.clear()
+        self._endings += 1
+        try:
+            yield
+        finally:
+            self._may_start.set()
 
     def operations(self):
         """Name of each operation → function(request, connection)."""
@@ -91,6 +110,7 @@ class IPython:
         if died:
             life.kill()
         output, truncated = life.end_cell()
+        limit_exceeded, self._limit_exceeded = self._limit_exceeded, None
         if died:
             self._had_life = False  # said in this result; not again in the next
             self._start_in_background()
@@ -102,6 +122,7 @@ class IPython:
             "timed_out": timed_out,
             "interrupted": interrupted,
             "restarted": restarted or died,
+            "limit_exceeded": limit_exceeded,
             "truncated": truncated,
             "duration_s": time.monotonic() - began,
         }
@@ -142,6 +163,16 @@ class IPython:
 
     def _live(self, hangup_fd):
         """A kernel that is ready. Raises RequestError when no Python here can run one."""
+        while True:
+            self._may_start.wait()
+            endings = self._endings
+            try:
+                return self._live_now(hangup_fd)
+            except ServerError:
+                if endings == self._endings:
+                    raise  # else it was ended with all others while it started
+
+    def _live_now(self, hangup_fd):
         with self._start_lock:
             life = self._life
             if life is not None and not life.gone:

@@ -37,7 +37,8 @@ class Server:
         self._shell = shell
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
-        for part in (Terminal(shell), ipython, Editor(workspace), Files(workspace)):
+        terminal = Terminal(shell, ipython.while_all_end)
+        for part in (terminal, ipython, Editor(workspace), Files(workspace)):
             self._operations.update(part.operations())
 
     def serve_connection(self, connection):

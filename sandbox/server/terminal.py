@@ -12,8 +12,12 @@ CONTROL_KEY = re.compile(r"C-([a-zA-Z@\[\\\]^_])")
 class Terminal:
     """Requests about one :class:`shell.Shell`."""
 
-    def __init__(self, shell):
+    def __init__(self, shell, while_all_end):
+        """`while_all_end(message)`: context manager for the time in which all processes are ended; `message`:
+        which limit was exceeded, or None.
+        """
         self._shell = shell
+        self._while_all_end = while_all_end
 
     def operations(self):
         """Name of each operation → function(request, connection)."""
@@ -58,7 +62,8 @@ class Terminal:
         return {"was_running": self._shell.interrupt()}
 
     def _reset(self, request, connection):
-        return _carry_out(self._shell.reset, _limit(request))
+        with self._while_all_end(None):
+            return _carry_out(self._shell.reset, _limit(request))
 
     def _setup(self, request, connection):
         env = request.get("env") or {}
@@ -73,7 +78,9 @@ class Terminal:
         return {}
 
     def _breach(self, request, connection):
-        self._shell.breach(str(request["message"]))
+        message = str(request["message"])
+        with self._while_all_end(message):
+            self._shell.breach(message)
         return {}
 
 

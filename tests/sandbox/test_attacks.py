@@ -176,6 +176,21 @@ time.sleep(1000)
     victim.works()
 
 
+def test_a_cell_that_uses_too_much_with_its_children_is_told_why_the_kernel_died(victim):
+    code = f"""
+import os, time
+for _ in range(3): os.fork()
+x = b"x" * ({MEMORY_MB} << 20 >> 2)
+time.sleep(1000)
+"""
+    result = victim.client.ipython(code, PATIENCE_S)
+    assert result.restarted
+    assert "memory" in result.limit_exceeded
+    assert victim.client.ipython("1 + 1", PATIENCE_S).limit_exceeded is None
+    victim.client.bash("true")  # the shell has the same to tell
+    victim.works()
+
+
 def test_memory_shared_by_forks_is_counted_once(victim):
     result = victim.python(
         f"""

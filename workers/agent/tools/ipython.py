@@ -39,6 +39,8 @@ def describe(result: IPythonResult, timeout_s: float) -> str:
         parts.append(f"[timed out after {timeout_s:g} s and was interrupted]")
     elif result.interrupted:
         parts.append("[interrupted]")
+    if result.limit_exceeded:
+        parts.append(f"[{result.limit_exceeded}]")
     if result.restarted and result.execution_count is None:
         parts.append("[the kernel died and was restarted: all names and imports are gone]")
     elif result.restarted:
