@@ -8,12 +8,13 @@ looks are spaced in proportion to what the last one took.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from sandbox import aio, processes, trees
@@ -90,13 +91,16 @@ class Watchdog:
             return
         trees_of = await asyncio.to_thread(_usages, containers)
         for container in containers:
-            self._check_processes(container, trees_of[container.id])
+            with _apart(container):
+                self._check_processes(container, trees_of[container.id])
         thorough = self._alarmed() or time.monotonic() >= self._thorough_due
         began = time.monotonic()
         for container in containers:
-            await self._check_memory(container, trees_of[container.id], thorough)
+            with _apart(container):
+                await self._check_memory(container, trees_of[container.id], thorough)
             if thorough:
-                await self._check_disk(container, trees_of[container.id])
+                with _apart(container):
+                    await self._check_disk(container, trees_of[container.id])
         if thorough:
             took = time.monotonic() - began
             self._thorough_due = time.monotonic() + max(THOROUGH_PERIOD_S, DUTY * took)
@@ -200,6 +204,15 @@ class Watchdog:
             self._end_for(
                 container, f"was ended: over its limit ({what}) and not answering: {error}", "limited"
             )
+
+
+@contextlib.contextmanager
+def _apart(container: Container) -> Iterator[None]:
+    """What goes wrong with one sandbox must not leave the others unwatched: an agent might bring it about."""
+    try:
+        yield
+    except Exception:
+        log.exception("the watchdog stumbled over sandbox %s", container.id)
 
 
 def _usages(containers: Iterable[Container]) -> dict[str, list[Usage]]:

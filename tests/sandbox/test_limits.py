@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import pytest
 
 from sandbox import binds, trees
 from sandbox.config import AllowedBind, HostConfig, Range
+from sandbox.container import Container
 from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.spec import BindSpec, Limits
+from sandbox.runtimes import RUNTIMES, Launch
+from sandbox.spec import BindSpec, Limits, SandboxSpec
+from sandbox.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY = 10**9
@@ -195,3 +199,33 @@ trees.remove(root)
 assert not root.exists()
 """
     as_plain_user(tmp_path, code)
+
+
+def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, monkeypatch):
+    real, ended = trees.usage, []
+    containers = []
+    for name in ("broken", "greedy"):
+        (tmp_path / name).mkdir()
+        launch = Launch(name, None, "none", tmp_path / name / "s", tmp_path, tmp_path / name)
+        limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1, files=1000)
+        container = Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=os.getpid())
+        containers.append(container)
+    fill(tmp_path / "greedy", [2 << 20])
+
+    def usage(root, *most):
+        if root.name == "broken":
+            raise RuntimeError("no way to look at it")
+        return real(root, *most)
+
+    monkeypatch.setattr(trees, "usage", usage)
+
+    async def scenario():
+        watchdog = Watchdog(lambda: containers, lambda one, *why: ended.append((one.id, *why)), tmp_path)
+        await watchdog.look()
+        while not ended:  # nobody listens on its socket, so it is ended
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    ((name, reason, kind),) = ended
+    assert (name, kind) == ("greedy", "limited")
+    assert "2 MiB" in reason
