@@ -1,81 +1,355 @@
-"""LLM backends: who they are, how loaded they are, and which rollout is pinned to which."""
+"""LLM backends: who they are, how loaded they are, and which rollout is pinned to which.
+
+The sorted set `backends:load` is a min-heap. Its scores are what live rollouts reserve, so they are true
+whatever crashed: a reservation is made, extended and given back by one script each, belongs to the lease of
+its rollout, and goes when that does.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
 
 import redis
 
-from rollout.schema import Backend
+from rollout.schema import Backend, BackendStats
 from services.state import keys
 from services.state.redis import lua_source
 
+_LIVE_FIELDS = {
+    "healthy",
+    "reachable",
+    "error",
+    "draining",
+    "paused",
+    "live_rollouts",
+    "load",
+    "stats",
+    "policy_version",
+}
+"""Of `Backend`: kept apart from its description, because they change."""
+
+_VERDICT = {"health": "error", "weights": "rejected"}
+
+
+@dataclass(frozen=True)
+class PlacementPolicy:
+    """How rollouts are spread. The defaults are the ones that `benchmarks/routing.py` was run with."""
+
+    weigh: Literal["tokens", "rollouts"] = "tokens"
+    """A rollout's share of the score: its reserved context tokens, or 1 (plain in-flight counting)."""
+    admit: float = 0.75
+    """New rollouts wait when a backend's reservations would pass this multiple of its key-value cache; the
+    rest is what live rollouts still grow by."""
+    group_slack: float = 8.0
+    """A group's backend is preferred while it is at most so many such rollouts above the least loaded one."""
+    spill_at: float = 1.0
+    """A rollout may move when its backend's reservations pass this multiple of its cache …"""
+    spill_to: float = 0.85
+    """… to one that stays below this multiple of its own …"""
+    spill_gap: int = 2
+    """… and has so many rollouts fewer."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a rollout's calls go."""
+
+    word: Literal["ok", "full", "none", "lost"]
+    """`full`: all that fit are at capacity, so wait. `none`: none is healthy, unpaused and of the wanted
+    version. `lost`: the rollout is not the caller's any more."""
+    backend: Backend | None
+    why: str
+    """With `ok`: `group`, `spill`, `failover` or empty. Else what is in the way, as `2 full, 1 unhealthy`."""
+
+    @property
+    def moved(self) -> bool:
+        """The rollout was on another backend before."""
+        return self.why in ("spill", "failover")
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What `reconcile` found wrong. All zero in a service that lost nothing."""
+
+    reclaimed: int
+    """Reservations of rollouts that nobody runs."""
+    restored: int
+    """Reservations that Redis had lost, made again from the records of live rollouts."""
+    corrected: int
+    """Backends whose counters were not the sum of their reservations."""
+
 
 class BackendStore:
-    """The heap of backends in Redis. A rollout keeps its backend, for the prefix cache is there."""
+    """The heap of backends in Redis. Every change is one script: no crash leaves half of it."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, policy: PlacementPolicy | None = None) -> None:
         self._redis = client
-        self._script = client.register_script(lua_source("backends") + lua_source("backends_ops"))
+        self._policy = policy or PlacementPolicy()
+        self._limited = "1" if self._policy.weigh == "tokens" else "0"
+        self._script = client.register_script(
+            lua_source("timeline") + lua_source("backends") + lua_source("backends_ops")
+        )
 
     @staticmethod
     def id_of(url: str) -> str:
         """The id a URL gets when its owner names none: registering twice is harmless."""
         return "b-" + hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:10]
 
+    # -- the fleet ---------------------------------------------------------------------------
+
     def put(self, backend: Backend) -> Backend:
-        """Add a backend or replace its description; its load stays."""
-        raw = backend.model_dump_json(exclude={"live_rollouts", "load"})
-        with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(keys.BACKENDS, backend.id, raw)
-            pipe.zadd(keys.BACKEND_LOAD, {backend.id: 0}, nx=True)
-            pipe.execute()
-        return backend
+        """Add a backend, or replace its description; load, drain and pause stay, an error is forgotten."""
+        described = backend.model_dump_json(exclude=_LIVE_FIELDS)
+        version = backend.policy_version or ""
+        self._script(
+            args=[
+                "put",
+                backend.id,
+                described,
+                backend.capacity_tokens or 0,
+                backend.max_rollouts or 0,
+                version,
+            ]
+        )
+        return self.get(backend.id) or backend
 
     def remove(self, backend_id: str) -> bool:
-        """Forget a backend. Rollouts on it go on there while it answers; none is counted any more."""
+        """Forget a backend. Its rollouts move to others at their next call. False: there was none."""
         return bool(self._script(args=["remove", backend_id]))
+
+    def get(self, backend_id: str) -> Backend | None:
+        """One backend, or None."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(keys.BACKENDS, backend_id)
+            pipe.zscore(keys.BACKEND_LOAD, backend_id)
+            pipe.hgetall(keys.backend(backend_id))
+            described, load, live = pipe.execute()
+        return _backend(described, load or 0.0, live) if described else None
 
     def list(self) -> list[Backend]:
         """All backends, the least loaded first."""
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(keys.BACKENDS)
             pipe.zrange(keys.BACKEND_LOAD, 0, -1, withscores=True)
-            pipe.hvals(keys.BACKEND_PINS)
-            described, heap, pins = pipe.execute()
-        live: dict[str, int] = {}
-        for pin in pins:
-            name = pin.split(" ")[0]
-            live[name] = live.get(name, 0) + 1
-        return [
-            Backend.model_validate_json(described[name]).model_copy(
-                update={"load": score, "live_rollouts": live.get(name, 0)}
-            )
-            for name, score in heap
-            if name in described
-        ]
+            described, heap = pipe.execute()
+        known = [(name, load) for name, load in heap if name in described]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name, _ in known:
+                pipe.hgetall(keys.backend(name))
+            live = pipe.execute()
+        return [_backend(described[name], load, its) for (name, load), its in zip(known, live, strict=True)]
 
-    def acquire(
+    def _set(self, backend_id: str, field: str, value: str) -> bool:
+        return bool(self._script(args=["set", backend_id, field, value]))
+
+    def drain(self, backend_id: str, drain: bool = True) -> bool:
+        """Let a backend take no new rollouts, or again some. False: no such backend (also below)."""
+        return self._set(backend_id, "draining", "1" if drain else "")
+
+    def pause(self, backend_id: str) -> bool:
+        """No new rollouts while its weights are exchanged."""
+        return self._set(backend_id, "paused", "1")
+
+    def resume(self, backend_id: str) -> bool:
+        """The end of `pause`."""
+        return self._set(backend_id, "paused", "")
+
+    def fail(self, backend_id: str, error: str, *, by: Literal["health", "weights"] = "weights") -> bool:
+        """Say why a backend cannot be used. Its rollouts move; workers with calls to it are told at once.
+
+        Args:
+            by: Whose verdict it is: a health probe's, or a weight update's. Each recovers on its own.
+        """
+        known = self._set(backend_id, _VERDICT[by], error or "unknown")
+        if known:
+            self._redis.publish(keys.BACKEND_DOWN_CHANNEL, backend_id)
+        return known
+
+    def recover(self, backend_id: str, *, by: Literal["health", "weights"] = "weights") -> bool:
+        """The end of `fail` by the same."""
+        return self._set(backend_id, _VERDICT[by], "")
+
+    def set_version(self, backend_id: str, version: str | None) -> bool:
+        """Note which weights a backend serves."""
+        return self._set(backend_id, "version", version or "")
+
+    def put_stats(self, backend_id: str, stats: BackendStats) -> bool:
+        """Note what a backend's own metrics say."""
+        return self._set(backend_id, "stats", stats.model_dump_json())
+
+    def suspect(self, backend_id: str) -> None:
+        """Have a backend probed at once: a call to it failed."""
+        self._redis.hincrby(keys.BACKEND_SUSPECTS, backend_id, 1)
+
+    def take_suspects(self) -> dict[str, int]:
+        """Those entered since this was asked last, with their number of failed calls."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(keys.BACKEND_SUSPECTS)
+            pipe.delete(keys.BACKEND_SUSPECTS)
+            found, _ = pipe.execute()
+        return {name: int(count) for name, count in found.items()}
+
+    def want_version(self, version: str | None) -> None:
+        """Let only backends with these weights take new rollouts; None = any."""
+        if version is None:
+            self._redis.delete(keys.BACKEND_VERSION)
+        else:
+            self._redis.set(keys.BACKEND_VERSION, version)
+
+    def wanted_version(self) -> str | None:
+        """What `want_version` said last."""
+        return self._redis.get(keys.BACKEND_VERSION)
+
+    # -- rollouts ----------------------------------------------------------------------------
+
+    def acquire(self, rollout_id: str, **options: Any) -> Placed:
+        """The rollout's backend: the pinned one, else its group's, else the least loaded that may take it.
+
+        Args and answer: see `acquire_args`.
+        """
+        return placed(self._script(args=self.acquire_args(rollout_id, **options)))
+
+    def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
+        """Set what a rollout reserves, before each call; the answer may be another backend.
+
+        Args and answer: see `extend_args`.
+        """
+        return placed(self._script(args=self.extend_args(rollout_id, tokens, **options)))
+
+    def release(self, rollout_id: str) -> bool:
+        """Give the rollout's reservation back. False: there was none."""
+        return bool(self._script(args=["release", rollout_id]))
+
+    def acquire_args(
         self,
         rollout_id: str,
         *,
-        load: float = 1.0,
+        tokens: int = 1,
+        fence: int | None = None,
+        group: str | None = None,
         policy_version: str | None = None,
         exclude: tuple[str, ...] = (),
-    ) -> Backend | None:
-        """The rollout's backend: the pinned one, else the least loaded one that may take it.
+    ) -> list[str | int | float]:
+        """Arguments of the script for `acquire`, so that many calls can share a round trip.
 
         Args:
-            load: Added to the backend's score until the release.
-            policy_version: Only backends with these weights; None = any.
+            tokens: Context that the rollout is expected to need.
+            fence: Of the caller's claim, so that a stalled worker cannot reserve for a rollout it lost;
+                None = unchecked.
+            group: Rollouts that share a prompt; they share a backend until it is loaded.
+            policy_version: Only backends with these weights; None = those that the fleet wants.
             exclude: Ids not to be used, because they just failed this rollout.
-
-        Returns:
-            None when no backend fits.
         """
-        raw = self._script(args=["acquire", rollout_id, repr(load), policy_version or "", ",".join(exclude)])
-        return Backend.model_validate_json(raw) if raw else None
+        policy = self._policy
+        return [
+            "acquire",
+            rollout_id,
+            "" if fence is None else fence,
+            group or "-",
+            self._weight(tokens),
+            policy_version or "",
+            ",".join(exclude),
+            self._limited,
+            policy.admit,
+            policy.group_slack,
+        ]
 
-    def release(self, rollout_id: str) -> bool:
-        """Give the rollout's load back. False: there was nothing to give back."""
-        return bool(self._script(args=["release", rollout_id]))
+    def extend_args(
+        self,
+        rollout_id: str,
+        tokens: int,
+        *,
+        fence: int | None = None,
+        policy_version: str | None = None,
+        exclude: tuple[str, ...] = (),
+    ) -> list[str | int | float]:
+        """Arguments of the script for `extend`.
+
+        A rollout under way is never refused for want of room. It moves when its backend is gone, unhealthy or
+        excluded, and when that one is over its capacity while another has room. Without a place to move to
+        the answer is `none` and the reservation stays.
+
+        Args:
+            tokens: Context now, the call's own room included.
+        """
+        policy = self._policy
+        return [
+            "extend",
+            rollout_id,
+            "" if fence is None else fence,
+            self._weight(tokens),
+            policy_version or "",
+            ",".join(exclude),
+            self._limited,
+            policy.spill_at,
+            policy.spill_to,
+            policy.spill_gap,
+        ]
+
+    def _weight(self, tokens: int) -> int:
+        return max(1, int(tokens)) if self._policy.weigh == "tokens" else 1
+
+    def many(self, calls: list[list[str | int | float]]) -> list[Any]:
+        """Raw answers to several of the script's calls in one round trip, in order (see `placed`).
+
+        An answer may be a `redis.ResponseError` instead.
+        """
+        replies = self._evaluate(calls)
+        # A Redis that was restarted has forgotten the script, and has done none of these.
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]
+        if missing:
+            self._redis.script_load(self._script.script)
+            again = self._evaluate([calls[i] for i in missing])
+            for i, reply in zip(missing, again, strict=True):
+                replies[i] = reply
+        return replies
+
+    def _evaluate(self, calls: list[list[str | int | float]]) -> list[Any]:
+        with self._redis.pipeline(transaction=False) as pipe:
+            for args in calls:
+                pipe.evalsha(self._script.sha, 0, *args)
+            return pipe.execute(raise_on_error=False)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def reconcile(self) -> Corrections:
+        """Make the counters what the live rollouts say. Cheap enough for every half minute."""
+        return Corrections(*self._script(args=["reconcile"]))
+
+    def totals(self) -> dict[str, int]:
+        """Sums for /metrics: `placed`, `placed_group`, `moved_spill`, `moved_failover`, `refused_full` …"""
+        return {name: int(value) for name, value in self._redis.hgetall(keys.BACKEND_TOTALS).items()}
+
+
+@lru_cache(maxsize=1024)
+def _described(raw: str) -> Backend:
+    return Backend.model_validate_json(raw)
+
+
+def placed(reply: list[str]) -> Placed:
+    """The script's answer to `acquire` and `extend`."""
+    word, backend_id, described, version, why = reply
+    backend = None
+    if backend_id:
+        backend = _described(described).model_copy(update={"policy_version": version or None})
+    return Placed(word, backend, why)  # type: ignore[arg-type]
+
+
+def _backend(described: str, load: float, live: dict[str, str]) -> Backend:
+    stats = live.get("stats")
+    return _described(described).model_copy(
+        update={
+            "load": load,
+            "live_rollouts": int(live.get("live", 0)),
+            "policy_version": live.get("version") or None,
+            "healthy": "error" not in live and "rejected" not in live,
+            "reachable": "error" not in live,
+            "error": live.get("error") or live.get("rejected"),
+            "draining": "draining" in live,
+            "paused": "paused" in live,
+            "stats": BackendStats.model_validate_json(stats) if stats else None,
+        }
+    )

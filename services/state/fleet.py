@@ -5,17 +5,56 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import redis
 
 from rollout.schema import HandlerInfo
-from services.queues import STAGES
+from services.queues import EVAL, RUN, STAGES, queue_for
 from services.state import keys
 
 ANNOUNCE_EVERY_S = 5.0
 ALIVE_S = 3 * ANNOUNCE_EVERY_S
 """A worker not heard of for so long does not count as ready."""
+
+
+STOP_REASONS = ("disk", "memory")
+"""What a node may be short of, as `sandbox.room` has it."""
+
+
+@dataclass(frozen=True)
+class NodeAdmission:
+    """Whether INIT takes rollouts on a node, as its INIT workers see it."""
+
+    stopped: dict[str, str]
+    """`disk` or `memory` → a sentence that says what is short; empty while there is room."""
+    full: bool
+    """Whether INIT is far enough ahead of RUN."""
+    ahead: int
+    """Rollouts of the node between the start of INIT and RUN."""
+    most_ahead: int
+    """Their bound."""
+    free_disk: int | None = None
+    """Bytes left where the node's sandboxes write; None: a worker of an older release does not say."""
+    free_memory: int | None = None
+    """Bytes that the node, or the job's cgroup, can still give."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A live worker process, as it last announced itself."""
+
+    name: str
+    """As Celery knows it: `run@node1`."""
+    node: str
+    stages: tuple[str, ...]
+    slots: int
+    """Rollouts it carries at once now."""
+    most_slots: int
+    """What `set_slots` may give it."""
+    held: int
+    """Rollouts it worked on when it announced itself, at most `ANNOUNCE_EVERY_S` ago."""
 
 
 class FleetStore:
@@ -24,13 +63,30 @@ class FleetStore:
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
-    def announce(self, worker: str, stages: Iterable[str]) -> None:
-        """Say that a worker lives; call it every `ANNOUNCE_EVERY_S`."""
+    def announce(
+        self,
+        worker: str,
+        stages: Iterable[str],
+        node: str = "",
+        slots: int = 0,
+        *,
+        most_slots: int | None = None,
+        held: int = 0,
+    ) -> None:
+        """Say that a worker lives, and where, with how many slots; call it every `ANNOUNCE_EVERY_S`.
+
+        Args:
+            most_slots: What `set_slots` may give it; None = as many as it has.
+            held: Rollouts that it works on.
+        """
         now = time.time()
+        most = slots if most_slots is None else most_slots
+        said = json.dumps({"at": now, "node": node, "slots": slots, "most": most, "held": held})
         with self._redis.pipeline(transaction=False) as pipe:
             for stage in stages:
                 pipe.zadd(keys.workers(stage), {worker: now})
                 pipe.zremrangebyscore(keys.workers(stage), "-inf", now - 100 * ALIVE_S)
+            pipe.hset(keys.FLEET_SLOTS, worker, said)
             pipe.execute()
 
     def leave(self, worker: str) -> None:
@@ -38,6 +94,7 @@ class FleetStore:
         with self._redis.pipeline(transaction=False) as pipe:
             for stage in STAGES:
                 pipe.zrem(keys.workers(stage), worker)
+            pipe.hdel(keys.FLEET_SLOTS, worker)
             pipe.execute()
 
     def alive(self) -> dict[str, list[str]]:
@@ -47,6 +104,58 @@ class FleetStore:
             for stage in STAGES:
                 pipe.zrangebyscore(keys.workers(stage), since, "+inf")
             return dict(zip(STAGES, pipe.execute(), strict=True))
+
+    def workers(self) -> list[Worker]:
+        """Every live worker, by name."""
+        since = time.time() - ALIVE_S
+        with self._redis.pipeline(transaction=False) as pipe:
+            for stage in STAGES:
+                pipe.zrangebyscore(keys.workers(stage), since, "+inf")
+            pipe.hgetall(keys.FLEET_SLOTS)
+            *alive, said = pipe.execute()
+        stages: dict[str, list[str]] = {}
+        for stage, names in zip(STAGES, alive, strict=True):
+            for name in names:
+                stages.setdefault(name, []).append(stage)
+        found = {name: json.loads(said[name]) for name in stages if name in said}
+        return [
+            Worker(
+                name=name,
+                node=one["node"],
+                stages=tuple(stages[name]),
+                slots=one["slots"],
+                # A worker of an older release says neither.
+                most_slots=one.get("most", one["slots"]),
+                held=one.get("held", 0),
+            )
+            for name, one in sorted(found.items())
+        ]
+
+    def run_slots(self, node: str) -> tuple[int, int]:
+        """How many rollouts the live RUN workers of a node carry at once, and those of all nodes."""
+        now = time.time()
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.zrangebyscore(keys.workers("run"), now - ALIVE_S, "+inf")
+            pipe.hgetall(keys.FLEET_SLOTS)
+            alive, said = pipe.execute()
+        found = {worker: json.loads(raw) for worker, raw in said.items()}
+        if dead := [worker for worker, one in found.items() if one["at"] < now - 100 * ALIVE_S]:
+            self._redis.hdel(keys.FLEET_SLOTS, *dead)
+        running = [found[worker] for worker in alive if worker in found]
+        here = sum(one["slots"] for one in running if one["node"] == node)
+        return here, sum(one["slots"] for one in running)
+
+    def put_admission(self, node: str, said: NodeAdmission) -> None:
+        """Say whether INIT takes rollouts on a node; at every change, and every `ANNOUNCE_EVERY_S`."""
+        self._redis.hset(keys.FLEET_ADMISSION, node, json.dumps({"at": time.time(), **asdict(said)}))
+
+    def admissions(self) -> dict[str, NodeAdmission]:
+        """Whether INIT takes rollouts, by node; of the nodes whose INIT workers were heard of lately."""
+        since = time.time() - ALIVE_S
+        found = {node: json.loads(raw) for node, raw in self._redis.hgetall(keys.FLEET_ADMISSION).items()}
+        return {
+            node: NodeAdmission(**said) for node, said in sorted(found.items()) if said.pop("at") >= since
+        }
 
     def put_node(self, node: str, sandboxes: dict[str, Any]) -> None:
         """Pass on what a node's sandbox host says of itself (`HostClient.stats`)."""
@@ -58,11 +167,54 @@ class FleetStore:
         found = {name: json.loads(raw) for name, raw in self._redis.hgetall(keys.NODES).items()}
         return {name: said["sandboxes"] for name, said in sorted(found.items()) if said["at"] >= since}
 
+    def lost_nodes(self, silent_s: float) -> list[str]:
+        """Nodes with a sandbox host of which no worker has said anything in so many seconds.
+
+        One that was silent for a hundred times as long is forgotten.
+        """
+        now = time.time()
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.NODES)
+            pipe.hgetall(keys.FLEET_SLOTS)
+            hosts, workers = pipe.execute()
+        said_at = {node: json.loads(raw)["at"] for node, raw in hosts.items()}
+        # A host may be silent, or slow, on a node whose workers are well.
+        for said in map(json.loads, workers.values()):
+            if said["node"] in said_at:
+                said_at[said["node"]] = max(said_at[said["node"]], said["at"])
+        if old := [node for node, at in said_at.items() if at < now - 100 * silent_s]:
+            self.forget_nodes(old)
+        return sorted(node for node, at in said_at.items() if at < now - silent_s)
+
+    def forget_nodes(self, nodes: Iterable[str]) -> None:
+        """Take nodes off the list whose workers have ended, with their queues."""
+        if not (gone := list(nodes)):
+            return
+        queues = [queue_for(stage, node) for node in gone for stage in (RUN, EVAL)]
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hdel(keys.NODES, *gone)
+            pipe.hdel(keys.FLEET_ADMISSION, *gone)
+            # And what kombu knows of the queues, or they would be listed for ever.
+            bindings = (
+                f"_kombu.{kind}.{name}" for kind in ("binding", "binding_permanent") for name in queues
+            )
+            pipe.delete(*queues, *bindings)
+            pipe.execute()
+
     def put_handlers(self, handlers: Iterable[HandlerInfo]) -> None:
         """Announce handlers; a name announced before gets its newest description."""
         mapping = {info.name: info.model_dump_json() for info in handlers}
         if mapping:
             self._redis.hset(keys.HANDLERS, mapping=mapping)
+
+    def put_filters(self, names: Iterable[str]) -> None:
+        """Announce filters of batches."""
+        if found := list(names):
+            self._redis.sadd(keys.FILTERS, *found)
+
+    def filters(self) -> list[str]:
+        """Every filter that some worker has announced."""
+        return sorted(self._redis.smembers(keys.FILTERS))
 
     def handlers(self) -> dict[str, HandlerInfo]:
         """Every handler that some worker has announced since Redis was set up."""

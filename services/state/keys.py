@@ -17,13 +17,13 @@ def timeline(rollout_id: str) -> str:
 
 
 def trajectory(rollout_id: str) -> str:
-    """String: its trajectory as JSON."""
+    """String: its trajectory, in the form that `payloads.py` says."""
     return f"rollout:{{{rollout_id}}}:trajectory"
 
 
-def group(group_id: str) -> str:
-    """Set: ids of the group's rollouts."""
-    return f"group:{{{group_id}}}"
+def group(tenant: str, group_id: str) -> str:
+    """Set: ids of the group's rollouts. Each tenant has its own groups and tags."""
+    return f"group:{{{tenant}/{group_id}}}"
 
 
 def by_state(state: str) -> str:
@@ -31,40 +31,248 @@ def by_state(state: str) -> str:
     return f"rollouts:state:{state}"
 
 
-def by_tag(tag: str) -> str:
-    """Sorted set: ids with that tag by time of creation (ms)."""
-    return f"rollouts:tag:{tag}"
+def by_tag(tenant: str, tag: str) -> str:
+    """Sorted set: ids of the tenant with that tag by time of creation (ms)."""
+    return f"rollouts:tag:{tenant}:{tag}"
+
+
+def by_tenant(tenant: str) -> str:
+    """Sorted set: ids of the tenant by time of creation (ms)."""
+    return f"rollouts:tenant:{tenant}"
 
 
 CREATED = "rollouts:created"
 """Sorted set: every id by time of creation (ms)."""
 DUE = "rollouts:due"
 """Sorted set: when somebody must look at a rollout (ms)."""
+SCHEMA_VERSION = "schema:version"
+"""String: version of the layout of these keys; see `migration.py`."""
+SCHEMA_LOCK = "schema:lock"
+"""String: token of the process that migrates the data to another version."""
+HISTOGRAMS = "rollouts:histograms"
+"""Hash: `<name>:<bucket>` → times that ended in that bucket, `<name>:sum` → their sum (ms)."""
 COUNTS = "rollouts:counts"
 """Hash: number of rollouts in each state; those of terminal states only grow."""
 COMPLETIONS = "completions"
-"""Stream: rollouts that ended, in that order."""
+"""Stream: rollouts that ended, in that order; trimmed by age with their records."""
+COMPLETIONS_TRIMMED = "completions:trimmed"
+"""String: completions before this time (ms) are forgotten; absent = none is."""
+RESULTS_ENDED = "results:ended"
+"""Sorted set: ended rollouts whose trajectory is kept, by when their keys expire (ms)."""
+RESULTS_ACKED = "results:acked"
+"""Sorted set: those of them that were acknowledged, by when (ms)."""
+RESULTS_SIZES = "results:sizes"
+"""Hash: rollout id → bytes of its trajectory as stored."""
+RESULTS_BYTES = "results:bytes"
+"""String: the sum of them."""
+WEBHOOKS = "webhooks"
+"""Hash: rollout id → its webhook on the way (JSON)."""
+WEBHOOKS_DUE = "webhooks:due"
+"""Sorted set: rollout id by when the next try is due (s)."""
+WEBHOOKS_CURSOR = "webhooks:cursor"
+"""String: the completion up to which webhooks were made."""
+WEBHOOKS_FAILED = "webhooks:failed"
+"""Stream: webhooks that were given up (trimmed)."""
+WEBHOOKS_LOCK = "webhooks:lock"
+"""String: the worker that delivers webhooks; expires with it."""
+ARCHIVE_CURSOR = "archive:cursor"
+"""String: the completion up to which the archive has everything; absent = nobody archives."""
+ARCHIVE_LOCK = "archive:lock"
+"""String: the worker that writes the archive; expires with it."""
+RESULTS_TOTALS = "results:totals"
+"""Hash: sums for /metrics (acknowledged, dropped, archived, webhook calls)."""
 EVENTS = "events"
 """Stream: every change of state (trimmed)."""
 CANCEL_CHANNEL = "rollouts:cancel"
 """Pub/sub: ids to cancel now. Lossy; the record's flag is what counts."""
 TOTALS = "rollouts:totals"
 """Hash: sums for /metrics (seconds of each stage, attempts, blame)."""
+API_KEYS = "api_keys"
+"""Hash: key id → what is kept of it (JSON, with the SHA-256 of its secret)."""
+TENANTS = "tenants"
+"""Hash: tenant → its limits (JSON). A tenant without an entry has none."""
+ACCESS_VERSION = "access:version"
+"""String: another one after each change of keys or tenants, so that gateways know when to read them again."""
+TENANTS_LIVE = "tenants:live"
+"""Hash: tenant → number of its rollouts that have not ended. `tenant:T:bucket` (hash): what is left of its
+submissions a minute."""
+FAIR_TENANTS = "fair:tenants"
+"""Sorted set: tenant with rollouts that wait for INIT → its virtual time, the least of which is next."""
+FAIR_CLOCK = "fair:clock"
+"""String: the virtual time of the last claim; where a tenant starts that had nobody waiting."""
+FAIR_SERVED = "fair:served"
+"""Hash: tenant → the virtual time up to which it has been served."""
+FAIR_CLAIMS = "fair:claims"
+"""Hash: tenant → its rollouts that INIT has claimed, every attempt counted."""
+FAIR_ORDER = "fair:order"
+"""String: time of the last submission (ms), with a fraction that keeps those of one millisecond apart."""
+
+
+def fair_waiting(tenant: str) -> str:
+    """Sorted set: the tenant's rollouts that wait for INIT, by rank: time of submission (ms) less what their
+    priority is worth."""
+    return f"fair:waiting:{tenant}"
+
+
+def fair_claim(token: str) -> str:
+    """String: the rollout that a call of `claim_next` took, for its repetition; expires with the lease."""
+    return f"fair:claim:{token}"
+
+
+NO_SANDBOX = "-"
+"""Place of rollouts without a sandbox: no node can have that name."""
+
+
+def ahead(place: str) -> str:
+    """Set: rollouts from the start of INIT until RUN takes them, by node; under `-` those that are ready
+    and have no sandbox."""
+    return f"ahead:{place}"
+
+
+AUTOSCALE = "autoscale"
+"""String: what the autoscaler last saw and decided (JSON with the time)."""
+AUTOSCALE_TOTALS = "autoscale:totals"
+"""Hash: sums for /metrics (slots and nodes given and taken, failures)."""
+AUTOSCALE_LOCK = "autoscale:lock"
+"""String: the autoscaler that acts; expires with it."""
 REAPER_LOCK = "reaper:lock"
+"""String: the worker that looks for overdue rollouts; expires with it."""
 NODES = "nodes"
 """Hash: node → what its sandbox host last said of itself (JSON with the time)."""
+FLEET_SLOTS = "fleet:slots"
+"""Hash: worker → its node and how many rollouts it carries at once (JSON with the time)."""
+FLEET_ADMISSION = "fleet:admission"
+"""Hash: node → whether INIT takes rollouts there, and if not why (JSON with the time)."""
 HANDLERS = "handlers"
 """Hash: handler name → what the workers announced of it."""
+FILTERS = "filters"
+"""Set: names of the filters of batches that workers announced."""
 BACKENDS = "backends"
 """Hash: backend id → its description (JSON)."""
 BACKEND_LOAD = "backends:load"
-"""Sorted set, the min-heap: backend id by load."""
+"""Sorted set, the min-heap: backend id by what its rollouts reserve."""
 BACKEND_CHOSEN = "backends:chosen"
-"""Hash: backend id → when it was chosen last (a counter), to break ties."""
+"""Sorted set: backend id by when it was chosen last (a counter, `backends:turn`), to break ties."""
 BACKEND_PINS = "backends:pins"
-"""Hash: rollout id → `<backend> <load>`."""
+"""Hash: rollout id → `<backend> <weight> <group>`."""
+BACKEND_GROUPS = "backends:groups"
+"""Hash: group id → `<backend> <live members>`."""
+BACKEND_TOTALS = "backends:totals"
+"""Hash: sums for /metrics (placements, moves, refusals)."""
+BACKEND_VERSION = "backends:version"
+"""String: the policy version that a backend must have to take new rollouts; absent = any."""
+BACKEND_SUSPECTS = "backends:suspects"
+"""Hash: id of a backend to be probed at once → calls to it that failed since the last probe."""
+KEEPER_LOCK = "keeper:lock"
+"""String: the worker that probes the backends; expires with it."""
+BACKEND_ROOM_CHANNEL = "backends:room"
+"""Pub/sub: there may be room for a rollout that waits (`backends:waited` says that one does)."""
+BACKEND_DOWN_CHANNEL = "backends:down"
+"""Pub/sub: id of a backend that turned out unusable: calls to it are given up."""
+
+
+def backend(backend_id: str) -> str:
+    """Hash: what changes about a backend (capacity, version, live rollouts, drain, pause, error, stats)."""
+    return f"backend:{backend_id}"
 
 
 def workers(stage: str) -> str:
     """Sorted set: worker names of a stage by when they were last heard of (ms)."""
     return f"workers:{stage}"
+
+
+POLICY_UPDATES = "policy:updates"
+"""Hash: id → a weight update as asked for, and how far it has come (JSON)."""
+POLICY_ORDER = "policy:order"
+"""List: ids of updates, the newest first."""
+POLICY_ACTIVE = "policy:active"
+"""String: id of the update that has not ended."""
+POLICY_LEASE = "policy:lease"
+"""String: token of the worker that carries it out; expires with the worker."""
+POLICY_CURRENT = "policy:current"
+"""String: the weights that new rollouts run on (JSON)."""
+POLICY_BELL = "policy:bell"
+"""List: rung for a worker when there is an update."""
+POLICY_SEQUENCE = "policy:sequence"
+"""Sorted set: version → how many changes of the weights there had been with it; the latest 1,000."""
+POLICY_ENDED = "policy:ended"
+"""Stream: ids of updates that ended."""
+POLICY_TOTALS = "policy:totals"
+"""Hash: sums for /metrics."""
+
+
+BATCHES = "batches"
+"""Sorted set: batch ids by time of creation (ms)."""
+BATCHES_TODO = "batches:todo"
+"""Sorted set: what somebody has to do for a batch or a group (`fill B`, `decide G` …), by when (ms)."""
+BATCHES_BELL = "batches:bell"
+"""Pub/sub: there is something to do. Lossy; workers also look by themselves."""
+BATCHES_EVENTS = "batches:events"
+"""Stream: batches to which something happened, for those who wait (trimmed)."""
+BATCHES_TOTALS = "batches:totals"
+"""Hash: sums for /metrics."""
+
+
+def batches_of(tenant: str) -> str:
+    """Sorted set: the tenant's batch ids by time of creation (ms)."""
+    return f"batches:tenant:{tenant}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash: a batch as asked for, its state and counters."""
+    return f"batch:{{{batch_id}}}"
+
+
+def batch_prompts(batch_id: str) -> str:
+    """List: requests (JSON) that have not been started."""
+    return f"batch:{{{batch_id}}}:prompts"
+
+
+def batch_parts(batch_id: str) -> str:
+    """Set: names of the calls that have brought prompts, each of which counts once."""
+    return f"batch:{{{batch_id}}}:parts"
+
+
+def batch_partial(batch_id: str) -> str:
+    """List: groups of which not all rollouts have been submitted, for want of slots."""
+    return f"batch:{{{batch_id}}}:partial"
+
+
+def batch_open(batch_id: str) -> str:
+    """Set: its groups that are not decided."""
+    return f"batch:{{{batch_id}}}:open"
+
+
+def batch_events(batch_id: str) -> str:
+    """Stream: its groups in the order in which they were decided, and its end."""
+    return f"batch:{{{batch_id}}}:events"
+
+
+def batch_group(group_id: str) -> str:
+    """Hash: a group: its batch, state, request, rollouts that ended, reason."""
+    return f"batch:group:{{{group_id}}}"
+
+
+def policy_lock(backend_id: str) -> str:
+    """String: token of whoever exchanges the weights of a backend."""
+    return f"policy:lock:{backend_id}"
+
+
+def job(tenant: str, digest: str) -> str:
+    """Hash: a job of a compatible API, by its caller's id: the rollout, and until when it is that one."""
+    return f"job:{tenant}:{digest}"
+
+
+def prorl(tenant: str) -> str:
+    """Hash: whether the ProRL API was started or stopped, and how often."""
+    return f"prorl:{tenant}"
+
+
+def prorl_jobs(tenant: str) -> str:
+    """Sorted set: rollouts of the ProRL API that may not have ended, by time of submission (s)."""
+    return f"prorl:{tenant}:jobs"
+
+
+def prorl_servers(tenant: str) -> str:
+    """Hash: address of an LLM server added through the ProRL API → its backend (JSON)."""
+    return f"prorl:{tenant}:servers"

@@ -4,29 +4,52 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
+
+from services.state.address import RedisAddress, parse
 
 MAX_CONNECTIONS = 64
 """Per process. Callers wait for one rather than open more in a burst."""
+ANSWER_S = 30.0
+"""For a server to answer: it may be frozen for a while, and nobody else could."""
+ANSWER_BEHIND_SENTINELS_S = 8.0
+"""There, a server that does not answer is replaced; longer than any call of ours blocks (5 s)."""
 
 
-def connect(url: str, *, max_connections: int = MAX_CONNECTIONS) -> redis.Redis:
-    """A client with a bounded, blocking pool and strings as strings."""
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=20,
-        decode_responses=True,
-        socket_timeout=30,
-        socket_connect_timeout=5,
-        health_check_interval=15,
-        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=3),
-        retry_on_error=[redis.ConnectionError, redis.TimeoutError],
-    )
-    return redis.Redis(connection_pool=pool)
+class _MasterPool(SentinelConnectionPool, redis.BlockingConnectionPool):
+    """Connections to whoever is the master when one is made; callers wait for a free one."""
+
+
+def connect(url: str, *, max_connections: int = MAX_CONNECTIONS, retries: int = 3) -> redis.Redis:
+    """A client with a bounded, blocking pool and strings as strings. Nothing is sent yet.
+
+    Raises:
+        AddressError: The URL is no address of Redis.
+    """
+    address = parse(url)
+    options: dict[str, Any] = {
+        "max_connections": max_connections,
+        "timeout": 20,
+        "decode_responses": True,
+        "socket_timeout": ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S,
+        "socket_connect_timeout": 5,
+        "health_check_interval": 15,
+        "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=retries),
+        "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
+    }
+    if address.sentinels:
+        return redis.Redis(connection_pool=_master_pool(address, options))
+    return redis.Redis(connection_pool=redis.BlockingConnectionPool.from_url(url, **options))
+
+
+def _master_pool(address: RedisAddress, options: dict[str, Any]) -> redis.ConnectionPool:
+    sentinel = Sentinel(address.sentinels, sentinel_kwargs=address.sentinel_options())
+    return _MasterPool(address.master, sentinel, db=address.db, **address.credentials, **options)
 
 
 @lru_cache

@@ -1,10 +1,10 @@
-"""Rollout records and the only way their state changes."""
+"""The only way in which rollout records change their state."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,18 @@ import redis
 from rollout.schema import (
     TERMINAL_STATES,
     ErrorInfo,
-    Rollout,
     RolloutRequest,
     SandboxRecord,
     Stage,
     State,
-    TimelineEvent,
 )
 from rollout.trajectory import Trajectory
 from services.settings import Settings
-from services.state import keys
+from services.state import keys, payloads
+from services.state.observations import lua_buckets
+from services.state.reading import RolloutReader
 from services.state.redis import lua_source
+from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
 
 _ENDS = {State.FAILED, State.CANCELLED, State.TIMED_OUT}
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -40,6 +41,10 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 """From each state, the states that may follow. Back to QUEUED is a new attempt from INIT."""
 
+_LUA = (
+    *("observations", "timeline", "backends", "fair", "ahead", "batch_hooks", "retention_account"),
+    "rollouts",
+)
 MAX_REQUEUE_S = 600.0
 """Longest pause between two messages for a rollout that merely waits in a queue."""
 
@@ -63,6 +68,8 @@ class NewRollout:
     request_json: str
     digest: str
     """Digest of the body, to tell a repeated submission from another one with the same id."""
+    batch_group: str = ""
+    """The group of a batch that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +88,23 @@ class Claim:
     sandbox: SandboxRecord | None
     sandbox_socket: str | None
     node: str | None
+    tenant: str
     error: ErrorInfo | None
     """What went wrong in an earlier stage of this attempt."""
     finish_reason: str | None
     metrics: dict[str, float]
     """The numbers that earlier stages wrote."""
-    trajectory_json: str | None
-    """For EVAL: what RUN left."""
+    stored_trajectory: bytes | None
+    """For EVAL: what RUN left, as it is stored."""
+
+    def trajectory(self) -> Trajectory | None:
+        """What RUN left, for EVAL.
+
+        Raises:
+            PayloadError: It is damaged.
+        """
+        stored = self.stored_trajectory
+        return payloads.decode_trajectory(stored) if stored is not None else None
 
 
 @dataclass
@@ -114,28 +131,32 @@ class Overdue:
     node: str | None
 
 
-class RolloutStore:
+class RolloutStore(RolloutReader):
     """Records in Redis. Every change goes through `lua/rollouts.lua`."""
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
-        self._redis = client
+        super().__init__(client)
         self._settings = settings
-        self._script = client.register_script(_lua_table() + lua_source("backends") + lua_source("rollouts"))
+        self._script = client.register_script(_lua_table() + lua_buckets() + "".join(map(lua_source, _LUA)))
         self._retention = str(int(settings.retention_s * 1000))
-        self._kept = str(settings.completions_kept)
 
     def _call(self, *args: Any) -> Any:
         return self._script(args=args)
 
-    # -- writing -----------------------------------------------------------------------------
-
-    def submit(self, rollouts: Sequence[NewRollout]) -> list[str]:
+    def submit(self, rollouts: Sequence[NewRollout], tenant: Tenant | None = None) -> list[str]:
         """Write records, all or none.
+
+        Args:
+            tenant: Whose they are, and its quotas; None = the default tenant without any.
 
         Returns:
             One word each: `new`, the state of the one that is there already, or `conflict`
-            (same id, other body). With any `conflict` nothing was written.
+            (same id, other body or another tenant's). With any `conflict` nothing was written.
+
+        Raises:
+            QuotaExceeded: The tenant may not have so many more; nothing was written.
         """
+        tenant = tenant or Tenant(name=DEFAULT_TENANT)
         args: list[Any] = []
         for new in rollouts:
             args += [
@@ -147,10 +168,18 @@ class RolloutStore:
                 new.digest,
                 ",".join(new.request.tags),
                 int(new.request.limits.deadline_s * 1000),
+                int(new.request.priority * self._settings.priority_step_s * 1000),
+                new.batch_group,
             ]
-        return self._call(
-            "submit", int(self._settings.requeue_s * 1000), self._retention, len(rollouts), *args
+        quotas = ("" if most is None else most for most in (tenant.quota_live, tenant.per_minute))
+        words = self._call(
+            "submit", int(self._settings.requeue_s * 1000), len(rollouts), tenant.name, *quotas, *args
         )
+        if words and words[0] == "over":
+            _, kind, limit, used, wait_ms = words
+            wait_s = None if wait_ms < 0 else wait_ms / 1000
+            raise QuotaExceeded(tenant.name, kind, limit, used, len(rollouts), wait_s)
+        return words
 
     def claim(
         self, rollout_id: str, attempt: int, stage: Stage, owner: str, token: str | None = None
@@ -163,11 +192,49 @@ class RolloutStore:
         """
         lease = int(self._settings.lease_s * 1000)
         token = token or secrets.token_hex(8)
-        reply = self._call("claim", rollout_id, attempt, stage.value, owner, lease, token)
+        return self._claimed(
+            self._call("claim", rollout_id, attempt, stage.value, owner, lease, token), stage
+        )
+
+    def claim_next(
+        self,
+        rollout_id: str,
+        attempt: int,
+        owner: str,
+        *,
+        node: str,
+        most_on_node: int | None = None,
+        most_without_sandbox: int | None = None,
+        token: str | None = None,
+    ) -> Claim | str:
+        """Take INIT of the rollout whose turn it is, which may be another than the message names.
+
+        The order is that of `lua/fair.lua`: weighted between tenants; within one by priority and age.
+
+        Args:
+            node: Where INIT takes place; the rollout counts there until RUN takes it.
+            most_on_node: So many may be between the start of INIT and RUN on the node; None = no bound.
+            most_without_sandbox: So many may be ready, of all that need no sandbox; None = no bound.
+            token: As for `claim`.
+
+        Returns:
+            The claim, or why there is none: `nobody` waits, `full`: INIT is far enough ahead of RUN, or
+            `stale`: what this token had claimed is lost by now.
+        """
+        lease = int(self._settings.lease_s * 1000)
+        token = token or secrets.token_hex(8)
+        bounds = ("" if most is None else most for most in (most_on_node, most_without_sandbox))
+        return self._claimed(
+            self._call("claim_next", rollout_id, attempt, owner, lease, token, node, *bounds), Stage.INIT
+        )
+
+    def _claimed(self, reply: list[Any], stage: Stage) -> Claim | str:
         if reply[0] != "ok":
             return reply[0]
         (
             _,
+            rollout_id,
+            attempt,
             fence,
             now,
             deadline,
@@ -179,14 +246,14 @@ class RolloutStore:
             index,
             group,
             metrics,
-            trajectory,
+            tenant,
         ) = reply
         box = json.loads(sandbox) if sandbox else None
         return Claim(
             rollout_id=rollout_id,
             group_id=group,
             index=int(index),
-            attempt=attempt,
+            attempt=int(attempt),
             stage=stage,
             fence=int(fence),
             deadline_in_s=(int(deadline) - int(now)) / 1000,
@@ -194,21 +261,31 @@ class RolloutStore:
             sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
             sandbox_socket=box["socket"] if box else None,
             node=node or None,
+            tenant=tenant,
             error=ErrorInfo.model_validate_json(error) if error else None,
             finish_reason=finish_reason or None,
             metrics=json.loads(metrics) if metrics else {},
-            trajectory_json=trajectory or None,
+            stored_trajectory=payloads.get(self._redis, keys.trajectory(rollout_id))
+            if stage is Stage.EVAL
+            else None,
         )
 
     def heartbeat(self, held: Iterable[tuple[str, int]]) -> list[str]:
         """Extend leases. One word each: `ok`, `lost`, `cancel` or `overdue`."""
         pairs = [str(value) for pair in held for value in pair]
-        return self._call("heartbeat", int(self._settings.lease_s * 1000), *pairs) if pairs else []
+        if not pairs:
+            return []
+        return self._call(
+            "heartbeat",
+            int(self._settings.lease_s * 1000),
+            int(self._settings.stop_patience_s * 1000),
+            *pairs,
+        )
 
-    def note(self, rollout_id: str, fence: int, fields: dict[str, str]) -> bool:
-        """Write facts of a running stage. False: the stage is not ours any more."""
-        flat = [value for pair in fields.items() for value in pair]
-        return self._call("note", rollout_id, fence, *flat) == "ok"
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str] | None = None, text: str = "") -> bool:
+        """Write facts of a running stage, and a line for its timeline. False: it is not ours any more."""
+        flat = [value for pair in (fields or {}).items() for value in pair]
+        return self._call("note", rollout_id, fence, text, *flat) == "ok"
 
     def finish(self, claim: Claim, outcome: Finish) -> str:
         """End a stage. Idempotent under one fence.
@@ -228,18 +305,20 @@ class RolloutStore:
             int(delay * 1000),
             claim.request.limits.max_attempts,
             self._retention,
-            self._kept,
-            outcome.trajectory.model_dump_json() if outcome.trajectory else "",
+            payloads.encode_trajectory(outcome.trajectory) if outcome.trajectory else "",
             *flat,
         )
 
-    def cancel(self, rollout_id: str) -> tuple[str, str, str | None, int]:
+    def cancel(self, rollout_id: str, tenant: str | None = None) -> tuple[str, str, str | None, int]:
         """Cancel a rollout: at once where nobody holds it, else by a flag and a message to its worker.
+
+        Args:
+            tenant: Whose it must be; another tenant's is `gone`. None = anybody's.
 
         Returns:
             `(word, state, node, attempt)`; the word is `gone`, `ended`, `cancelling` or `cancelled`.
         """
-        word, state, node, attempt = self._call("cancel", self._retention, self._kept, rollout_id)
+        word, state, node, attempt = self._call("cancel", self._retention, rollout_id, tenant or "")
         if word == "cancelling":
             self._redis.publish(keys.CANCEL_CHANNEL, rollout_id)
         return word, state, node or None, int(attempt)
@@ -253,7 +332,30 @@ class RolloutStore:
             int(settings.requeue_s * 1000),
             int(max(MAX_REQUEUE_S, settings.requeue_s) * 1000),
             self._retention,
-            self._kept,
+        )
+        return [
+            Overdue(action, rollout_id, int(attempt), stage, node or None)
+            for action, rollout_id, attempt, stage, node in rows
+        ]
+
+    def vacate(self, nodes: Iterable[str], *, lost: bool) -> list[Overdue]:
+        """Have the rollouts begin anew that wait for workers of these nodes, where none will come.
+
+        Those that a worker holds are its own until their leases run out.
+
+        Args:
+            lost: The nodes did not end in order; each rollout uses up an attempt.
+
+        Returns:
+            What is to be done, as `overdue` has it.
+        """
+        settings = self._settings
+        rows = self._call(
+            "vacate",
+            "lost" if lost else "",
+            int(settings.requeue_s * 1000),
+            self._retention,
+            *nodes,
         )
         return [
             Overdue(action, rollout_id, int(attempt), stage, node or None)
@@ -266,109 +368,10 @@ class RolloutStore:
         # A record may have lived for its whole deadline (a week at most) before retention began.
         horizon = seconds * 1000 + micros // 1000 - int(self._retention) - 8 * 86400 * 1000
         names = [keys.CREATED, *(keys.by_state(state) for state in TERMINAL_STATES)]
-        names += list(self._redis.scan_iter(keys.by_tag("*"), count=1000))
+        names.append(keys.BATCHES)
+        for pattern in (keys.by_tag("*", "*"), keys.by_tenant("*"), keys.batches_of("*")):
+            names += list(self._redis.scan_iter(pattern, count=1000))
         with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.zremrangebyscore(name, "-inf", horizon)
             pipe.execute()
-
-    # -- reading -----------------------------------------------------------------------------
-
-    def get(self, rollout_id: str, *, trajectory: bool = True) -> Rollout | None:
-        """One rollout, or None."""
-        return next(self.get_many([rollout_id], trajectory=trajectory), None)
-
-    def state(self, rollout_id: str) -> State | None:
-        """Only the state: the cheap question."""
-        value = self._redis.hget(keys.record(rollout_id), "state")
-        return State(value) if value else None
-
-    def get_many(self, rollout_ids: Iterable[str], *, trajectory: bool = True) -> Iterator[Rollout]:
-        """Rollouts in the order of the ids; those that are not there are left out."""
-        ids = list(rollout_ids)
-        with self._redis.pipeline(transaction=False) as pipe:
-            for rollout_id in ids:
-                pipe.hgetall(keys.record(rollout_id))
-                pipe.lrange(keys.timeline(rollout_id), 0, -1)
-                if trajectory:
-                    pipe.get(keys.trajectory(rollout_id))
-            replies = iter(pipe.execute())
-        for rollout_id in ids:
-            record, events = next(replies), next(replies)
-            raw = next(replies) if trajectory else None
-            if record:
-                yield _rollout(rollout_id, record, events, raw)
-
-    def ids(
-        self,
-        *,
-        state: State | None = None,
-        group_id: str | None = None,
-        tag: str | None = None,
-        newest_first: bool = True,
-        offset: int = 0,
-        limit: int = 100,
-    ) -> list[str]:
-        """Ids by time of creation, by one index: the group's, else the tag's, else the state's."""
-        if group_id is not None:
-            members = sorted(self._redis.smembers(keys.group(group_id)))
-            return members[offset : offset + limit]
-        name = keys.by_tag(tag) if tag else keys.by_state(state) if state else keys.CREATED
-        return self._redis.zrange(name, offset, offset + limit - 1, desc=newest_first)
-
-    def counts(self) -> dict[str, int]:
-        """Number of rollouts in each state."""
-        found = self._redis.hgetall(keys.COUNTS)
-        return {state.value: int(found.get(state.value, 0)) for state in State}
-
-    def totals(self) -> dict[str, int]:
-        """Sums for /metrics."""
-        return {name: int(value) for name, value in self._redis.hgetall(keys.TOTALS).items()}
-
-
-def _seconds(millis: str | None) -> float | None:
-    return int(millis) / 1000 if millis else None
-
-
-def _event(line: str) -> TimelineEvent:
-    state, at, attempt, fence, owner = line.split(" ", 4)
-    return TimelineEvent(
-        state=State(state),
-        at=int(at) / 1000,
-        attempt=int(attempt),
-        fence=int(fence),
-        owner=None if owner == "-" else owner,
-    )
-
-
-def _rollout(rollout_id: str, record: dict[str, str], events: list[str], trajectory: str | None) -> Rollout:
-    box = json.loads(record["sandbox"])["record"] if record.get("sandbox") else None
-    return Rollout(
-        id=rollout_id,
-        group_id=record["group"],
-        index=int(record["index"]),
-        handler=record["handler"],
-        state=State(record["state"]),
-        attempt=int(record["attempt"]),
-        request=RolloutRequest.model_validate_json(record["request"]),
-        reward=float(record["reward"]) if record.get("reward") else None,
-        reward_components=json.loads(record.get("reward_components") or "{}"),
-        drop=record.get("drop") == "1",
-        drop_reason=record.get("drop_reason"),
-        finish_reason=record.get("finish_reason") or None,
-        error=ErrorInfo.model_validate_json(record["error"]) if record.get("error") else None,
-        trajectory=Trajectory.model_validate_json(trajectory) if trajectory else None,
-        backend=record.get("backend"),
-        sandbox=SandboxRecord.model_validate(box) if box else None,
-        metrics=json.loads(record.get("metrics") or "{}"),
-        stage_seconds={
-            name: int(record[f"ms_{name}"]) / 1000
-            for name in ("queued", "init", "run", "eval")
-            if f"ms_{name}" in record
-        },
-        created_at=_seconds(record["created"]),
-        updated_at=_seconds(record["updated"]),
-        finished_at=_seconds(record.get("finished")),
-        deadline_at=_seconds(record["deadline"]),
-        timeline=[_event(line) for line in events],
-    )

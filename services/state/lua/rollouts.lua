@@ -1,5 +1,6 @@
 -- The life of a rollout: the only code that writes a state. Prepended: `ALLOWED` (the transition
--- table of rollouts.py) and backends.lua (a rollout that ends gives its backend's load back).
+-- table of rollouts.py), observations.lua, timeline.lua, backends.lua (a rollout that ends gives its backend's
+-- load back), fair.lua and ahead.lua.
 -- Times are milliseconds of Redis' own clock, so that nodes need not agree on theirs.
 
 local op = ARGV[1]
@@ -9,6 +10,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local TERMINAL = {completed = true, failed = true, cancelled = true, timed_out = true}
 local WAITS_FOR = {queued = 'init', ready = 'run', evaluating = 'eval'}
 local ENTERS = {init = 'initializing', run = 'running', eval = 'evaluating'}
+local STAGE_IN = {initializing = 'init', running = 'run', evaluating = 'eval'}
 
 local function record(id) return 'rollout:{' .. id .. '}' end
 
@@ -28,6 +30,8 @@ local function set_state(id, from, to, created, attempt, fence, owner)
   redis.call('RPUSH', record(id) .. ':timeline',
     to .. ' ' .. now .. ' ' .. attempt .. ' ' .. fence .. ' ' .. owner)
   if from == to then return end
+  if from == 'queued' then leave_queue(id, get(id, 'tenant')[1] or 'default') end
+  if from == 'initializing' or from == 'ready' then move_ahead(id, to) end
   redis.call('HINCRBY', 'rollouts:counts', from, -1)
   redis.call('HINCRBY', 'rollouts:counts', to, 1)
   redis.call('ZREM', 'rollouts:state:' .. from, id)
@@ -35,12 +39,13 @@ local function set_state(id, from, to, created, attempt, fence, owner)
   redis.call('XADD', 'events', 'MAXLEN', '~', 100000, '*', 'id', id, 'state', to, 'attempt', attempt)
 end
 
--- Adds the time since the rollout was claimed, or since it began to wait, to its account.
-local function book(id, name, since)
+-- Adds the time since the rollout was claimed, or since it began to wait, to its account and to a histogram.
+local function book(id, name, since, series)
   local spent = math.max(0, now - tonumber(since))
   redis.call('HINCRBY', record(id), 'ms_' .. name, spent)
   redis.call('HINCRBY', 'rollouts:totals', 'ms_' .. name, spent)
   redis.call('HINCRBY', 'rollouts:totals', 'n_' .. name, 1)
+  observe(series, spent)
 end
 
 local function wait_again(id, delay)
@@ -49,18 +54,52 @@ local function wait_again(id, delay)
   redis.call('ZADD', 'rollouts:due', now + delay, id)
 end
 
-local function finish_rollout(id, retention, kept)
+-- Has a queued rollout wait for INIT, if it does not yet. One from before there was an order has no rank.
+local function wait_for_turn(id)
+  local r = get(id, 'tenant', 'rank', 'created')
+  queue_up(id, r[1] or 'default', r[2] or r[3])
+end
+
+-- A reason may name a class of a handler's own; beyond so many they are counted as one.
+local MOST_TOTALS = 200
+local function count_drop(reason)
+  local name = 'drop_' .. reason
+  if redis.call('HEXISTS', 'rollouts:totals', name) == 0 and redis.call('HLEN', 'rollouts:totals') >= MOST_TOTALS then
+    name = 'drop_other'
+  end
+  redis.call('HINCRBY', 'rollouts:totals', name, 1)
+end
+
+local function finish_rollout(id, retention)
   redis.call('HDEL', record(id), 'owner', 'lease')
-  redis.call('HSET', record(id), 'finished', now)
   redis.call('ZREM', 'rollouts:due', id)
   release_backend(id)
-  local r = get(id, 'tags', 'group', 'state', 'blame')
-  redis.call('XADD', 'completions', 'MAXLEN', '~', kept, '*', 'id', id, 'tags', r[1], 'group', r[2])
+  local r = get(id, 'tags', 'group', 'state', 'blame', 'tenant', 'created', 'attempt', 'drop', 'drop_reason')
+  -- A record from before there were tenants has none, and was not counted.
+  if r[5] then redis.call('HINCRBY', 'tenants:live', r[5], -1) end
+  local tenant = r[5] or 'default'
+  -- Not trimmed by length: a reader's cursor must hold for as long as the records do (retention.lua trims by age).
+  local entry = redis.call('XADD', 'completions', '*', 'id', id, 'tags', r[1], 'group', r[2], 'tenant', tenant)
+  redis.call('HSET', record(id), 'finished', now, 'completion', entry)
+  count_result(id, now + tonumber(retention))
   if r[4] then redis.call('HINCRBY', 'rollouts:totals', 'blame_' .. r[4], 1) end
+  if r[8] == '1' then count_drop(r[9] or 'unknown') end
+  redis.call('HINCRBY', 'rollouts:totals', 'attempts_' .. r[7], 1)
+  observe('total_' .. r[3], math.max(0, now - tonumber(r[6])))
   for _, key in ipairs({record(id), record(id) .. ':timeline', record(id) .. ':trajectory'}) do
     redis.call('PEXPIRE', key, retention)
   end
-  redis.call('PEXPIRE', 'group:{' .. r[2] .. '}', retention)
+  redis.call('PEXPIRE', 'group:{' .. tenant .. '/' .. r[2] .. '}', retention)
+  batch_rollout_ended(id, now)
+end
+
+-- An attempt's error: the record keeps only that of the last one.
+local function tell_error(id, attempt, fence, encoded)
+  local read, e = pcall(cjson.decode, encoded)
+  if not read or type(e) ~= 'table' then return end
+  local stage = type(e.stage) == 'string' and e.stage .. ': ' or ''
+  tell(id, attempt, fence, stage .. tostring(e.blame) .. ' is blamed: ' .. tostring(e.type) .. ': ' ..
+    tostring(e.message))
 end
 
 local function lay_blame(id, blame, stage, kind, message, drop_reason)
@@ -68,39 +107,95 @@ local function lay_blame(id, blame, stage, kind, message, drop_reason)
     cjson.encode({blame = blame, stage = stage, type = kind, message = message}))
 end
 
--- submit <requeue ms> <retention ms> <n> then 8 values a rollout:
--- id, group, index, handler, request, digest, tags, deadline ms. All or nothing.
+-- Gives a waiting rollout to an owner.
+local function take(id, state, stage, owner, lease, token)
+  local r = get(id, 'created', 'since', 'attempt')
+  require_transition(id, state, ENTERS[stage])
+  local fence = redis.call('HINCRBY', record(id), 'fence', 1)
+  redis.call('HSET', record(id), 'owner', owner, 'token', token, 'lease', now + lease, 'claimed', now)
+  redis.call('ZADD', 'rollouts:due', now + lease, id)
+  book(id, 'queued', r[2], 'queue_' .. stage)
+  set_state(id, state, ENTERS[stage], r[1], r[3], fence, owner)
+end
+
+-- What whoever holds a rollout must know of it.
+local function claimed(id)
+  local r = get(id, 'fence', 'deadline', 'request', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group',
+    'metrics', 'tenant', 'attempt')
+  return {'ok', id, r[12], r[1], now, r[2], r[3], r[4] or '', r[5] or '', r[6] or '', r[7] or '', r[8], r[9],
+    r[10] or '', r[11] or 'default'}
+end
+
+-- Whether a tenant's quota has room for `count` rollouts: takes it and answers nil, or takes nothing and
+-- answers {'over', live or rate, limit, used or left, ms until there may be room (-1: never)}.
+local function take_quota(tenant, count, live_limit, per_minute)
+  local live = tonumber(redis.call('HGET', 'tenants:live', tenant) or '0')
+  if live_limit and live + count > live_limit then
+    -- Nobody knows when one ends.
+    return {'over', 'live', live_limit, live, count > live_limit and -1 or 5000}
+  end
+  if per_minute then
+    -- A bucket that holds a minute's worth and is refilled steadily; a full one needs no key.
+    local bucket = 'tenant:' .. tenant .. ':bucket'
+    local b = redis.call('HMGET', bucket, 'left', 'at')
+    local left = per_minute
+    if b[1] then left = math.min(left, tonumber(b[1]) + (now - tonumber(b[2])) * per_minute / 60000) end
+    if count > left then
+      local wait = count > per_minute and -1 or math.ceil((count - left) * 60000 / per_minute)
+      return {'over', 'rate', per_minute, math.floor(left), wait}
+    end
+    redis.call('HSET', bucket, 'left', left - count, 'at', now)
+    redis.call('PEXPIRE', bucket, 60000)
+  end
+  redis.call('HINCRBY', 'tenants:live', tenant, count)
+end
+
+-- submit <requeue ms> <n> <tenant> <most live or ''> <most a minute or ''> then 10 values a rollout:
+-- id, group, index, handler, request, digest, tags, deadline ms, ms of waiting that its priority is worth, group of a
+-- batch or ''.
+-- All or nothing.
 if op == 'submit' then
-  local requeue, n, out = tonumber(ARGV[2]), tonumber(ARGV[4]), {}
+  local requeue, n, tenant, out, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], {}, 0
   local conflict = false
   local seen = {}
   for i = 0, n - 1 do
-    local id, digest = ARGV[5 + i * 8], ARGV[10 + i * 8]
-    local r = get(id, 'digest', 'state')
+    local id, digest = ARGV[7 + i * 10], ARGV[12 + i * 10]
+    local r = get(id, 'digest', 'state', 'tenant')
     local known = r[1] or seen[id]
-    if known and known ~= digest then
+    if known and (known ~= digest or (r[3] or tenant) ~= tenant) then
       out[i + 1], conflict = 'conflict', true
     else
       out[i + 1] = r[2] or (seen[id] and 'queued') or 'new'
+      if out[i + 1] == 'new' then count = count + 1 end
     end
     seen[id] = digest
   end
   if conflict then return out end
+  local over = count > 0 and take_quota(tenant, count, tonumber(ARGV[5]), tonumber(ARGV[6]))
+  if over then return over end
+  local at = count > 0 and submission_times(count, now)
   for i = 0, n - 1 do
-    local b = 5 + i * 8
+    local b = 7 + i * 10
     local id, group = ARGV[b], ARGV[b + 1]
     if out[i + 1] == 'new' then
-      redis.call('HSET', record(id), 'group', group, 'index', ARGV[b + 2], 'handler', ARGV[b + 3],
+      local rank = exact(at - tonumber(ARGV[b + 8]))
+      at = at + 1 / 1024
+      redis.call('HSET', record(id), 'tenant', tenant, 'group', group, 'index', ARGV[b + 2], 'handler', ARGV[b + 3],
         'request', ARGV[b + 4], 'digest', ARGV[b + 5], 'tags', ARGV[b + 6], 'state', 'queued',
         'attempt', 1, 'fence', 0, 'kicks', 0, 'created', now, 'updated', now, 'since', now,
-        'deadline', now + tonumber(ARGV[b + 7]))
+        'deadline', now + tonumber(ARGV[b + 7]), 'rank', rank)
+      if ARGV[b + 9] ~= '' then redis.call('HSET', record(id), 'batch_group', ARGV[b + 9]) end
+      queue_up(id, tenant, rank)
       redis.call('RPUSH', record(id) .. ':timeline', 'queued ' .. now .. ' 1 0 -')
-      redis.call('SADD', 'group:{' .. group .. '}', id)
+      redis.call('SADD', 'group:{' .. tenant .. '/' .. group .. '}', id)
       redis.call('ZADD', 'rollouts:created', now, id)
+      redis.call('ZADD', 'rollouts:tenant:' .. tenant, now, id)
       redis.call('ZADD', 'rollouts:state:queued', now, id)
       redis.call('ZADD', 'rollouts:due', now + requeue, id)
       redis.call('HINCRBY', 'rollouts:counts', 'queued', 1)
-      for tag in ARGV[b + 6]:gmatch('[^,]+') do redis.call('ZADD', 'rollouts:tag:' .. tag, now, id) end
+      for tag in ARGV[b + 6]:gmatch('[^,]+') do
+        redis.call('ZADD', 'rollouts:tag:' .. tenant .. ':' .. tag, now, id)
+      end
     end
   end
   return out
@@ -108,56 +203,86 @@ if op == 'submit' then
 -- claim <id> <attempt> <stage> <owner> <lease ms> <token>
 -- The token makes a repeated claim harmless: a client that got no answer sends the same one again.
 elseif op == 'claim' then
-  local id, attempt, stage, owner, lease = ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
-  local r = get(id, 'state', 'attempt', 'fence', 'owner', 'created', 'since', 'deadline', 'request',
-    'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics', 'token')
-  local state = r[1]
-  if not state then return {'gone'} end
-  if TERMINAL[state] then return {'ended'} end
-  local fence = r[3]
-  if not (r[4] and r[16] == ARGV[7]) then
-    if r[2] ~= attempt or WAITS_FOR[state] ~= stage or r[4] then return {'stale'} end
-    if now >= tonumber(r[7]) then
+  local id, attempt, stage = ARGV[2], ARGV[3], ARGV[4]
+  local r = get(id, 'state', 'attempt', 'owner', 'token', 'deadline')
+  if not r[1] then return {'gone'} end
+  if TERMINAL[r[1]] then return {'ended'} end
+  if not (r[3] and r[4] == ARGV[7]) then
+    if r[2] ~= attempt or WAITS_FOR[r[1]] ~= stage or r[3] then return {'stale'} end
+    if now >= tonumber(r[5]) then
       redis.call('ZADD', 'rollouts:due', now, id)
       return {'overdue'}
     end
-    require_transition(id, state, ENTERS[stage])
-    fence = redis.call('HINCRBY', record(id), 'fence', 1)
-    redis.call('HSET', record(id), 'owner', owner, 'token', ARGV[7], 'lease', now + lease, 'claimed', now)
-    redis.call('ZADD', 'rollouts:due', now + lease, id)
-    book(id, 'queued', r[6])
-    set_state(id, state, ENTERS[stage], r[5], attempt, fence, owner)
+    take(id, r[1], stage, ARGV[5], tonumber(ARGV[6]), ARGV[7])
   end
-  return {'ok', fence, now, r[7], r[8], r[9] or '', r[10] or '', r[11] or '', r[12] or '', r[13], r[14],
-    r[15] or '', stage == 'eval' and redis.call('GET', record(id) .. ':trajectory') or ''}
+  return claimed(id)
 
--- heartbeat <lease ms> then id, fence pairs; answers one word each: ok, lost, cancel, overdue
+-- claim_next <id> <attempt> <owner> <lease ms> <token> <node> <most ahead on it or ''> <most without sandbox or ''>
+-- INIT of whoever's turn it is. The bell's own id only makes sure that one waits which no order knows yet: a
+-- record of an older release.
+elseif op == 'claim_next' then
+  local named, lease, done = get(ARGV[2], 'state', 'attempt', 'owner'), tonumber(ARGV[5]), 'fair:claim:' .. ARGV[6]
+  local before = redis.call('GET', done)
+  if before then
+    local r = get(before, 'owner', 'token')
+    return r[1] and r[2] == ARGV[6] and claimed(before) or {'stale'}
+  end
+  if named[1] == 'queued' and named[2] == ARGV[3] and not named[3] then wait_for_turn(ARGV[2]) end
+  local full = full_place(ARGV[7], ARGV[8], ARGV[9])
+  if full then return {'full', full} end
+  -- What cannot be claimed leaves the order; in one call not without end, for nobody else is served meanwhile.
+  for _ = 1, 1000 do
+    local id, tenant = first_in_order()
+    if not id then return {'nobody'} end
+    local r = get(id, 'state', 'owner', 'deadline')
+    if r[1] ~= 'queued' or r[2] then
+      leave_queue(id, tenant)
+    elseif now >= tonumber(r[3]) then
+      redis.call('ZADD', 'rollouts:due', now, id)
+      leave_queue(id, tenant)
+    else
+      charge(tenant)
+      redis.call('SET', done, id, 'PX', lease)
+      begin_ahead(id, ARGV[7])
+      take(id, r[1], 'init', ARGV[4], lease, ARGV[6])
+      return claimed(id)
+    end
+  end
+  return {'nobody'}
+
+-- heartbeat <lease ms> <patience ms> then id, fence pairs; answers one word each: ok, lost, cancel, overdue
+-- A handler may ignore that it is to stop: the lease is not extended past the deadline, or past a cancel, by
+-- more than the patience. Then the reaper ends the rollout.
 elseif op == 'heartbeat' then
-  local lease, out = tonumber(ARGV[2]), {}
-  for i = 3, #ARGV, 2 do
+  local lease, patience, out = tonumber(ARGV[2]), tonumber(ARGV[3]), {}
+  for i = 4, #ARGV, 2 do
     local id = ARGV[i]
     local r = get(id, 'fence', 'owner', 'cancel', 'deadline')
     local word = 'ok'
     if r[1] ~= ARGV[i + 1] or not r[2] then
       word = 'lost'
     else
-      redis.call('HSET', record(id), 'lease', now + lease)
-      redis.call('ZADD', 'rollouts:due', now + lease, id)
+      local stop_at = math.min(tonumber(r[4]), tonumber(r[3] or r[4]))
+      local until_ms = math.min(now + lease, stop_at + patience)
+      redis.call('HSET', record(id), 'lease', until_ms, 'beat', now)
+      redis.call('ZADD', 'rollouts:due', until_ms, id)
       if r[3] then word = 'cancel' elseif now >= tonumber(r[4]) then word = 'overdue' end
     end
     out[#out + 1] = word
   end
   return out
 
--- note <id> <fence> <field> <value> …: facts learnt during a stage (the sandbox, before it is used)
+-- note <id> <fence> <text for the timeline or ''> <field> <value> …: facts learnt during a stage (the sandbox,
+-- before it is used)
 elseif op == 'note' then
   local id = ARGV[2]
-  local r = get(id, 'fence', 'owner')
+  local r = get(id, 'fence', 'owner', 'attempt')
   if r[1] ~= ARGV[3] or not r[2] then return 'lost' end
-  redis.call('HSET', record(id), unpack(ARGV, 4))
+  if #ARGV > 4 then redis.call('HSET', record(id), unpack(ARGV, 5)) end
+  if ARGV[4] ~= '' then tell(id, r[3], ARGV[3], ARGV[4]) end
   return 'ok'
 
--- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <kept> <trajectory or ''>
+-- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <trajectory or ''>
 -- <field> <value> …
 -- `next` is a state, `again` (another attempt from INIT if one is left, else failed), or `handback`
 -- (a stopping worker returns the rollout; no attempt is used up). The answer is the state entered,
@@ -177,17 +302,23 @@ elseif op == 'finish' then
   end
   require_transition(id, state, enters)
   redis.call('HSET', record(id), 'ended_fence', fence, 'ended_in', enters)
-  book(id, stage, r[6])
-  if #ARGV > 10 then redis.call('HSET', record(id), unpack(ARGV, 11)) end
-  if ARGV[10] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[10]) end
+  book(id, stage, r[6], 'stage_' .. stage)
+  if #ARGV > 9 then redis.call('HSET', record(id), unpack(ARGV, 10)) end
+  for i = 10, #ARGV, 2 do
+    if ARGV[i] == 'error' then tell_error(id, attempt, fence, ARGV[i + 1]) end
+  end
+  if to == 'handback' then tell(id, attempt, fence, 'handed back: worker ' .. r[3] .. ' stops') end
+  if ARGV[9] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[9]) end
   if to == 'cancelled' then
     redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
   end
   if to == 'again' or to == 'handback' then
     if to == 'again' then
+      redis.call('HINCRBY', 'rollouts:totals', 'retry_' .. (get(id, 'blame')[1] or 'unknown'), 1)
       attempt = redis.call('HINCRBY', record(id), 'attempt', 1)
       redis.call('HINCRBY', 'rollouts:totals', 'retries', 1)
-      redis.call('HDEL', record(id), 'error', 'blame', 'drop', 'drop_reason', 'finish_reason')
+      redis.call('HDEL', record(id), 'error', 'blame', 'drop', 'drop_reason', 'finish_reason',
+        'policy_versions')
       redis.call('DEL', record(id) .. ':trajectory')
     end
     if enters == 'queued' then
@@ -197,32 +328,36 @@ elseif op == 'finish' then
     end
     set_state(id, state, enters, r[4], attempt, fence, r[3])
     wait_again(id, tonumber(ARGV[6]))
+    -- Another attempt waits for its turn only once its delay is over and the reaper rings for it.
+    if enters == 'queued' and to == 'handback' then wait_for_turn(id) end
     return enters
   end
   set_state(id, state, to, r[4], attempt, fence, r[3])
   if TERMINAL[to] then
-    finish_rollout(id, ARGV[8], ARGV[9])
+    finish_rollout(id, ARGV[8])
   else
     wait_again(id, tonumber(ARGV[6]))
   end
   return to
 
--- cancel <retention ms> <kept> <id>: {word, state, node, attempt}
+-- cancel <retention ms> <id> <tenant or '' for any>: {word, state, node, attempt}
 elseif op == 'cancel' then
-  local id = ARGV[4]
-  local r = get(id, 'state', 'owner', 'created', 'attempt', 'fence', 'node')
-  if not r[1] then return {'gone', '', '', '0'} end
+  local id = ARGV[3]
+  local r = get(id, 'state', 'owner', 'created', 'attempt', 'fence', 'node', 'tenant')
+  if not r[1] or (ARGV[4] ~= '' and ARGV[4] ~= (r[7] or 'default')) then return {'gone', '', '', '0'} end
   if TERMINAL[r[1]] then return {'ended', r[1], '', r[4]} end
   if r[2] then
-    redis.call('HSET', record(id), 'cancel', '1')
+    if redis.call('HSETNX', record(id), 'cancel', now) == 1 then
+      tell(id, r[4], r[5], 'cancel asked for; worker ' .. r[2] .. ' is told')
+    end
     return {'cancelling', r[1], r[6] or '', r[4]}
   end
   redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
   set_state(id, r[1], 'cancelled', r[3], r[4], r[5], '-')
-  finish_rollout(id, ARGV[2], ARGV[3])
+  finish_rollout(id, ARGV[2])
   return {'cancelled', 'cancelled', r[6] or '', r[4]}
 
--- overdue <limit> <requeue ms> <max requeue ms> <retention ms> <kept>: what the reaper has to do, as
+-- overdue <limit> <requeue ms> <max requeue ms> <retention ms>: what the reaper has to do, as
 -- {action, id, attempt, stage, node of a sandbox to clean up}; action: send, ended
 elseif op == 'overdue' then
   local requeue, longest, out = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
@@ -238,26 +373,29 @@ elseif op == 'overdue' then
       lay_blame(id, 'timeout', cjson.null, 'Deadline', 'the deadline of the rollout passed', 'deadline')
       redis.call('HSET', record(id), 'finish_reason', 'time_limit')
       set_state(id, state, 'timed_out', r[5], attempt, r[7], '-')
-      finish_rollout(id, ARGV[5], ARGV[6])
+      finish_rollout(id, ARGV[5])
       out[#out + 1] = {'ended', id, attempt, '', node}
     elseif r[12] then
       redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
       set_state(id, state, 'cancelled', r[5], attempt, r[7], '-')
-      finish_rollout(id, ARGV[5], ARGV[6])
+      finish_rollout(id, ARGV[5])
       out[#out + 1] = {'ended', id, attempt, '', node}
     elseif r[2] then
       -- The lease ran out: whoever held the rollout is dead, stopped or cut off.
+      redis.call('HINCRBY', 'rollouts:totals', 'lost_' .. STAGE_IN[state], 1)
       local limits = cjson.decode(r[10]).limits or {}
       if tonumber(attempt) >= (limits.max_attempts or 3) then
         lay_blame(id, 'infrastructure', cjson.null, 'WorkerLost',
           'worker ' .. r[2] .. ' was lost in state ' .. state .. ' at attempt ' .. attempt, 'worker lost')
         redis.call('HSET', record(id), 'finish_reason', 'error')
         set_state(id, state, 'failed', r[5], attempt, r[7], '-')
-        finish_rollout(id, ARGV[5], ARGV[6])
+        finish_rollout(id, ARGV[5])
         out[#out + 1] = {'ended', id, attempt, '', node}
       else
+        tell(id, attempt, r[7], 'worker ' .. r[2] .. ' was lost in state ' .. state .. ': the next attempt')
         attempt = redis.call('HINCRBY', record(id), 'attempt', 1)
         redis.call('HINCRBY', 'rollouts:totals', 'retries', 1)
+        redis.call('HINCRBY', 'rollouts:totals', 'retry_infrastructure', 1)
         -- EVAL can be done again on what RUN left; INIT and RUN start afresh.
         local stage = 'eval'
         if state ~= 'evaluating' then
@@ -266,6 +404,7 @@ elseif op == 'overdue' then
           redis.call('DEL', record(id) .. ':trajectory')
           release_backend(id)
           set_state(id, state, 'queued', r[5], attempt, r[7], '-')
+          wait_for_turn(id)
         else
           set_state(id, state, 'evaluating', r[5], attempt, r[7], '-')
         end
@@ -279,8 +418,53 @@ elseif op == 'overdue' then
     else
       -- It merely waits. The message may be lost or the queue may be long: send it again, ever rarer.
       local kicks = redis.call('HINCRBY', record(id), 'kicks', 1)
+      if state == 'queued' then wait_for_turn(id) end
+      if kicks == 1 then tell(id, attempt, r[7], 'still waits: its message is sent again') end
       redis.call('ZADD', 'rollouts:due', now + math.min(requeue * 2 ^ kicks, longest), id)
       out[#out + 1] = {'send', id, attempt, WAITS_FOR[state], node}
+    end
+  end
+  return out
+
+-- vacate <'lost' or ''> <requeue ms> <retention ms> <node> …: rollouts that wait for workers of these nodes, where
+-- nobody will come for them, begin anew. `lost`: an attempt is used up, for nobody can tell what the node still does
+-- and a message of the old attempt must not count; else the node ends in order. Answers as `overdue`.
+elseif op == 'vacate' then
+  local lost, requeue, retention, out = ARGV[2] == 'lost', tonumber(ARGV[3]), ARGV[4], {}
+  local gone, candidates = {}, redis.call('ZRANGE', 'rollouts:state:evaluating', 0, -1)
+  for i = 5, #ARGV do
+    gone[ARGV[i]] = true
+    for _, id in ipairs(redis.call('SMEMBERS', ahead_at(ARGV[i]))) do candidates[#candidates + 1] = id end
+  end
+  for _, id in ipairs(candidates) do
+    local r = get(id, 'state', 'owner', 'node', 'created', 'attempt', 'fence', 'request')
+    if (r[1] == 'ready' or r[1] == 'evaluating') and not r[2] and gone[r[3] or ''] then
+      local attempt, limits = r[5], cjson.decode(r[7]).limits or {}
+      if lost and tonumber(attempt) >= (limits.max_attempts or 3) then
+        lay_blame(id, 'infrastructure', cjson.null, 'NodeLost',
+          'node ' .. r[3] .. ' was lost with its sandbox in state ' .. r[1] .. ' at attempt ' .. attempt, 'node lost')
+        redis.call('HSET', record(id), 'finish_reason', 'error')
+        set_state(id, r[1], 'failed', r[4], attempt, r[6], '-')
+        finish_rollout(id, retention)
+        out[#out + 1] = {'ended', id, attempt, '', r[3]}
+      else
+        if lost then
+          tell(id, attempt, r[6], 'node ' .. r[3] .. ' was lost with its sandbox: the next attempt')
+          attempt = redis.call('HINCRBY', record(id), 'attempt', 1)
+          redis.call('HINCRBY', 'rollouts:totals', 'retries', 1)
+          redis.call('HINCRBY', 'rollouts:totals', 'retry_infrastructure', 1)
+        else
+          tell(id, attempt, r[6], 'handed back: node ' .. r[3] .. ' ends')
+        end
+        redis.call('HDEL', record(id), 'sandbox', 'node', 'error', 'blame', 'drop', 'drop_reason', 'finish_reason',
+          'policy_versions')
+        redis.call('DEL', record(id) .. ':trajectory')
+        release_backend(id)
+        set_state(id, r[1], 'queued', r[4], attempt, r[6], '-')
+        wait_again(id, requeue)
+        wait_for_turn(id)
+        out[#out + 1] = {'restart', id, attempt, 'init', r[3]}
+      end
     end
   end
   return out

@@ -1,0 +1,340 @@
+"""Batches in Redis: what is wanted, what is under way, and what somebody has to do. See `lua/batches.lua`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import redis
+
+from rollout.batch import Batch, BatchRequest, BatchState, Verdict
+from services.settings import Settings
+from services.state import keys
+from services.state.redis import lua_source
+from services.state.tenants import DEFAULT_TENANT
+
+LEASE_S = 20.0
+"""After which somebody else does what a worker has taken and not done."""
+FILL_AT_ONCE = 32
+"""Groups, or pieces of them, that one call starts; the next call starts more."""
+_REASON = "reason:"
+
+
+class BatchConflict(ValueError):
+    """The id is in use with another body, or by somebody else."""
+
+
+class NoSuchBatch(LookupError):
+    """There is no such batch, or it is another tenant's."""
+
+
+class BatchEnded(ValueError):
+    """It takes no more prompts."""
+
+
+class BatchRuns(ValueError):
+    """Nothing can be taken over from a batch that has not ended."""
+
+
+@dataclass(frozen=True)
+class Todo:
+    """Something that a worker has taken to do."""
+
+    kind: str
+    """`fill` and `end` a batch, `start` and `decide` a group."""
+    subject: str
+    token: str
+    """Shown when it is done: it may have been asked for again meanwhile."""
+
+
+@dataclass(frozen=True)
+class Starting:
+    """Members of a group that are to be submitted."""
+
+    group_id: str
+    first: int
+    """Index of the first member to submit."""
+    count: int
+    size: int
+    """Members that the group is to have."""
+    prompt: str
+    """The request, as JSON."""
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A group as Redis keeps it."""
+
+    group_id: str
+    batch: str
+    state: str
+    size: int
+    """Members that it was to have."""
+    sent: int
+    """Members that were submitted, or are about to be."""
+    prompt: str
+    reason: str | None
+    carried: bool
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        """Those of the members that were submitted."""
+        return [self.group_id] if self.size == 1 else [f"{self.group_id}.{k}" for k in range(self.sent)]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """An entry of the stream of a batch."""
+
+    cursor: str
+    group_id: str
+    verdict: Verdict
+    reason: str | None
+
+
+class BatchStore:
+    """All state of batches. Every change goes through one script."""
+
+    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+        self._redis = client
+        self._script = client.register_script(lua_source("batch_hooks") + lua_source("batches"))
+        self._retention_ms = int(settings.retention_s * 1000)
+
+    def _call(self, *args: object) -> object:
+        return self._script(args=args)
+
+    # -- the caller's side -------------------------------------------------------------------
+
+    def create(self, batch_id: str, request: BatchRequest, tenant: str = DEFAULT_TENANT) -> bool:
+        """Write a batch. False: it is there already, with the same body.
+
+        Raises:
+            BatchConflict: The id has another body, or is another tenant's.
+            NoSuchBatch: `carry_from` names none of this tenant's.
+            BatchRuns: `carry_from` has not ended.
+        """
+        body = request.model_dump_json()
+        source = request.carry_from
+        if source is not None and not self.get(source, tenant).state.ended:
+            raise BatchRuns(f"batch {source} has not ended; its groups are its own until then")
+        word = self._call(
+            "create",
+            batch_id,
+            hashlib.sha256(body.encode()).hexdigest(),
+            tenant,
+            request.model_copy(update={"prompts": []}).model_dump_json(),
+            request.groups,
+            request.n,
+            request.slots,
+            request.open_limit,
+            # Prompts that another batch left come on top, so it is not closed before they are here.
+            "0" if source else str(int(request.closed)),
+            *(prompt.model_dump_json() for prompt in request.prompts),
+        )
+        if word == "conflict":
+            raise BatchConflict(f"batch {batch_id!r} is there with another body, or is somebody else's")
+        if source is not None:
+            most = 10**9 if request.max_carried is None else request.max_carried
+            # Also when the batch was there: whoever wrote it may have died before this.
+            self._call("adopt", batch_id, source, most)
+            if request.closed:
+                self._call("extend", batch_id, "1", "")
+        return word == "new"
+
+    def extend(
+        self,
+        batch_id: str,
+        prompts: Sequence[str],
+        closed: bool | None,
+        tenant: str | None,
+        part: str | None = None,
+    ) -> int:
+        """Add prompts (requests as JSON); returns how many wait.
+
+        Args:
+            part: The same one again adds nothing.
+
+        Raises:
+            NoSuchBatch: See there.
+            BatchEnded: It has ended, or was closed.
+        """
+        self.get(batch_id, tenant)
+        said = "" if closed is None else str(int(closed))
+        word, waiting = self._call("extend", batch_id, said, part or "", *prompts)
+        if word == "closed":
+            raise BatchEnded(f"batch {batch_id} is closed: it was to take no more prompts")
+        if word != "ok":
+            raise BatchEnded(f"batch {batch_id} has ended ({word})")
+        return waiting
+
+    def pause(self, batch_id: str, paused: bool, tenant: str | None) -> Batch:
+        """Start no more groups, or go on; what runs goes on. Raises NoSuchBatch."""
+        self.get(batch_id, tenant)
+        self._call("pause", batch_id, int(paused))
+        return self.get(batch_id, tenant)
+
+    def cancel(self, batch_id: str, tenant: str | None) -> Batch:
+        """End it, with all that is under way. Harmless when it has ended. Raises NoSuchBatch."""
+        self.get(batch_id, tenant)
+        self._call("cancel", batch_id)
+        return self.get(batch_id, tenant)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def get(self, batch_id: str, tenant: str | None = None) -> Batch:
+        """A batch and its counters.
+
+        Raises:
+            NoSuchBatch: There is none, or it is another tenant's.
+        """
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(keys.batch(batch_id))
+            pipe.scard(keys.batch_open(batch_id))
+            pipe.llen(keys.batch_prompts(batch_id))
+            fields, opened, waiting = pipe.execute()
+        if not fields or tenant not in (None, fields["tenant"]):
+            raise NoSuchBatch(f"there is no batch {batch_id!r}; it may be past its retention")
+        counts: dict[str, int] = defaultdict(int)
+        reasons = {}
+        for name, value in fields.items():
+            if name.startswith(_REASON):
+                reasons[name.removeprefix(_REASON)] = int(value)
+            elif name in Batch.model_fields and value.lstrip("-").isdigit():
+                counts[name] = int(value)
+        finished = fields.get("finished")
+        return Batch(
+            id=batch_id,
+            tenant=fields["tenant"],
+            state=BatchState(fields["state"]),
+            paused=fields.get("paused") == "1",
+            closed=fields["closed"] == "1",
+            wanted=int(fields["wanted"]),
+            n=int(fields["n"]),
+            open=opened,
+            in_flight=int(fields["live"]),
+            waiting_prompts=waiting,
+            reasons=reasons,
+            created_at=int(fields["created"]) / 1000,
+            finished_at=int(finished) / 1000 if finished else None,
+            **{
+                name: counts[name]
+                for name in (
+                    *("started", "carried_in", "kept", "filtered", "failed", "cancelled", "carried_out"),
+                    *("rollouts_scored", "rollouts_dropped"),
+                )
+            },
+        )
+
+    def config(self, batch_id: str) -> BatchRequest:
+        """The request, without its prompts. Raises NoSuchBatch."""
+        raw, carry = self._redis.hmget(keys.batch(batch_id), "config", "carry")
+        if raw is None:
+            raise NoSuchBatch(f"there is no batch {batch_id!r}")
+        # Its prompts are in a list of their own, so it is read as one that may get some.
+        config = BatchRequest.model_validate(json.loads(raw) | {"closed": False})
+        return config.model_copy(update={"carry": carry}) if carry else config
+
+    def ids(self, tenant: str | None, limit: int = 100) -> list[str]:
+        """The newest first."""
+        name = keys.BATCHES if tenant is None else keys.batches_of(tenant)
+        return self._redis.zrevrange(name, 0, limit - 1)
+
+    def totals(self) -> dict[str, int]:
+        """Sums for /metrics over all batches."""
+        return {name: int(value) for name, value in self._redis.hgetall(keys.BATCHES_TOTALS).items()}
+
+    def todo(self) -> int:
+        """Things that somebody has to do, now or later."""
+        return self._redis.zcard(keys.BATCHES_TODO)
+
+    def groups(self, batch_id: str, cursor: str, limit: int) -> list[Decided]:
+        """Groups decided after a cursor (`0` = from the first)."""
+        entries = self._redis.xrange(keys.batch_events(batch_id), min=f"({cursor}", count=limit)
+        return [
+            Decided(entry, fields["group"], Verdict(fields["verdict"]), fields.get("reason") or None)
+            for entry, fields in entries
+            if "group" in fields
+        ]
+
+    def tail(self, batch_id: str) -> str:
+        """The cursor after everything so far."""
+        last = self._redis.xrevrange(keys.batch_events(batch_id), count=1)
+        return last[0][0] if last else "0"
+
+    def group(self, group_id: str) -> GroupRecord | None:
+        """One group."""
+        fields = self._redis.hgetall(keys.batch_group(group_id))
+        if not fields:
+            return None
+        return GroupRecord(
+            group_id,
+            fields["batch"],
+            fields["state"],
+            int(fields["size"]),
+            int(fields["sent"]),
+            fields["request"],
+            fields.get("reason") or None,
+            fields.get("carried") == "1",
+        )
+
+    def open_groups(self, batch_id: str) -> list[str]:
+        """Ids of the groups that are not decided."""
+        return sorted(self._redis.smembers(keys.batch_open(batch_id)))
+
+    # -- the workers' side -------------------------------------------------------------------
+
+    def take(self, limit: int = 16) -> list[Todo]:
+        """What is to be done; it is the caller's for `LEASE_S`."""
+        flat = self._call("take", limit, int(LEASE_S * 1000))
+        found = []
+        for what, token in zip(flat[::2], flat[1::2], strict=True):
+            kind, _, subject = what.partition(" ")
+            found.append(Todo(kind, subject, token))
+        return found
+
+    def through(self, todo: Todo) -> None:
+        """It is done."""
+        self._call("through", f"{todo.kind} {todo.subject}", todo.token)
+
+    def later(self, todo: Todo, delay_s: float) -> None:
+        """It cannot be done now."""
+        self._call("later", f"{todo.kind} {todo.subject}", int(delay_s * 1000))
+
+    def fill(self, batch_id: str) -> list[Starting]:
+        """What there is room for, marked, so that somebody submits it even if the caller dies."""
+        flat = iter(self._call("fill", batch_id, FILL_AT_ONCE, int(LEASE_S * 1000)))
+        return [
+            Starting(group, int(first), int(count), int(size), prompt)
+            for group, first, count, size, prompt in zip(flat, flat, flat, flat, flat, strict=True)
+        ]
+
+    def started(self, group_id: str, members: int) -> None:
+        """The first so many rollouts of a group are submitted."""
+        self._call("started", group_id, members)
+
+    def cut(self, group_id: str) -> None:
+        """Submit no more members of a group."""
+        self._call("cut", group_id)
+
+    def decide(
+        self, group_id: str, verdict: Verdict, reason: str | None, scored: int, dropped: int
+    ) -> tuple[str, str]:
+        """Write the verdict on a group, once; returns its state and that of its batch.
+
+        A group whose batch has ended stays undecided, for the next batch, unless it was cancelled.
+        """
+        state, batch_state = self._call(
+            "decide", group_id, verdict.value, reason or "", scored, dropped, self._retention_ms
+        )
+        return state, batch_state
+
+    def expire(self, batch_id: str, groups: Iterable[str]) -> None:
+        """Have a batch that has ended forgotten with its rollouts' retention."""
+        self._call("expire", batch_id, self._retention_ms)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for group in groups:
+                pipe.pexpire(keys.batch_group(group), self._retention_ms)
+            pipe.execute()

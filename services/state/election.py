@@ -1,0 +1,42 @@
+"""One of many workers does what must be done once: whoever holds a lock in Redis."""
+
+from __future__ import annotations
+
+import redis
+
+LOCK_S = 10.0
+"""Another worker takes over when the elected one was silent for so long."""
+
+_EXTEND = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
+
+
+_RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
+
+
+class Election:
+    """A lock that its holder extends by asking again."""
+
+    def __init__(
+        self, client: redis.Redis, key: str, owner: str, interval_s: float, lock_s: float = LOCK_S
+    ) -> None:
+        """
+        Args:
+            interval_s: How often the holder will ask.
+            lock_s: How long a silent holder stays elected, three intervals at least.
+        """
+        self._redis = client
+        self._key = key
+        self._owner = owner
+        self._millis = int(max(lock_s, 3 * interval_s) * 1000)
+        self._extend = client.register_script(_EXTEND)
+        self._resign = client.register_script(_RESIGN)
+
+    def won(self) -> bool:
+        """Whether the caller is the elected one now."""
+        if self._redis.set(self._key, self._owner, nx=True, px=self._millis):
+            return True
+        return bool(self._extend(keys=[self._key], args=[self._owner, self._millis]))
+
+    def resign(self) -> None:
+        """Let another one be elected at once; nothing happens to a lock that is not the caller's."""
+        self._resign(keys=[self._key], args=[self._owner])

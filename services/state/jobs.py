@@ -1,0 +1,86 @@
+"""Jobs of the compatible APIs: which rollout a caller's own id stands for, and for how long.
+
+Unlike the id of a rollout, a job's id may be used again: trainers number their jobs anew in every epoch. So
+it stands for one rollout until that was answered for, and then for a while in which a retry may come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from services.state import keys
+
+SLACK_S = 3600.0
+"""Seconds past its deadline for which a job that nobody was answered for is remembered."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job and its rollout."""
+
+    key: str
+    """Where it is kept."""
+    rollout_id: str
+    body: str
+    """Digest of what was asked for, to tell a retry from another job with the same id."""
+    new: bool
+    """Whether this call made it."""
+
+
+class JobStore:
+    """Jobs in Redis, one key each."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    @staticmethod
+    def key(tenant: str, *parts: str) -> str:
+        """Where a job is kept: by what its id consists of, which may be any text."""
+        return keys.job(tenant, digest_of(*parts))
+
+    def claim(self, key: str, rollout_id: str, body: str, deadline_s: float) -> Job:
+        """The rollout that the job stands for: the given one if it is new or over."""
+
+        def take(pipe: redis.client.Pipeline) -> Job:
+            found: dict[str, str] = pipe.hgetall(key)  # type: ignore[assignment]
+            pipe.multi()
+            if found and float(found.get("until", "inf")) > time.time():
+                return Job(key, found["rollout"], found["body"], new=False)
+            pipe.delete(key)
+            pipe.hset(key, mapping={"rollout": rollout_id, "body": body})
+            pipe.expire(key, int(deadline_s + SLACK_S))
+            return Job(key, rollout_id, body, new=True)
+
+        return self._redis.transaction(take, key, value_from_callable=True)  # type: ignore[return-value]
+
+    def find(self, key: str) -> str | None:
+        """The rollout that a job stands for, or None."""
+        found, until = self._redis.hmget(key, "rollout", "until")
+        return found if found and float(until or "inf") > time.time() else None
+
+    def answered(self, key: str, rollout_id: str, keep_s: float) -> None:
+        """Note that somebody was told how the job ended; it stands for its rollout for so much longer."""
+
+        def note(pipe: redis.client.Pipeline) -> None:
+            same = pipe.hget(key, "rollout") == rollout_id
+            pipe.multi()
+            if same and keep_s > 0:
+                pipe.hset(key, "until", str(time.time() + keep_s))
+            elif same:
+                pipe.delete(key)
+
+        self._redis.transaction(note, key)
+
+
+def digest_of(*parts: Any) -> str:
+    """A digest of texts, in which no two lists of them are alike."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = str(part).encode("utf-8", "surrogatepass")
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()[:32]

@@ -1,0 +1,61 @@
+-- Whose rollout INIT takes next: start-time fair queueing between tenants (Goyal, Vin, Cheng 1996), and within a
+-- tenant by rank. A rank is the time of submission (ms) less a step for each priority, so waiting lifts a rollout
+-- as priority does, without a job that ages anybody.
+
+local function exact(number) return string.format('%.17g', number) end
+
+local function waiting_of(tenant) return 'fair:waiting:' .. tenant end
+
+-- Read at every claim, so that another weight holds from the next one on.
+local function weight_of(tenant)
+  local raw = redis.call('HGET', 'tenants', tenant)
+  local read, limits = pcall(cjson.decode, raw or '{}')
+  local weight = read and type(limits) == 'table' and tonumber(limits.weight)
+  return weight and weight > 0 and weight or 1
+end
+
+-- Times of submission for `count` rollouts: those of one millisecond follow each other, so that the members of a
+-- group stay neighbours. Answers the first; each next one is a 1024th of a millisecond later.
+local function submission_times(count, now)
+  local first = math.max(now, tonumber(redis.call('GET', 'fair:order') or '0') + 1 / 1024)
+  redis.call('SET', 'fair:order', exact(first + (count - 1) / 1024))
+  return first
+end
+
+-- A tenant that had nobody waiting starts at the present virtual time: what it left unused is not saved up. What it
+-- was served just before still counts, else one that submits singly would take a turn between all others.
+local function queue_up(id, tenant, rank)
+  if redis.call('ZADD', waiting_of(tenant), rank, id) == 0 then return end
+  if redis.call('ZSCORE', 'fair:tenants', tenant) then return end
+  local start = math.max(tonumber(redis.call('GET', 'fair:clock') or '0'),
+    tonumber(redis.call('HGET', 'fair:served', tenant) or '0'))
+  redis.call('ZADD', 'fair:tenants', exact(start), tenant)
+end
+
+local function leave_queue(id, tenant)
+  local waiting = waiting_of(tenant)
+  if redis.call('ZREM', waiting, id) == 1 and redis.call('EXISTS', waiting) == 0 then
+    redis.call('ZREM', 'fair:tenants', tenant)
+  end
+end
+
+-- The rollout whose turn it is and its tenant; nil when nobody waits. Nothing is taken yet.
+local function first_in_order()
+  while true do
+    local tenant = redis.call('ZRANGE', 'fair:tenants', 0, 0)[1]
+    if not tenant then return nil end
+    local id = redis.call('ZRANGE', waiting_of(tenant), 0, 0)[1]
+    if id then return id, tenant end
+    redis.call('ZREM', 'fair:tenants', tenant)
+  end
+end
+
+-- Books one claim, whatever it goes on to cost: before it has run nobody knows.
+local function charge(tenant)
+  local start = redis.call('ZSCORE', 'fair:tenants', tenant)
+  local finish = exact(tonumber(start) + 1 / weight_of(tenant))
+  redis.call('SET', 'fair:clock', start)
+  redis.call('ZADD', 'fair:tenants', 'XX', finish, tenant)
+  redis.call('HSET', 'fair:served', tenant, finish)
+  redis.call('HINCRBY', 'fair:claims', tenant, 1)
+end

@@ -1,0 +1,259 @@
+"""The policy in Redis: which weights are current, and the one update that may be under way.
+
+The gateway writes an update and rings; a worker claims it under a lease and writes how far it has come. Every
+write of the worker is refused once the lease is not its own any more.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass
+
+import redis
+from pydantic import BaseModel
+
+from rollout.policy import (
+    BackendUpdate,
+    Policy,
+    PolicyRequest,
+    PolicyStatus,
+    PolicyUpdate,
+    UpdateState,
+)
+from rollout.schema import Backend, new_id
+from services.state import keys
+from services.state.redis import lua_source
+
+HISTORY = 20
+"""Updates that are remembered."""
+NOT_VERIFIED = (
+    "not verified: without a canary nothing checks that the backends sample from the trainer's weights"
+)
+_BLOCK_MS = 5000
+"""Longest single wait for Redis; well below the socket's time limit."""
+
+_EXTEND = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
+_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
+
+
+class UpdateConflict(Exception):
+    """Another update is under way; it is named by `update`."""
+
+    def __init__(self, update: PolicyUpdate) -> None:
+        super().__init__(
+            f"update {update.id} to version {update.version!r} is {update.state.value}; wait for its end at "
+            f"GET /v1/policy/updates/{update.id}?wait=60"
+        )
+        self.update = update
+
+
+class LeaseLost(Exception):
+    """The lease ran out and the work may be another worker's by now."""
+
+
+class Record(BaseModel):
+    """What Redis keeps of an update: what was asked for, and what became of it."""
+
+    identity: str
+    """Two requests with the same one ask for the same thing."""
+    request: PolicyRequest
+    targets: dict[str, Backend]
+    """The backends as they were when the update was asked for."""
+    update: PolicyUpdate
+
+
+class Current(BaseModel):
+    """The weights that new rollouts run on, and how a backend that comes later gets them."""
+
+    policy: Policy
+    request: PolicyRequest
+
+
+@dataclass(frozen=True)
+class Work:
+    """A claimed update."""
+
+    token: str
+    """Of the lease: whoever writes shows it."""
+    record: Record
+
+
+def identity_of(request: PolicyRequest) -> str:
+    """What makes two requests the same: weights, adapter and backends, not how they are exchanged."""
+    lora = request.lora.name if request.lora else None
+    backends = sorted(set(request.backends)) if request.backends else None
+    return json.dumps([request.version, request.path, lora, backends])
+
+
+class PolicyStore:
+    """Updates, the current policy, and the locks under which backends are worked on."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+        self._script = client.register_script(lua_source("policy"))
+        self._extend = client.register_script(_EXTEND)
+        self._release = client.register_script(_RELEASE)
+
+    # -- the gateway's side ------------------------------------------------------------------
+
+    def create(self, request: PolicyRequest, targets: list[Backend]) -> tuple[PolicyUpdate, bool]:
+        """Write an update and ring for a worker.
+
+        Returns:
+            The update, and whether it is new: the same request again, while the first is under way or when it
+            was the latest and is done, gives the first one's.
+
+        Raises:
+            UpdateConflict: Another one is under way.
+        """
+        update = PolicyUpdate(
+            id=new_id(),
+            **request.model_dump(include={"version", "path", "mode", "lora"}),
+            verified=request.canary is not None,
+            warnings=[] if request.canary else [NOT_VERIFIED],
+            backends={backend.id: BackendUpdate() for backend in targets},
+            created_at=time.time(),
+        )
+        record = Record(
+            identity=identity_of(request),
+            request=request,
+            targets={backend.id: backend for backend in targets},
+            update=update,
+        )
+        word, raw = self._script(
+            args=["create", update.id, record.identity, record.model_dump_json(), HISTORY]
+        )
+        known = Record.model_validate_json(raw).update
+        if word == "busy":
+            raise UpdateConflict(known)
+        return known, word == "created"
+
+    def get(self, update_id: str) -> PolicyUpdate | None:
+        """One update; None when there is none, or it is older than the last `HISTORY` ones."""
+        raw = self._redis.hget(keys.POLICY_UPDATES, update_id)
+        return Record.model_validate_json(raw).update if raw else None
+
+    def wait(self, update_id: str, timeout_s: float) -> PolicyUpdate | None:
+        """`get`, once it has ended or after so many seconds."""
+        deadline = time.monotonic() + timeout_s
+        last = self._redis.xrevrange(keys.POLICY_ENDED, count=1)
+        cursor = last[0][0] if last else "0"
+        while True:
+            update = self.get(update_id)
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            if update is None or update.state.ended or left_ms <= 0:
+                return update
+            news = self._redis.xread({keys.POLICY_ENDED: cursor}, block=min(left_ms, _BLOCK_MS))
+            if news:
+                cursor = news[0][1][-1][0]
+
+    def status(self) -> PolicyStatus:
+        """Current policy, update under way, history."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.get(keys.POLICY_CURRENT)
+            pipe.get(keys.POLICY_ACTIVE)
+            pipe.lrange(keys.POLICY_ORDER, 0, -1)
+            pipe.hgetall(keys.POLICY_UPDATES)
+            current, active, order, records = pipe.execute()
+        updates = [Record.model_validate_json(records[name]).update for name in order if name in records]
+        return PolicyStatus(
+            current=Current.model_validate_json(current).policy if current else None,
+            update=next((update for update in updates if update.id == active), None),
+            history=updates,
+        )
+
+    def current(self) -> Current | None:
+        """The current policy; None until an update has succeeded."""
+        raw = self._redis.get(keys.POLICY_CURRENT)
+        return Current.model_validate_json(raw) if raw else None
+
+    def age(self, version: str) -> int:
+        """How many times the weights changed after that version came; one never seen is older than all."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(keys.POLICY_TOTALS, "changes")
+            pipe.zscore(keys.POLICY_SEQUENCE, version)
+            changes, came = pipe.execute()
+        return int(changes or 0) - int(came or 0)
+
+    def under_way(self) -> bool:
+        """Whether an update has not ended yet."""
+        return bool(self._redis.exists(keys.POLICY_ACTIVE))
+
+    def totals(self) -> dict[str, float]:
+        """Sums for /metrics: `n_<outcome>`, and `seconds` from the first step of an update to its end."""
+        return {name: float(value) for name, value in self._redis.hgetall(keys.POLICY_TOTALS).items()}
+
+    # -- the worker's side -------------------------------------------------------------------
+
+    def await_bell(self, timeout_s: float) -> None:
+        """Sleep until an update is rung for, or so many seconds. One ring wakes one worker."""
+        self._redis.blpop([keys.POLICY_BELL], timeout=timeout_s)
+
+    def claim(self, owner: str, lease_s: float) -> Work | None:
+        """The update under way, if nobody works on it."""
+        token = f"{owner}/{uuid.uuid4().hex}"
+        raw = self._script(args=["claim", token, int(lease_s * 1000)])
+        return Work(token, Record.model_validate_json(raw)) if raw else None
+
+    def save(self, work: Work) -> None:
+        """Write how far an update has come.
+
+        Raises:
+            LeaseLost: It is not the caller's any more.
+        """
+        record = work.record
+        self._written(["save", work.token, record.update.id, record.model_dump_json()], work)
+
+    def finish(self, work: Work, current: Current | None) -> None:
+        """Write an update's end, and with it the policy that is current from now on (None: as before).
+
+        Raises:
+            LeaseLost: It is not the caller's any more.
+        """
+        update = work.record.update
+        seconds = (update.finished_at or 0.0) - (update.started_at or 0.0)
+        raw = current.model_dump_json() if current else ""
+        self._written(
+            [
+                "finish",
+                work.token,
+                update.id,
+                work.record.model_dump_json(),
+                raw,
+                update.state.value,
+                seconds,
+            ],
+            work,
+        )
+
+    def _written(self, args: list[str | float], work: Work) -> None:
+        if not self._script(args=args):
+            raise LeaseLost(f"update {work.record.update.id}: the lease ran out, another worker goes on")
+
+    def lock(self, backend_id: str, owner: str, lease_s: float) -> tuple[str, str] | None:
+        """Take a backend for oneself; None when another has it.
+
+        Returns:
+            The key and the token that `extend` and `release` want.
+        """
+        key, token = keys.policy_lock(backend_id), f"{owner}/{uuid.uuid4().hex}"
+        taken = self._redis.set(key, token, nx=True, px=int(lease_s * 1000))
+        return (key, token) if taken else None
+
+    def extend(self, key: str, token: str, lease_s: float) -> bool:
+        """Keep a lease. False: it is lost."""
+        return bool(self._extend(keys=[key], args=[token, int(lease_s * 1000)]))
+
+    def release(self, key: str, token: str) -> None:
+        """Give a lease back, if it is still one's own."""
+        self._release(keys=[key], args=[token])
+
+
+def outcome(update: PolicyUpdate) -> UpdateState:
+    """What the ends of its backends make of an update. Backends that were removed do not count."""
+    words = [one.state.value for one in update.backends.values() if one.state.value != "skipped"]
+    if "resumed" not in words:
+        return UpdateState.FAILED
+    return UpdateState.DONE if set(words) == {"resumed"} else UpdateState.PARTLY

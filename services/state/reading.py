@@ -1,0 +1,182 @@
+"""Rollout records as they are read: nothing here changes one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import redis
+
+from rollout.schema import (
+    ErrorInfo,
+    Rollout,
+    RolloutRequest,
+    SandboxRecord,
+    State,
+)
+from services.state import keys, payloads
+from services.state.tenants import DEFAULT_TENANT
+
+
+class RolloutReader:
+    """Rollouts, and their numbers, from Redis."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    def get(self, rollout_id: str, *, trajectory: bool = True, tenant: str | None = None) -> Rollout | None:
+        """One rollout, or None; with a tenant, None also for another one's."""
+        return next(self.get_many([rollout_id], trajectory=trajectory, tenant=tenant), None)
+
+    def state(self, rollout_id: str, tenant: str | None = None) -> State | None:
+        """Only the state: the cheap question. With a tenant, None for another one's rollout."""
+        value, owner = self._redis.hmget(keys.record(rollout_id), "state", "tenant")
+        return State(value) if value and tenant in (None, owner or DEFAULT_TENANT) else None
+
+    def get_many(
+        self, rollout_ids: Iterable[str], *, trajectory: bool = True, tenant: str | None = None
+    ) -> Iterator[Rollout]:
+        """Rollouts in the order of the ids; those that are not there, or not the tenant's, are left out."""
+        for found, stored in self._read(rollout_ids, trajectory, tenant):
+            if stored:
+                found.trajectory = payloads.decode_trajectory(stored)
+            yield found
+
+    def get_stored(
+        self, rollout_ids: Iterable[str], *, tenant: str | None = None
+    ) -> Iterator[tuple[Rollout, bytes | None]]:
+        """As `get_many`, each without its trajectory, and that as it is stored (see `payloads`)."""
+        yield from self._read(rollout_ids, True, tenant)
+
+    def _read(
+        self, rollout_ids: Iterable[str], trajectory: bool, tenant: str | None
+    ) -> Iterator[tuple[Rollout, bytes | None]]:
+        ids = list(rollout_ids)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hgetall(keys.record(rollout_id))
+                pipe.lrange(keys.timeline(rollout_id), 0, -1)
+                if trajectory:
+                    payloads.get(pipe, keys.trajectory(rollout_id))
+            replies = iter(pipe.execute())
+        # The members of a group have one and the same request.
+        requests: dict[str, RolloutRequest] = {}
+        for rollout_id in ids:
+            record, events = next(replies), next(replies)
+            stored = next(replies) if trajectory else None
+            if record and tenant in (None, record.get("tenant", DEFAULT_TENANT)):
+                text = record["request"]
+                request = requests.get(text) or RolloutRequest.model_validate_json(text)
+                requests[text] = request
+                yield _rollout(rollout_id, record, events, request), stored
+
+    def ids(
+        self,
+        *,
+        state: State | None = None,
+        group_id: str | None = None,
+        tag: str | None = None,
+        tenant: str | None = DEFAULT_TENANT,
+        newest_first: bool = True,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> list[str]:
+        """Ids by time of creation, by one index: the group's, else the tag's, else the state's, else the
+        tenant's.
+
+        The index of a state holds every tenant's. With `tenant=None`, all tenants', there is none by group
+        or tag: the caller looks at each.
+        """
+        if group_id is not None and tenant is not None:
+            members = sorted(self._redis.smembers(keys.group(tenant, group_id)))
+            return members[offset : offset + limit]
+        if tag and tenant is not None:
+            name = keys.by_tag(tenant, tag)
+        elif state:
+            name = keys.by_state(state)
+        else:
+            name = keys.CREATED if tenant is None else keys.by_tenant(tenant)
+        return self._redis.zrange(name, offset, offset + limit - 1, desc=newest_first)
+
+    def ahead(self, node: str) -> tuple[int, int]:
+        """Rollouts of a node between the start of INIT and RUN, and ready ones without a sandbox anywhere."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.scard(keys.ahead(node))
+            pipe.scard(keys.ahead(keys.NO_SANDBOX))
+            return tuple(pipe.execute())
+
+    def counts(self) -> dict[str, int]:
+        """Number of rollouts in each state."""
+        found = self._redis.hgetall(keys.COUNTS)
+        return {state.value: int(found.get(state.value, 0)) for state in State}
+
+    def totals(self) -> dict[str, int]:
+        """Sums for /metrics."""
+        return {name: int(value) for name, value in self._redis.hgetall(keys.TOTALS).items()}
+
+
+def _seconds(millis: str | None) -> float | None:
+    return int(millis) / 1000 if millis else None
+
+
+_NOTE = "note "
+"""How lines of the timeline begin that are no change of state."""
+
+
+def _note(line: str) -> dict[str, Any]:
+    """A `TimelineNote`, as a dict: made one by one they are most of what reading a rollout takes."""
+    _, at, attempt, fence, text = line.split(" ", 4)
+    return {"at": int(at) / 1000, "attempt": int(attempt), "fence": int(fence), "text": text}
+
+
+def _event(line: str) -> dict[str, Any]:
+    """A `TimelineEvent`, as a dict for the same reason."""
+    state, at, attempt, fence, owner = line.split(" ", 4)
+    owner = None if owner == "-" else owner
+    return {
+        "state": state,
+        "at": int(at) / 1000,
+        "attempt": int(attempt),
+        "fence": int(fence),
+        "owner": owner,
+    }
+
+
+def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest) -> Rollout:
+    """All but the trajectory."""
+    box = json.loads(record["sandbox"])["record"] if record.get("sandbox") else None
+    return Rollout(
+        id=rollout_id,
+        group_id=record["group"],
+        index=int(record["index"]),
+        handler=record["handler"],
+        tenant=record.get("tenant", DEFAULT_TENANT),
+        state=State(record["state"]),
+        attempt=int(record["attempt"]),
+        request=request,
+        reward=float(record["reward"]) if record.get("reward") else None,
+        reward_components=json.loads(record.get("reward_components") or "{}"),
+        drop=record.get("drop") == "1",
+        drop_reason=record.get("drop_reason"),
+        finish_reason=record.get("finish_reason") or None,
+        error=ErrorInfo.model_validate_json(record["error"]) if record.get("error") else None,
+        trajectory_dropped=record.get("trajectory_dropped"),
+        completion=record.get("completion"),
+        acknowledged_at=_seconds(record.get("acked")),
+        backend=record.get("backend"),
+        policy_versions=json.loads(record.get("policy_versions") or "[]"),
+        sandbox=SandboxRecord.model_validate(box) if box else None,
+        metrics=json.loads(record.get("metrics") or "{}"),
+        stage_seconds={
+            name: int(record[f"ms_{name}"]) / 1000
+            for name in ("queued", "init", "run", "eval")
+            if f"ms_{name}" in record
+        },
+        created_at=_seconds(record["created"]),
+        updated_at=_seconds(record["updated"]),
+        finished_at=_seconds(record.get("finished")),
+        deadline_at=_seconds(record["deadline"]),
+        timeline=[_event(line) for line in events if not line.startswith(_NOTE)],
+        notes=[_note(line) for line in events if line.startswith(_NOTE)],
+    )

@@ -1,0 +1,67 @@
+"""How long results are kept: acknowledgement, and retention by age and by size.
+
+Only ended rollouts are in the account of `lua/retention_account.lua`, so a live one is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import redis
+
+from services.settings import Settings
+from services.state import keys
+from services.state.redis import lua_source
+
+SWEEP_LIMIT = 500
+"""Results that one call of the script frees at most: Redis does nothing else meanwhile."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A trajectory that was freed before its rollout's retention was over."""
+
+    rollout_id: str
+    reason: str
+    """`acknowledged` or `size`."""
+    bytes: int
+    acknowledged: bool
+
+
+class ResultStore:
+    """Acknowledges results and frees what need not be kept."""
+
+    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+        self._redis = client
+        self._keep_acked_ms = int(settings.keep_acked_s * 1000) if settings.keep_acked_s >= 0 else -1
+        self._most_bytes = settings.results_max_bytes
+        self._retention_ms = int(settings.retention_s * 1000)
+        self._script = client.register_script(lua_source("retention_account") + lua_source("retention"))
+
+    def acknowledge(self, rollout_ids: Iterable[str], tenant: str | None = None) -> list[str]:
+        """Note that the trainer has them; one word each: `acknowledged`, `already`, `live`, `unknown`.
+
+        Args:
+            tenant: Those of others are `unknown`; None = everybody's.
+        """
+        return self._script(args=["ack", tenant or "", *rollout_ids])
+
+    def sweep(self) -> list[Dropped]:
+        """Free acknowledged trajectories whose time is over, then the oldest beyond the limit of bytes."""
+        rows = self._script(args=["sweep", self._keep_acked_ms, self._most_bytes, SWEEP_LIMIT])
+        return [
+            Dropped(rollout_id, reason, int(size), bool(acked)) for rollout_id, reason, size, acked in rows
+        ]
+
+    def trim(self) -> int:
+        """Forget completions that are past their rollouts' retention; how many there were."""
+        return self._script(args=["trim", self._retention_ms])
+
+    def stored_bytes(self) -> int:
+        """Bytes of ended rollouts' trajectories, as stored."""
+        return int(self._redis.get(keys.RESULTS_BYTES) or 0)
+
+    def totals(self) -> dict[str, int]:
+        """Sums for /metrics."""
+        return {name: int(value) for name, value in self._redis.hgetall(keys.RESULTS_TOTALS).items()}

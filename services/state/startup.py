@@ -1,0 +1,89 @@
+"""What the gateway and every worker check before they use a Redis: its fitness and the layout of its keys."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import redis
+import structlog
+
+from services.settings import Settings
+from services.state import migration
+
+log = structlog.get_logger("redis")
+
+OLDEST_REDIS = (6, 2)
+"""Exclusive ranges of streams and `ZMSCORE`, which we use, came with it."""
+
+
+class UnfitRedis(RuntimeError):
+    """This Redis cannot keep the service's state, or not safely and `ROLLOUT_REDIS_STRICT` is set."""
+
+
+def risks(info: dict[str, Any]) -> list[str]:
+    """What of a server's `INFO` endangers the data, a line each with its remedy.
+
+    Raises:
+        UnfitRedis: The service cannot work on it at all.
+    """
+    version = str(info.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < OLDEST_REDIS:
+        needed = ".".join(map(str, OLDEST_REDIS))
+        raise UnfitRedis(f"Redis {version} is too old: the service needs {needed} or later, or Valkey")
+    if info.get("cluster_enabled"):
+        raise UnfitRedis(
+            "this Redis is a node of a cluster, whose keys live on many nodes, and our scripts need them on "
+            "one: use a standalone server, or Sentinel"
+        )
+    if info.get("role") == "slave":
+        raise UnfitRedis(
+            f"this Redis is a replica of {info.get('master_host')}:{info.get('master_port')}: give the "
+            "master's address in ROLLOUT_REDIS_URL, or sentinel://… which finds it"
+        )
+    found = []
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        found.append(
+            f"maxmemory-policy is {policy}: a full Redis deletes rollouts in silence. "
+            "CONFIG SET maxmemory-policy noeviction"
+        )
+    if not info.get("aof_enabled"):
+        found.append(
+            "the append-only file is off: a restart of Redis loses every rollout since the last snapshot. "
+            "CONFIG SET appendonly yes, or start it with deploy/redis/redis.conf"
+        )
+    return found
+
+
+def prepare(client: redis.Redis, settings: Settings) -> None:
+    """Check the server, say loudly what endangers the data, and check or migrate the layout of its keys.
+
+    Raises:
+        UnfitRedis, migration.SchemaError: The service must not use this Redis; the message says why.
+        redis.RedisError: It does not answer.
+    """
+    for risk in risks(client.info()):
+        if settings.redis_strict:
+            raise UnfitRedis(f"{risk} (ROLLOUT_REDIS_STRICT=false turns this into a warning)")
+        log.warning(f"REDIS MAY LOSE DATA: {risk}")
+    migration.ensure(client)
+
+
+class StartCheck:
+    """`prepare`, once a process: for a gateway that starts before its Redis."""
+
+    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+        self._client = client
+        self._settings = settings
+        self._lock = threading.Lock()
+        self.passed = False
+
+    def require(self) -> None:
+        """Check if nobody has yet; raises as `prepare` does, each time until it passes."""
+        if self.passed:
+            return
+        with self._lock:
+            if not self.passed:
+                prepare(self._client, self._settings)
+                self.passed = True

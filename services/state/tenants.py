@@ -1,0 +1,152 @@
+"""Tenants: what each may use, and how many live rollouts it has.
+
+A tenant exists by being named: one without an entry of its own has no limits. Live rollouts are counted by
+`lua/rollouts.lua`, at submission and at every end, in the script that writes the state.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from posixpath import normpath
+
+import redis
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from services.state import keys
+
+DEFAULT_TENANT = "default"
+"""Whose the rollouts are where no key is configured."""
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
+def check_name(name: str) -> str:
+    """The name of a tenant, as it may stand in a Redis key and in a log.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"tenant {name!r}: a name has 1 to 63 lower-case letters, digits and -, and starts with a letter "
+            "or digit"
+        )
+    return name
+
+
+class Tenant(BaseModel):
+    """What a tenant may use. None = no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    quota_live: int | None = Field(default=None, ge=0)
+    """Most rollouts that have not ended."""
+    per_minute: int | None = Field(default=None, ge=0)
+    """Rollouts it may submit a minute; a minute's worth may come at once."""
+    handlers: tuple[str, ...] | None = None
+    """Names or patterns (`swe-*`) of handlers."""
+    images: tuple[str, ...] | None = None
+    """Names or patterns of sandbox images."""
+    runtimes: tuple[str, ...] | None = None
+    """Sandbox runtimes that a request may name; None = all that isolate."""
+    mounts: tuple[str, ...] | None = None
+    """Paths of nodes, or patterns of them, that sandboxes may show, with all below; None = what each node's
+    operator allows."""
+    weight: float = Field(default=1.0, ge=0.01, le=1000)
+    """Its share of INIT while others wait as well: twice the weight, twice the rollouts."""
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, name: str) -> str:
+        return check_name(name)
+
+    def may_use(self, kind: str, value: str) -> bool:
+        """Whether a value is among those of a list (`handlers`, `images` or `runtimes`)."""
+        allowed = getattr(self, kind)
+        if "/" in value:
+            value = normpath(value)  # else `/images/a-*` would let `/images/a-x/../secret` through
+        return allowed is None or any(fnmatchcase(value, pattern) for pattern in allowed)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a tenant has of the service now."""
+
+    tenant: Tenant
+    live: int
+    """Rollouts that have not ended."""
+    waiting: int
+    """Those of them that wait for their turn in INIT."""
+    claimed: int
+    """Rollouts that INIT ever took, attempts counted."""
+
+
+class QuotaExceeded(Exception):
+    """A submission that a tenant's quota has no room for; nothing was enqueued."""
+
+    def __init__(self, tenant: str, kind: str, limit: int, used: int, asked: int, wait_s: float | None):
+        self.tenant, self.kind, self.limit, self.used, self.asked = tenant, kind, limit, used, asked
+        self.wait_s = wait_s
+        """Seconds after which there may be room; None = never, for the call is larger than the quota."""
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        what = "live rollouts" if self.kind == "live" else "rollouts a minute"
+        if self.wait_s is None:
+            return (
+                f"tenant {self.tenant!r} may have {self.limit} {what} and this call holds {self.asked}: send "
+                "smaller calls, or have the quota raised (`rollout tenants set`)"
+            )
+        used = f"has {self.used}" if self.kind == "live" else f"has {self.used} of them left"
+        return (
+            f"tenant {self.tenant!r} may have {self.limit} {what}, {used}, and this call holds {self.asked}"
+        )
+
+
+class TenantStore:
+    """The limits of tenants, in Redis."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    def get(self, name: str) -> Tenant:
+        """A tenant's limits; one that was never set has none."""
+        raw = self._redis.hget(keys.TENANTS, name)
+        return Tenant.model_validate_json(raw) if raw else Tenant(name=name)
+
+    def set(self, tenant: Tenant) -> None:
+        """Write a tenant's limits; gateways follow within `auth.CACHE_S`."""
+        with self._redis.pipeline() as pipe:
+            pipe.hset(keys.TENANTS, tenant.name, tenant.model_dump_json())
+            pipe.set(keys.ACCESS_VERSION, secrets.token_hex(8))
+            pipe.execute()
+
+    def list(self) -> list[Tenant]:
+        """Every tenant that has limits, live rollouts or both, by name."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.TENANTS)
+            pipe.hkeys(keys.TENANTS_LIVE)
+            limits, seen = pipe.execute()
+        known = {name: Tenant.model_validate_json(raw) for name, raw in limits.items()}
+        return [known.get(name) or Tenant(name=name) for name in sorted({*known, *seen})]
+
+    def usage(self) -> list[Usage]:
+        """Every tenant that has limits or ever had rollouts, with what it has now."""
+        tenants = self.list()
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.TENANTS_LIVE)
+            pipe.hgetall(keys.FAIR_CLAIMS)
+            for tenant in tenants:
+                pipe.zcard(keys.fair_waiting(tenant.name))
+            live, claimed, *waiting = pipe.execute()
+        return [
+            Usage(one, int(live.get(one.name, 0)), count, int(claimed.get(one.name, 0)))
+            for one, count in zip(tenants, waiting, strict=True)
+        ]
+
+    def live(self, name: str) -> int:
+        """How many rollouts of a tenant have not ended."""
+        return int(self._redis.hget(keys.TENANTS_LIVE, name) or 0)

@@ -1,0 +1,156 @@
+"""Webhooks to be delivered: all of it is in Redis, so that any worker can go on where another one died.
+
+A delivery is made from the stream of completions, in one transaction with the cursor; it is taken off when
+the receiver has it, or when it is given up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from services.state import keys
+
+FAILURES_KEPT = 1000
+"""Deliveries given up that are remembered, for the operator to look at."""
+
+
+@dataclass
+class Delivery:
+    """One webhook on its way."""
+
+    rollout_id: str
+    url: str
+    include: str
+    since: float
+    """When it was due for the first time, seconds since the epoch."""
+    tries: int = 0
+    error: str = ""
+    """Why the last try failed."""
+
+    def to_json(self) -> str:
+        fields = dict(vars(self))
+        del fields["rollout_id"]
+        return json.dumps(fields)
+
+
+class WebhookStore:
+    """What is due, what was given up, and how far the completions were read."""
+
+    def __init__(self, client: redis.Redis, service_url: str = "") -> None:
+        """
+        Args:
+            service_url: Where the rollouts go that name no webhook themselves; empty = nowhere.
+        """
+        self._redis = client
+        self._service_url = service_url
+
+    def now(self) -> float:
+        """Seconds since the epoch by Redis' clock, which all workers share."""
+        seconds, micros = self._redis.time()
+        return seconds + micros / 1e6
+
+    def collect(self, limit: int = 500) -> int:
+        """Turn completions after the cursor into deliveries; how many completions there were."""
+        cursor = self._redis.get(keys.WEBHOOKS_CURSOR) or "0"
+        entries = self._redis.xrange(keys.COMPLETIONS, min=f"({cursor}", count=limit)
+        if not entries:
+            return 0
+        now = self.now()
+        found = self._deliveries([fields["id"] for _, fields in entries], now)
+        with self._redis.pipeline() as pipe:
+            for delivery in found:
+                pipe.hsetnx(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
+                pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: now}, nx=True)
+            pipe.set(keys.WEBHOOKS_CURSOR, entries[-1][0])
+            pipe.execute()
+        return len(entries)
+
+    def _deliveries(self, ids: list[str], now: float) -> list[Delivery]:
+        with self._redis.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hget(keys.record(rollout_id), "request")
+            requests = pipe.execute()
+        found = []
+        for rollout_id, request in zip(ids, requests, strict=True):
+            hook = json.loads(request).get("webhook") if request else None
+            if hook:
+                found.append(Delivery(rollout_id, hook["url"], hook["include"], now))
+            elif request and self._service_url:
+                found.append(Delivery(rollout_id, self._service_url, "summary", now))
+        return found
+
+    def due(self, limit: int) -> list[Delivery]:
+        """What is to be tried now, the longest waiting first."""
+        ids = self._redis.zrangebyscore(keys.WEBHOOKS_DUE, "-inf", self.now(), start=0, num=limit)
+        if not ids:
+            return []
+        found = self._redis.hmget(keys.WEBHOOKS, ids)
+        if lost := [one for one, text in zip(ids, found, strict=True) if not text]:
+            # Nobody knows where they go; left in place they would be in the way of all others.
+            self._redis.zrem(keys.WEBHOOKS_DUE, *lost)
+        return [Delivery(one, **json.loads(text)) for one, text in zip(ids, found, strict=True) if text]
+
+    def postpone(self, rollout_ids: Iterable[str], at: float) -> None:
+        """Try them later; that is not a try."""
+        later = dict.fromkeys(rollout_ids, at)
+        if later:
+            self._redis.zadd(keys.WEBHOOKS_DUE, later, xx=True)
+
+    def delivered(self, delivery: Delivery) -> None:
+        """The receiver has it."""
+        self._take_off(delivery, "webhooks_delivered")
+
+    def failed(self, delivery: Delivery, at: float) -> None:
+        """A try failed; the next one is `at`."""
+        with self._redis.pipeline() as pipe:
+            pipe.hset(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
+            pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: at}, xx=True)
+            pipe.hincrby(keys.RESULTS_TOTALS, "webhooks_failed", 1)
+            pipe.execute()
+
+    def give_up(self, delivery: Delivery) -> None:
+        """Try no more; it is remembered with its last error."""
+        fields = {"id": delivery.rollout_id, "url": delivery.url, "error": delivery.error}
+        fields["tries"] = str(delivery.tries)
+        self._redis.xadd(keys.WEBHOOKS_FAILED, fields, maxlen=FAILURES_KEPT, approximate=True)
+        self._take_off(delivery, "webhooks_given_up")
+
+    def _take_off(self, delivery: Delivery, count: str) -> None:
+        with self._redis.pipeline() as pipe:
+            pipe.zrem(keys.WEBHOOKS_DUE, delivery.rollout_id)
+            pipe.hdel(keys.WEBHOOKS, delivery.rollout_id)
+            pipe.hincrby(keys.RESULTS_TOTALS, count, 1)
+            pipe.execute()
+
+    def redeliver(self, rollout_ids: Iterable[str]) -> int:
+        """Send those of the rollouts once more that have ended and have a webhook; how many do."""
+        ids = list(rollout_ids)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hexists(keys.record(rollout_id), "completion")
+            ended = [one for one, there in zip(ids, pipe.execute(), strict=True) if there]
+        now = self.now()
+        found = self._deliveries(ended, now) if ended else []
+        with self._redis.pipeline() as pipe:
+            for delivery in found:
+                pipe.hset(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
+                pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: now})
+            pipe.execute()
+        return len(found)
+
+    def pending(self) -> int:
+        """Deliveries that are neither made nor given up."""
+        return self._redis.zcard(keys.WEBHOOKS_DUE)
+
+    def failures(self, limit: int = 100) -> list[dict[str, Any]]:
+        """The latest that were given up: `{"id", "url", "error", "tries", "at"}`."""
+        rows = self._redis.xrevrange(keys.WEBHOOKS_FAILED, count=limit)
+        return [
+            {**fields, "tries": int(fields["tries"]), "at": int(entry.partition("-")[0]) / 1000}
+            for entry, fields in rows
+        ]
