@@ -111,7 +111,8 @@ class Batch:
     def __init__(self, model: torch.nn.Module, capacity: int):
         """`capacity`: positions of the key-value cache; see `Slab`."""
         self._body = model.base_model
-        self._head = model.get_output_embeddings()
+        self.head = model.get_output_embeddings()
+        """Hidden states (…, width) → logits (…, vocabulary)."""
         self._slab = Slab(capacity)
         self.lengths: list[int] = []
         """Positions stored per row."""
@@ -120,7 +121,9 @@ class Batch:
         return len(self.lengths)
 
     def prefill(self, prompts: list[list[int]], reserve_columns: int) -> torch.Tensor:
-        """Append one row per prompt; returns the logits (prompts, vocabulary) behind each last token.
+        """Append one row per prompt; returns the hidden states (prompts, longest, width).
+
+        Behind a shorter prompt they are garbage.
 
         `reserve_columns`: positions that the longest row in the batch can come to need.
         """
@@ -134,9 +137,8 @@ class Batch:
         mask = torch.ones((longest, longest), dtype=torch.bool).tril().expand(count, 1, longest, longest)
         positions = torch.arange(longest).expand(count, longest)
         hidden = self._forward(ids, positions, mask)
-        last = torch.tensor([len(p) - 1 for p in prompts])
         self.lengths.extend(map(len, prompts))
-        return self._head(hidden[torch.arange(count), last])
+        return hidden
 
     def decode(self, token_ids: list[int]) -> torch.Tensor:
         """Feed each row its newest token, (rows,); returns the next logits (rows, vocabulary)."""
@@ -148,7 +150,7 @@ class Batch:
             torch.tensor(token_ids).unsqueeze(1), positions.unsqueeze(1), mask[:, None, None, :]
         )
         self.lengths = [length + 1 for length in self.lengths]
-        return self._head(hidden[:, 0])
+        return self.head(hidden[:, 0])
 
     def remove(self, row: int) -> None:
         """Free `row`; the last row takes its place."""

@@ -6,6 +6,7 @@ They carry no credentials, like vLLM's dev-mode routes: bind to loopback or to a
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from pathlib import Path
 
 from aiohttp import web
@@ -24,7 +25,7 @@ async def pause(request: web.Request) -> web.Response:
     if mode not in PAUSE_MODES:
         raise RequestError(f"mode = {mode!r} must be one of {', '.join(PAUSE_MODES)}", "mode")
     try:
-        await asyncio.wrap_future(request.app[CONTEXT].engine.pause(mode))
+        await _done(request.app[CONTEXT].engine.pause(mode))
     except EngineError as error:
         raise RequestError(str(error), status=409) from error
     return web.json_response({"status": "paused"})
@@ -32,7 +33,7 @@ async def pause(request: web.Request) -> web.Response:
 
 async def resume(request: web.Request) -> web.Response:
     """POST /resume."""
-    await asyncio.wrap_future(request.app[CONTEXT].engine.resume())
+    await _done(request.app[CONTEXT].engine.resume())
     return web.json_response({"status": "resumed"})
 
 
@@ -52,7 +53,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
     version = body.get("new_version") if isinstance(body, dict) else None
     if not isinstance(version, str) or not version:
         raise RequestError(f"new_version = {version!r} must be a non-empty text", "new_version")
-    await asyncio.wrap_future(request.app[CONTEXT].engine.set_version(version))
+    await _done(request.app[CONTEXT].engine.set_version(version))
     return web.json_response({"success": True, "new_version": version})
 
 
@@ -74,5 +75,13 @@ async def collective_rpc(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     # Reading takes seconds for a large model; the engine goes on sampling meanwhile.
     tensors = await asyncio.to_thread(read_checkpoint, context.model, Path(path))
-    await asyncio.wrap_future(context.engine.swap_weights(tensors))
+    await _done(context.engine.swap_weights(tensors))
     return web.json_response({"results": [None]})
+
+
+async def _done(step: Future[None]) -> None:
+    """Wait for a step of the engine thread.
+
+    Shielded: a client that goes away cancels this handler, and the thread would end over a cancelled future.
+    """
+    await asyncio.shield(asyncio.wrap_future(step))

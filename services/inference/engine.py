@@ -22,6 +22,7 @@ from services.inference.metrics import Metrics
 from services.inference.model import Model, apply_weights
 from services.inference.sampling import draw
 from services.inference.scheduler import Scheduler
+from services.inference.scoring import score_prompt
 from services.inference.sequence import Sequence, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -164,9 +165,14 @@ class Engine:
             self._settle_drained()
 
     def _prefill(self, admitted: list[Sequence]) -> None:
-        logits = self._scheduler.batch.prefill(
-            [s.prompt_ids for s in admitted], self._scheduler.reserved_columns
-        )
+        batch = self._scheduler.batch
+        hidden = batch.prefill([s.prompt_ids for s in admitted], self._scheduler.reserved_columns)
+        for row, sequence in enumerate(admitted):
+            most = sequence.params.prompt_logprobs
+            if most is not None:
+                sequence.prompt_logprobs = score_prompt(batch.head, hidden[row], sequence.prompt_ids, most)
+        last = torch.tensor([len(s.prompt_ids) - 1 for s in admitted])
+        logits = batch.head(hidden[torch.arange(len(admitted)), last])
         tokens = sum(len(s.prompt_ids) for s in admitted)
         self._metrics.prompt_tokens.inc(tokens)
         self._metrics.prefix_queries.inc(tokens)

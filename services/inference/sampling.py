@@ -34,7 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
-    "prompt_logprobs": (None,),
     "structured_outputs": (None,),
     "truncate_prompt_tokens": (None,),
     "best_of": (None, 1),
@@ -58,6 +57,8 @@ class SamplingParams:
     """-1 and 0: off."""
     logprobs: int | None = None
     """None: none returned; k: the sampled token's, and the k most likely."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     end_of_turn_id: int | None = None
     """The model's first end-of-turn id; None when `ignore_eos` was asked for."""
@@ -117,6 +118,7 @@ class SamplingParams:
             top_p=float(top_p),
             top_k=number("top_k", -1, -1, 2**31, (int,)),
             logprobs=number("logprobs", None, 0, MAX_LOGPROBS, (int,)),
+            prompt_logprobs=number("prompt_logprobs", None, 0, MAX_LOGPROBS, (int,)),
             stop_token_ids=frozenset(stops) | (frozenset() if ignore_eos else frozenset(eos_ids[1:])),
             end_of_turn_id=None if ignore_eos or not eos_ids else eos_ids[0],
             seed=number("seed", None, -(2**63), 2**63 - 1, (int,)),
@@ -133,6 +135,7 @@ _FIELDS = {
     "top_p",
     "top_k",
     "logprobs",
+    "prompt_logprobs",
     "stop_token_ids",
     "ignore_eos",
     "seed",

@@ -71,7 +71,7 @@ def parse_generate(body: Any, header_id: str | None, model: Model, served_name: 
         prompt_ids=prompt,
         params=params,
         max_tokens=min(params.max_tokens or room, room),
-        **_envelope(body),
+        **_envelope(body, params),
     )
 
 
@@ -103,23 +103,28 @@ def parse_completion(body: Any, header_id: str | None, model: Model, served_name
         prompt_ids=prompt,
         params=params,
         max_tokens=min(max_tokens, model.max_model_len - len(prompt)),
-        **_envelope(body),
+        **_envelope(body, params),
     )
 
 
-def _envelope(body: Mapping[str, Any]) -> dict[str, Any]:
+def _envelope(body: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
     """The fields that both routes share."""
+    stream = _boolean(body, "stream")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT):
         raise RequestError(
             f"cache_salt must be a text of 1 to {MAX_CACHE_SALT} characters, got {salt!r:.60}", "cache_salt"
+        )
+    if stream and params.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs come with a whole answer only; leave out stream", "prompt_logprobs"
         )
     priority = body.get("priority") or 0
     if type(priority) is not int or not -(2**63) <= priority < 2**63:
         raise RequestError(f"priority = {priority!r} must be an integer", "priority")
     options = _mapping(body.get("stream_options") or {}, "stream_options")
     return {
-        "stream": _boolean(body, "stream"),
+        "stream": stream,
         "include_usage": _boolean(options, "include_usage"),
         "return_token_ids": _boolean(body, "return_token_ids"),
         "priority": priority,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.inference.sampling import SamplingParams
+from services.inference.scoring import Entry
 
 _order = itertools.count()
 
@@ -45,6 +46,8 @@ class Sequence:
     priority: int = 0
     """Lower is served earlier; equal priorities in order of arrival."""
 
+    prompt_logprobs: list[list[Entry]] | None = None
+    """Per prompt token but the first, once computed; see `score_prompt`. None = not asked for."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Natural log, of the distribution that was sampled from."""

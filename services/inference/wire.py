@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from services.inference.schema import Generation
@@ -25,6 +26,24 @@ def usage(generation: Generation, completion_tokens: int) -> dict[str, Any]:
 
 def _clamp(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
+
+
+def _prompt_logprobs(
+    sequence: Sequence, decode: Callable[[int], str | None] = lambda _: None
+) -> list[dict[str, Any] | None] | None:
+    """Per prompt token an object with its own id first, and null for the first token."""
+    if sequence.prompt_logprobs is None:
+        return None
+    return [
+        None,
+        *(
+            {
+                str(token): {"logprob": _clamp(logprob), "rank": rank, "decoded_token": decode(token)}
+                for token, logprob, rank in entries
+            }
+            for entries in sequence.prompt_logprobs
+        ),
+    ]
 
 
 def _entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -50,6 +69,8 @@ class GenerateWire:
             "choices": [self._choice(s, 0, len(s.token_ids), last=True) for s in sequences],
             "usage": usage(generation, total),
             "prompt_token_ids": generation.prompt_ids if generation.return_token_ids else None,
+            # The choices share their prompt, and vLLM sends this once as well.
+            "prompt_logprobs": _prompt_logprobs(sequences[0]),
         }
 
     def chunk(self, sequence: Sequence, start: int, end: int, last: bool) -> dict[str, Any]:
@@ -114,8 +135,11 @@ class CompletionWire:
         """The whole answer of a request that does not stream."""
         total = sum(len(s.token_ids) for s in sequences)
         choices = [self._choice(s, 0, len(s.token_ids), last=True) for s in sequences]
-        if self._generation.return_token_ids:
-            for choice in choices:
+        for choice, sequence in zip(choices, sequences, strict=True):
+            choice["prompt_logprobs"] = _prompt_logprobs(
+                sequence, lambda token: self._decode([token], skip_special=False)
+            )
+            if self._generation.return_token_ids:
                 choice["prompt_token_ids"] = self._generation.prompt_ids
         return {**self._envelope(), "choices": choices, "usage": usage(self._generation, total)}
 

@@ -1,0 +1,240 @@
+"""What an engine is told when its weights change: pause, load, label, resume, and a canary's question.
+
+The routes are an operator's (vLLM: `VLLM_SERVER_DEV_MODE=1`) and carry no credentials: private networks only.
+Every step may be repeated, because another worker may have to begin again where one was killed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import httpx
+
+from rollout.policy import PauseMode
+from rollout.schema import Backend
+from services.engines.address import root
+from services.engines.base import BrokenAnswer
+from services.engines.select import engine_of
+
+CONNECT_S = 5.0
+"""A server that takes longer to accept a connection counts as down."""
+GIVE_UP_S = 10.0
+"""Time limit of the calls that leave an engine safe after the update's own limit has passed."""
+KEEPALIVE_S = 2.0
+"""Servers close idle connections after 5 s (uvicorn); one that is reused just then would break."""
+_SHOWN = 300
+"""Characters of an engine's answer in an error message."""
+
+
+class ControlError(Exception):
+    """A step failed; the message names the backend, the step and what the engine said.
+
+    `harmless`: the engine vouches that its weights are as they were.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """Of HTTP; None = no answer."""
+        self.harmless = False
+
+
+class Control(Protocol):
+    """One engine's steps. Each raises `ControlError`."""
+
+    def pause(self, mode: PauseMode, *, reset: bool) -> None:
+        """Stop sampling; returns when calls under way are frozen, have ended or were ended.
+
+        `reset` says that `reset_cache` will follow.
+        """
+
+    def load(self, path: str, version: str) -> None:
+        """Load the checkpoint in a directory."""
+
+    def reset_cache(self) -> None:
+        """Forget what the old weights computed, for calls under way too."""
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter in place of the one of that name."""
+
+    def label(self, version: str) -> None:
+        """Give later tokens this version."""
+
+    def resume(self) -> None:
+        """Sample again."""
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of each id but the first, given those before it."""
+
+    def give_up(self) -> None:
+        """End the calls under way and sample nothing more, so that no token comes from unknown weights."""
+
+
+def session() -> httpx.Client:
+    """The HTTP client for `control_of`; it may be shared by threads."""
+    return httpx.Client(
+        trust_env=False,  # engines are reached directly, as the workers' model calls reach them
+        timeout=httpx.Timeout(GIVE_UP_S, connect=CONNECT_S),
+        limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S, max_connections=None),
+    )
+
+
+def control_of(backend: Backend, http: httpx.Client, timeout_s: float) -> Control:
+    """The steps for one backend, which together may take so many seconds."""
+    if backend.engine == "sglang":
+        return SGLangControl(backend, http, timeout_s)
+    return VllmControl(backend, http, timeout_s)
+
+
+class _Http:
+    """Calls to one server under a common deadline."""
+
+    def __init__(self, backend: Backend, http: httpx.Client, timeout_s: float) -> None:
+        self.backend = backend
+        self._http = http
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._root = root(backend.url)
+
+    def _post(
+        self, path: str, body: Any = None, *, limit_s: float | None = None, **query: str
+    ) -> dict[str, Any]:
+        left = limit_s if limit_s is not None else self._deadline - time.monotonic()
+        where = f"backend {self.backend.id}: POST {path}"
+        if left <= 0:
+            raise ControlError(f"{where}: not begun, the update's {self._timeout_s:g} s are over")
+        try:
+            response = self._http.post(
+                self._root + path,
+                json=body,
+                params=query or None,
+                timeout=httpx.Timeout(left, connect=min(CONNECT_S, left)),
+            )
+        except httpx.TimeoutException as error:
+            raise ControlError(f"{where}: no answer within {left:.3g} s ({type(error).__name__})") from None
+        except httpx.HTTPError as error:
+            raise ControlError(f"{where}: {type(error).__name__}: {error}") from None
+        if response.is_success:
+            return _object(response)
+        message = f"{where}: HTTP {response.status_code}: {_said(response)}"
+        if response.status_code in (404, 405):
+            message += self.missing
+        raise ControlError(message, response.status_code)
+
+    missing = ""
+    """What to do when a route is not there."""
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        engine = engine_of(self.backend)
+        call = engine.score(token_ids)
+        try:
+            return engine.read_score(self._post(call.path, call.body), token_ids)
+        except BrokenAnswer as error:
+            raise ControlError(f"the canary was not answered: {error}") from error
+
+
+class VllmControl(_Http):
+    """vLLM from 0.20 on, checked against 0.32; the embedded backend has the same routes.
+
+    A paused vLLM queues every request, so the canary can only be asked after `resume`.
+    """
+
+    missing = "; start vLLM with VLLM_SERVER_DEV_MODE=1 (adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)"
+
+    def pause(self, mode: PauseMode, *, reset: bool) -> None:
+        # `clear_cache` would throw away, in two modes of three, what `reset` alone decides on.
+        self._post("/pause", mode=mode, clear_cache="false")
+
+    def load(self, path: str, version: str) -> None:
+        try:
+            self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        except ControlError as error:
+            # vLLM reports a missing directory as a bad name on a model hub.
+            failed = ControlError(f"{error}. Is {path} a checkpoint that this server sees?", error.status)
+            # The embedded backend checks everything before it changes anything; vLLM does not say, and dies
+            # at its next step if it is resumed after a reload that failed.
+            failed.harmless = self.backend.engine == "embedded" and error.status == 400
+            raise failed from error
+
+    def reset_cache(self) -> None:
+        # Frozen calls hold blocks; only preempted ones let go of what the old weights computed.
+        answer = self._post("/reset_prefix_cache", reset_running_requests="true")
+        if answer.get("success") is False:
+            raise ControlError(f"backend {self.backend.id}: the prefix cache could not be reset")
+
+    def load_adapter(self, name: str, path: str) -> None:
+        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
+
+    def label(self, version: str) -> None:
+        self._post("/update_weight_version", {"new_version": version})
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def give_up(self) -> None:
+        self._post("/pause", limit_s=GIVE_UP_S, mode="abort", clear_cache="false")
+
+
+class SGLangControl(_Http):
+    """SGLang, by its source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`); never run here.
+
+    It has no `wait`: an update without a pause takes the writer's lock, which waits for the calls under way
+    and keeps new ones out.
+    """
+
+    def pause(self, mode: PauseMode, *, reset: bool) -> None:
+        if mode == "wait":
+            return
+        # `in_place` freezes calls with their cache, which then cannot be flushed; `retract` lets go of it.
+        frozen = "retract" if reset else "in_place"
+        self._post("/pause_generation", {"mode": "abort" if mode == "abort" else frozen})
+
+    def load(self, path: str, version: str) -> None:
+        self._post(
+            "/update_weights_from_disk",
+            {
+                "model_path": path,
+                "weight_version": version,
+                "flush_cache": False,
+                "abort_all_requests": False,
+            },
+        )
+
+    def reset_cache(self) -> None:
+        self._post("/flush_cache")
+
+    def load_adapter(self, name: str, path: str) -> None:
+        error = ControlError(
+            f"backend {self.backend.id}: SGLang cannot exchange adapter {name!r} in place; send whole weights"
+        )
+        error.harmless = True
+        raise error
+
+    def label(self, version: str) -> None:
+        # Its default is to abort every call.
+        self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def give_up(self) -> None:
+        self._post("/pause_generation", {"mode": "abort"}, limit_s=GIVE_UP_S)
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    """The answer as an object; engines answer some routes with nothing, or with a word."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _said(response: httpx.Response) -> str:
+    """An engine's own words for an error."""
+    answer = _object(response)
+    said = answer.get("error", answer.get("detail", answer.get("message")))
+    if isinstance(said, dict):
+        said = said.get("message")
+    return str(said or response.text or response.reason_phrase)[:_SHOWN]

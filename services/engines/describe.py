@@ -1,0 +1,196 @@
+"""Asks an LLM server who it is: engine, wire format, model, context, tokenizer, capacity, weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import httpx
+
+from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
+from services.engines.address import root, session
+from services.engines.stats import each_sample
+from services.state.backends import BackendStore
+
+TIMEOUT_S = 10.0
+"""For each question."""
+INFO_TIMEOUT_S = 20.0
+"""For `/server_info`: vLLM looks at all of its environment at the first one; seen: 3 s."""
+SERVER_INFO = ("/server_info?config_format=json", "/get_server_info")
+"""Of vLLM (in dev mode), SGLang and the embedded backend; the second is of older SGLangs."""
+_OWNERS: dict[str, EngineName] = {"vllm": "vllm", "sglang": "sglang", "rollout-embedded": "embedded"}
+"""`owned_by` in `/v1/models`."""
+
+
+class DescribeError(Exception):
+    """A server cannot be used as a backend."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        """The field of `BackendRequest` that is at fault."""
+        self.message = message
+
+
+def describe(wanted: BackendRequest) -> Backend:
+    """The backend as its own server describes it; what the request names goes before what the server says.
+
+    Raises:
+        DescribeError: The server cannot be reached or does not say what is needed.
+    """
+    url = root(wanted.url)
+    with session(TIMEOUT_S) as http:
+        try:
+            return _Server(url, http).describe(wanted)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            text = f"{url} does not answer as an LLM server: {type(error).__name__}: {error}"
+            raise DescribeError("url", text) from error
+
+
+class _Server:
+    """One server under examination."""
+
+    def __init__(self, url: str, http: httpx.Client) -> None:
+        self._url = url
+        self._http = http
+
+    def describe(self, wanted: BackendRequest) -> Backend:
+        card = self._card(wanted.model)
+        engine = self._engine(card)
+        info = self._info()
+        max_model_len = card.get("max_model_len") or info.get("context_length")
+        if not max_model_len:
+            raise DescribeError("url", f"{self._url}/v1/models does not say max_model_len of {card['id']!r}")
+        return Backend(
+            id=wanted.id or BackendStore.id_of(self._url),
+            url=self._url,
+            model=card["id"],
+            tokenizer=wanted.tokenizer or info.get("tokenizer_path") or card.get("root") or card["id"],
+            max_model_len=int(max_model_len),
+            engine=engine,
+            api=self._api(engine),
+            logprobs_mode=wanted.logprobs_mode or self._logprobs_mode(card, info),
+            routed_experts=bool(info.get("enable_return_routed_experts")),
+            capacity_tokens=wanted.capacity_tokens or self._capacity(engine, info),
+            max_rollouts=wanted.max_rollouts,
+            policy_version=self._version(engine),
+        )
+
+    def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """The object at a path; empty when the server has none there."""
+        answer = self._http.get(self._url + path, timeout=timeout_s)
+        if answer.status_code != 200:
+            return {}
+        try:
+            said = answer.json()
+        except ValueError:
+            return {}
+        return said if isinstance(said, dict) else {}
+
+    def _card(self, wanted: str | None) -> dict[str, Any]:
+        """The entry of the model in `/v1/models`."""
+        answer = self._http.get(f"{self._url}/v1/models").raise_for_status()
+        try:
+            cards = {str(card["id"]): card for card in answer.json()["data"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise DescribeError("url", f"{self._url}/v1/models is no list of models: {error!r}") from error
+        if not cards:
+            raise DescribeError("url", f"{self._url}/v1/models lists no model")
+        name = wanted if wanted is not None else next(iter(cards))
+        if name not in cards:
+            raise DescribeError(
+                "model", f"{self._url} does not serve {name!r}; it serves: {', '.join(cards)}"
+            )
+        return cards[name]
+
+    def _engine(self, card: dict[str, Any]) -> EngineName:
+        """Which engine it is. A server in front of another one may name another owner."""
+        if card.get("owned_by") in _OWNERS:
+            return _OWNERS[card["owned_by"]]
+        is_sglang = self._get("/model_info") or self._get("/get_model_info")
+        return "sglang" if "is_generation" in is_sglang else "vllm"
+
+    def _api(self, engine: EngineName) -> EngineApi:
+        if engine == "sglang":
+            return "sglang"
+        # An empty request: 400 or 422 means the route is there; vLLM without --enable-scale-out answers
+        # 403 or 404.
+        answer = self._http.post(f"{self._url}/inference/v1/generate", json={})
+        return "completions" if answer.status_code in (403, 404, 405) else "generate"
+
+    def _info(self) -> dict[str, Any]:
+        """What the server tells of its settings, flat; nothing when it tells nothing, or too late."""
+        for path in SERVER_INFO:
+            try:
+                info = self._get(path, INFO_TIMEOUT_S)
+            except httpx.TimeoutException:
+                continue
+            if info:
+                config = info.get("vllm_config")
+                return _flat(config) if isinstance(config, dict) else info
+        return {}
+
+    @staticmethod
+    def _logprobs_mode(card: dict[str, Any], info: dict[str, Any]) -> str | None:
+        """`raw_logprobs` (without the temperature) or `processed_logprobs`; None = the server does not say.
+
+        vLLM says it in dev mode. SGLang does not, for an environment variable can change it.
+        """
+        said = info.get("logprobs_mode") or card.get("logprobs_mode")
+        return said if said in ("raw_logprobs", "processed_logprobs") else None
+
+    def _capacity(self, engine: EngineName, info: dict[str, Any]) -> int | None:
+        """Tokens that fit into the key-value cache."""
+        if engine == "embedded":
+            return _positive(info.get("kv_cache_tokens"))
+        if engine == "sglang":
+            each = _positive(info.get("max_total_num_tokens"))
+            return each and each * (_positive(info.get("dp_size")) or 1)
+        answer = self._http.get(f"{self._url}/metrics")
+        return capacity_of_vllm(answer.text) if answer.status_code == 200 else None
+
+    def _version(self, engine: EngineName) -> str | None:
+        if engine == "sglang":
+            said = self._get("/model_info") or self._get("/get_model_info")
+        else:
+            said = self._get("/weight_info")
+        version = said.get("weight_version")
+        return None if version is None else str(version)
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of vLLM that matter here, out of its nested configuration."""
+    model = cast(dict[str, Any], config.get("model_config") or {})
+    auxiliary = cast(dict[str, Any], config.get("aux_output_config") or {})
+    routed = model.get("enable_return_routed_experts") or auxiliary.get("enable_return_routed_experts")
+    return {
+        "logprobs_mode": model.get("logprobs_mode"),
+        "tokenizer_path": model.get("tokenizer"),
+        "enable_return_routed_experts": routed,
+    }
+
+
+def capacity_of_vllm(metrics: str) -> int | None:
+    """Tokens in the caches of all engines, from `vllm:cache_config_info`; None when it is not told.
+
+    Newer versions name the tokens. Else blocks times their size, which is too much for a model whose layers
+    need caches of different kinds.
+    """
+    found: list[int | None] = []
+
+    def keep(name: str, labels: dict[str, str], _: float) -> None:
+        if name == "vllm:cache_config_info":
+            blocks, size = _positive(labels.get("num_gpu_blocks")), _positive(labels.get("block_size"))
+            found.append(_positive(labels.get("kv_cache_size_tokens")) or (blocks and size and blocks * size))
+
+    each_sample(metrics, keep)
+    return sum(found) if found and all(found) else None  # type: ignore[arg-type]
+
+
+def _positive(value: Any) -> int | None:
+    """A number above 0, also as text; None for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return int(number) if math.isfinite(number) and number >= 1 else None

@@ -1,0 +1,120 @@
+"""SGLang's native `/generate`, as `GenerateReqInput` and the tokenizer manager of its source define it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.schema import Backend, SamplingParams
+from services.engines.base import BrokenAnswer, Call, Completion, as_ids, completion, scores, unreadable
+from services.engines.vllm import SCORE_SALT
+
+
+class SGLang:
+    """`POST /generate` with `input_ids`.
+
+    A seed takes effect only in a server started with `--enable-deterministic-inference`. Log-probs are of the
+    logits divided by the temperature, before top-p and top-k.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def generate(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int | None,
+        stop_token_ids: list[int],
+        call_id: str,
+        cache_salt: str | None,
+    ) -> Call:
+        params: dict[str, Any] = {
+            "max_new_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
+        }
+        if seed is not None:
+            params["sampling_seed"] = seed
+        body = {
+            "rid": call_id,
+            "input_ids": prompt,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": False,
+        }
+        if self._backend.routed_experts:
+            body["return_routed_experts"] = True
+        if cache_salt:
+            # Newer servers have `cache_salt` as well; this one keeps prefixes apart in all of them.
+            body["extra_key"] = cache_salt
+        return Call("/generate", body)
+
+    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
+        try:
+            meta = answer["meta_info"]
+            finish_reason = meta["finish_reason"]["type"] if meta["finish_reason"] else "abort"
+            entries = meta.get("output_token_logprobs") or []
+            logprobs = [float(entry[0]) for entry in entries]
+            logged = as_ids(entry[1] for entry in entries)
+            # Old servers send ids only in this list, newer ones also beside it.
+            token_ids = as_ids(answer.get("output_ids") or logged)
+            spans = self._spans(meta, len(token_ids))
+            cached = meta.get("cached_tokens")
+            cached = None if cached is None else int(cached)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise unreadable(self._backend, error) from error
+        return completion(
+            backend=self._backend,
+            call_id=call_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            logged=logged,
+            finish_reason=finish_reason,
+            spans=spans,
+            cached_tokens=cached,
+            routed_experts=meta.get("routed_experts"),
+        )
+
+    def score(self, token_ids: list[int]) -> Call:
+        # Positions from `logprob_start_len` on are always computed, never taken from the cache.
+        return Call(
+            "/generate",
+            {
+                "input_ids": token_ids,
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "extra_key": SCORE_SALT,
+                "stream": False,
+            },
+        )
+
+    def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
+        try:
+            entries = answer["meta_info"]["input_token_logprobs"][1:]
+            values = [float(entry[0]) for entry in entries]
+            logged = as_ids(entry[1] for entry in entries)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise unreadable(self._backend, error) from error
+        if logged != token_ids[1:]:
+            raise BrokenAnswer(f"backend {self._backend.id}: the log-probs are of other ids than those sent")
+        return scores(self._backend, values)
+
+    @staticmethod
+    def _spans(meta: Mapping[str, Any], length: int) -> list[tuple[str | None, int, int]] | None:
+        """`weight_versions` where the server sends spans, else one span with its `weight_version`.
+
+        Older servers send the latter alone: the last weights of a call within which they were exchanged.
+        """
+        if meta.get("weight_versions"):
+            return [
+                (str(span["version"]), int(span["start"]), int(span["end"]))
+                for span in meta["weight_versions"]
+            ]
+        version = meta.get("weight_version")
+        return None if version is None else [(str(version), 0, length)]

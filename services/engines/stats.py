@@ -1,0 +1,129 @@
+"""What an LLM server says of its load, of its health and of the weights it serves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollout.schema import Backend, BackendStats
+from services.engines.address import root
+
+HEALTH_TIMEOUT_S = 5.0
+"""An idle server answers in milliseconds; one that samples on all its cores has taken a second."""
+
+_NAMES = {
+    "vllm": {
+        "running": "vllm:num_requests_running",
+        "waiting": "vllm:num_requests_waiting",
+        "kv_usage": "vllm:kv_cache_usage_perc",
+        "prompt_tokens": "vllm:prefix_cache_queries_total",
+        "cached_tokens": "vllm:prefix_cache_hits_total",
+        "generation_tokens": "vllm:generation_tokens_total",
+        "requests": "vllm:e2e_request_latency_seconds_count",
+        "request_seconds": "vllm:e2e_request_latency_seconds_sum",
+    },
+    "sglang": {
+        "running": "sglang:num_running_reqs",
+        "waiting": "sglang:num_queue_reqs",
+        "kv_usage": "sglang:token_usage",
+        "prompt_tokens": "sglang:prompt_tokens_total",
+        "cached_tokens": "sglang:cached_tokens_total",
+        "generation_tokens": "sglang:generation_tokens_total",
+        "requests": "sglang:e2e_request_latency_seconds_count",
+        "request_seconds": "sglang:e2e_request_latency_seconds_sum",
+    },
+}
+_WEIGHT_ROUTES = {
+    "vllm": ("/weight_info",),
+    "embedded": ("/weight_info",),
+    "sglang": ("/model_info", "/get_model_info"),
+}
+"""Where each engine names its weights; the second is of older servers."""
+
+
+class ProbeError(Exception):
+    """A server is not fit for calls; the text says why."""
+
+
+def probe(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
+    """Ask a server whether it is well, and how loaded it is.
+
+    Args:
+        timeout_s: For each of the two answers.
+
+    Raises:
+        ProbeError: It cannot be reached, is too slow, or says that it is not well.
+    """
+    url = f"{root(backend.url)}/health"
+    try:
+        answer = http.get(url, timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
+    if answer.status_code != 200:
+        raise ProbeError(f"{url}: HTTP {answer.status_code}: {answer.text[:200]}")
+    return read_stats(backend, http, timeout_s)
+
+
+def read_stats(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
+    """The server's own metrics. What it does not tell, or not in time, is None."""
+    try:
+        answer = http.get(f"{root(backend.url)}/metrics", timeout=timeout_s)
+    except httpx.HTTPError:
+        return BackendStats(at=time.time())
+    return parse_stats(backend, answer.text if answer.status_code == 200 else "")
+
+
+def parse_stats(backend: Backend, text: str) -> BackendStats:
+    """Prometheus' text format; several engines of one server are added up, their cache usage is averaged."""
+    wanted = {name: field for field, name in _NAMES.get(backend.engine, _NAMES["vllm"]).items()}
+    found: dict[str, list[float]] = {}
+
+    def keep(name: str, labels: dict[str, str], value: float) -> None:
+        # With priorities SGLang repeats a number once for each of them.
+        if name in wanted and not labels.get("priority") and math.isfinite(value):
+            found.setdefault(wanted[name], []).append(value)
+
+    each_sample(text, keep)
+    values: dict[str, float] = {field: sum(series) for field, series in found.items() if field != "kv_usage"}
+    seconds = values.pop("request_seconds", None)
+    whole = {field: round(value) for field, value in values.items()}
+    usage = found.get("kv_usage")
+    kv_usage = sum(usage) / len(usage) if usage else None
+    return BackendStats(at=time.time(), kv_usage=kv_usage, request_seconds=seconds, **whole)
+
+
+def each_sample(text: str, take: Callable[[str, dict[str, str], float], None]) -> None:
+    """Call `take(name, labels, value)` for every sample; what comes after a broken line is left out."""
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                take(sample.name, sample.labels, sample.value)
+    except (ValueError, KeyError, IndexError):
+        return
+
+
+def current_version(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> str | None:
+    """The label of the weights a server serves now: another than noted when it was started anew.
+
+    None when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
+
+    Raises:
+        ProbeError: It cannot be reached.
+    """
+    for route in _WEIGHT_ROUTES[backend.engine]:
+        url = root(backend.url) + route
+        try:
+            answer = http.get(url, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
+        if answer.status_code == 200:
+            try:
+                version = answer.json().get("weight_version")
+            except (ValueError, AttributeError):
+                return None
+            return None if version is None else str(version)
+    return None

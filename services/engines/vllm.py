@@ -1,0 +1,150 @@
+"""vLLM's two wire formats in token ids; the embedded backend speaks them too.
+
+`/inference/v1/generate` (server flag `--enable-scale-out`) is preferred: it says which weights each token
+came from. `/v1/completions` is there in every vLLM. Both were checked against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.schema import Backend, SamplingParams
+from services.engines.base import Call, Completion, as_ids, completion, scores, unreadable
+
+SCORE_SALT = "score"
+"""An engine reads no cache for a request that asks for log-probs of its prompt, but it writes one. The salt
+keeps that apart from the prefixes of rollouts."""
+
+
+class _Vllm(ABC):
+    """What the two formats share."""
+
+    path: str
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def generate(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int | None,
+        stop_token_ids: list[int],
+        call_id: str,
+        cache_salt: str | None,
+    ) -> Call:
+        params: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
+            "logprobs": 0,  # of the sampled token alone
+        }
+        if seed is not None:
+            params["seed"] = seed
+        envelope = {"request_id": call_id} | ({"cache_salt": cache_salt} if cache_salt else {})
+        return Call(self.path, self._body(prompt, params) | envelope)
+
+    def score(self, token_ids: list[int]) -> Call:
+        # One token must be sampled. Log-probs of a prompt are the model's own, whatever the temperature.
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return Call(self.path, self._body(token_ids, params) | {"cache_salt": SCORE_SALT})
+
+    @abstractmethod
+    def _body(self, token_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        """Where this format has the ids and the parameters of sampling."""
+
+
+class VllmGenerate(_Vllm):
+    """`POST /inference/v1/generate`."""
+
+    path = "/inference/v1/generate"
+
+    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
+        try:
+            choice = answer["choices"][0]
+            entries = (choice.get("logprobs") or {}).get("content") or []
+            fields = {
+                "token_ids": as_ids(choice["token_ids"]),
+                "logged": as_ids(entry["token_id"] for entry in entries),
+                "logprobs": [float(entry["logprob"]) for entry in entries],
+                "finish_reason": choice["finish_reason"] or "abort",
+                "spans": [
+                    (str(span["version"]), int(span["start"]), int(span["end"]))
+                    for span in choice.get("weight_versions") or []
+                ],
+                "cached_tokens": _cached_tokens(answer),
+                "routed_experts": choice.get("routed_experts"),
+            }
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise unreadable(self._backend, error) from error
+        return completion(backend=self._backend, call_id=call_id, **fields)
+
+    def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
+        try:
+            values = _prompt_logprobs(answer, token_ids)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise unreadable(self._backend, error) from error
+        return scores(self._backend, values)
+
+    def _body(self, token_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model": self._backend.model,
+            "token_ids": token_ids,
+            "sampling_params": {**params, "detokenize": False},
+        }
+
+
+class VllmCompletions(_Vllm):
+    """`POST /v1/completions` with ids for a prompt and `return_token_ids`. It names no weight versions."""
+
+    path = "/v1/completions"
+
+    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
+        try:
+            choice = answer["choices"][0]
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            fields = {
+                "token_ids": as_ids(choice["token_ids"]),
+                "logprobs": [float(value) for value in logprobs],
+                "finish_reason": choice["finish_reason"] or "abort",
+                "cached_tokens": _cached_tokens(answer),
+                "routed_experts": choice.get("routed_experts"),
+            }
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise unreadable(self._backend, error) from error
+        return completion(backend=self._backend, call_id=call_id, spans=None, **fields)
+
+    def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
+        try:
+            values = _prompt_logprobs(answer["choices"][0], token_ids)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise unreadable(self._backend, error) from error
+        return scores(self._backend, values)
+
+    def _body(self, token_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        return {"model": self._backend.model, "prompt": token_ids, "return_token_ids": True, **params}
+
+
+def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+    """What the answer tells of the prefix cache (vLLM: only with `--enable-prompt-tokens-details`)."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return None if cached is None else int(cached)
+
+
+def _prompt_logprobs(holder: Mapping[str, Any], token_ids: list[int]) -> list[float]:
+    """`prompt_logprobs`: per id an object `{"<id>": {"logprob"}}`, and null for the first id.
+
+    Raises:
+        ValueError: They are not one for each id (and what a value of another type raises).
+    """
+    entries = holder["prompt_logprobs"][1:]
+    if len(entries) != len(token_ids) - 1:
+        raise ValueError(f"{len(entries)} log-probs after the first id, for {len(token_ids)} ids")
+    return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids[1:], strict=True)]
