@@ -2,39 +2,79 @@
 
 from __future__ import annotations
 
-import time
-
-from flask import Flask, Response, g, request
+import redis
+import structlog
+from flask import Flask, request
 
 from services import logs
-from services.gateway import metrics, problems
+from services.gateway import auth, problems, requests
+from services.gateway.compression import compress_answers
 from services.gateway.context import EXTENSION, Gateway
-from services.gateway.routes import backends, rollouts, service
-from services.settings import Settings
+from services.gateway.routes import (
+    backends,
+    batches,
+    fleet,
+    nemo_gym,
+    policy,
+    prorl,
+    results,
+    rollouts,
+    service,
+    webhooks,
+)
+from services.settings import Settings, SettingsError
 from services.settings import settings as process_settings
+from services.state.migration import SchemaError
+from services.state.redis import connect
+from services.state.startup import StartCheck, UnfitRedis
+
+log = structlog.get_logger("gateway")
+
+_WITHOUT_REDIS = frozenset({"service.health", "service.ready", "service.spec", "nemo_gym.alive", None})
+"""Endpoints that answer whatever Redis is; None = a path that does not exist."""
 
 
 def create_app(settings: Settings | None = None) -> Flask:
-    """Build the gateway. It connects to Redis at the first request, so it can start before Redis."""
+    """Build the gateway. It can start before Redis.
+
+    Raises:
+        SettingsError: It would listen beyond this machine, and no API key is configured.
+        UnfitRedis, SchemaError: The service must not use this Redis.
+    """
     settings = settings or process_settings()
     logs.configure(settings)
     app = Flask("services.gateway")
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    app.extensions[EXTENSION] = Gateway.create(settings)
-    for module in (rollouts, backends, service):
+    gate = app.extensions[EXTENSION] = Gateway.create(settings)
+    requests.register(app)
+    for module in (rollouts, batches, results, webhooks, backends, policy, fleet, service, prorl, nemo_gym):
         app.register_blueprint(module.blueprint)
     problems.register(app)
+    compress_answers(app)
 
     @app.before_request
-    def _started() -> None:
-        g.started = time.perf_counter()
+    def _fit() -> None:
+        if request.endpoint not in _WITHOUT_REDIS:
+            gate.start.require()
 
-    @app.after_request
-    def _measured(response: Response) -> Response:
-        # The rule and not the path: ids would make a series each.
-        route = request.url_rule.rule if request.url_rule else "(none)"
-        metrics.REQUESTS.labels(request.method, route, response.status_code).inc()
-        metrics.LATENCY.labels(route).observe(time.perf_counter() - g.started)
-        return response
-
+    auth.register(app, gate.guard)
+    _check_start(gate)
     return app
+
+
+def _check_start(gate: Gateway) -> None:
+    """Refuse a Redis that must not be used, and to be open to others without keys.
+
+    A Redis that does not answer yet is checked at the first request.
+    """
+    try:
+        with connect(gate.settings.redis_url, max_connections=1, retries=0) as client:
+            StartCheck(client, gate.settings).require()
+        gate.guard.check_start()
+    except redis.RedisError as error:
+        log.warning("Redis does not answer yet; it is checked at the first request", error=str(error))
+    except (UnfitRedis, SchemaError, SettingsError) as error:
+        log.critical("the gateway cannot start", error=str(error))
+        raise
+    else:
+        gate.start.passed = True

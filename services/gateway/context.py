@@ -11,15 +11,29 @@ from flask import current_app, request
 from pydantic_core import from_json
 
 from services.dispatch import Dispatcher
+from services.gateway.auth import Guard
 from services.gateway.problems import ApiProblem, invalid
+from services.gateway.streams import StreamSlots
 from services.gateway.tasks import TaskChecker
+from services.gateway.waiting import WAITER, Waiter, WaitingRoom
 from services.queues import make_celery
 from services.settings import Settings
+from services.state.api_keys import KeyStore
 from services.state.backends import BackendStore
+from services.state.batches import BatchStore
 from services.state.fleet import FleetStore
+from services.state.jobs import JobStore
+from services.state.observations import Observations
+from services.state.policy import PolicyStore
+from services.state.prorl import ProrlStore
 from services.state.redis import connect
-from services.state.results import CompletionStore, CompletionWatcher
+from services.state.results import CompletionStore
+from services.state.retention import ResultStore
 from services.state.rollouts import RolloutStore
+from services.state.startup import StartCheck
+from services.state.tenants import TenantStore
+from services.state.webhooks import WebhookStore
+from services.webhook_address import AllowedAddresses
 
 EXTENSION = "rollout"
 
@@ -30,14 +44,28 @@ class Gateway:
 
     settings: Settings
     redis: redis.Redis
+    start: StartCheck
+    observations: Observations
     celery: Celery
     rollouts: RolloutStore
+    batches: BatchStore
     backends: BackendStore
+    policy: PolicyStore
     fleet: FleetStore
     completions: CompletionStore
-    watcher: CompletionWatcher
+    results: ResultStore
+    webhooks: WebhookStore
+    webhook_addresses: AllowedAddresses
+    waiting: WaitingRoom
+    """Requests that wait for completions, streams among them."""
+    streams: StreamSlots
+    """One for each stream of completions that may be open."""
     dispatcher: Dispatcher
     tasks: TaskChecker
+    guard: Guard
+    tenants: TenantStore
+    jobs: JobStore
+    prorl: ProrlStore
 
     @classmethod
     def create(cls, settings: Settings) -> Gateway:
@@ -46,23 +74,43 @@ class Gateway:
         celery = make_celery(settings)
         rollouts = RolloutStore(client, settings)
         fleet = FleetStore(client)
+        completions = CompletionStore(client)
         return cls(
             settings=settings,
             redis=client,
+            start=StartCheck(client, settings),
+            observations=Observations(client),
             celery=celery,
             rollouts=rollouts,
+            batches=BatchStore(client, settings),
             backends=BackendStore(client),
+            policy=PolicyStore(client),
             fleet=fleet,
-            completions=CompletionStore(client),
-            watcher=CompletionWatcher(lambda: connect(settings.redis_url, max_connections=2)),
+            completions=completions,
+            results=ResultStore(client, settings),
+            webhooks=WebhookStore(client, settings.webhook_url),
+            webhook_addresses=AllowedAddresses(settings.webhook_allow),
+            streams=StreamSlots(settings.sse_streams),
+            waiting=WaitingRoom(
+                lambda: connect(settings.redis_url, max_connections=1), completions, settings.gateway_waiters
+            ),
             dispatcher=Dispatcher(celery, rollouts),
             tasks=TaskChecker(fleet),
+            guard=Guard(KeyStore(client), settings),
+            tenants=TenantStore(client),
+            jobs=JobStore(client),
+            prorl=ProrlStore(client),
         )
 
 
 def gateway() -> Gateway:
     """The gateway of the request under way."""
     return current_app.extensions[EXTENSION]
+
+
+def waiter() -> Waiter | None:
+    """What the server parks the request under way by; None: waiting takes its thread."""
+    return request.environ.get(WAITER)
 
 
 def number(name: str, default: float, *, low: float, high: float) -> float:

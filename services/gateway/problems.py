@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import redis
 import structlog
@@ -12,12 +12,15 @@ from pydantic import ValidationError
 from werkzeug.exceptions import HTTPException
 
 from rollout.schema import FieldError, Problem
+from services.state.migration import SchemaError
+from services.state.startup import UnfitRedis
 
 log = structlog.get_logger("gateway")
 
 MAX_ERRORS = 20
 """Field errors listed in one answer; the first ones say enough."""
 RETRY_AFTER_S = 2
+_LATER = {"Retry-After": str(RETRY_AFTER_S)}
 
 
 class ApiProblem(Exception):
@@ -30,10 +33,13 @@ class ApiProblem(Exception):
         detail: str = "",
         errors: Iterable[FieldError] = (),
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(f"{status} {title}: {detail}")
         self.problem = Problem(title=title, status=status, detail=detail, errors=list(errors)[:MAX_ERRORS])
-        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
 
 
 def invalid(field: str, message: str) -> ApiProblem:
@@ -56,13 +62,14 @@ def from_validation(error: ValidationError, prefix: str = "") -> ApiProblem:
     return ApiProblem(400, "Invalid request", f"{first.field}: {first.message}", errors)
 
 
-def _respond(problem: Problem, retry_after_s: int | None = None) -> Response:
-    response = Response(
-        problem.model_dump_json(), status=problem.status, content_type="application/problem+json"
+def respond(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    """A problem document as an answer."""
+    return Response(
+        problem.model_dump_json(),
+        status=problem.status,
+        headers=headers,
+        content_type="application/problem+json",
     )
-    if retry_after_s is not None:
-        response.headers["Retry-After"] = str(retry_after_s)
-    return response
 
 
 def register(app: Flask) -> None:
@@ -70,7 +77,7 @@ def register(app: Flask) -> None:
 
     @app.errorhandler(ApiProblem)
     def _known(error: ApiProblem) -> Response:
-        return _respond(error.problem, error.retry_after_s)
+        return respond(error.problem, error.headers)
 
     @app.errorhandler(HTTPException)
     def _http(error: HTTPException) -> Response:
@@ -78,17 +85,23 @@ def register(app: Flask) -> None:
         detail = error.description or ""
         if status == 413:
             detail = f"the body is larger than {app.config['MAX_CONTENT_LENGTH']} bytes; send several calls"
-        return _respond(Problem(title=error.name, status=status, detail=detail))
+        return respond(Problem(title=error.name, status=status, detail=detail))
+
+    @app.errorhandler(UnfitRedis)
+    @app.errorhandler(SchemaError)
+    def _unfit(error: Exception) -> Response:
+        log.critical("this Redis must not be used", error=str(error))
+        return respond(Problem(title="Service unavailable", status=503, detail=str(error)), _LATER)
 
     @app.errorhandler(redis.RedisError)
     @app.errorhandler(OperationalError)
     def _redis(error: Exception) -> Response:
         log.error("Redis does not answer", path=request.path, error=str(error))
         detail = "Redis does not answer; nothing is lost, try again"
-        return _respond(Problem(title="Service unavailable", status=503, detail=detail), RETRY_AFTER_S)
+        return respond(Problem(title="Service unavailable", status=503, detail=detail), _LATER)
 
     @app.errorhandler(Exception)
     def _unknown(error: Exception) -> Response:
         log.exception("request failed", method=request.method, path=request.path)
         detail = f"{type(error).__name__}; the gateway's log has the traceback"
-        return _respond(Problem(title="Internal error", status=500, detail=detail))
+        return respond(Problem(title="Internal error", status=500, detail=detail))

@@ -1,13 +1,14 @@
-"""`/v1/rollouts` and `/v1/completions`: submit, get, list, cancel, and what ended since a cursor."""
+"""`/v1/rollouts`: submit, get, list, cancel."""
 
 from __future__ import annotations
+
+import math
 
 from flask import Blueprint, Response, jsonify
 from flask import request as http
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.schema import (
-    CompletionPage,
     FieldError,
     Rollout,
     RolloutPage,
@@ -17,15 +18,21 @@ from rollout.schema import (
     SubmitResponse,
 )
 from services.dispatch import IdConflict
+from services.gateway.answers import Answer
+from services.gateway.auth import caller, check_permitted, needs, tenant_filter
 from services.gateway.context import (
     body_json,
     choice,
     gateway,
     number,
     reject_unknown_parameters,
+    waiter,
 )
 from services.gateway.problems import ApiProblem, from_validation, invalid
-from services.state.results import CURSOR
+from services.gateway.routes.webhooks import check_webhooks
+from services.gateway.waiting import Interest
+from services.state.api_keys import Scope
+from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("rollouts", __name__, url_prefix="/v1")
 
@@ -49,6 +56,7 @@ def _json(model: BaseModel, status: int = 200) -> Response:
 
 
 @blueprint.post("/rollouts")
+@needs(Scope.SUBMIT)
 def submit() -> Response:
     """Accept one request or many; all or none."""
     body = body_json()
@@ -61,53 +69,64 @@ def submit() -> Response:
     except ValidationError as error:
         raise from_validation(error) from None
     gate = gateway()
+    # First what the tenant may use: whether another handler exists is none of its business.
+    check_permitted(requests, gate.tasks.handlers(), gate.settings.sandbox_image, single=single)
     gate.tasks.check(requests, single=single)
+    check_webhooks(gate, requests, single=single)
     try:
-        submitted = gate.dispatcher.submit(requests)
+        submitted = gate.dispatcher.submit(requests, caller().tenant)
     except IdConflict as error:
         wrong = set(error.ids)
         fields = [
             FieldError(
                 field="id" if single else f"requests.{position}.id",
-                message="this id is in use with another body; choose another id",
+                message="this id is in use with another body or by somebody else; choose another id",
             )
             for position, item in enumerate(requests)
             if wrong & set(item.rollout_ids()[1])
         ]
         raise ApiProblem(409, "Id in use", f"{error}; nothing was enqueued", fields) from None
+    except QuotaExceeded as error:
+        detail = f"{error}; nothing was enqueued"
+        if error.wait_s is None:
+            raise ApiProblem(403, "Larger than the quota", detail) from None
+        wait = max(1, math.ceil(error.wait_s))
+        raise ApiProblem(429, "Over quota", detail, retry_after_s=wait) from None
     return _json(SubmitResponse(rollouts=submitted), 202)
 
 
-def _get(rollout_id: str, *, trajectory: bool) -> Rollout:
-    found = gateway().rollouts.get(rollout_id, trajectory=trajectory)
-    if found is None:
-        raise ApiProblem(
-            404, "No such rollout", f"there is no rollout {rollout_id!r}; it may be past its retention"
-        )
-    return found
+def _absent(rollout_id: str) -> ApiProblem:
+    detail = f"there is no rollout {rollout_id!r}; it may be past its retention"
+    return ApiProblem(404, "No such rollout", detail)
 
 
 @blueprint.get("/rollouts/<rollout_id>")
 def get(rollout_id: str) -> Response:
     """One rollout; with `wait`, answers when it has ended or when the wait is over."""
-    reject_unknown_parameters("wait", "include")
-    gate = gateway()
+    reject_unknown_parameters("wait", "include", "tenant")
+    gate, tenant = gateway(), tenant_filter()
     wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
     include = choice("include", INCLUDE, "trajectory")
 
     def ended() -> bool:
-        state = gate.rollouts.state(rollout_id)
+        state = gate.rollouts.state(rollout_id, tenant)
         return state is None or state.terminal
 
     if wait:
-        gate.watcher.wait_for(ended, wait)
-    return _json(_get(rollout_id, trajectory=include == "trajectory"))
+        gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id), waiter())
+    answer = Answer()
+    found = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
+    if not found:
+        # Also somebody else's: a 403 would say that it exists.
+        raise _absent(rollout_id)
+    return answer.send(found[0])
 
 
 @blueprint.get("/rollouts")
 def list_rollouts() -> Response:
     """Summaries, the newest first, by any of the filters."""
-    reject_unknown_parameters("state", "handler", "group_id", "tag", "limit", "cursor")
+    reject_unknown_parameters("state", "handler", "group_id", "tag", "limit", "cursor", "tenant")
+    tenant = tenant_filter()
     limit = int(number("limit", 100, low=1, high=MAX_PAGE))
     offset = int(number("cursor", 0, low=0, high=2**53))
     state, handler = http.args.get("state"), http.args.get("handler")
@@ -119,15 +138,21 @@ def list_rollouts() -> Response:
     more = True
     for _ in range(_SCAN_PAGES):
         ids = store.ids(
-            state=State(state) if state else None, group_id=group_id, tag=tag, offset=offset, limit=limit
+            state=State(state) if state else None,
+            group_id=group_id,
+            tag=tag,
+            tenant=tenant,
+            offset=offset,
+            limit=limit,
         )
         more = len(ids) == limit
         # Looked at one by one: the cursor must not pass what did not fit into this page.
-        for item in _or_none(ids):
+        for item in _or_none(ids, tenant):
             if len(found) == limit:
                 break
             offset += 1
-            if item is not None and _matches(item, state=state, handler=handler, tag=tag):
+            wanted = {"state": state, "handler": handler, "group_id": group_id, "tag": tag}
+            if item is not None and _matches(item, **wanted):
                 found.append(item)
         if len(found) == limit or not more:
             break
@@ -135,29 +160,35 @@ def list_rollouts() -> Response:
     return _json(RolloutPage(rollouts=found, cursor=str(offset) if more else None))
 
 
-def _or_none(ids: list[str]) -> list[Rollout | None]:
-    by_id = {item.id: item for item in gateway().rollouts.get_many(ids, trajectory=False)}
+def _or_none(ids: list[str], tenant: str | None) -> list[Rollout | None]:
+    found = gateway().rollouts.get_many(ids, trajectory=False, tenant=tenant)
+    by_id = {item.id: item for item in found}
     return [by_id.get(rollout_id) for rollout_id in ids]
 
 
-def _matches(item: Rollout, *, state: str | None, handler: str | None, tag: str | None) -> bool:
+def _matches(
+    item: Rollout, *, state: str | None, handler: str | None, group_id: str | None, tag: str | None
+) -> bool:
     return (
         state in (None, item.state)
+        and group_id in (None, item.group_id)
         and handler in (None, item.handler)
         and (tag is None or tag in item.request.tags)
     )
 
 
 @blueprint.post("/rollouts/<rollout_id>/cancel")
+@needs(Scope.SUBMIT)
 def cancel(rollout_id: str) -> Response:
     """Cancel one rollout. Twice, or after the end, is harmless and says so."""
-    word, state = gateway().dispatcher.cancel(rollout_id)
+    word, state = gateway().dispatcher.cancel(rollout_id, tenant_filter())
     if word == "gone":
-        _get(rollout_id, trajectory=False)
+        raise _absent(rollout_id)
     return jsonify(id=rollout_id, state=state, cancelling=word == "cancelling", already_ended=word == "ended")
 
 
 @blueprint.post("/rollouts/cancel")
+@needs(Scope.SUBMIT)
 def cancel_many() -> Response:
     """Cancel by ids, group or tag."""
     try:
@@ -167,38 +198,12 @@ def cancel_many() -> Response:
     if len(wanted.model_fields_set) != 1:
         raise invalid("(body)", "give exactly one of ids, group_id, tag")
     gate = gateway()
-    ids = wanted.ids
+    ids, tenant = wanted.ids, tenant_filter(every=wanted.ids is not None)
     if ids is None:
-        ids = gate.rollouts.ids(group_id=wanted.group_id, tag=wanted.tag, limit=10**9)
-    words = [gate.dispatcher.cancel(rollout_id)[0] for rollout_id in ids]
+        ids = gate.rollouts.ids(group_id=wanted.group_id, tag=wanted.tag, tenant=tenant, limit=10**9)
+    words = [gate.dispatcher.cancel(rollout_id, tenant)[0] for rollout_id in ids]
     return jsonify(
         cancelled=sum(word in ("cancelled", "cancelling") for word in words),
         already_ended=words.count("ended"),
         unknown=words.count("gone"),
     )
-
-
-@blueprint.get("/completions")
-def completions() -> Response:
-    """Rollouts in the order in which they ended, since a cursor; with `wait`, at least one."""
-    reject_unknown_parameters("cursor", "wait", "limit", "tag", "include")
-    gate = gateway()
-    wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
-    limit = int(number("limit", 100, low=1, high=MAX_PAGE))
-    include = choice("include", INCLUDE, "trajectory")
-    tag = http.args.get("tag")
-    cursor = http.args.get("cursor", "0")
-    if cursor == "$":
-        cursor = gate.completions.tail()
-    if not CURSOR.fullmatch(cursor):
-        raise invalid("cursor", f"{cursor!r} is no cursor; use one from an earlier answer, '0' or '$'")
-    page: tuple[list[str], str] = ([], cursor)
-
-    def look() -> bool:
-        nonlocal page
-        page = gate.completions.since(page[1], limit=limit, tag=tag)
-        return bool(page[0])
-
-    gate.watcher.wait_for(look, wait)
-    rollouts = list(gate.rollouts.get_many(page[0], trajectory=include == "trajectory"))
-    return _json(CompletionPage(rollouts=rollouts, cursor=page[1]))

@@ -2,62 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import redis
 from flask import Blueprint, Response, jsonify
 
 import rollout
+from services import flower
 from services.gateway import metrics, openapi
+from services.gateway.auth import caller, needs
 from services.gateway.context import gateway
 from services.queues import STAGES
+from services.state.api_keys import Scope
+from services.state.migration import SchemaError
+from services.state.startup import UnfitRedis
 
 blueprint = Blueprint("service", __name__)
 
 
 @blueprint.get("/v1/handlers")
 def handlers() -> Response:
-    """Handlers that workers have announced, with the schema of their tasks."""
-    known = gateway().tasks.handlers(fresh=True)
-    return jsonify(handlers=[info.model_dump() for info in known.values()])
+    """Handlers that workers have announced and the caller may use, with the schema of their tasks."""
+    known = gateway().tasks.handlers(fresh=True).values()
+    may_use = caller().tenant.may_use
+    return jsonify(handlers=[info.model_dump() for info in known if may_use("handlers", info.name)])
 
 
 @blueprint.get("/v1/status")
 def status() -> Response:
-    """Rollouts by state, depth of the queues, live workers, backends."""
-    gate = gateway()
+    """Who asks and what they may have; of all tenants, rollouts by state, queues, workers, nodes,
+    backends."""
+    gate, me = gateway(), caller()
+    access = "keys" if me.key else "loopback only: no API key is configured"
     return jsonify(
         version=rollout.__version__,
+        access=access,
+        tenant={**me.tenant.model_dump(), "live": gate.tenants.live(me.tenant.name)},
         states=gate.rollouts.counts(),
         queues=metrics.queue_depths(gate.redis),
         workers=gate.fleet.alive(),
+        nodes={node: asdict(said) for node, said in gate.fleet.admissions().items()},
         backends=[backend.model_dump() for backend in gate.backends.list()],
+        flower=_flower(gate.settings.flower_url),
     )
 
 
+def _flower(url: str) -> dict[str, str] | None:
+    """Where Flower is, and its page of one rollout's tasks; None where nobody said."""
+    return {"url": url, "rollout": flower.tasks_link(url)} if url else None
+
+
 @blueprint.get("/health")
+@needs(None)
 def health() -> Response:
     """200 while the process lives."""
     return jsonify(status="ok")
 
 
 @blueprint.get("/ready")
+@needs(None)
 def ready() -> tuple[Response, int]:
     """200 when rollouts can be worked on; else 503 with what is missing."""
     missing = []
     try:
+        gateway().start.require()
         alive = gateway().fleet.alive()
         missing = [f"no live worker of the {stage} fleet" for stage in STAGES if not alive[stage]]
     except redis.RedisError as error:
         missing = [f"Redis does not answer: {error}"]
+    except (UnfitRedis, SchemaError) as error:
+        missing = [str(error)]
     return jsonify(ready=not missing, missing=missing), 503 if missing else 200
 
 
 @blueprint.get("/metrics")
+@needs(Scope.ADMIN, or_loopback=True)
 def prometheus() -> Response:
     """Metrics in the Prometheus text format."""
     return Response(metrics.render(gateway()), content_type=metrics.CONTENT_TYPE)
 
 
 @blueprint.get("/openapi.json")
+@needs(None)
 def spec() -> Response:
     """This API as an OpenAPI 3.1 document."""
     return jsonify(openapi.document())

@@ -1,0 +1,155 @@
+"""Calls of the compatible APIs that submit one rollout and are answered when it has ended.
+
+Such a call waits as a long-poll does: parked, without a thread. It is dispatched again when it goes on, so
+what the first dispatch read and decided is kept with the waiter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import redis
+import structlog
+
+from rollout.schema import FieldError, HandlerInfo, Rollout, RolloutRequest, new_id
+from services.dispatch import IdConflict
+from services.gateway.auth import caller, check_permitted
+from services.gateway.context import Gateway, gateway, waiter
+from services.gateway.problems import ApiProblem
+from services.gateway.waiting import Interest
+from services.state.jobs import JobStore, digest_of
+from services.state.tenants import QuotaExceeded
+
+log = structlog.get_logger("gateway")
+
+REPLAY_S = 600.0
+"""Seconds for which a job's result is given again to who asks with the same id: a retry of a cut answer."""
+PATIENCE_S = 3600.0
+"""Seconds past its deadline for which a call waits for a rollout; by then the reaper has ended it."""
+STOPS_RETRY_S = 2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A rollout that somebody waits for."""
+
+    rollout_id: str
+    tenant: str
+    deadline_s: float
+    job: str | None = None
+    """Where its job is kept; None: nobody can ask for it again."""
+
+
+def once(make: Callable[[], T]) -> T:
+    """What `make` answers at the first dispatch of the request under way, in all that follow."""
+    parked = waiter()
+    return parked.remember("call", make) if parked else make()
+
+
+def begin(
+    request: RolloutRequest,
+    job: str | None = None,
+    *,
+    before: Callable[[str], None] = lambda _: None,
+) -> Call:
+    """Submit a rollout, or find the one that the job stands for.
+
+    Args:
+        request: Without an id.
+        job: As `JobStore.key` has it; None = there is none, so a client that hangs up cancels the rollout.
+        before: Told the rollout's id before it is submitted.
+
+    Raises:
+        ApiProblem: It was refused, and nothing was enqueued; 409 for a job with another body.
+    """
+    gate, tenant = gateway(), caller().tenant
+    check_permitted([request], gate.tasks.handlers(), gate.settings.sandbox_image, single=True)
+    gate.tasks.check([request], single=True)
+    rollout_id = new_id()
+    if job is not None:
+        body = digest_of(request.model_dump_json())
+        found = gate.jobs.claim(job, rollout_id, body, request.limits.deadline_s)
+        if found.body != body:
+            message = "this id is in use for a job with another body; choose another id"
+            field = FieldError(field="job_id", message=message)
+            raise ApiProblem(409, "Id in use", f"job_id: {message}", [field])
+        rollout_id = found.rollout_id
+    before(rollout_id)
+    try:
+        # Also if it is there already: whoever claimed it may have ended before it was submitted.
+        gate.dispatcher.submit([request.model_copy(update={"id": rollout_id})], tenant)
+    except IdConflict as error:
+        raise ApiProblem(409, "Id in use", str(error)) from None
+    except QuotaExceeded as error:
+        detail = f"{error}; nothing was enqueued"
+        if error.wait_s is None:
+            raise ApiProblem(403, "Larger than the quota", detail) from None
+        wait = max(1, math.ceil(error.wait_s))
+        raise ApiProblem(429, "Over quota", detail, retry_after_s=wait) from None
+    return Call(rollout_id, tenant.name, request.limits.deadline_s, job)
+
+
+def finish(call: Call, *, replay_s: float) -> Rollout:
+    """Wait for the end of a rollout, without a thread where the server can.
+
+    Args:
+        replay_s: Seconds for which its job stands for it from now on, if it is not dropped.
+
+    Raises:
+        ApiProblem: 503 when the gateway stops, or has no room for another call that waits; 404 when the
+            rollout is past its retention.
+    """
+    gate, parked = gateway(), waiter()
+    if parked is not None and call.job is None:
+        parked.on_hangup = lambda: abandon(gate, call)
+
+    def ended() -> bool:
+        state = gate.rollouts.state(call.rollout_id, call.tenant)
+        return state is None or state.terminal
+
+    try:
+        over = gate.waiting.wait(
+            ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id), parked
+        )
+    except (ApiProblem, redis.RedisError):
+        if call.job is None:
+            abandon(gate, call)
+        raise
+    if not over:
+        if call.job is None:
+            abandon(gate, call)
+            what = "the rollout is cancelled, because without an id nobody can ask for it; send it again"
+        else:
+            what = "the rollout goes on; send the same id again"
+        raise ApiProblem(503, "Gateway stops", what, retry_after_s=STOPS_RETRY_S)
+    found = gate.rollouts.get(call.rollout_id, tenant=call.tenant)
+    if found is None:
+        raise ApiProblem(404, "No such rollout", f"rollout {call.rollout_id!r} is past its retention")
+    if call.job is not None:
+        gate.jobs.answered(call.job, call.rollout_id, 0.0 if found.drop else replay_s)
+    return found
+
+
+def abandon(gate: Gateway, call: Call) -> None:
+    """Cancel what nobody will ask for. Never raises."""
+    try:
+        gate.dispatcher.cancel(call.rollout_id, call.tenant)
+    except Exception as error:
+        # Limits of its own end it, if later.
+        log.warning("a rollout that nobody waits for goes on", rollout_id=call.rollout_id, error=str(error))
+
+
+def handlers() -> dict[str, HandlerInfo]:
+    """Handlers that the caller may name: whether there are others is none of its business."""
+    may_use = caller().tenant.may_use
+    return {name: info for name, info in gateway().tasks.handlers().items() if may_use("handlers", name)}
+
+
+def key_of(api: str, *parts: str) -> str:
+    """Where the caller's job of an API is kept."""
+    return JobStore.key(caller().tenant.name, api, *parts)

@@ -1,0 +1,100 @@
+"""`GET /v1/fleet`: workers, nodes and stages, for `rollout top` and whoever else watches without Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flask import Blueprint, Response
+
+from rollout.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
+from rollout.schema import State
+from services.gateway.context import gateway, reject_unknown_parameters
+from services.queues import EVAL, INIT, RUN, STAGES
+from services.state.fleet import NodeAdmission, Worker
+from services.state.observations import Ages
+
+blueprint = Blueprint("fleet", __name__, url_prefix="/v1")
+
+
+@blueprint.get("/fleet")
+def fleet() -> Response:
+    """The whole service's, of all tenants, like `/v1/status`."""
+    reject_unknown_parameters()
+    gate = gateway()
+    found, totals, ages, states = (
+        gate.fleet.workers(),
+        gate.rollouts.totals(),
+        gate.observations.ages(),
+        gate.rollouts.counts(),
+    )
+    answer = Fleet(
+        at=time.time(),
+        states=states,
+        stages={stage: _stage(stage, found, totals, ages, states) for stage in STAGES},
+        workers=[
+            WorkerLoad(
+                name=one.name,
+                node=one.node,
+                stages=list(one.stages),
+                slots=one.slots,
+                slots_limit=one.most_slots,
+                busy=one.held,
+            )
+            for one in found
+        ],
+        nodes=_nodes(found, gate.fleet.nodes(), gate.fleet.admissions()),
+        oldest_s=dict(ages.oldest),
+        reaper_lag_s=ages.reaper_lag,
+        leases_lost=sum(count for name, count in totals.items() if name.startswith("lost_")),
+    )
+    return Response(answer.model_dump_json(), content_type="application/json")
+
+
+def _stage(
+    stage: str, found: Sequence[Worker], totals: Mapping[str, int], ages: Ages, states: Mapping[str, int]
+) -> StageLoad:
+    mine = [one for one in found if stage in one.stages]
+    busy = ages.leases[stage]
+    waiting = {
+        INIT: states.get(State.QUEUED, 0),
+        RUN: states.get(State.READY, 0),
+        # EVAL has no state of its own for waiting.
+        EVAL: max(0, states.get(State.EVALUATING, 0) - busy),
+    }[stage]
+    return StageLoad(
+        workers=len(mine),
+        slots=sum(one.slots for one in mine),
+        busy=busy,
+        waiting=waiting,
+        ended=totals.get(f"n_{stage}", 0),
+        seconds=totals.get(f"ms_{stage}", 0) / 1000,
+    )
+
+
+def _nodes(
+    found: Sequence[Worker],
+    hosts: Mapping[str, Mapping[str, Any]],
+    admissions: Mapping[str, NodeAdmission],
+) -> list[NodeLoad]:
+    names = {one.node for one in found} | set(hosts) | set(admissions)
+    return [_node(name, found, hosts.get(name), admissions.get(name)) for name in sorted(names)]
+
+
+def _node(
+    name: str, found: Sequence[Worker], host: Mapping[str, Any] | None, said: NodeAdmission | None
+) -> NodeLoad:
+    mine = [one for one in found if one.node == name]
+    node = NodeLoad(
+        node=name,
+        stages=[stage for stage in STAGES if any(stage in one.stages for one in mine)],
+        slots=sum(one.slots for one in mine),
+        busy=sum(one.held for one in mine),
+    )
+    if host is not None:
+        node.sandboxes, node.warm = host.get("claimed", 0), host.get("warm", 0)
+    if said is not None:
+        node.free_disk, node.free_memory = said.free_disk, said.free_memory
+        node.stopped, node.waits_for_run = list(said.stopped.values()), said.full
+    return node

@@ -1,0 +1,189 @@
+"""`/v1/completions`, its stream, and `/v1/rollouts/ack`: what ended since a cursor, and that it arrived."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import redis
+import structlog
+from flask import Blueprint, Response, jsonify
+from flask import request as http
+from pydantic import ValidationError
+
+from rollout.schema import AckRequest, AckResponse, CompletionPage
+from services.gateway.answers import Answer
+from services.gateway.auth import Caller, caller, needs, tenant_filter
+from services.gateway.context import (
+    Gateway,
+    body_json,
+    choice,
+    gateway,
+    number,
+    reject_unknown_parameters,
+    waiter,
+)
+from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.gateway.waiting import Interest, Ticket, Waiter
+from services.state.api_keys import Scope
+from services.state.results import CURSOR
+
+log = structlog.get_logger("gateway")
+blueprint = Blueprint("results", __name__, url_prefix="/v1")
+
+INCLUDE = ("trajectory", "summary")
+MAX_PAGE = 1000
+STREAM_PAGE = 16
+"""Rollouts of a stream that are read at once: a long trajectory is 1 MB of JSON."""
+STREAMS_RETRY_S = 10
+
+
+def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
+    if raw == "$":
+        return gate.completions.tail()
+    if not CURSOR.fullmatch(raw):
+        raise invalid(field, f"{raw!r} is no cursor; use one from an earlier answer, '0' or '$'")
+    return raw
+
+
+@blueprint.get("/completions")
+def completions() -> Response:
+    """Rollouts in the order in which they ended, since a cursor; with `wait`, at least one."""
+    reject_unknown_parameters("cursor", "wait", "limit", "tag", "include", "tenant")
+    gate, tenant = gateway(), tenant_filter()
+    wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
+    limit = int(number("limit", 100, low=1, high=MAX_PAGE))
+    include = choice("include", INCLUDE, "trajectory")
+    tag = http.args.get("tag")
+    parked, asked = waiter(), http.args.get("cursor", "0")
+    # "$" is the end as it was when the call came, however often it is dispatched.
+    cursor = parked.remember("cursor", lambda: _cursor(gate, asked)) if parked else _cursor(gate, asked)
+    page: tuple[list[str], str] = ([], cursor)
+
+    def look() -> bool:
+        nonlocal page
+        page = gate.completions.since(page[1], limit=limit, tag=tag, tenant=tenant)
+        return bool(page[0])
+
+    gate.waiting.wait(look, wait, Interest(tenant=tenant, tag=tag), parked)
+    answer = Answer()
+    rollouts = answer.rollouts(page[0], trajectory=include == "trajectory")
+    there = {item.id for item in rollouts}
+    found = CompletionPage(
+        rollouts=rollouts,
+        cursor=page[1],
+        expired=[rollout_id for rollout_id in page[0] if rollout_id not in there],
+        missed=gate.completions.missed(cursor),
+    )
+    return answer.send(found)
+
+
+@blueprint.get("/completions/stream")
+def stream() -> Response:
+    """The same as server-sent events, without end; `Last-Event-ID` goes on after a cut."""
+    reject_unknown_parameters("cursor", "tag", "include", "tenant")
+    gate, tenant = gateway(), tenant_filter()
+    include = choice("include", INCLUDE, "trajectory")
+    if last := http.headers.get("Last-Event-ID"):
+        cursor = _cursor(gate, last, "Last-Event-ID")
+    else:
+        cursor = _cursor(gate, http.args.get("cursor", "0"))
+    if not gate.streams.acquire():
+        raise ApiProblem(
+            503,
+            "Too many streams",
+            "as many are open as ROLLOUT_SSE_STREAMS allows; "
+            "read GET /v1/completions?cursor=…&wait=… instead, or try again",
+            retry_after_s=STREAMS_RETRY_S,
+        )
+    wanted = Interest(tenant=tenant, tag=http.args.get("tag"))
+    try:
+        ticket = gate.waiting.take(wanted)
+    except BaseException:
+        gate.streams.release()
+        raise
+    parked = waiter()
+    if parked is not None:
+        parked.streams, parked.ticket = True, ticket
+    body = _events(gate, caller(), cursor, ticket, parked, include == "trajectory")
+    response = Response(body, content_type="text/event-stream")
+    # A proxy must not collect the events into larger pieces.
+    response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    # Not in the generator: one that was never begun runs no `finally`.
+    response.call_on_close(gate.streams.release)
+    response.call_on_close(ticket.close)
+    return response
+
+
+def _events(
+    gate: Gateway, reader: Caller, cursor: str, ticket: Ticket, parked: Waiter | None, trajectory: bool
+) -> Iterator[str | Waiter]:
+    """Event after event, and a comment where nothing happens for long: it also finds out who has left.
+
+    Yields the waiter itself where the server is to park the stream.
+    """
+    ids: list[str] = []
+    after = cursor
+    tag, tenant = ticket.interest.tag, ticket.interest.tenant
+
+    def look() -> bool:
+        nonlocal ids, after
+        ticket.rearm()
+        ids, after = gate.completions.since(after, limit=STREAM_PAGE, tag=tag, tenant=tenant)
+        return bool(ids)
+
+    try:
+        yield ": completions\n\n"
+        if gate.completions.missed(cursor):
+            yield "event: missed\ndata: {}\n\n"
+        if parked is not None:
+            # A stream is sent from the few threads that go on with what was parked, however much there is.
+            parked.deadline = 0.0
+            yield parked
+        while parked is None or not parked.over:
+            if not look():
+                deadline = time.monotonic() + gate.settings.sse_heartbeat_s
+                if parked is None:
+                    ticket.sleep(gate.settings.sse_heartbeat_s)
+                else:
+                    parked.deadline = deadline
+                    yield parked
+                if not look():
+                    if time.monotonic() < deadline and not (parked and parked.over):
+                        continue  # what woke it was read before
+                    yield ": nothing new\n\n"
+            if not gate.guard.holds(reader):  # its key was revoked, say
+                return
+            there = set()
+            for item in gate.rollouts.get_many(ids, trajectory=trajectory):
+                there.add(item.id)
+                yield f"id: {item.completion}\nevent: completion\ndata: {item.model_dump_json()}\n\n"
+            for rollout_id in ids:
+                if rollout_id not in there:
+                    yield f"event: expired\ndata: {json.dumps({'id': rollout_id})}\n\n"
+            if after != cursor:
+                # Also past what another tag has: an event without data moves the reader's cursor alone.
+                yield f"id: {after}\n\n"
+                cursor = after
+    except redis.RedisError as error:
+        # Too late for a 503. The reader comes back with the last id, and is told then.
+        log.warning("stream of completions cut: Redis does not answer", error=str(error))
+
+
+@blueprint.post("/rollouts/ack")
+@needs(Scope.READ)
+def acknowledge() -> Response:
+    """Note that results have arrived. Twice is harmless."""
+    try:
+        wanted = AckRequest.model_validate(body_json())
+    except ValidationError as error:
+        raise from_validation(error) from None
+    words = gateway().results.acknowledge(wanted.ids, tenant_filter())
+    answer = AckResponse(
+        acknowledged=words.count("acknowledged"),
+        already_acknowledged=words.count("already"),
+        not_ended=words.count("live"),
+        unknown=words.count("unknown"),
+    )
+    return jsonify(answer.model_dump())
