@@ -11,6 +11,7 @@ from rollout.schema import (
     SamplingParams,
     Stage,
     State,
+    Webhook,
 )
 from rollout.trajectory import Chain, Segment, Trajectory
 
@@ -27,7 +28,10 @@ __all__ = [
     "Stage",
     "State",
     "Trajectory",
+    "Webhook",
+    "WebhookError",
     "__version__",
+    "verify_webhook",
 ]
 __version__ = "0.1.0"
 
@@ -38,4 +42,8 @@ def __getattr__(name: str):
         from rollout import client
 
         return getattr(client, name)
+    if name in ("verify_webhook", "WebhookError"):
+        from rollout import webhooks
+
+        return getattr(webhooks, name)
     raise AttributeError(f"module 'rollout' has no attribute {name!r}")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollout.schema import Rollout, State
+from rollout.policy import PolicyStatus, PolicyUpdate, UpdateState
+from rollout.schema import Backend, Rollout, State
 from rollout.trajectory import Message, Segment
 
 STATE_STYLE = {
@@ -71,6 +70,9 @@ def rollout_view(rollout: Rollout) -> RenderableType:
         if len(chains) > 1:
             parts.append(Rule(f"chain {number_}", style="dim"))
         parts += _conversation(chain.segments)
+    if rollout.trajectory and rollout.trajectory.unread:
+        parts.append(Text("tool  not read by the model any more", style="dim"))
+        parts += [Padding(_message(message), (0, 0, 0, 2)) for message in rollout.trajectory.unread]
     if not chains:
         parts.append(Text("no model call was recorded", style="dim"))
     if rollout.error:
@@ -160,14 +162,33 @@ def _outcome(rollout: Rollout) -> list[tuple[str, RenderableType]]:
                 f"{trajectory.sampled_tokens} sampled in {trajectory.turns} turns",
             )
         )
-        versions = sorted({v for v in trajectory.policy_versions if v is not None})
-        rows.append(("versions", ", ".join(versions) or "–"))
+        rows.append(("versions", ", ".join(trajectory.versions_used) or "–"))
         rows += [("warning", warning) for warning in trajectory.warnings]
     times = [
         f"{stage} {rollout.stage_seconds[stage]:.3f} s" for stage in STAGES if stage in rollout.stage_seconds
     ]
     rows.append(("times", ", ".join(times) or "–"))
     return rows
+
+
+def timeline_view(rollout: Rollout) -> RenderableType:
+    """What happened to a rollout, in order: changes of state, and notes between them."""
+    lines: list[tuple[float, int, RenderableType, int, str]] = []
+    for event in rollout.timeline:
+        owner = f"by {event.owner}" if event.owner else ""
+        lines.append((event.at, event.attempt, state_text(event.state), event.fence, owner))
+    for note in rollout.notes:
+        lines.append((note.at, note.attempt, Text("·", style="dim"), note.fence, note.text))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("after (s)", justify="right")
+    table.add_column("attempt", justify="right")
+    table.add_column("fence", justify="right")
+    table.add_column("state")
+    table.add_column("what", overflow="fold")
+    # Stable: within a millisecond the order in which each list was written stays.
+    for at, attempt, state, fence, what in sorted(lines, key=lambda line: line[0]):
+        table.add_row(f"{at - rollout.created_at:.3f}", str(attempt), str(fence), state, Text(what))
+    return Group(Rule(f"rollout {rollout.id}"), table)
 
 
 def _shorten(text: str, limit: int) -> str:
@@ -242,6 +263,10 @@ def status_view(status: dict[str, Any]) -> RenderableType:
         ("queues", ", ".join(f"{name} {depth}" for name, depth in queues.items()) or "–"),
         ("workers", ", ".join(f"{stage} {len(names)}" for stage, names in workers.items()) or "–"),
     ]
+    for node, said in status.get("nodes", {}).items():
+        rows += [("node " + node, Text(f"INIT is stopped: {why}", "red")) for why in said["stopped"].values()]
+        if said["full"]:
+            rows.append(("node " + node, f"INIT waits for RUN: {said['ahead']} rollouts are ahead of it"))
     backends = status.get("backends", [])
     for backend in backends:
         load = f"{backend.get('live_rollouts', 0)} rollouts, load {backend.get('load', 0):g}"
@@ -252,40 +277,99 @@ def status_view(status: dict[str, Any]) -> RenderableType:
         )
     if not backends:
         rows.append(("backend", "none: rollouts that need a model wait"))
+    if flower := status.get("flower"):
+        rows.append(("flower", Text(flower["url"])))
     return _grid(rows)
 
 
-class Meter:
-    """Progress on stderr: how many ended, in which states, and the mean reward so far."""
+def flower_link(status: dict[str, Any], rollout_id: str) -> Text | None:
+    """Flower's page of a rollout's tasks, if the deployment says where Flower is."""
+    pattern = (status.get("flower") or {}).get("rollout")
+    return Text(f"flower  {pattern.replace('{rollout_id}', rollout_id)}", "dim") if pattern else None
 
-    def __init__(self, total: int | None = None, console: Console | None = None) -> None:
-        self.states: Counter[str] = Counter()
-        self.rewards: list[float] = []
-        self._progress = Progress(
-            TextColumn("rollouts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console or Console(stderr=True),
+
+# ---------------------------------------------------------------------------------- backends
+
+
+def backends_table(backends: Sequence[Backend]) -> Table:
+    """One line a backend, the least loaded first."""
+    table = Table(box=None, pad_edge=False)
+    right = ("rollouts", "load", "running", "waiting", "cache", "cached")
+    for name in ("id", "state", "url", "model", "engine", "version", *right):
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            min_width=max((len(b.id) for b in backends), default=0) if name == "id" else None,
         )
-        self._task = self._progress.add_task("", total=total, note="")
+    for backend in backends:
+        stats = backend.stats
+        table.add_row(
+            Text(backend.id),
+            _backend_state(backend),
+            Text(backend.url),
+            Text(backend.model),
+            f"{backend.engine} ({backend.api})" if backend.engine != backend.api else backend.engine,
+            Text(backend.policy_version or "–"),
+            str(backend.live_rollouts),
+            f"{backend.load:g}" + (f" of {backend.capacity_tokens}" if backend.capacity_tokens else ""),
+            "–" if stats is None or stats.running is None else str(stats.running),
+            "–" if stats is None or stats.waiting is None else str(stats.waiting),
+            "–" if stats is None or stats.kv_usage is None else f"{stats.kv_usage:.0%}",
+            "–" if stats is None or stats.cached_ratio is None else f"{stats.cached_ratio:.0%}",
+        )
+    return table
 
-    def __enter__(self) -> Meter:
-        self._progress.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+def _backend_state(backend: Backend) -> Text:
+    if not backend.healthy:
+        return Text(f"unhealthy: {_shorten(backend.error or 'no reason given', 60)}", style="red")
+    states = [name for name in ("draining", "paused") if getattr(backend, name)]
+    return Text(", ".join(states), style="yellow") if states else Text("ready", style="green")
 
-    def add(self, rollout: Rollout) -> None:
-        """Count a rollout that ended."""
-        self.states[rollout.state.value] += 1
-        if rollout.reward is not None:
-            self.rewards.append(rollout.reward)
-        note = ", ".join(f"{count} {name}" for name, count in sorted(self.states.items()))
-        if self.rewards:
-            note += f", mean reward {sum(self.rewards) / len(self.rewards):.3f}"
-        self._progress.update(self._task, advance=1, note=note)
+
+# ---------------------------------------------------------------------------------- policy
+
+UPDATE_STYLE = {UpdateState.DONE: "green", UpdateState.PARTLY: "yellow", UpdateState.FAILED: "red"}
+
+
+def policy_view(status: PolicyStatus) -> RenderableType:
+    """The weights in use, and the latest updates."""
+    now = status.current
+    if now is None:
+        head = Text("no update has succeeded yet: backends serve what they were started with")
+    else:
+        path = now.path or "weights brought by the trainer"
+        head = Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
+    table = Table(box=None, pad_edge=False)
+    for name in ("update", "version", "state", "mode", "backends", "seconds"):
+        table.add_column(name, justify="right" if name == "seconds" else "left")
+    for update in status.history:
+        took = None
+        if update.started_at and update.finished_at:
+            took = update.finished_at - update.started_at
+        good = sum(one.state.value == "resumed" for one in update.backends.values())
+        table.add_row(
+            update.id,
+            Text(update.version),
+            Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue")),
+            update.mode,
+            f"{good} of {len(update.backends)}",
+            number(took),
+        )
+    return Group(_grid([("policy", head)]), *(["", table] if status.history else []))
+
+
+def update_view(update: PolicyUpdate) -> RenderableType:
+    """One update, a line a backend."""
+    rows: list[tuple[str, RenderableType]] = [
+        ("update", update.id),
+        ("version", Text(update.version)),
+        ("state", Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue"))),
+        *(("warning", Text(line, style="yellow")) for line in update.warnings),
+    ]
+    for name, one in update.backends.items():
+        seconds = ", ".join(f"{step} {value:.3f} s" for step, value in one.seconds.items())
+        worst = "" if one.canary_max_error is None else f"; canary off by {one.canary_max_error:.2g}"
+        error = f"; {one.error}" if one.error else ""
+        rows.append((name, Text(f"{one.state.value}: {seconds or '–'}{worst}{error}")))
+    return _grid(rows)

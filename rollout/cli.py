@@ -7,7 +7,6 @@ one. It is imported only when it is used, so that a trainer's light install can 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +18,13 @@ from pydantic import ValidationError
 from rich.console import Console, Group
 
 from rollout import __version__, _render
+from rollout.archive_commands import archive
+from rollout.batch_commands import batches
 from rollout.client import Client, RolloutError
-from rollout.operations import with_ids
-from rollout.schema import Rollout, RolloutRequest, State
+from rollout.policy import Canary, LoraAdapter, UpdateState
+from rollout.schema import Rollout, State
+from rollout.submit_commands import submit, tasks
+from rollout.top_command import top
 
 COMMAND_GROUP = "rollout.commands"
 EXTRAS_HINT = "pip install 'rollout-service[gateway,worker]'"
@@ -29,7 +32,13 @@ OPERATOR_HELP = {
     "up": "Start the whole service on this machine.",
     "down": "End what `up` started.",
     "demo": "Run real rollouts on a stack of its own and show them.",
+    "keys": "Make, rotate and revoke API keys.",
+    "tenants": "Show tenants, and set what each may use.",
+    "handlers": "List handlers, or begin one of your own.",
+    "run": "Run a file of tasks with a handler, here or by the service.",
     "images": "Build, list, inspect and prune images of sandboxes.",
+    "slurm": "Run the service on a Slurm cluster.",
+    "autoscale": "Have the capacity of each stage follow its queue.",
     "sandbox-host": "Look after the daemon that owns the sandboxes of this node.",
 }
 """Shown without importing the command; others get a line that names their package."""
@@ -129,11 +138,17 @@ def list_(
 
 @main.command()
 @click.argument("rollout_id", metavar="ID")
+@click.option("--timeline", is_flag=True, help="What happened to it: states, workers, backends, errors.")
 @url_option
-def show(rollout_id: str, url: str | None) -> None:
+def show(rollout_id: str, timeline: bool, url: str | None) -> None:
     """Show a rollout to read: turns, tool calls, outputs, reward, tokens, times."""
     with Client(url) as client:
-        out.print(_render.rollout_view(client.get(rollout_id)))
+        if timeline:
+            out.print(_render.timeline_view(client.get(rollout_id, include="summary")))
+            if link := _render.flower_link(client.status(), rollout_id):
+                out.print(link, soft_wrap=True)
+        else:
+            out.print(_render.rollout_view(client.get(rollout_id)))
 
 
 @main.command()
@@ -166,81 +181,10 @@ def watch(tag: str | None, seconds: float | None, url: str | None) -> None:
 # ---------------------------------------------------------------------------------- submitting
 
 
-@main.command()
-@click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option(
-    "-o",
-    "--output",
-    type=click.File("w", encoding="utf-8"),
-    default="-",
-    help="Where the rollouts go, one JSON object a line. [default: stdout]",
-)
-@click.option("--handler", help="Each line of FILE is then a task for this handler, not a whole request.")
-@click.option("--n", type=click.IntRange(1, 1000), help="Rollouts per line.")
-@click.option("--tag", "tags", multiple=True, help="Tag to add; may be given several times.")
-@url_option
-def submit(
-    file: IO[str], output: IO[str], handler: str | None, n: int | None, tags: tuple[str, ...], url: str | None
-) -> None:
-    """Submit the requests in FILE (JSON lines; - is stdin) and write each rollout as it ends."""
-    requests = with_ids(read_requests(file, handler, n, list(tags)))
-    if not requests:
-        raise click.ClickException(f"{file.name} holds no request: give one JSON object a line")
-    pending = {rollout_id for request in requests for rollout_id in request.rollout_ids()[1]}
-    with Client(url) as client, _render.Meter(len(pending), err) as meter:
-        try:
-            for rollout in client.run_stream(requests):
-                pending.discard(rollout.id)
-                output.write(rollout.model_dump_json() + "\n")
-                output.flush()
-                meter.add(rollout)
-        except KeyboardInterrupt:
-            meter.__exit__(None, None, None)  # the question needs the terminal to itself
-            _cancel_rest(client, pending)
-            raise click.exceptions.Exit(130) from None
-
-
-def _cancel_rest(client: Client, pending: set[str]) -> None:
-    """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no."""
-    try:
-        asked = sys.stdin.isatty() and sys.stderr.isatty()
-        if asked and not click.confirm(
-            f"Cancel the {len(pending)} rollouts not ended?", default=True, err=True
-        ):
-            err.print("[dim]they go on; `rollout list` shows them[/]")
-            return
-    except (click.Abort, KeyboardInterrupt):
-        pass  # Ctrl-C again means yes
-    done = client.cancel_many(ids=sorted(pending))
-    err.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")
-
-
-def read_requests(file: IO[str], handler: str | None, n: int | None, tags: list[str]) -> list[RolloutRequest]:
-    """Requests from JSON lines; with `handler`, each line is the task object alone.
-
-    Raises:
-        click.ClickException: A line is no JSON object or no valid request; it is named.
-    """
-    requests = []
-    for position, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-            if not isinstance(data, dict):
-                raise ValueError(f"expected a JSON object, got {type(data).__name__}")
-            fields = {"handler": handler, "task": data} if handler else data
-            if n is not None:
-                fields["n"] = n
-            if tags:
-                fields["tags"] = [*fields.get("tags", []), *tags]
-            requests.append(RolloutRequest.model_validate(fields))
-        except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise click.ClickException(f"{file.name}, line {position}: {problems}") from None
-        except ValueError as error:
-            raise click.ClickException(f"{file.name}, line {position}: {error}") from None
-    return requests
+main.add_command(top)
+main.add_command(batches)
+main.add_command(submit)
+main.add_command(tasks)
 
 
 @main.command()
@@ -255,6 +199,137 @@ def cancel(ids: tuple[str, ...], group_id: str | None, tag: str | None, url: str
     with Client(url) as client:
         done = client.cancel_many(list(ids) or None, group_id, tag)
     out.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")
+
+
+# ---------------------------------------------------------------------------------- backends
+
+
+@main.group(invoke_without_command=True)
+@click.pass_context
+def backends(ctx: click.Context) -> None:
+    """List, add, drain and remove LLM servers. Without a command: list them."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_backends, url=None)
+
+
+@backends.command("list")
+@url_option
+def list_backends(url: str | None) -> None:
+    """Show each with its load, its health and the weights it serves."""
+    with Client(url) as client:
+        found = client.backends()
+    if found:
+        out.print(_render.backends_table(found))
+    else:
+        err.print("there is no backend: add one with `rollout backends add SERVER`")
+
+
+@backends.command("add")
+@click.argument("server", metavar="SERVER")
+@click.option("--id", "backend_id", help="Name for it. [default: made from the address]")
+@click.option("--model", help="Name to ask for. [default: the first one the server lists]")
+@click.option("--tokenizer", help="Path or hub name. [default: as the server says]")
+@click.option("--logprobs-mode", type=click.Choice(["raw_logprobs", "processed_logprobs"]))
+@click.option("--capacity-tokens", type=click.IntRange(1), help="Size of its cache. [default: as it says]")
+@click.option("--max-rollouts", type=click.IntRange(1), help="Most at once. [default: as its cache has room]")
+@url_option
+def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
+    """Register the LLM server at the address SERVER, or have it described anew."""
+    with Client(url) as client:
+        out.print(_render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
+
+
+@backends.command()
+@click.argument("backend_id", metavar="ID")
+@url_option
+def drain(backend_id: str, url: str | None) -> None:
+    """Give it no new rollouts; those on it go on."""
+    with Client(url) as client:
+        live = client.drain_backend(backend_id).live_rollouts
+    out.print(f"{backend_id} takes no new rollouts; {live} go on there", highlight=False)
+
+
+@backends.command()
+@click.argument("backend_id", metavar="ID")
+@url_option
+def undrain(backend_id: str, url: str | None) -> None:
+    """Give it new rollouts again."""
+    with Client(url) as client:
+        client.drain_backend(backend_id, drain=False)
+    out.print(f"{backend_id} takes new rollouts", highlight=False)
+
+
+@backends.command("remove")
+@click.argument("backend_id", metavar="ID")
+@click.option("--if-idle", is_flag=True, help="Only when no rollout is on it.")
+@url_option
+def remove_backend(backend_id: str, if_idle: bool, url: str | None) -> None:
+    """Forget it; rollouts on it move to another at their next call."""
+    with Client(url) as client:
+        client.remove_backend(backend_id, force=not if_idle)
+    out.print(f"{backend_id} is removed", highlight=False)
+
+
+# ---------------------------------------------------------------------------------- policy
+
+
+@main.group(invoke_without_command=True)
+@click.pass_context
+def policy(ctx: click.Context) -> None:
+    """Show the weights in use, or bring new ones. Without a command: show them."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(show_policy, url=None)
+
+
+@policy.command("show")
+@url_option
+def show_policy(url: str | None) -> None:
+    """Show the current policy and the latest updates."""
+    with Client(url) as client:
+        out.print(_render.policy_view(client.policy()))
+
+
+@policy.command("update")
+@click.argument("version")
+@click.argument("path", required=False)
+@click.option("--mode", type=click.Choice(["keep", "wait", "abort"]), default="keep", show_default=True)
+@click.option(
+    "--canary", type=click.File("r", encoding="utf-8"), help="JSON: token_ids, logprobs, tolerance."
+)
+@click.option("--lora", help="PATH is an adapter, to be exchanged under this name.")
+@click.option("--backend", "chosen", multiple=True, help="Only this one; may be given several times.")
+@click.option("--concurrency", type=click.IntRange(0), default=0, help="Backends at once. [default: all]")
+@click.option("--reset-prefix-cache", is_flag=True, help="Use nothing again that old weights computed.")
+@click.option("--wait", default=600.0, show_default=True, help="Seconds to wait for the end.")
+@url_option
+def update_policy(
+    version: str,
+    path: str | None,
+    canary: IO[str] | None,
+    lora: str | None,
+    chosen: tuple[str, ...],
+    url: str | None,
+    **fields: Any,
+) -> None:
+    """Bring the weights in directory PATH to the backends and label them VERSION.
+
+    Without PATH the backends have the weights already and are only labelled. Ends with 1 unless every backend
+    serves the new weights.
+    """
+    try:
+        fields["canary"] = Canary.model_validate_json(canary.read()) if canary else None
+        fields["lora"] = LoraAdapter(name=lora) if lora else None
+        with Client(url) as client:
+            update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise click.ClickException(problems) from None
+    out.print(_render.update_view(update))
+    if update.state is not UpdateState.DONE:
+        raise click.exceptions.Exit(1)
+
+
+main.add_command(archive)
 
 
 if __name__ == "__main__":

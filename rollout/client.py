@@ -2,92 +2,91 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import httpx
 
 from rollout import operations as op
-from rollout.calls import Call, Operation, Reply, Sleep, Step
-from rollout.errors import AddressError, ApiError, RolloutError, Unavailable, WaitTimeout
-from rollout.operations import Include, Progress, Requests, Stream
+from rollout import policy_operations as policy_op
+from rollout.async_client import AsyncClient
+from rollout.batch import BatchRequest, Group
+from rollout.batch_operations import GroupInclude
+from rollout.batches import Batches
+from rollout.calls import Begin, Join, Operation, Reply, Sleep, Step
+from rollout.connection import (
+    AHEAD,
+    DEFAULT_URL,
+    KEY_VARIABLE,
+    URL_VARIABLE,
+    Accepted,
+    Backends,
+    Base,
+    Handlers,
+    Results,
+    T,
+    Wire,
+    batch_steps,
+    with_bar,
+)
+from rollout.errors import AddressError, ApiError, ApiKeyError, RolloutError, Unavailable, WaitTimeout
+from rollout.operations import Include, Requests
+from rollout.policy import Canary, PauseMode, PolicyRequest, PolicyStatus, PolicyUpdate
 from rollout.schema import (
+    AckResponse,
     Backend,
     BackendRequest,
     CompletionPage,
-    HandlerInfo,
     Rollout,
     RolloutPage,
+    RolloutRequest,
     State,
-    Submitted,
 )
+from rollout.sse import Follower
 
-__all__ = ["AddressError", "ApiError", "AsyncClient", "Client", "RolloutError", "Unavailable", "WaitTimeout"]
-
-DEFAULT_URL = "http://127.0.0.1:8080"
-URL_VARIABLE = "ROLLOUT_URL"
-T = TypeVar("T")
-# Named here because the method `list` hides the builtin inside the classes.
-Accepted = list[Submitted]
-Handlers = list[HandlerInfo]
-Backends = list[Backend]
-Results = list[Rollout]
-
-
-class _Base:
-    """Address, timeouts and the making of requests."""
-
-    def __init__(self, base_url: str | None = None, timeout: float = 30.0, retry_for: float = 30.0) -> None:
-        """
-        Args:
-            base_url: The gateway; None = `$ROLLOUT_URL`, else http://127.0.0.1:8080.
-            timeout: Seconds to wait for one answer, beside what a long-poll waits by itself.
-            retry_for: Seconds during which a call is sent again after a connection error or a 503.
-        """
-        self.base_url = (base_url or os.environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
-        self.timeout = timeout
-        self.retry_for = retry_for
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise AddressError(
-                f"gateway address {self.base_url!r} is not an http(s) URL; give one like {DEFAULT_URL} "
-                f"as base_url, --url or {URL_VARIABLE}"
-            )
-        # A proxy of the environment cannot reach this machine's own loopback.
-        local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
-        self._http_options = {"base_url": self.base_url, "trust_env": not local}
-
-    def _request(self, call: Call) -> dict[str, Any]:
-        headers = {"content-type": "application/json"} if call.body is not None else {}
-        return {
-            "method": call.method,
-            "url": call.path,
-            "params": call.params,
-            "content": call.body,
-            "headers": headers,
-            "timeout": httpx.Timeout(self.timeout, read=self.timeout + call.wait),
-        }
+__all__ = [
+    "DEFAULT_URL",
+    "KEY_VARIABLE",
+    "URL_VARIABLE",
+    "AddressError",
+    "ApiError",
+    "ApiKeyError",
+    "AsyncClient",
+    "Client",
+    "RolloutError",
+    "Unavailable",
+    "WaitTimeout",
+]
 
 
-class Client(_Base):
+class Client(Base):
     """Synchronous client; usable from several threads. Close it, or use it as a context manager.
 
     Every method may raise `ApiError` (the gateway refused; the message names the field) and
     `Unavailable` (no gateway for `retry_for` seconds).
     """
 
-    def __init__(self, base_url: str | None = None, timeout: float = 30.0, retry_for: float = 30.0) -> None:
-        super().__init__(base_url, timeout, retry_for)
+    def __init__(
+        self,
+        base_url: str | None = None,
+        timeout: float = 30.0,
+        retry_for: float = 30.0,
+        api_key: str | None = None,
+        wire: Wire = "auto",
+    ) -> None:
+        super().__init__(base_url, timeout, retry_for, api_key, wire)
         self._http = httpx.Client(**self._http_options)
+        # Its threads start when something is first fetched ahead.
+        self._pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="rollout-ahead")
 
-    __init__.__doc__ = _Base.__init__.__doc__
+    __init__.__doc__ = Base.__init__.__doc__
 
     def close(self) -> None:
         """Close the connections."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
     def __enter__(self) -> Client:
@@ -96,10 +95,14 @@ class Client(_Base):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _perform(self, step: Step) -> Reply | None:
+    def _perform(self, step: Step) -> Reply | Future[Reply] | None:
         if isinstance(step, Sleep):
             time.sleep(step.seconds)
             return None
+        if isinstance(step, Begin):
+            return self._pool.submit(self._perform, step.call)
+        if isinstance(step, Join):
+            return step.begun.result()
         try:
             return self._http.request(**self._request(step))
         except httpx.TransportError as error:
@@ -114,7 +117,12 @@ class Client(_Base):
                 return stop.value
             answer = self._perform(step)
 
-    def _iterate(self, stream: Stream) -> Iterator[Rollout]:
+    @property
+    def batches(self) -> Batches:
+        """Groups of rollouts with dynamic sampling."""
+        return Batches(self._drive, self._iterate, self.retry_for)
+
+    def _iterate(self, stream: Generator[Step | T, Any, Any]) -> Iterator[T]:
         answer = None
         while True:
             try:
@@ -122,10 +130,10 @@ class Client(_Base):
             except StopIteration:
                 return
             answer = None
-            if isinstance(step, Rollout):
-                yield step
-            else:
+            if isinstance(step, Step):
                 answer = self._perform(step)
+            else:
+                yield step
 
     def submit(self, requests: Requests) -> Accepted:
         """Submit one request or many; the rollouts come back in the order of the requests.
@@ -203,33 +211,111 @@ class Client(_Base):
         """
         return self._iterate(op.stream(ids, tag, cursor, timeout, include, self.retry_for))
 
-    def run_stream(
+    def rollouts(
         self,
         requests: Requests,
+        in_flight: int | None = None,
         timeout: float | None = None,
         include: Include = "trajectory",
+        progress: bool | None = None,
         announce: Callable[[Accepted], None] | None = None,
     ) -> Iterator[Rollout]:
-        """Submit, then yield in order of completion. `announce` is told what was accepted."""
-        return self._iterate(op.run(requests, timeout, include, self.retry_for, announce))
+        """Submit, then yield in order of completion.
+
+        Args:
+            requests: May be an iterator over a dataset of any size, when `in_flight` is given.
+            in_flight: Most rollouts submitted and not ended; None = all are submitted at once.
+            timeout: Seconds after which `WaitTimeout` is raised; None = no limit.
+            include: `arrays` gives NumPy arrays in place of lists.
+            progress: A bar on standard error; None = where that is a terminal.
+            announce: Told what was accepted, at each submission.
+        """
+        steps = op.run(requests, timeout, include, self.retry_for, announce, in_flight)
+        return self._iterate(with_bar(steps, requests, progress))
+
+    def batch(
+        self,
+        request: BatchRequest,
+        cursor: str = "0",
+        timeout: float | None = None,
+        include: GroupInclude = "trajectory",
+        every: bool = False,
+        progress: bool | None = None,
+    ) -> Iterator[Group]:
+        """Start a batch, and yield its groups as they are kept, until it has ended.
+
+        A request with the id of a batch that was started before, by a trainer that died since, goes on with
+        that one. Leaving the iterator does not end the batch: `batches.cancel` does, and the next one may
+        take over what is under way (`carry_from`).
+
+        Args:
+            cursor: Of the page up to which its groups have been dealt with.
+            timeout: Seconds after which the iterator ends, whether the batch has or not; None = no limit.
+            include: `arrays` gives NumPy arrays in place of lists.
+            every: Groups that were not kept too.
+            progress: A bar on standard error; None = where that is a terminal.
+        """
+        steps = batch_steps(request, cursor, timeout, include, every, progress, self.retry_for)
+        return self._iterate(steps)
 
     def run(
         self,
         requests: Requests,
-        progress: Progress | None = None,
         timeout: float | None = None,
         include: Include = "trajectory",
+        progress: bool | None = None,
     ) -> Results:
         """Submit and wait for all; results in the order of submission.
 
         Args:
-            progress: Called with each rollout as it ends, how many have, and how many there are.
+            progress: A bar on standard error; None = where that is a terminal.
 
         Raises:
             WaitTimeout: Some had not ended after `timeout` seconds. They go on; cancel them if
                 they are no longer wanted.
         """
-        return self._drive(op.collect(requests, timeout, progress, include, self.retry_for))
+        requests = [requests] if isinstance(requests, RolloutRequest) else list(requests)
+        bar = partial(with_bar, requests=requests, progress=progress)
+        return self._drive(op.collect(requests, timeout, include, self.retry_for, bar))
+
+    def stream_completions(
+        self,
+        cursor: str | None = None,
+        tag: str | None = None,
+        timeout: float | None = None,
+        include: Include = "trajectory",
+    ) -> Iterator[Rollout]:
+        """Whatever ends after `cursor`, as it ends, over one connection (server-sent events).
+
+        Each comes at least once: keep `completion` of the last rollout dealt with, and pass it as `cursor`
+        to go on after a restart. A connection that is cut is made again. Where the gateway gives no stream,
+        because all are in use, long-polls do the same.
+
+        Args:
+            cursor: None or "0" = from the beginning, "$" = from now on.
+            timeout: Seconds after which the iterator ends; None = never.
+        """
+        follow = Follower(cursor, tag, include, timeout, self.retry_for)
+        while not follow.over:
+            error = None
+            try:
+                with self._http.stream(**self._stream_request(follow)) as response:
+                    response.is_success or response.read()
+                    if follow.refused(response):
+                        yield from self.stream(None, tag, follow.cursor, follow.left(), include)
+                        return
+                    for line in response.iter_lines():
+                        if (item := follow.line(line)) is not None:
+                            yield item
+                        if follow.over:
+                            return
+            except httpx.TransportError as raised:
+                error = raised
+            time.sleep(follow.cut(error))
+
+    def ack(self, ids: Iterable[str]) -> AckResponse:
+        """Say that results have arrived for good: their trajectories may be freed early."""
+        return self._drive(op.ack(ids, self.retry_for))
 
     def handlers(self) -> Handlers:
         """The handlers that the workers announced."""
@@ -246,16 +332,71 @@ class Client(_Base):
         model: str | None = None,
         tokenizer: str | None = None,
         logprobs_mode: str | None = None,
+        capacity_tokens: int | None = None,
+        max_rollouts: int | None = None,
     ) -> Backend:
-        """Register an LLM server; harmless when it is registered already. See `BackendRequest`."""
+        """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
         request = BackendRequest(
-            url=url, id=id, model=model, tokenizer=tokenizer, logprobs_mode=logprobs_mode
+            url=url,
+            id=id,
+            model=model,
+            tokenizer=tokenizer,
+            logprobs_mode=logprobs_mode,
+            capacity_tokens=capacity_tokens,
+            max_rollouts=max_rollouts,
         )
         return self._drive(op.add_backend(request, self.retry_for))
 
-    def remove_backend(self, backend_id: str) -> None:
-        """Take an LLM server out of service."""
-        self._drive(op.remove_backend(backend_id, self.retry_for))
+    def backend(self, backend_id: str) -> Backend:
+        """One LLM server."""
+        return self._drive(op.backend(backend_id, self.retry_for))
+
+    def drain_backend(self, backend_id: str, drain: bool = True) -> Backend:
+        """Let an LLM server take no new rollouts, or with `drain=False` again some; those on it go on."""
+        return self._drive(op.drain_backend(backend_id, drain, self.retry_for))
+
+    def remove_backend(self, backend_id: str, force: bool = True) -> None:
+        """Take an LLM server out of service; its rollouts move to others at their next call.
+
+        Args:
+            force: False = refuse (`ApiError` 409) while it has live rollouts.
+        """
+        self._drive(op.remove_backend(backend_id, force, self.retry_for))
+
+    def policy(self) -> PolicyStatus:
+        """The current policy, the update under way, and the latest ones."""
+        return self._drive(policy_op.policy(self.retry_for))
+
+    def update_policy(
+        self,
+        version: str,
+        path: str | None = None,
+        *,
+        mode: PauseMode = "keep",
+        canary: Canary | None = None,
+        wait: float = 60.0,
+        **more: Any,
+    ) -> PolicyUpdate:
+        """Bring new weights to the backends.
+
+        Sending the same version and path again is harmless while the first update is under way or once it is
+        done; another update meanwhile is refused (`ApiError` 409).
+
+        Args:
+            path: Checkpoint directory as the backends see it; None = they have the weights already.
+            canary: Token ids and the trainer's log-probs of them; without one nothing is verified.
+            wait: Seconds to wait for the end. The update goes on when they are over.
+            more: Further fields of `PolicyRequest`.
+
+        Returns:
+            The update; look at its `state`, for one that failed raises nothing.
+        """
+        request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, **more)
+        return self._drive(policy_op.update_policy(request, wait, self.retry_for))
+
+    def policy_update(self, update_id: str, wait: float = 0.0) -> PolicyUpdate:
+        """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
+        return self._drive(policy_op.policy_update(update_id, wait, self.retry_for))
 
     def status(self) -> dict[str, Any]:
         """`{"states": {state: count}, "queues": {name: depth}, "backends": [...], "version"}`."""
@@ -264,151 +405,3 @@ class Client(_Base):
     def ready(self) -> dict[str, Any]:
         """`{"ready": bool, ...}` with what is missing; asks once and raises nothing."""
         return self._drive(op.ready())
-
-
-class AsyncClient(_Base):
-    """`Client` for asyncio: the same methods, arguments and errors."""
-
-    def __init__(self, base_url: str | None = None, timeout: float = 30.0, retry_for: float = 30.0) -> None:
-        super().__init__(base_url, timeout, retry_for)
-        self._http = httpx.AsyncClient(**self._http_options)
-
-    __init__.__doc__ = _Base.__init__.__doc__
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def _perform(self, step: Step) -> Reply | None:
-        if isinstance(step, Sleep):
-            await asyncio.sleep(step.seconds)
-            return None
-        try:
-            return await self._http.request(**self._request(step))
-        except httpx.TransportError as error:
-            return error
-
-    async def _drive(self, operation: Operation[T]) -> T:
-        answer = None
-        while True:
-            try:
-                step = operation.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = await self._perform(step)
-
-    async def _iterate(self, stream: Stream) -> AsyncIterator[Rollout]:
-        answer = None
-        while True:
-            try:
-                step = stream.send(answer)
-            except StopIteration:
-                return
-            answer = None
-            if isinstance(step, Rollout):
-                yield step
-            else:
-                answer = await self._perform(step)
-
-    async def submit(self, requests: Requests) -> Accepted:
-        return await self._drive(op.submit(requests, self.retry_for))
-
-    async def get(
-        self, rollout_id: str, wait: float | None = None, include: Include = "trajectory"
-    ) -> Rollout:
-        return await self._drive(op.get(rollout_id, wait, include, self.retry_for))
-
-    async def wait(
-        self, rollout_id: str, timeout: float | None = None, include: Include = "trajectory"
-    ) -> Rollout:
-        return await self._drive(op.wait(rollout_id, timeout, include, self.retry_for))
-
-    async def list(
-        self,
-        state: State | str | None = None,
-        handler: str | None = None,
-        group_id: str | None = None,
-        tag: str | None = None,
-        limit: int | None = None,
-        cursor: str | None = None,
-    ) -> RolloutPage:
-        return await self._drive(op.list_page(state, handler, group_id, tag, limit, cursor, self.retry_for))
-
-    async def cancel(self, rollout_id: str) -> dict[str, Any]:
-        return await self._drive(op.cancel(rollout_id, self.retry_for))
-
-    async def cancel_many(
-        self, ids: Iterable[str] | None = None, group_id: str | None = None, tag: str | None = None
-    ) -> dict[str, int]:
-        return await self._drive(op.cancel_many(ids, group_id, tag, self.retry_for))
-
-    async def completions(
-        self,
-        cursor: str | None = None,
-        wait: float | None = None,
-        limit: int | None = None,
-        tag: str | None = None,
-        include: Include = "trajectory",
-    ) -> CompletionPage:
-        return await self._drive(op.completions(cursor, wait, limit, tag, include, self.retry_for))
-
-    def stream(
-        self,
-        ids: Iterable[str] | None = None,
-        tag: str | None = None,
-        cursor: str | None = None,
-        timeout: float | None = None,
-        include: Include = "trajectory",
-    ) -> AsyncIterator[Rollout]:
-        return self._iterate(op.stream(ids, tag, cursor, timeout, include, self.retry_for))
-
-    def run_stream(
-        self,
-        requests: Requests,
-        timeout: float | None = None,
-        include: Include = "trajectory",
-        announce: Callable[[Accepted], None] | None = None,
-    ) -> AsyncIterator[Rollout]:
-        return self._iterate(op.run(requests, timeout, include, self.retry_for, announce))
-
-    async def run(
-        self,
-        requests: Requests,
-        progress: Progress | None = None,
-        timeout: float | None = None,
-        include: Include = "trajectory",
-    ) -> Results:
-        return await self._drive(op.collect(requests, timeout, progress, include, self.retry_for))
-
-    async def handlers(self) -> Handlers:
-        return await self._drive(op.handlers(self.retry_for))
-
-    async def backends(self) -> Backends:
-        return await self._drive(op.backends(self.retry_for))
-
-    async def add_backend(
-        self,
-        url: str,
-        id: str | None = None,
-        model: str | None = None,
-        tokenizer: str | None = None,
-        logprobs_mode: str | None = None,
-    ) -> Backend:
-        request = BackendRequest(
-            url=url, id=id, model=model, tokenizer=tokenizer, logprobs_mode=logprobs_mode
-        )
-        return await self._drive(op.add_backend(request, self.retry_for))
-
-    async def remove_backend(self, backend_id: str) -> None:
-        await self._drive(op.remove_backend(backend_id, self.retry_for))
-
-    async def status(self) -> dict[str, Any]:
-        return await self._drive(op.status(self.retry_for))
-
-    async def ready(self) -> dict[str, Any]:
-        return await self._drive(op.ready())

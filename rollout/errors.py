@@ -41,5 +41,9 @@ class WaitTimeout(RolloutError, TimeoutError):
     """The caller's own time limit passed before what was waited for had ended."""
 
 
+class ApiKeyError(RolloutError, ValueError):
+    """The API key cannot be sent. The message does not repeat it."""
+
+
 class AddressError(RolloutError, ValueError):
     """The gateway's address is not an http(s) URL."""

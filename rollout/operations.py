@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import quote
 
 import httpx
 
+from rollout.answers import fetch_rollouts
 from rollout.calls import Call, Operation, Reply, Sleep, Step, fetch, fetch_json, send
 from rollout.errors import WaitTimeout
 from rollout.schema import (
     MAX_ROLLOUTS_PER_CALL,
+    AckResponse,
     Backend,
     BackendRequest,
     CompletionPage,
+    DrainRequest,
     HandlerInfo,
     Rollout,
     RolloutPage,
@@ -26,6 +31,8 @@ from rollout.schema import (
     Submitted,
     new_id,
 )
+
+log = logging.getLogger("rollout")
 
 MAX_CALL_BYTES = 8 << 20
 """Body size at which a submission is split, well under the gateway's default limit of 32 MiB."""
@@ -39,11 +46,13 @@ completions is trimmed, and a caller that fell behind it must not wait for ever.
 PROBED = 16
 """Rollouts asked for by id after such a silence."""
 
-Include = Literal["trajectory", "summary"]
+Include = Literal["trajectory", "arrays", "summary"]
+"""What comes with a rollout. `arrays`: `rollout.arrays` alone; `rollout.trajectory` is None, for to make
+Python lists of a long one takes longer than to fetch it."""
 Requests = RolloutRequest | Iterable[RolloutRequest]
-Progress = Callable[[Rollout, int, int], None]
-"""Called with each rollout that ended, the number that ended so far, and the total."""
 Stream = Generator[Step | Rollout, Any, None]
+More = Callable[[], Stream]
+"""Submits what there is room for, into the rollouts that a stream waits for."""
 
 
 def _params(**values: Any) -> dict[str, Any]:
@@ -52,6 +61,11 @@ def _params(**values: Any) -> dict[str, Any]:
         for key, value in values.items()
         if value is not None
     }
+
+
+def asked(include: str) -> str:
+    """The word for `include` that the gateway knows."""
+    return "trajectory" if include == "arrays" else include
 
 
 def _dump(value: Any) -> bytes:
@@ -95,10 +109,9 @@ def submit(requests: Requests, retry_for: float) -> Operation[list[Submitted]]:
 
 
 def get(rollout_id: str, wait: float | None, include: Include, retry_for: float) -> Operation[Rollout]:
-    call = Call(
-        "GET", f"/v1/rollouts/{quote(rollout_id)}", _params(wait=wait, include=include), wait=wait or 0.0
-    )
-    return fetch(call, Rollout, retry_for)
+    params = _params(wait=wait, include=asked(include))
+    call = Call("GET", f"/v1/rollouts/{quote(rollout_id)}", params, wait=wait or 0.0, typed=True)
+    return fetch_rollouts(call, Rollout, include, retry_for)
 
 
 def wait(rollout_id: str, timeout: float | None, include: Include, retry_for: float) -> Operation[Rollout]:
@@ -136,8 +149,28 @@ def completions(
     include: Include,
     retry_for: float,
 ) -> Operation[CompletionPage]:
-    params = _params(cursor=cursor, wait=wait, limit=limit, tag=tag, include=include)
-    return fetch(Call("GET", "/v1/completions", params, wait=wait or 0.0), CompletionPage, retry_for)
+    params = _params(cursor=cursor, wait=wait, limit=limit, tag=tag, include=asked(include))
+    call = Call("GET", "/v1/completions", params, wait=wait or 0.0, typed=True)
+    return fetch_rollouts(call, CompletionPage, include, retry_for)
+
+
+def warn_of_gaps(expired: list[str], missed: bool) -> None:
+    """Say what a reader that came too late does not get."""
+    if missed:
+        log.warning("the cursor is older than what is kept: some completions are past their retention")
+    for rollout_id in expired:
+        log.warning("rollout %s ended, and is past its retention", rollout_id)
+
+
+def ack(ids: Iterable[str], retry_for: float) -> Operation[AckResponse]:
+    wanted = list(ids)
+    total = AckResponse(acknowledged=0, already_acknowledged=0, not_ended=0, unknown=0)
+    for start in range(0, len(wanted), MAX_ROLLOUTS_PER_CALL):
+        body = _dump({"ids": wanted[start : start + MAX_ROLLOUTS_PER_CALL]})
+        answer = yield from fetch(Call("POST", "/v1/rollouts/ack", body=body), AckResponse, retry_for)
+        for name in AckResponse.model_fields:
+            setattr(total, name, getattr(total, name) + getattr(answer, name))
+    return total
 
 
 def now_cursor(retry_for: float) -> Operation[str]:
@@ -155,6 +188,7 @@ def _pages(
         asked = time.monotonic()
         page = yield from completions(cursor, round(left, 3), PAGE, tag, include, retry_for)
         cursor = page.cursor
+        warn_of_gaps(page.expired, page.missed)
         yield page
         if page.rollouts:
             continue
@@ -171,10 +205,12 @@ def stream(
     timeout: float | None,
     include: Include,
     retry_for: float,
+    more: More | None = None,
 ) -> Stream:
+    """Completions as they come. `more` is asked after each page; what it submits it enters into `ids`."""
     end = None if timeout is None else time.monotonic() + timeout
     # A dict keeps the order, so that the oldest are probed first.
-    pending = None if ids is None else dict.fromkeys(ids)
+    pending = dict.fromkeys(ids) if ids is not None and more is None else cast("dict[str, None] | None", ids)
     if pending is not None and not pending:
         return
     if cursor is None:
@@ -206,6 +242,8 @@ def stream(
                 yield rollout
         if pending is None:
             continue
+        if more is not None:
+            yield from more()
         if pending and time.monotonic() - heard > SILENCE_S:
             yield from _probe(pending, list(pending)[:PROBED], include, retry_for)
             heard = time.monotonic()
@@ -232,33 +270,53 @@ def run(
     include: Include,
     retry_for: float,
     announce: Callable[[list[Submitted]], None] | None = None,
+    in_flight: int | None = None,
 ) -> Stream:
     """Submit, then stream in order of completion. `announce` is told what was accepted.
 
     The cursor is taken before the submission, so that nothing can end unseen.
     """
+    source = iter([requests] if isinstance(requests, RolloutRequest) else requests)
     cursor = yield from now_cursor(retry_for)
-    accepted = yield from submit(requests, retry_for)
-    if announce:
-        announce(accepted)
-    pending = dict.fromkeys(s.id for s in accepted)
-    # What a previous run with the same ids has finished is not in the stream any more.
-    ended = [s.id for s in accepted if not s.created]
-    yield from _probe(pending, ended, include, retry_for)
-    yield from stream(pending, None, cursor, timeout, include, retry_for)
+    pending: dict[str, None] = {}
+
+    def more() -> Stream:
+        while True:
+            room = math.inf if in_flight is None else in_flight - len(pending)
+            wanted: list[RolloutRequest] = []
+            # A group is submitted whole, so the last one may go a little beyond.
+            while room > 0 and (request := next(source, None)) is not None:
+                wanted.append(request)
+                room -= request.n
+            if not wanted:
+                return
+            accepted = yield from submit(wanted, retry_for)
+            if announce:
+                announce(accepted)
+            pending.update(dict.fromkeys(s.id for s in accepted))
+            # What a previous run with the same ids has finished is not in the stream any more.
+            ended = [s.id for s in accepted if not s.created]
+            yield from _probe(pending, ended, include, retry_for)
+            if pending:
+                return
+
+    yield from more()
+    yield from stream(pending, None, cursor, timeout, include, retry_for, more)
 
 
 def collect(
     requests: Requests,
     timeout: float | None,
-    progress: Progress | None,
     include: Include,
     retry_for: float,
+    show: Callable[[Stream], Stream] = lambda steps: steps,
 ) -> Operation[list[Rollout]]:
-    """`run` to its end, the results in the order of submission."""
+    """`run` to its end, the results in the order of submission. `show` may look at the steps."""
     order: list[str] = []
     found: dict[str, Rollout] = {}
-    steps = run(requests, timeout, include, retry_for, lambda accepted: order.extend(s.id for s in accepted))
+    steps = show(
+        run(requests, timeout, include, retry_for, lambda accepted: order.extend(s.id for s in accepted))
+    )
     answer: Any = None
     while True:
         try:
@@ -268,8 +326,6 @@ def collect(
         if isinstance(step, Rollout):
             found[step.id] = step
             answer = None
-            if progress:
-                progress(step, len(found), len(order))
         else:
             answer = yield step
 
@@ -318,8 +374,22 @@ def add_backend(request: BackendRequest, retry_for: float) -> Operation[Backend]
     return fetch(Call("POST", "/v1/backends", body=body), Backend, retry_for)
 
 
-def remove_backend(backend_id: str, retry_for: float) -> Operation[None]:
-    yield from send(Call("DELETE", f"/v1/backends/{quote(backend_id, safe='')}"), retry_for)
+def _backend_path(backend_id: str) -> str:
+    return f"/v1/backends/{quote(backend_id, safe='')}"
+
+
+def backend(backend_id: str, retry_for: float) -> Operation[Backend]:
+    return fetch(Call("GET", _backend_path(backend_id)), Backend, retry_for)
+
+
+def drain_backend(backend_id: str, drain: bool, retry_for: float) -> Operation[Backend]:
+    body = DrainRequest(drain=drain).model_dump_json().encode()
+    return fetch(Call("POST", f"{_backend_path(backend_id)}/drain", body=body), Backend, retry_for)
+
+
+def remove_backend(backend_id: str, force: bool, retry_for: float) -> Operation[None]:
+    params = {} if force else {"force": "false"}
+    yield from send(Call("DELETE", _backend_path(backend_id), params), retry_for)
 
 
 def status(retry_for: float) -> Operation[dict[str, Any]]:

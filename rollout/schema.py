@@ -7,11 +7,15 @@ import secrets
 import time
 import uuid
 from enum import StrEnum
-from typing import Annotated, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from rollout.trajectory import FinishReason, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.arrays import Arrays
 
 MAX_ROLLOUTS_PER_CALL = 1000
 """Rollouts that one `POST /v1/rollouts` may create, every request's `n` counted."""
@@ -87,18 +91,39 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SamplingParams(_Strict):
-    """How the engine samples. The defaults give log-probs that a full-vocabulary trainer reproduces."""
+LOWEST_TEMPERATURE = 0.01
+"""Below it (but for 0) vLLM takes 0.01 without a word, and so samples from another distribution."""
+MAX_INT32 = 2**31 - 1
+"""Engines keep token ids and counts of tokens in 32 bits."""
 
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < LOWEST_TEMPERATURE:
+        raise ValueError(f"{value:g} is too low for engines: 0 (the most likely token) or at least 0.01")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+
+class SamplingParams(_Strict):
+    """How the engine samples. The defaults give log-probs that a full-vocabulary trainer reproduces.
+
+    What no engine takes is refused here, before anything is enqueued; ids are checked against the model's
+    vocabulary only by the engine.
+    """
+
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = Field(default=1.0, ge=0.0, le=2.0)
+    """0 always takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_INT32)
     """Keep the k most likely tokens; -1 (or 0) keeps all."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT32)
     """Most ids sampled in one model call; None = what the context leaves."""
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     """Seed of the first call; each rollout of a group and each turn derives its own from it."""
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=64)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    """End a turn, beside those of the model's chat format."""
 
 
 class Limits(_Strict):
@@ -108,7 +133,10 @@ class Limits(_Strict):
     max_response_tokens: int | None = Field(default=None, ge=1)
     """Most ids sampled over all turns; None = what the context leaves."""
     max_malformed_calls: int = Field(default=3, ge=1)
-    """Consecutive tool calls that cannot be parsed before the rollout ends."""
+    """Consecutive turns whose every tool call is malformed before the rollout ends."""
+    max_repeated_actions: int | None = Field(default=8, ge=2)
+    """Consecutive turns with the same tool calls and the same answers before the rollout ends; None = any
+    number."""
     max_attempts: int = Field(default=3, ge=1, le=20)
     """Starts from INIT, the first included, when infrastructure fails."""
     init_timeout_s: float = Field(default=300.0, gt=0)
@@ -122,6 +150,14 @@ class Limits(_Strict):
     """From submission to the end, queues and retries included."""
 
 
+class Webhook(_Strict):
+    """Where to say that a rollout has ended; `rollout.verify_webhook` checks what comes."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=2048)]
+    include: Literal["trajectory", "summary"] = "summary"
+    """Whether the trajectory comes along."""
+
+
 class RolloutRequest(_Strict):
     """One task, to be rolled out `n` times as a group."""
 
@@ -133,6 +169,8 @@ class RolloutRequest(_Strict):
     """Chosen by the caller, it makes the submission idempotent. With `n` > 1 it names the group
     and the rollouts are `<id>.0` … `<id>.<n-1>`."""
     group_id: Identifier | None = None
+    priority: int = Field(default=0, ge=0, le=9)
+    """Higher goes first among the tenant's own waiting rollouts; waiting lifts the others in time."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
     policy_version: Annotated[str, Field(max_length=128)] | None = None
@@ -142,6 +180,8 @@ class RolloutRequest(_Strict):
     tags: list[Tag] = Field(default_factory=list, max_length=16)
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Handed back untouched."""
+    webhook: Webhook | None = None
+    """Called for each of the `n` rollouts; None = what the deployment is set to."""
 
     def rollout_ids(self) -> tuple[str, list[str]]:
         """The group id and the ids of the `n` rollouts."""
@@ -202,6 +242,16 @@ class TimelineEvent(BaseModel):
     owner: str | None = None
 
 
+class TimelineNote(BaseModel):
+    """Something that happened to a rollout beside its changes of state. `at`: seconds since the epoch."""
+
+    at: float
+    attempt: int
+    fence: int
+    text: str
+    """At most 400 bytes."""
+
+
 class SandboxRecord(BaseModel):
     """The sandbox a rollout ran in, for the trajectory's reader."""
 
@@ -222,6 +272,8 @@ class Rollout(BaseModel):
     index: int
     """Position within its group, from 0."""
     handler: str
+    tenant: str = "default"
+    """Whose it is: the tenant of the API key that submitted it."""
     state: State
     attempt: int
     """Starts from INIT so far, this one included."""
@@ -235,8 +287,12 @@ class Rollout(BaseModel):
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     trajectory: Trajectory | None = None
-    """None until RUN has ended, or when a summary was asked for."""
+    """None until RUN has ended, when a summary was asked for, or once it was dropped."""
+    trajectory_dropped: Literal["acknowledged", "size"] | None = None
+    """Why a trajectory that was there is kept no longer; None = it was not dropped."""
     backend: str | None = None
+    policy_versions: list[str] = Field(default_factory=list)
+    """Versions of the weights that sampled it, in order of first use."""
     sandbox: SandboxRecord | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     """Numbers of the handler and of the loop: turns, tokens, tool calls …"""
@@ -245,8 +301,29 @@ class Rollout(BaseModel):
     created_at: float
     updated_at: float
     finished_at: float | None = None
+    completion: str | None = None
+    """Its place in the order of completion, for good: the cursor after it. None until it has ended."""
+    acknowledged_at: float | None = None
     deadline_at: float
     timeline: list[TimelineEvent] = Field(default_factory=list)
+    """Its changes of state, the first one first."""
+    notes: list[TimelineNote] = Field(default_factory=list)
+    """What else happened: its sandbox, its backends, errors of attempts. The first 64 are kept."""
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The trajectory as flat NumPy arrays: views of the answer where it came as msgpack, else copies.
+
+        Raises:
+            LookupError: There is no trajectory.
+        """
+        from rollout.arrays import Arrays
+
+        if self.trajectory is None:
+            raise LookupError(
+                f"rollout {self.id} came without a trajectory: it has none, or a summary was asked for"
+            )
+        return Arrays.of(self.trajectory)
 
 
 class RolloutPage(BaseModel):
@@ -261,6 +338,32 @@ class CompletionPage(BaseModel):
     rollouts: list[Rollout]
     cursor: str
     """Pass it to get what ended after these; the same cursor gives the same answer again."""
+    expired: list[str] = Field(default_factory=list)
+    """Ids among these whose records are past their retention."""
+    missed: bool = False
+    """True: the cursor asked for is older than what is kept; some before these are past their retention."""
+
+
+class AckRequest(_Strict):
+    """Results that have arrived for good."""
+
+    ids: list[Identifier] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
+
+
+class RedeliverRequest(_Strict):
+    """Rollouts whose webhooks are wanted once more."""
+
+    ids: list[Identifier] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
+
+
+class AckResponse(BaseModel):
+    """How many of the ids were what."""
+
+    acknowledged: int
+    already_acknowledged: int
+    not_ended: int
+    """Refused: only what has ended can be acknowledged."""
+    unknown: int
 
 
 class HandlerInfo(BaseModel):
@@ -272,7 +375,15 @@ class HandlerInfo(BaseModel):
     """JSON Schema of `RolloutRequest.task`."""
     uses_sandbox: bool = False
     uses_model: bool = True
+    image: str | None = None
+    """Image of its sandbox; None = the deployment's default, or the `image` of the task where it has one."""
     tools: list[str] = Field(default_factory=list)
+    tool_schemas: list[dict[str, Any]] = Field(default_factory=list)
+    """Those that the prompt describes, in the format of chat completions."""
+
+
+EngineName = Literal["vllm", "sglang", "embedded"]
+EngineApi = Literal["generate", "completions", "sglang"]
 
 
 class BackendRequest(_Strict):
@@ -287,10 +398,21 @@ class BackendRequest(_Strict):
     """Path or hub name; None = the model root that the server names."""
     logprobs_mode: Annotated[str, Field(pattern=r"^(raw|processed)_logprobs$")] | None = None
     """What the server was started with, if it does not say so itself."""
+    capacity_tokens: int | None = Field(default=None, ge=1)
+    """Tokens its key-value cache holds; None = as the server says."""
+    max_rollouts: int | None = Field(default=None, ge=1)
+    """Most rollouts on it at once; None = as many as its cache has room for."""
+
+
+class DrainRequest(_Strict):
+    """Whether a backend takes new rollouts."""
+
+    drain: bool = True
+    """False: it takes some again."""
 
 
 class Backend(BaseModel):
-    """An LLM server and its present load."""
+    """An LLM server, what is known of its health, and its present load."""
 
     id: str
     url: str
@@ -298,14 +420,66 @@ class Backend(BaseModel):
     tokenizer: str
     max_model_len: int
     """Context of the model in tokens."""
-    policy_version: str | None = None
+    engine: EngineName = "vllm"
+    api: EngineApi = "generate"
+    """`generate` (`/inference/v1/generate`), `completions` (`/v1/completions`) or `sglang` (`/generate`)."""
     logprobs_mode: str | None = None
-    api: str = "generate"
-    """`generate` (`/inference/v1/generate`) or `completions`."""
+    routed_experts: bool = False
+    """True: it was started to return the expert choices of a mixture-of-experts model, if asked to."""
+    capacity_tokens: int | None = None
+    """Tokens its key-value cache holds; None = unknown, so it counts as never full."""
+    max_rollouts: int | None = None
+    policy_version: str | None = None
+    """Label of the weights it serves now."""
+
+    healthy: bool = True
+    reachable: bool = True
+    """False: it fails its health probes. It may be reachable and yet not healthy: its weights are wrong."""
+    error: str | None = None
+    """Why it is not healthy, or why its last weight update failed."""
     draining: bool = False
+    """True: it takes no new rollouts; those on it go on."""
+    paused: bool = False
+    """True while its weights are exchanged: it takes no new rollouts, calls under way wait or end."""
     live_rollouts: int = 0
     load: float = 0.0
-    """Score in the heap."""
+    """Score in the heap: reserved context tokens of its rollouts, or their number."""
+    stats: BackendStats | None = None
+    """What its own metrics said at the last probe."""
+
+
+class BackendStats(BaseModel):
+    """What an engine says of itself. None = it does not say."""
+
+    at: float
+    """Time of the probe, seconds since the epoch."""
+    running: int | None = None
+    """Calls being worked on."""
+    waiting: int | None = None
+    """Calls in the engine's own queue."""
+    kv_usage: float | None = None
+    """Share of the key-value cache in use, 0 to 1."""
+    prompt_tokens: int | None = None
+    """Prompt tokens looked up in the prefix cache since the engine started."""
+    cached_tokens: int | None = None
+    """Those of them that were found there."""
+    generation_tokens: int | None = None
+    """Tokens sampled since the engine started."""
+    requests: int | None = None
+    """Calls that ended since the engine started."""
+    request_seconds: float | None = None
+    """Seconds that they took in the engine, from arrival to end, added up."""
+
+    @computed_field
+    @property
+    def cached_ratio(self) -> float | None:
+        """Share of prompt tokens that came from the prefix cache."""
+        if not self.prompt_tokens or self.cached_tokens is None:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+
+Backend.model_rebuild()
 
 
 class FieldError(BaseModel):

@@ -7,7 +7,6 @@ chain's segments is the prompt that the engine saw at the last call plus what it
 
 from __future__ import annotations
 
-import json
 import math
 from enum import StrEnum
 from typing import Any, Literal
@@ -34,6 +33,8 @@ class FinishReason(StrEnum):
     """The model's context has no room for another turn."""
     MALFORMED_CALLS = "malformed_calls"
     """Too many consecutive tool calls that could not be parsed."""
+    REPEATED_ACTIONS = "repeated_actions"
+    """The same calls got the same answers too many times in a row."""
     TIME_LIMIT = "time_limit"
     """`Limits.run_timeout_s` passed; the partial trajectory is kept."""
     ERROR = "error"
@@ -89,7 +90,7 @@ class Message(BaseModel):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+                    "function": {"name": call.name, "arguments": call.arguments},
                 }
                 for call in self.tool_calls
             ]
@@ -118,6 +119,8 @@ class Segment(BaseModel):
     finish_reason: str | None = None
     """The engine's own word for the end of the call (`stop`, `length`, `abort`)."""
     call_id: str | None = None
+    routed_experts: Any = None
+    """Expert choices of the whole call, opaque, on its last segment; None = the engine sent none."""
     messages: list[Message] = Field(default_factory=list)
     """What these ids say, for readers. Never encoded again."""
 
@@ -127,11 +130,14 @@ class Segment(BaseModel):
         if not self.sampled:
             if self.logprobs is not None or self.policy_version is not None:
                 raise ValueError("a segment that was not sampled has no log-probs and no policy version")
+            if self.routed_experts is not None:
+                raise ValueError("a segment that was not sampled has no routed experts")
             return self
         if self.logprobs is None or len(self.logprobs) != len(self.token_ids):
             have = "none" if self.logprobs is None else str(len(self.logprobs))
             raise ValueError(f"{len(self.token_ids)} sampled ids need as many log-probs; got {have}")
-        if not all(math.isfinite(value) for value in self.logprobs):
+        # The sum is not finite where one of them is not, and is ten times quicker to look at.
+        if not math.isfinite(sum(self.logprobs)) and not all(map(math.isfinite, self.logprobs)):
             raise ValueError("a log-prob is not finite")
         if self.role != "assistant":
             raise ValueError(f"sampled ids belong to the role 'assistant', not {self.role!r}")
@@ -206,6 +212,11 @@ class Trajectory(BaseModel):
     """What the engine's log-probs mean: `processed_logprobs`, `raw_logprobs` or None (unknown)."""
     warnings: list[str] = Field(default_factory=list)
     """What a trainer should know before it trusts the log-probs or the isolation."""
+    unread: list[Message] = Field(default_factory=list)
+    """Observations after the last turn that no model call has read, because a limit ended the rollout.
+    They have no ids: there is nothing to train on."""
+    artifacts: dict[str, str] = Field(default_factory=dict)
+    """What the handler keeps of a rollout besides its turns, by name: a patch, a report of its tests."""
 
     @model_validator(mode="after")
     def _refuse_newer(self) -> Trajectory:
@@ -249,8 +260,15 @@ class Trajectory(BaseModel):
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of the last chain, for readers and scorers."""
-        return [m for segment in (self.chains[-1].segments if self.chains else []) for m in segment.messages]
+        """The messages of the last chain, and what nobody read after it, for readers and scorers."""
+        segments = self.chains[-1].segments if self.chains else []
+        return [m for segment in segments for m in segment.messages] + self.unread
+
+    @property
+    def versions_used(self) -> list[str]:
+        """Policy versions that sampled it, over all chains, in order of first use."""
+        sampled = (s for chain in self.chains for s in chain.segments if s.sampled)
+        return list(dict.fromkeys(s.policy_version for s in sampled if s.policy_version is not None))
 
     @property
     def turns(self) -> int:

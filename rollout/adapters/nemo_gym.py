@@ -1,0 +1,127 @@
+"""NeMo Gym: the answer of an agent server to `/run`, with token fields on the last item of each model call.
+
+NeMo Gym is not on the package index: the names follow its wire format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rollout.adapters.base import samples, usable
+from rollout.schema import Rollout
+from rollout.trajectory import Chain, Message, Segment
+from rollout.turns import calls_of
+
+
+def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The row with `response` and `reward`; of the last chain, as Gym takes one.
+
+    Args:
+        row: What Gym has sent to `/run`; it goes back with the answer.
+    """
+    row = dict(row or {})
+    row.setdefault("responses_create_params", {"input": []})
+    params = row["responses_create_params"]
+    found = samples(rollout)
+    unread = rollout.trajectory.unread if rollout.trajectory else ()
+    answer = {
+        **row,
+        "response": {
+            "id": f"resp_{rollout.id}",
+            "created_at": int(rollout.created_at),
+            "model": params.get("model") or (rollout.trajectory.model if rollout.trajectory else None) or "",
+            "object": "response",
+            "output": output_items(found[-1].chain, rollout.id, unread) if found else [],
+            "parallel_tool_calls": True,
+            "tool_choice": params.get("tool_choice", "auto"),
+            "tools": params.get("tools", []),
+        },
+        "reward": rollout.reward if usable(rollout) else 0.0,
+    }
+    if rollout.reward_components:
+        answer["reward_components"] = dict(rollout.reward_components)
+    if not usable(rollout):
+        answer["mask_sample"] = True
+        answer["_ng_failure_class"] = rollout.error.blame.value if rollout.error else rollout.state.value
+    return answer
+
+
+def output_items(chain: Chain, name: str, unread: Iterable[Message] = ()) -> list[dict[str, Any]]:
+    """What follows the prompt: messages, calls, their outputs; the last item of a model call has its tokens.
+
+    Args:
+        name: Begins the items' ids.
+        unread: Observations that no call has read, behind the rest.
+    """
+    items: list[dict[str, Any]] = []
+    seen: list[int] = []
+    number = 0
+    for call in calls_of(chain):
+        ids = [token for segment in call for token in segment.token_ids]
+        if call[0].sampled:
+            said = _sampled(call, f"{name}_{number}")
+            number += 1
+            said[-1] |= {
+                "prompt_token_ids": list(seen),
+                "generation_token_ids": ids,
+                "generation_log_probs": [value for segment in call for value in segment.logprobs or ()],
+            }
+            if call[-1].routed_experts is not None:
+                said[-1]["routed_experts"] = call[-1].routed_experts
+            items += said
+        elif number:  # what comes before the first turn is the input
+            items += _given(message for segment in call for message in segment.messages)
+        seen += ids
+    return [*items, *_given(unread)]
+
+
+def _sampled(call: list[Segment], name: str) -> list[dict[str, Any]]:
+    message = next((m for segment in reversed(call) for m in segment.messages), Message(role="assistant"))
+    items: list[dict[str, Any]] = []
+    if message.reasoning:
+        text = {"type": "summary_text", "text": message.reasoning}
+        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [text]})
+    if message.text or not message.tool_calls:
+        cut = call[-1].finish_reason in ("length", "abort")
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{name}",
+                "role": "assistant",
+                "status": "incomplete" if cut else "completed",
+                "content": [{"type": "output_text", "text": message.text, "annotations": []}],
+            }
+        )
+    for tool_call in message.tool_calls:
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{name}_{tool_call.id}",
+                "call_id": tool_call.id,
+                "name": tool_call.name,
+                "arguments": json.dumps(tool_call.arguments),
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _given(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """What the environment said. A call that could not be parsed has no id that an output could name."""
+    for message in messages:
+        if message.role == "tool" and message.tool_call_id:
+            yield {
+                "type": "function_call_output",
+                "call_id": message.tool_call_id,
+                "output": message.text,
+                "status": "completed",
+            }
+        else:
+            role = message.role if message.role in ("user", "system") else "user"
+            content = [{"type": "input_text", "text": message.text}]
+            yield {"type": "message", "role": role, "status": "completed", "content": content}
+
+
+# -- many --------------------------------------------------------------------------------------

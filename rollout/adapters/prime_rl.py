@@ -1,0 +1,102 @@
+"""prime-rl and verifiers: `TrainingSample`s of prime-rl, and the message graph of a verifiers v1 `Trace`.
+
+prime-rl is not on the package index: its names follow its source (`transport/types.py`). verifiers is: 0.4.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rollout.adapters.base import samples, usable
+from rollout.schema import Rollout, State
+from rollout.trajectory import Chain, Message
+
+
+def training_samples(rollout: Rollout, *, env_name: str | None = None) -> list[dict[str, Any]]:
+    """Arguments of `TrainingSample`, one a chain; none for a dropped rollout, which teaches nothing.
+
+    Args:
+        env_name: None = the handler's name.
+    """
+    if not usable(rollout):
+        return []
+    found = []
+    for sample in samples(rollout):
+        prompt = len(sample.prompt_ids)
+        tokens = sample.prompt_ids + sample.response_ids
+        found.append(
+            {
+                "token_ids": tokens,
+                "mask": [False] * prompt + [bit == 1 for bit in sample.loss_mask],
+                "logprobs": [0.0] * prompt + sample.logprobs,
+                "temperatures": [rollout.request.sampling.temperature] * len(tokens),
+                "env_name": env_name or rollout.handler,
+                "reward": rollout.reward,
+            }
+        )
+    return found
+
+
+def trace_fields(rollout: Rollout) -> dict[str, Any]:
+    """Arguments of a verifiers `Trace` beside `task` and `agent`, which are the caller's."""
+    nodes: list[dict[str, Any]] = []
+    for sample in samples(rollout):
+        nodes += _nodes(sample.chain, len(nodes))
+    names = rollout.reward_components or ({} if rollout.reward is None else {"reward": rollout.reward})
+    # verifiers sums its rewards, and our components need not sum to the reward.
+    shown = {"reward": rollout.reward} if usable(rollout) else {}
+    error = rollout.error
+    return {
+        "nodes": nodes,
+        "rewards": {name: {"score": score} for name, score in shown.items()},
+        "metrics": {**rollout.metrics, **{f"reward/{name}": value for name, value in names.items()}},
+        "is_completed": rollout.state.terminal,
+        "ok": usable(rollout),
+        "stop_condition": rollout.finish_reason.value if rollout.finish_reason else None,
+        "is_timeout": rollout.state is State.TIMED_OUT,
+        "errors": [{"type": error.type, "message": error.message, "traceback": error.traceback}]
+        if error
+        else [],
+    }
+
+
+def _nodes(chain: Chain, first: int) -> list[dict[str, Any]]:
+    """A node a message; the tokens of a segment are on the node of its last message."""
+    nodes: list[dict[str, Any]] = []
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+
+    def add(message: dict[str, Any], *, sampled: bool, tokens: bool) -> None:
+        node = {"parent": first + len(nodes) - 1 if nodes else None, "message": message, "sampled": sampled}
+        if tokens:
+            node |= {"token_ids": list(ids), "mask": list(mask), "logprobs": list(logprobs)}
+            for part in (ids, mask, logprobs):
+                part.clear()
+        nodes.append(node)
+
+    for segment in chain.segments:
+        ids += segment.token_ids
+        mask += [segment.sampled] * len(segment.token_ids)
+        logprobs += segment.logprobs or []
+        for position, message in enumerate(segment.messages, 1):
+            is_last = position == len(segment.messages)
+            add(_message(message), sampled=segment.sampled, tokens=is_last)
+    if ids:  # a call that was cut off before it said anything
+        add({"role": "assistant", "content": ""}, sampled=True, tokens=True)
+    return nodes
+
+
+def _message(message: Message) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.role == "tool":
+        said["tool_call_id"] = message.tool_call_id or ""
+    if message.reasoning:
+        said["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
+            for call in message.tool_calls
+        ]
+    return said

@@ -1,0 +1,50 @@
+"""SkyRL: `GeneratorOutput` (`skyrl.train.generators.base`), lists over the batch; checked with SkyRL 0.3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout.adapters.base import TRUNCATED, Sample, last_sample, rewards, samples
+from rollout.schema import Rollout
+
+
+def generator_output(
+    rollouts: Sequence[Rollout], *, step_wise: bool = False, trajectory_id: Callable[..., Any] = dict
+) -> dict[str, Any]:
+    """A `GeneratorOutput`.
+
+    Args:
+        step_wise: A row for every chain, `is_last_step` set on a rollout's last; else the last chain alone.
+        trajectory_id: SkyRL's class `TrajectoryID`; without it the ids are dicts.
+
+    Raises:
+        ValueError: A rollout has no turn, so there is no row for it.
+    """
+    rows: list[tuple[Rollout, Sample, float, bool]] = []
+    for rollout, reward in zip(rollouts, rewards(rollouts), strict=True):
+        last = last_sample(rollout)
+        found = samples(rollout) if step_wise else [last]
+        rows += [(rollout, sample, reward, sample is found[-1]) for sample in found]
+    return {
+        "prompt_token_ids": [sample.prompt_ids for _, sample, _, _ in rows],
+        "response_ids": [sample.response_ids for _, sample, _, _ in rows],
+        "rewards": [reward for _, _, reward, _ in rows],
+        "loss_masks": [sample.loss_mask for _, sample, _, _ in rows],
+        "stop_reasons": [_stop_reason(rollout) for rollout, *_ in rows],
+        "rollout_metrics": None,
+        "rollout_logprobs": [sample.logprobs for _, sample, _, _ in rows],
+        "trajectory_ids": [
+            trajectory_id(instance_id=rollout.group_id, repetition_id=rollout.index) for rollout, *_ in rows
+        ],
+        "trajectory_generation_times": [rollout.stage_seconds.get("run", 0.0) for rollout in rollouts],
+        "rollout_expert_indices": None,
+        "is_last_step": [last for *_, last in rows] if step_wise else None,
+        "env_metrics": [dict(rollout.metrics) for rollout, *_ in rows],
+        "pixel_values": None,
+        "image_grid_thw": None,
+    }
+
+
+def _stop_reason(rollout: Rollout) -> str:
+    return "length" if rollout.finish_reason in TRUNCATED else "stop"

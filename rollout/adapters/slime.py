@@ -1,0 +1,55 @@
+"""slime: the fields of `Sample` (`slime.utils.types`), for `Sample.from_dict`.
+
+slime is not on the package index (a package of that name is another one): the names follow its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.adapters.base import TRUNCATED, Sample, rewards, samples, usable
+from rollout.schema import Rollout, State
+
+
+def sample_dicts(group: Sequence[Rollout], *, group_index: int, first_index: int = 0) -> list[dict[str, Any]]:
+    """One `Sample` a chain; the chains of a rollout share its `rollout_id` in the metadata.
+
+    Args:
+        group_index: Number of the prompt.
+        first_index: Number of the first sample; they count on from it.
+    """
+    found = []
+    for rollout, reward in zip(group, rewards(group), strict=True):
+        # Without a turn there is nothing to learn from, but slime counts the members of a group.
+        for sample in samples(rollout) or [None]:
+            found.append(_fields(rollout, sample, reward) | {"group_index": group_index})
+            found[-1]["index"] = first_index + len(found) - 1
+    return found
+
+
+def _fields(rollout: Rollout, sample: Sample | None, reward: float) -> dict[str, Any]:
+    segments = sample.chain.segments if sample else []
+    first = next((i for i, segment in enumerate(segments) if segment.sampled), 0)
+    calls = {s.call_id: s.policy_version for s in segments if s.sampled}
+    return {
+        "prompt": [message.to_chat() for segment in segments[:first] for message in segment.messages],
+        "tokens": sample.prompt_ids + sample.response_ids if sample else [],
+        "response": "".join(message.text for segment in segments[first:] for message in segment.messages),
+        "response_length": len(sample.response_ids) if sample else 0,
+        "reward": reward,
+        "loss_mask": sample.loss_mask if sample else [],
+        "weight_versions": [version or "" for version in calls.values()],
+        "rollout_log_probs": sample.logprobs if sample else [],
+        "remove_sample": not usable(rollout) or sample is None,
+        "status": _status(rollout),
+        "metadata": {"rollout_id": rollout.id, "group_id": rollout.group_id, **rollout.reward_components},
+    }
+
+
+def _status(rollout: Rollout) -> str:
+    if rollout.state is State.CANCELLED:
+        return "aborted"
+    if not usable(rollout):
+        return "failed"
+    return "truncated" if rollout.finish_reason in TRUNCATED else "completed"

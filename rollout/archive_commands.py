@@ -1,0 +1,69 @@
+"""`rollout archive`: look at an archive of ended rollouts, and take out what is wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from rollout import archive as reader
+from rollout.schema import Rollout, State
+
+
+@click.group()
+def archive() -> None:
+    """Read the archive of ended rollouts (the directory of ROLLOUT_ARCHIVE_DIR)."""
+
+
+directory = click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+
+@archive.command("list")
+@directory
+def list_files(directory: Path) -> None:
+    """Show each file with its size and the rollouts in it."""
+    for path in reader.files(directory):
+        count = sum(text.count(b"\n") for _, text in reader.members(path))
+        being = "  being written" if path.name.endswith(reader.OPEN_SUFFIX) else ""
+        click.echo(f"{path.name}  {path.stat().st_size} bytes  {count} rollouts{being}")
+
+
+@archive.command()
+@directory
+@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="[default: stdout]")
+@click.option("--handler", help="Only this handler.")
+@click.option("--tag", help="Only rollouts with this tag.")
+@click.option("--state", type=click.Choice([s.value for s in State if s.terminal]), help="Only this state.")
+@click.option("--samples", is_flag=True, help="Flat token arrays of what may be trained on.")
+def read(
+    directory: Path, output: IO[str], handler: str | None, tag: str | None, state: str | None, samples: bool
+) -> None:
+    """Write rollouts as JSON lines, each once, in the order of completion."""
+    for rollout in reader.read(directory):
+        if handler not in (None, rollout.handler) or state not in (None, rollout.state):
+            continue
+        if tag is not None and tag not in rollout.request.tags:
+            continue
+        if not samples:
+            output.write(rollout.model_dump_json() + "\n")
+        elif (flat := sample(rollout)) is not None:
+            output.write(json.dumps(flat) + "\n")
+
+
+def sample(rollout: Rollout) -> dict[str, Any] | None:
+    """The last chain as parallel arrays; None for what must not be trained on, or has no tokens."""
+    trajectory = rollout.trajectory
+    if rollout.drop or rollout.reward is None or trajectory is None or not trajectory.chains:
+        return None
+    return {
+        "id": rollout.id,
+        "group_id": rollout.group_id,
+        "reward": rollout.reward,
+        "prompt_ids": trajectory.prompt_ids,
+        "response_ids": trajectory.response_ids,
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+        "policy_versions": trajectory.policy_versions,
+    }

@@ -1,0 +1,182 @@
+"""What `rollout top` shows, asked through the HTTP API alone, and the rates between two looks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.batch import Batch, BatchList
+from rollout.calls import Call, fetch, fetch_json
+from rollout.client import Client
+from rollout.errors import ApiError
+from rollout.fleet import Fleet
+from rollout.schema import TERMINAL_STATES, Backend, CompletionPage, Rollout, RolloutPage, State
+
+WINDOW_S = 15.0
+"""Rates are over so many seconds: steady enough to read, and the numbers of backends come every 5 s."""
+RECENT = 50
+"""Rollouts that ended, kept to be shown; a window has room for fewer."""
+BATCHES = 20
+EVERYBODY = "*"
+FORBIDDEN = 403
+
+
+@dataclass(frozen=True)
+class Look:
+    """The service at one moment, and what happened a second lately."""
+
+    fleet: Fleet
+    backends: list[Backend]
+    batches: list[Batch]
+    """The newest first."""
+    recent: list[Rollout]
+    """Summaries of what ended, the latest first."""
+    tenant: str | None
+    """Whose batches and rollouts these are; None = everybody's."""
+    version: str
+    flower: str | None
+    stages_per_s: dict[str, float] = field(default_factory=dict)
+    """Times that a stage ended a second, over all attempts; empty after the first look."""
+    ended_per_s: dict[str, float] = field(default_factory=dict)
+    """Rollouts that ended a second, by state."""
+    tokens_per_s: dict[str, float] = field(default_factory=dict)
+    """Tokens that a backend sampled a second, where it says."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For scripts; names are those of the API."""
+        return {
+            "at": self.fleet.at,
+            "version": self.version,
+            "tenant": self.tenant or EVERYBODY,
+            "flower": self.flower,
+            "fleet": self.fleet.model_dump(),
+            "rates": {
+                "stages": self.stages_per_s,
+                "ended": self.ended_per_s,
+                "tokens": self.tokens_per_s,
+            },
+            "backends": [one.model_dump() for one in self.backends],
+            "batches": [one.model_dump(mode="json") for one in self.batches],
+            "recent": [
+                one.model_dump(mode="json", exclude={"request", "trajectory", "timeline", "notes"})
+                for one in self.recent
+            ],
+        }
+
+
+class Watcher:
+    """Looks at a service again and again."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._tenant: str | None = EVERYBODY
+        self._cursor: str | None = None
+        self._recent: deque[Rollout] = deque(maxlen=RECENT)
+        self._fleets: deque[Fleet] = deque()
+        self._tokens: dict[str, deque[tuple[float, int]]] = {}
+
+    def look(self) -> Look:
+        """Ask for everything.
+
+        Raises:
+            Unavailable: The gateway, or its Redis, does not answer; a later look may find it again.
+            ApiError: It refuses; the message says why.
+        """
+        fleet = self._client._drive(fetch(Call("GET", "/v1/fleet"), Fleet, 0.0))
+        status = self._client._drive(fetch_json(Call("GET", "/v1/status"), 0.0))
+        try:
+            batches = self._of_tenant("/v1/batches", BatchList, limit=BATCHES).batches
+        except ApiError as error:
+            if error.status != FORBIDDEN or self._tenant is None:
+                raise
+            # A key without the scope admin sees its own tenant.
+            self._tenant = None
+            batches = self._of_tenant("/v1/batches", BatchList, limit=BATCHES).batches
+        self._follow()
+        backends = [Backend.model_validate(one) for one in status["backends"]]
+        first = self._keep(fleet)
+        return Look(
+            fleet=fleet,
+            backends=backends,
+            batches=batches,
+            recent=list(self._recent),
+            tenant=None if self._tenant else status["tenant"]["name"],
+            version=status["version"],
+            flower=(status.get("flower") or {}).get("url"),
+            stages_per_s=_rates(first, fleet, _stage_counts),
+            ended_per_s=_rates(first, fleet, _end_counts),
+            tokens_per_s=self._sampled(backends),
+        )
+
+    def _of_tenant(self, path: str, model: Any, **params: Any) -> Any:
+        if self._tenant:
+            params["tenant"] = self._tenant
+        return self._client._drive(fetch(Call("GET", path, params), model, 0.0))
+
+    def _follow(self) -> None:
+        """Add what ended since the last look."""
+        if self._cursor is None:
+            # Where to follow from is asked first, so that nothing falls between.
+            now = self._of_tenant("/v1/completions", CompletionPage, cursor="$", include="summary")
+            newest = self._of_tenant("/v1/rollouts", RolloutPage, limit=RECENT).rollouts
+            found = [one for one in newest if one.finished_at is not None]
+            self._recent.extend(sorted(found, key=lambda one: -(one.finished_at or 0.0)))
+            self._cursor = now.cursor
+            return
+        page = self._of_tenant(
+            "/v1/completions", CompletionPage, cursor=self._cursor, limit=RECENT, include="summary"
+        )
+        self._cursor = page.cursor
+        if len(page.rollouts) == RECENT:
+            # More ended than anybody reads: go on from now.
+            now = self._of_tenant("/v1/completions", CompletionPage, cursor="$", include="summary")
+            self._cursor = now.cursor
+        known = {one.id for one in self._recent}
+        self._recent.extendleft(one for one in page.rollouts if one.id not in known)
+
+    def _keep(self, fleet: Fleet) -> Fleet:
+        """Remember a look; the one that rates are counted from."""
+        if self._fleets and fleet.states.get("completed", 0) < self._fleets[-1].states.get("completed", 0):
+            self._fleets.clear()  # another Redis
+        self._fleets.append(fleet)
+        while len(self._fleets) > 2 and self._fleets[1].at <= fleet.at - WINDOW_S:
+            self._fleets.popleft()
+        return self._fleets[0]
+
+    def _sampled(self, backends: list[Backend]) -> dict[str, float]:
+        rates = {}
+        for backend in backends:
+            stats = backend.stats
+            if stats is None or stats.generation_tokens is None:
+                continue
+            seen = self._tokens.setdefault(backend.id, deque())
+            if seen and stats.generation_tokens < seen[-1][1]:
+                seen.clear()  # the engine was started anew
+            if not seen or stats.at > seen[-1][0]:
+                seen.append((stats.at, stats.generation_tokens))
+            while len(seen) > 2 and seen[1][0] <= stats.at - WINDOW_S:
+                seen.popleft()
+            (then, before), (now, after) = seen[0], seen[-1]
+            # An engine that was not probed for long says nothing of now.
+            if now > then and time.time() - now < 2 * WINDOW_S:
+                rates[backend.id] = (after - before) / (now - then)
+        return rates
+
+
+def _stage_counts(fleet: Fleet) -> dict[str, int]:
+    return {name: load.ended for name, load in fleet.stages.items()}
+
+
+def _end_counts(fleet: Fleet) -> dict[str, int]:
+    return {state.value: fleet.states.get(state.value, 0) for state in State if state in TERMINAL_STATES}
+
+
+def _rates(first: Fleet, last: Fleet, counts: Callable[[Fleet], dict[str, int]]) -> dict[str, float]:
+    seconds = last.at - first.at
+    if seconds <= 0:
+        return {}
+    before = counts(first)
+    return {name: max(0, count - before.get(name, 0)) / seconds for name, count in counts(last).items()}
