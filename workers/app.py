@@ -25,11 +25,15 @@ from services.queues import (
     queue_for,
 )
 from services.settings import settings
-from workers import process
+from workers import (
+    process,
+    renewal,
+    slots,  # noqa: F401 - registers its control command
+)
 from workers.evaluate import evaluate
 from workers.init import init
 from workers.run import run_turns
-from workers.sandboxes import owner_of
+from workers.sandboxes import release_attempts
 from workers.stage import CLEANUP_S, run_stage
 
 app = make_celery(settings())
@@ -58,7 +62,7 @@ def cleanup_task(ref: Ref) -> None:
     """Release the sandboxes of an attempt that ended outside a stage."""
     worker = process.current()
     done = asyncio.run_coroutine_threadsafe(
-        worker.host.release_owner(owner_of(ref["id"], ref["attempt"])), worker.loop
+        release_attempts(worker.host, ref["id"], ref["attempt"]), worker.loop
     )
     done.result(CLEANUP_S)
 
@@ -88,11 +92,24 @@ def _start(sender: Any, **_: Any) -> None:
     consumed = sender.app.amqp.queues.consume_from
     stages = [stage for stage in STAGES if stage in consumed]
     try:
-        process.start(app, settings(), sender.hostname, stages)
+        worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
+        worker.consumer = sender
     except Exception as error:
         # Celery would log it and go on as a worker that is ready but can do nothing.
         structlog.get_logger("worker").exception("the worker cannot start")
         raise SystemExit(f"the worker cannot start: {error}") from error
+
+
+_stopper: threading.Thread | None = None
+LEAVE_S = 5.0
+"""For a stopping worker to take itself off the list of live ones; it would be counted for seconds else."""
+
+
+@signals.worker_shutdown.connect
+def _end(**_: Any) -> None:
+    if _stopper is not None:
+        _stopper.join(LEAVE_S)
+    renewal.go_on()
 
 
 @signals.worker_shutting_down.connect
@@ -102,4 +119,6 @@ def _stop(**_: Any) -> None:
         worker = process.current()
     except RuntimeError:
         return
-    threading.Thread(target=worker.stop, name="stop", daemon=True).start()
+    global _stopper
+    _stopper = threading.Thread(target=worker.stop, name="stop", daemon=True)
+    _stopper.start()

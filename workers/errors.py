@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import ClassVar
 
 from rollout.schema import Blame, ErrorInfo, Stage
-from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.errors import NodeShort, SandboxError, SandboxRequestError
 from sandbox.spec import Fate
 
 MAX_TRACEBACK = 8000
@@ -57,6 +57,8 @@ def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
     message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
     if fate is not None and fate.kind == "limited":
         return TaskError(message)
+    if isinstance(error, NodeShort):
+        return InfrastructureError(message)
     kind = HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure
     return kind(message)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from rollout.schema import State
 from rollout.trajectory import FinishReason, Trajectory
-from services.state.rollouts import Finish
+from services.state.payloads import PayloadError
+from services.state.rollouts import Claim, Finish
 from workers.errors import HandlerError, InfrastructureError, StageTimeout, time_limit
-from workers.handlers.base import EvalContext, Reward
+from workers.handlers.base import AgentHandler, EvalContext, Reward, check_artifacts
+from workers.hooks import consult
 from workers.stage import StageRun, outcome_fields
 
 
@@ -25,21 +28,27 @@ async def evaluate(run: StageRun) -> Finish:
         return Finish(State.FAILED)
     handler = process.handlers.get(claim.request.handler)
     reason = FinishReason(claim.finish_reason) if claim.finish_reason else None
+    trajectory = _trajectory(claim)
+    before = dict(trajectory.artifacts)
     ctx = run.context(
         EvalContext,
         handler,
         metrics=claim.metrics,
-        trajectory=_trajectory(claim.trajectory_json),
+        artifacts=trajectory.artifacts,
+        sandboxes=run.sandboxes,
+        trajectory=trajectory,
         finish_reason=reason,
     )
     limit = claim.request.limits.eval_timeout_s
     try:
         async with time_limit(limit, StageTimeout, f"EVAL took longer than eval_timeout_s = {limit:g}"):
-            reward = await handler.evaluate(ctx)
+            reward = await _score(handler, ctx)
     finally:
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
     _check(reward, handler.name)
+    check_artifacts(ctx.artifacts, handler.name)
+    ctx.metrics.update(handler.metrics(ctx, reward))
     return Finish(
         # RUN was cut off by its time limit: the score stands, and the state says how it came about.
         State.TIMED_OUT if reason is FinishReason.TIME_LIMIT else State.COMPLETED,
@@ -48,13 +57,30 @@ async def evaluate(run: StageRun) -> Finish:
             reward_components=json.dumps(reward.components),
             metrics=ctx.metrics,
         ),
+        # Written once more only where EVAL has added to it: it may be large.
+        trajectory if trajectory.artifacts != before else None,
     )
 
 
-def _trajectory(raw: str | None) -> Trajectory:
-    if raw is None:
+async def _score(handler: AgentHandler[Any], ctx: EvalContext[Any]) -> Reward:
+    try:
+        return await handler.evaluate(ctx)
+    except Exception as raised:
+        error, stands_in = await consult(handler.on_eval_error, ctx, raised)
+        if stands_in is None:
+            raise error from error.__cause__
+        ctx.log.info("the handler scores a failed EVAL", error=repr(error), reward=repr(stands_in))
+        return stands_in
+
+
+def _trajectory(claim: Claim) -> Trajectory:
+    try:
+        found = claim.trajectory()
+    except PayloadError as error:
+        raise InfrastructureError(str(error)) from error
+    if found is None:
         raise InfrastructureError("the trajectory is missing in Redis; was it evicted?")
-    return Trajectory.model_validate_json(raw)
+    return found
 
 
 def _check(reward: object, handler: str) -> None:

@@ -6,6 +6,7 @@ from rollout.schema import State
 from services.state.rollouts import Finish
 from workers.errors import StageTimeout, time_limit
 from workers.handlers.base import InitContext
+from workers.hooks import consult
 from workers.stage import StageRun, outcome_fields
 
 
@@ -21,7 +22,11 @@ async def init(run: StageRun) -> Finish:
     ctx = run.context(InitContext, handler, sandboxes=run.sandboxes)
     limit = claim.request.limits.init_timeout_s
     async with time_limit(limit, StageTimeout, f"INIT took longer than init_timeout_s = {limit:g}"):
-        await handler.init(ctx)
+        try:
+            await handler.init(ctx)
+        except Exception as raised:
+            error, _ = await consult(handler.on_init_error, ctx, raised)
+            raise error from error.__cause__
     if ctx.sandbox is not None:
         await ctx.sandbox.close()
     return Finish(State.READY, outcome_fields(metrics=ctx.metrics))

@@ -12,15 +12,20 @@ from services.dispatch import Dispatcher
 from services.queues import Ref
 from services.settings import Settings
 from services.state import keys
+from services.state.election import LOCK_S, Election
+from services.state.fleet import ALIVE_S, FleetStore
+from services.state.retention import ResultStore
 from services.state.rollouts import Overdue, RolloutStore
 
 log = structlog.get_logger("reaper")
 
-LOCK_S = 10.0
-"""Another worker takes over when the elected one was silent for so long."""
 TRIM_EVERY_S = 600.0
-
-_EXTEND = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
+LOOK_FOR_NODES_EVERY_S = 5.0
+STEADY_GAP_S = 3 * LOOK_FOR_NODES_EVERY_S
+"""Between two looks for lost nodes; after a longer one all nodes seem silent, and must be given time to
+speak."""
+AT_ONCE = 200
+"""Rollouts that one script judges: Redis answers nobody else meanwhile."""
 
 
 class Reaper:
@@ -34,40 +39,98 @@ class Reaper:
         settings: Settings,
         owner: str,
     ) -> None:
-        self._redis = client
         self._store = store
         self._dispatcher = dispatcher
+        self._results = ResultStore(client, settings)
         self._interval = settings.reaper_interval_s
-        self._owner = owner
-        self._extend = client.register_script(_EXTEND)
+        # The elected reaper may be one of the dead whose leases run out: another must be there by then.
+        lock_s = min(LOCK_S, settings.lease_s / 2)
+        self._election = Election(client, keys.REAPER_LOCK, owner, settings.reaper_interval_s, lock_s)
         self._trimmed = 0.0
+        self._settings = settings
+        self._was_away = False
+        self._patient_until = float("-inf")
+        """After Redis was away workers extend their leases first, which takes a third of one."""
+        self._fleet = FleetStore(client)
+        self._lost_after_s = max(2 * ALIVE_S, settings.lease_s)
+        self._looked_for_nodes = float("-inf")
+        self._steady_since = float("inf")
+        """Since when every look for nodes came in time and Redis answered it."""
 
     def run(self, stopping: threading.Event) -> None:
         """Tick until the worker stops. Redis being away is waited out."""
         while not stopping.wait(self._interval):
             try:
-                if self._elected():
+                if self._election.won():
                     self.tick()
             except redis.RedisError as error:
+                self.redis_was_away()
                 log.warning("reaper could not reach Redis", error=str(error))
             except Exception:
                 # Whatever one tick met must not end the watch over all the others.
                 log.exception("reaper tick failed")
 
-    def _elected(self) -> bool:
-        millis = int(max(LOCK_S, 3 * self._interval) * 1000)
-        if self._redis.set(keys.REAPER_LOCK, self._owner, nx=True, px=millis):
-            log.debug("elected", owner=self._owner)
-            return True
-        return bool(self._extend(keys=[keys.REAPER_LOCK], args=[self._owner, millis]))
+    def redis_was_away(self) -> None:
+        """Note that nobody could speak or extend a lease."""
+        self._looked_for_nodes = float("-inf")
+        self._was_away = True
 
     def tick(self) -> None:
         """Deal with everything that is due now."""
-        for item in self._store.overdue():
-            self._deal_with(item)
+        if self._was_away:
+            self._was_away, self._patient_until = False, time.monotonic() + self._settings.lease_s / 2
+        if time.monotonic() < self._patient_until:
+            return
+        while items := self._store.overdue(AT_ONCE):
+            for item in items:
+                self._deal_with(item)
+            if len(items) < AT_ONCE:
+                break
+        if time.monotonic() - self._looked_for_nodes > LOOK_FOR_NODES_EVERY_S:
+            self._take_from_lost_nodes()
+        self._free_results()
         if time.monotonic() - self._trimmed > TRIM_EVERY_S:
             self._trimmed = time.monotonic()
             self._store.trim()
+            self._results.trim()
+
+    def _take_from_lost_nodes(self) -> None:
+        """What waits for a node whose workers are all gone would wait until its deadline.
+
+        Where this worker, or Redis, stood still, the others look gone too: nothing is taken until they have
+        had the time to speak.
+        """
+        begun = time.monotonic()
+        if begun - self._looked_for_nodes > STEADY_GAP_S:
+            self._steady_since = begun
+        nodes = self._fleet.lost_nodes(self._lost_after_s)
+        self._looked_for_nodes = time.monotonic()
+        if self._looked_for_nodes - begun > LOOK_FOR_NODES_EVERY_S:
+            self._steady_since = self._looked_for_nodes
+        if not nodes or self._looked_for_nodes - self._steady_since < self._lost_after_s:
+            return
+        for item in self._store.vacate(nodes, lost=True):
+            bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=item.node)
+            if item.action == "ended":
+                bound.warning("node lost: the rollout has no attempt left")
+            else:
+                bound.warning("node lost: rollout restarts from INIT")
+                ref = Ref(id=item.rollout_id, attempt=item.attempt, node=None)
+                self._dispatcher.send(item.stage, [ref])
+
+    def _free_results(self) -> None:
+        dropped = self._results.sweep()
+        for one in dropped:
+            if one.reason == "size":
+                log.warning(
+                    "trajectory dropped: results are over ROLLOUT_RESULTS_MAX_BYTES",
+                    rollout_id=one.rollout_id,
+                    bytes=one.bytes,
+                    acknowledged=one.acknowledged,
+                )
+        if acked := [one for one in dropped if one.reason == "acknowledged"]:
+            size = sum(one.bytes for one in acked)
+            log.info("acknowledged trajectories freed", count=len(acked), bytes=size)
 
     def _deal_with(self, item: Overdue) -> None:
         bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 from rollout.schema import State
 from rollout.trajectory import FinishReason
 from sandbox.errors import SandboxError
 from services.state.rollouts import Finish
 from workers.agent.loop import AgentLoop
-from workers.agent.router import BackendRouter
 from workers.errors import StageError, StageTimeout, time_limit
-from workers.handlers.base import RunContext
+from workers.handlers.base import RunContext, check_artifacts
+from workers.hooks import consult
 from workers.stage import StageRun, failed, outcome_fields
 
 
@@ -22,37 +24,56 @@ async def run_turns(run: StageRun) -> Finish:
     """
     claim, process = run.claim, run.process
     handler = process.handlers.get(claim.request.handler)
-    router = BackendRouter(claim.rollout_id, claim.request.policy_version, process.backends, process.http())
+    router = run.router()
     agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools)
     agent.metrics.update(claim.metrics)
-    ctx = run.context(RunContext, handler, metrics=agent.metrics, agent=agent)
+    ctx = run.context(
+        RunContext,
+        handler,
+        metrics=agent.metrics,
+        artifacts=agent.trajectory.artifacts,
+        agent=agent,
+        sandboxes=run.sandboxes,
+    )
     fields: dict[str, str] = {}
     reason = FinishReason.ERROR
     try:
+        if handler.uses_model:
+            # Before the clock starts: waiting for room on a backend is waiting in a queue.
+            await router.acquire(process.prompts.expected(handler.name, claim.request.task))
         async with time_limit(claim.request.limits.run_timeout_s, StageTimeout, "run_timeout_s"):
             reason = FinishReason(await handler.run(ctx))
+        check_artifacts(ctx.artifacts, handler.name)
     except StageTimeout:
         reason = FinishReason.TIME_LIMIT
-    except SandboxError:
-        raise
-    except Exception as error:
-        if isinstance(error, StageError) and error.retry:
-            raise
-        # The partial trajectory is kept for whoever debugs the handler; EVAL will not score it.
-        fields = failed(run, error)
+    except Exception as raised:
+        error, answer = await consult(handler.on_run_error, ctx, raised)
+        if isinstance(error, SandboxError) or (isinstance(error, StageError) and error.retry):
+            raise error from error.__cause__
+        if answer is None:
+            # The partial trajectory is kept for whoever debugs the handler; EVAL will not score it.
+            fields = failed(run, error)
+        else:
+            reason = FinishReason(answer)
+            run.log.info("the handler has a failed RUN scored", error=repr(error), finish_reason=reason.value)
     finally:
         if router.backend is not None:
             fields["backend"] = router.backend.id
+        process.prompts.seen(handler.name, agent.trajectory)
+        agent.metrics.update(router.metrics)
         await router.release()
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
     agent.metrics["turns"] = agent.trajectory.turns
+    versions = agent.trajectory.versions_used
+    agent.metrics["policy_versions"] = len(versions)
     agent.trajectory.finish_reason = reason
     if claim.sandbox is not None and claim.sandbox.isolation_missing:
         missing = ", ".join(claim.sandbox.isolation_missing)
         agent.trajectory.warnings.append(f"sandbox ran without: {missing}")
     return Finish(
         State.EVALUATING,
-        outcome_fields(finish_reason=reason, metrics=agent.metrics) | fields,
+        outcome_fields(finish_reason=reason, metrics=agent.metrics, policy_versions=json.dumps(versions))
+        | fields,
         agent.trajectory,
     )

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from rollout.schema import SandboxRecord
 from sandbox.client import SandboxClient
+from sandbox.errors import SandboxError
 from sandbox.host_client import HostClient
-from sandbox.spec import BindSpec, Limits, SandboxSpec
+from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
 from services.settings import Settings
 from services.state.rollouts import RolloutStore
+from services.state.tenants import TenantStore
+from workers.errors import from_sandbox
+from workers.permits import check_sandbox
 
 if TYPE_CHECKING:
-    from workers.handlers.base import InitContext
+    from workers.handlers.base import Context
 
 log = structlog.get_logger("sandboxes")
 
@@ -48,7 +53,9 @@ class Sandboxes:
         host: HostClient,
         store: RolloutStore,
         settings: Settings,
+        tenants: TenantStore,
         *,
+        tenant: str,
         rollout_id: str,
         attempt: int,
         fence: int,
@@ -57,7 +64,10 @@ class Sandboxes:
         self._host = host
         self._store = store
         self._settings = settings
+        self._tenants = tenants
+        self._tenant = tenant
         self._rollout_id = rollout_id
+        self._attempt = attempt
         self._owner = owner_of(rollout_id, attempt)
         self._fence = fence
         self._deadline_in_s = deadline_in_s
@@ -65,7 +75,7 @@ class Sandboxes:
 
     async def boot(
         self,
-        ctx: InitContext[Any],
+        ctx: Context[Any],
         *,
         image: str | None = None,
         network: str = "none",
@@ -87,25 +97,21 @@ class Sandboxes:
             ipython: Start the kernel now, in the background.
 
         Raises:
+            TaskError: The rollout's tenant may not have such a sandbox.
             SandboxError: It did not start; the message carries the runtime's own words.
         """
-        runtime = ctx.request.sandbox_runtime or self._settings.sandbox_runtime
-        self.booted = True
-        info = await self._host.start(
-            SandboxSpec(
-                image=image or self._settings.sandbox_image,
-                runtime=runtime,
-                network=network,
+        info = await self._start(
+            await self._spec(
+                ctx,
+                image,
+                network,
+                limits,
                 env=env or {},
                 files=files or {},
-                limits=limits or Limits(),
                 binds=tuple(binds),
                 ipython=ipython,
-                owner=self._owner,
-                max_lifetime_s=self._deadline_in_s + LIFETIME_MARGIN_S,
             )
         )
-        _announce(info.runtime, info.isolation_missing)
         record = SandboxRecord(
             id=info.id,
             runtime=info.runtime,
@@ -119,9 +125,83 @@ class Sandboxes:
         ctx.sandbox = SandboxClient(info.socket)
         return ctx.sandbox
 
+    @asynccontextmanager
+    async def fresh(
+        self,
+        ctx: Context[Any],
+        *,
+        image: str | None = None,
+        network: str = "none",
+        limits: Limits | None = None,
+    ) -> AsyncIterator[SandboxClient]:
+        """A sandbox beside the rollout's own, which nothing of the agent has touched; it ends with the block.
+
+        Raises:
+            TaskError: The rollout's tenant may not have such a sandbox.
+            SandboxError: It did not start.
+            StageError: A call on it failed: blame as the host says how it ended.
+        """
+        info = await self._start(await self._spec(ctx, image, network, limits))
+        client = SandboxClient(info.socket)
+        try:
+            yield client
+        except SandboxError as error:
+            raise from_sandbox(error, await self._host.fate(info.id)) from error
+        finally:
+            await client.close()
+            await self._host.release(info.id)
+
+    async def warm(
+        self,
+        ctx: Context[Any],
+        *,
+        image: str | None = None,
+        network: str = "none",
+        limits: Limits | None = None,
+    ) -> None:
+        """Have the node start a sandbox like `fresh(…)` ahead; returns before it is ready."""
+        await self._host.keep_warm(await self._spec(ctx, image, network, limits))
+
+    async def _spec(
+        self,
+        ctx: Context[Any],
+        image: str | None,
+        network: str,
+        limits: Limits | None,
+        **more: Any,
+    ) -> SandboxSpec:
+        spec = SandboxSpec(
+            image=image or self._settings.sandbox_image,
+            runtime=ctx.request.sandbox_runtime or self._settings.sandbox_runtime,
+            network=network,
+            limits=limits or Limits(),
+            owner=self._owner,
+            max_lifetime_s=self._deadline_in_s + LIFETIME_MARGIN_S,
+            **more,
+        )
+        tenant = await asyncio.to_thread(self._tenants.get, self._tenant)
+        check_sandbox(spec, tenant, runtime=ctx.request.sandbox_runtime)
+        return spec
+
+    async def _start(self, spec: SandboxSpec) -> SandboxInfo:
+        self.booted = True
+        info = await self._host.start(spec)
+        _announce(info.runtime, info.isolation_missing)
+        return info
+
     async def release(self) -> None:
-        """End every sandbox of the attempt; harmless without one."""
-        await self._host.release_owner(self._owner)
+        """End every sandbox of the attempt, and of those before it; harmless without one."""
+        await release_attempts(self._host, self._rollout_id, self._attempt)
+
+
+async def release_attempts(host: HostClient, rollout_id: str, attempt: int) -> None:
+    """End the sandboxes of a rollout's attempts up to this one on the node of `host`.
+
+    An EVAL whose worker was lost is done again, as the next attempt, on the sandbox that RUN had: that one,
+    and what the lost worker had booted, belong to an attempt before.
+    """
+    for number in range(1, attempt + 1):
+        await host.release_owner(owner_of(rollout_id, number))
 
 
 async def note_sandbox(
@@ -129,4 +209,6 @@ async def note_sandbox(
 ) -> None:
     """Write where a rollout's sandbox lives."""
     box = json.dumps({"record": record.model_dump(), "socket": socket})
-    await asyncio.to_thread(store.note, rollout_id, fence, {"sandbox": box, "node": record.node})
+    took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
+    text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
+    await asyncio.to_thread(store.note, rollout_id, fence, {"sandbox": box, "node": record.node}, text)

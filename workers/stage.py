@@ -14,15 +14,19 @@ from typing import Any, TypeVar
 import redis
 import structlog
 from celery import Task
+from kombu.exceptions import KombuError
 
 from rollout.schema import ErrorInfo, Stage, State
 from rollout.trajectory import FinishReason
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError
 from sandbox.spec import Fate
-from services.queues import Ref
+from services import logs
+from services.queues import INIT, Ref
+from services.queues import describe as describe_ref
 from services.state.rollouts import Claim, Finish
 from workers import process as processes
+from workers.agent.router import BackendRouter
 from workers.errors import DeadlinePassed, HandlerError, StageError, describe, from_sandbox, time_limit
 from workers.handlers.base import AgentHandler, Context
 from workers.process import CANCEL, LOST, OVERDUE, SHUTDOWN, Held, WorkerProcess
@@ -31,6 +35,10 @@ from workers.sandboxes import Sandboxes
 log = structlog.get_logger("stage")
 
 CLEANUP_S = 20.0
+FULL, STOPPED = "full", "stopped"
+"""Why INIT takes nothing now, although somebody may wait."""
+PUT_BACK_S = 1.0
+"""For a message of INIT to wait in its slot for room, before it is left to other nodes."""
 FATE_S = 5.0
 """Most seconds that cleaning up may hold a finished stage."""
 FINISH_PATIENCE_S = 600.0
@@ -49,12 +57,18 @@ class StageRun:
         self.held = held
         self.claim = claim
         self.log = log.bind(
-            rollout_id=claim.rollout_id, attempt=claim.attempt, stage=claim.stage.value, fence=claim.fence
+            rollout_id=claim.rollout_id,
+            tenant=claim.tenant,
+            attempt=claim.attempt,
+            stage=claim.stage.value,
+            fence=claim.fence,
         )
         self.sandboxes = Sandboxes(
             process.host,
             process.store,
             process.settings,
+            process.tenants,
+            tenant=claim.tenant,
             rollout_id=claim.rollout_id,
             attempt=claim.attempt,
             fence=claim.fence,
@@ -82,6 +96,19 @@ class StageRun:
             log=self.log,
             sandbox=SandboxClient(claim.sandbox_socket) if claim.sandbox_socket else None,
             **more,
+        )
+
+    def router(self) -> BackendRouter:
+        """What the rollout's model calls go through."""
+        claim, process = self.claim, self.process
+        return BackendRouter(
+            claim.rollout_id,
+            process.placements,
+            process.http(),
+            fence=claim.fence,
+            group_id=claim.group_id if claim.group_id != claim.rollout_id else None,
+            policy_version=claim.request.policy_version,
+            wait_s=process.settings.backend_wait_s,
         )
 
     async def fate(self) -> Fate | None:
@@ -151,31 +178,27 @@ def _interrupted(run: StageRun) -> Finish | None:
     return None
 
 
-async def _work(run: StageRun, body: Body) -> Finish | None:
+async def work(run: StageRun, body: Body) -> Finish | None:
     """The body under the rollout's deadline; every end becomes an outcome."""
     claim = run.claim
-    structlog.contextvars.bind_contextvars(rollout_id=claim.rollout_id, attempt=claim.attempt)
     try:
-        try:
-            async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
-                outcome = await body(run)
-        except DeadlinePassed:
-            run.held.reason = run.held.reason or OVERDUE
+        async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
+            outcome = await body(run)
+    except DeadlinePassed:
+        run.held.reason = run.held.reason or OVERDUE
+        outcome = _interrupted(run)
+    except asyncio.CancelledError:
+        if run.held.reason is None:
+            # Nobody asked for it: the handler let a cancel of its own escape.
+            outcome = failure(run, HandlerError("the handler raised CancelledError"))
+        else:
+            # The request has been heard; the task goes on to clean up.
+            asyncio.current_task().uncancel()
             outcome = _interrupted(run)
-        except asyncio.CancelledError:
-            if run.held.reason is None:
-                # Nobody asked for it: the handler let a cancel of its own escape.
-                outcome = failure(run, HandlerError("the handler raised CancelledError"))
-            else:
-                # The request has been heard; the task goes on to clean up.
-                asyncio.current_task().uncancel()
-                outcome = _interrupted(run)
-        except SandboxError as error:
-            outcome = failure(run, from_sandbox(error, await run.fate()))
-        except Exception as error:
-            outcome = failure(run, error)
-    finally:
-        structlog.contextvars.clear_contextvars()
+    except SandboxError as error:
+        outcome = failure(run, from_sandbox(error, await run.fate()))
+    except Exception as error:
+        outcome = failure(run, error)
     keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)
     # An EVAL that is handed back is done again on the same sandbox.
     keeps_sandbox |= outcome is not None and outcome.next == "handback" and claim.stage is Stage.EVAL
@@ -187,28 +210,74 @@ async def _work(run: StageRun, body: Body) -> Finish | None:
 def run_stage(task: Task, ref: Ref, stage: Stage, body: Body) -> Ref:
     """Do one stage of the rollout that the message names, if it is ours to do."""
     process = processes.current()
-    held = process.hold(ref["id"], stage)
-    if held is None:
-        return _stop_chain(task, ref)
     try:
-        claim = process.store.claim(ref["id"], ref["attempt"], stage, process.name)
-        if isinstance(claim, str):
-            log.debug("message dropped", rollout_id=ref["id"], stage=stage.value, why=claim)
-            return _stop_chain(task, ref)
-        held.fence = claim.fence
-        run = StageRun(process, held, claim)
-        try:
-            outcome = process.run(held, _work(run, body))
-        except asyncio.CancelledError:
-            outcome = _interrupted(run)
-        entered = LOST if outcome is None else _finish(run, outcome)
+        claim, held = _take(process, ref, stage)
+        put_back_at = time.monotonic() + PUT_BACK_S
+        while claim in (FULL, STOPPED) and process.admission.wait_for_room(put_back_at - time.monotonic()):
+            claim, held = _take(process, ref, stage)
     except redis.RedisError as error:
         # The reaper rings again; the claim, if it was made after all, runs out with its lease.
         log.error("Redis does not answer", rollout_id=ref["id"], stage=stage.value, error=str(error))
         return _stop_chain(task, ref)
+    if not isinstance(claim, Claim):
+        log.debug("message dropped", rollout_id=ref["id"], stage=stage.value, why=claim)
+        if claim in (FULL, STOPPED):
+            process.dispatcher.send(INIT, [ref])
+        return _stop_chain(task, ref)
+    _tell_monitors(process, task, ref, claim)
+    # The coroutine on the event loop inherits this context, and so do the handler and its libraries.
+    with logs.context(
+        rollout_id=claim.rollout_id,
+        attempt=claim.attempt,
+        stage=stage.value,
+        fence=claim.fence,
+        tenant=claim.tenant,
+    ):
+        return _run_stage(task, ref, StageRun(process, held, claim), body)
+
+
+def _take(process: WorkerProcess, ref: Ref, stage: Stage) -> tuple[Claim | str, Held | None]:
+    """Claim and enter what was claimed, or say why there is nothing."""
+    with process.claiming() as cancelled:
+        claim = _claim(process, ref, stage)
+        return claim, process.hold(claim, cancelled) if isinstance(claim, Claim) else None
+
+
+def _claim(process: WorkerProcess, ref: Ref, stage: Stage) -> Claim | str:
+    """The stage of the rollout that the message names; of INIT, that of the one whose turn it is."""
+    if stage is not Stage.INIT:
+        return process.store.claim(ref["id"], ref["attempt"], stage, process.name)
+    admission = process.admission
+    if not admission.is_open:
+        return STOPPED
+    most_on_node, most_without_sandbox = admission.bounds()
+    claim = process.store.claim_next(
+        ref["id"],
+        ref["attempt"],
+        process.name,
+        node=process.settings.node,
+        most_on_node=most_on_node,
+        most_without_sandbox=most_without_sandbox,
+    )
+    if claim == FULL:
+        admission.found_full()
+    return claim
+
+
+def _run_stage(task: Task, ref: Ref, run: StageRun, body: Body) -> Ref:
+    process, held = run.process, run.held
+    try:
+        try:
+            outcome = process.run(held, work(run, body))
+        except asyncio.CancelledError:
+            outcome = _interrupted(run)
+        entered = LOST if outcome is None else _finish(run, outcome)
+    except redis.RedisError as error:
+        # The reaper rings again once the lease has run out.
+        run.log.error("Redis does not answer", error=str(error))
+        return _stop_chain(task, ref)
     finally:
         process.let_go(held)
-    # Only now: a message sent while the rollout is held here would be dropped by this very process.
     return _after(task, ref, run, entered, outcome)
 
 
@@ -230,19 +299,41 @@ def _after(task: Task, ref: Ref, run: StageRun, entered: str, outcome: Finish | 
     claim = run.claim
     if entered in (State.READY, State.EVALUATING) and outcome.next == entered:
         node = run.process.settings.node if run.has_sandbox else None
-        return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node)
+        return _ref(claim, node)
     _stop_chain(task, ref)
     if entered == LOST:
         run.log.warning("outcome refused: the rollout is not ours any more")
     elif outcome.next == "handback" and entered in (State.QUEUED, State.EVALUATING):
         stage, node = ("init", None) if entered == State.QUEUED else ("eval", claim.node)
-        run.process.dispatcher.send(stage, [Ref(id=claim.rollout_id, attempt=claim.attempt, node=node)])
+        run.process.dispatcher.send(stage, [_ref(claim, node)])
     else:
         run.log.info("rollout " + entered)
     if entered in (LOST, State.CANCELLED) and run.has_sandbox:
         # A cancel can arrive after the body decided to keep the sandbox for the next stage.
         asyncio.run_coroutine_threadsafe(run.clean_up(), run.process.loop).result(CLEANUP_S + 5)
     return ref
+
+
+def _ref(claim: Claim, node: str | None) -> Ref:
+    return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node, handler=claim.request.handler)
+
+
+def _tell_monitors(process: WorkerProcess, task: Task, ref: Ref, claim: Claim) -> None:
+    """Have Flower show what the task works on, where its message did not say.
+
+    One of INIT may have brought another rollout than it names, and the reaper knows no handlers.
+    """
+    told = describe_ref(_ref(claim, ref["node"]))
+    if told == describe_ref(ref):
+        return
+    # Not `task.send_event`: it would overtake the consumer's own events, which are sent in bundles.
+    events = getattr(process.consumer, "event_dispatcher", None)
+    if events is None or not events.enabled:
+        return
+    try:
+        events.send("task-started", uuid=task.request.id, args=told)
+    except (KombuError, redis.RedisError) as error:
+        log.debug("monitors were not told", error=str(error))
 
 
 def _stop_chain(task: Task, ref: Ref) -> Ref:

@@ -1,247 +1,56 @@
-"""Messages to token ids and sampled ids to messages, without ever encoding a sampled id again.
-
-Text that comes from outside (task, tool output) is data: a `<|im_end|>` in it must stay text, or
-output could forge a turn. Such text is cut inside every added token of the tokenizer, and the
-pieces are encoded apart, so that no added token can form.
-"""
+"""The codec of a model: how its tokenizer's chat format is written and read, loaded once a process."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
-import re
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
-from rollout.schema import new_id
-from rollout.trajectory import Message, ToolCall
+from rollout.schema import Backend
+from workers.agent.formats import Codec, CodecError, RendererCodec, TemplateCodec
+from workers.agent.guard import TokenizerGuard
+
+__all__ = [
+    "Codec",
+    "CodecError",
+    "RendererCodec",
+    "TemplateCodec",
+    "load_codec",
+    "preload",
+    "takeover_obstacle",
+]
 
 log = structlog.get_logger("codec")
 
-CUT = "\U0010fffe"
-"""A Unicode noncharacter, never valid in text: marks where untrusted text is cut before encoding."""
+MAX_LOADED = 16
+"""Tokenizers kept in memory; a large vocabulary takes 100 MB."""
 
-
-class CodecError(RuntimeError):
-    """The tokenizer's template cannot be continued token by token; the message says why."""
-
-
-@dataclass
-class ParsedTurn:
-    """What the model said, from the ids it sampled."""
-
-    message: Message
-    malformed: list[str] = field(default_factory=list)
-    """One line for each tool call that could not be parsed."""
-
-
-class Codec(Protocol):
-    """Renders and parses one model's chat format."""
-
-    name: str
-    digest: str
-    """Name and a digest of vocabulary and template: rollouts with the same one share token ids."""
-    stop_token_ids: list[int]
-
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        """Ids of the conversation's start, generation prompt included."""
-
-    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
-        """Ids to append to `prompt + sampled` for new messages, generation prompt included.
-
-        Raises:
-            CodecError: They cannot be appended without changing what is there.
-        """
-
-    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
-        """The message that the sampled ids say."""
-
-
-class TokenizerGuard:
-    """A tokenizer that encodes text piecewise at `CUT`. Decoding is the tokenizer's own."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, added))) if added else None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            # Not callable on purpose: renderers then encode through `encode`, where the cuts count.
-            raise AttributeError(name)
-        return getattr(self._tokenizer, name)
-
-    def escape(self, text: str) -> str:
-        """Untrusted text with a cut inside everything that would become an added token."""
-        text = text.replace(CUT, "\ufffd")
-        if self._added is None:
-            return text
-        at = 0
-        while found := self._added.search(text, at):
-            # Going on right behind the cut finds tokens that overlap this one, too.
-            at = found.start() + 2
-            text = text[: found.start() + 1] + CUT + text[found.start() + 1 :]
-        return text
-
-    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        ids: list[int] = []
-        for piece in text.split(CUT):
-            if piece:
-                ids += self._tokenizer.encode(piece, add_special_tokens=False)
-        return ids
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.pop("tokenize", True):
-            return self.encode(self._tokenizer.apply_chat_template(*args, tokenize=False, **kwargs))
-        return self._tokenizer.apply_chat_template(*args, tokenize=False, **kwargs)
-
-    def chat(self, message: Message) -> dict[str, Any]:
-        """The message for a template, with its text escaped."""
-        out = message.to_chat()
-        out["content"] = self.escape(out["content"])
-        return out
-
-
-class RendererCodec:
-    """Uses the library `renderers`, which knows the model's format in Python."""
-
-    def __init__(self, guard: TokenizerGuard, renderer: Any) -> None:
-        self.name = f"renderers/{type(renderer).__name__}"
-        self.digest = ""
-        self._guard = guard
-        self._renderer = renderer
-        self.stop_token_ids = list(renderer.get_stop_token_ids())
-
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        chat = [self._guard.chat(message) for message in messages]
-        return self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True)
-
-    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
-        rendered = self._renderer.bridge_to_next_turn(
-            prompt, sampled, [self._guard.chat(message) for message in new]
-        )
-        known = len(prompt) + len(sampled)
-        if rendered is None or rendered.token_ids[:known] != prompt + sampled:
-            raise CodecError(
-                f"{self.name} cannot append {[m.role for m in new]} messages to {known} ids unchanged"
-            )
-        return rendered.token_ids[known:]
-
-    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
-        parsed = self._renderer.parse_response(sampled, prompt_ids=prompt)
-        calls, malformed = [], []
-        for call in parsed.tool_calls:
-            if str(call.status) == "ok" and call.name and isinstance(call.arguments, dict):
-                calls.append(ToolCall(id=call.id or _call_id(), name=call.name, arguments=call.arguments))
-            else:
-                malformed.append(f"{call.status}: {call.raw.strip()[:200]}")
-        message = Message(
-            role="assistant",
-            content=parsed.content or "",
-            reasoning=parsed.reasoning_content or None,
-            tool_calls=calls,
-        )
-        return ParsedTurn(message, malformed)
-
-
-_SENTINEL = "SENTINELanswerSENTINEL"
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-class TemplateCodec:
-    """Uses the tokenizer's own chat template, for models that `renderers` does not know.
-
-    The ids to append come from rendering `[user, assistant SENTINEL, new messages …]` and keeping
-    what follows the sentinel's end of turn. Whether the template allows that is checked here, once.
-    Tool calls are parsed in the Hermes form (`<tool_call>{json}</tool_call>`).
-    """
-
-    def __init__(self, guard: TokenizerGuard) -> None:
-        self.name = "chat-template"
-        self.digest = ""
-        self._guard = guard
-        if guard.eos_token_id is None:
-            raise CodecError("the tokenizer names no end-of-turn token (eos_token)")
-        self.stop_token_ids = [guard.eos_token_id]
-        self._check()
-
-    def _text(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
-        return self._guard.apply_chat_template(
-            chat, tools=tools or None, add_generation_prompt=True, tokenize=False
-        )
-
-    def _delta(self, new: list[dict[str, Any]]) -> str:
-        start = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _SENTINEL}]
-        text = self._text(start + new)
-        _, found, after = text.rpartition(_SENTINEL + self._guard.eos_token)
-        if not found:
-            raise CodecError("the chat template does not end an assistant turn with the eos token")
-        return after
-
-    def _check(self) -> None:
-        for role in ("tool", "user"):
-            one = [{"role": role, "content": "1"}]
-            whole = self._text(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, *one]
-            )
-            if not whole.endswith(self._delta(one)):
-                raise CodecError(f"the chat template is not prefix-consistent for role {role!r}")
-
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        return self._guard.encode(self._text([self._guard.chat(message) for message in messages], tools))
-
-    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
-        if not sampled or sampled[-1] not in self.stop_token_ids:
-            raise CodecError("the sampled turn has no end-of-turn token")
-        return self._guard.encode(self._delta([self._guard.chat(message) for message in new]))
-
-    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
-        ids = [token for token in sampled if token not in self.stop_token_ids]
-        text = self._guard.decode(ids, skip_special_tokens=False)
-        reasoning, closed, answer = text.rpartition("</think>")
-        if not closed:
-            reasoning, answer = "", text
-        calls, malformed = [], []
-        for raw in _TOOL_CALL.findall(answer):
-            try:
-                call = json.loads(raw)
-                calls.append(
-                    ToolCall(id=_call_id(), name=call["name"], arguments=call.get("arguments") or {})
-                )
-            except (ValueError, KeyError, TypeError) as error:
-                malformed.append(f"{type(error).__name__}: {raw[:200]}")
-        if answer.count("<tool_call>") > len(calls) + len(malformed):
-            malformed.append("unclosed <tool_call>")
-        content = _TOOL_CALL.sub("", answer).strip()
-        return ParsedTurn(
-            Message(
-                role="assistant",
-                content=content,
-                reasoning=reasoning.removeprefix("<think>").strip() or None,
-                tool_calls=calls,
-            ),
-            malformed,
-        )
-
-
-def _call_id() -> str:
-    return "call-" + new_id()[-12:]
-
-
-_PROBE = [
-    [{"role": "user", "content": "Hi 12."}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}],
+_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "It is.", "parameters": {"type": "object", "properties": {}}},
+}
+_ASKED = {"role": "user", "content": "Hi 12."}
+_CALLED = {"role": "assistant", "content": "So.", "tool_calls": [_CALL]}
+_ANSWERED = {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
+_PROBE: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ([_ASKED], []),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], []),
+    ([_ASKED], [_TOOL]),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], [_TOOL]),
+    ([_ASKED, _CALLED, _ANSWERED, _ANSWERED], [_TOOL]),
+    ([_ASKED, {"role": "assistant", "content": "So."}, _ASKED], []),
 ]
-"""Conversations on which a renderer must agree with the tokenizer's own template to be trusted."""
+"""Conversations, with their tools, on which a renderer must agree with the tokenizer's own template."""
 
 
-def _renderer_for(tokenizer: Any, guard: TokenizerGuard, path: str) -> Any | None:
-    """A renderer of the library for this tokenizer, or None.
+def _renderer_codec(guard: TokenizerGuard, path: str) -> RendererCodec | None:
+    """The codec by a renderer of the library, or None where none fits this tokenizer.
 
     The library maps hub names; a fine-tune in a local directory has none. There, the renderer of the
     model's architecture is taken if it renders some conversations exactly as the template does.
@@ -260,24 +69,54 @@ def _renderer_for(tokenizer: Any, guard: TokenizerGuard, path: str) -> Any | Non
     if "thinking_retention" in type(config).model_fields:
         # Dropping old reasoning from the history would rewrite ids that were sampled.
         config = config.model_copy(update={"thinking_retention": "all"})
-    renderer = create_renderer(guard, config)
-    if path in MODEL_RENDERER_MAP:
-        return renderer
-    for chat in _PROBE:
-        theirs = guard.apply_chat_template(chat, add_generation_prompt=True)
-        if renderer.render_ids(chat, add_generation_prompt=True) != theirs:
-            log.warning(
-                "renderer disagrees with the tokenizer's chat template; using the template",
-                renderer=name,
-                tokenizer=path,
-            )
-            return None
-    return renderer
+    known = path in MODEL_RENDERER_MAP
+    try:
+        codec = RendererCodec(guard, create_renderer(guard, config))
+        agreed = known or all(_agree(codec, guard, *probe) for probe in _PROBE)
+        reason = "it disagrees with the tokenizer's chat template"
+    except Exception as error:
+        # Such as a token that the renderer writes and this tokenizer lacks, or text that can forge a turn.
+        agreed, reason = False, str(error)[:200]
+    if not agreed:
+        log.warning("renderer not usable; using the template", renderer=name, tokenizer=path, reason=reason)
+    return codec if agreed else None
+
+
+def _agree(
+    codec: RendererCodec, guard: TokenizerGuard, chat: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> bool:
+    theirs = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True)
+    return codec.render_chat(chat, tools) == theirs
 
 
 def _digest(tokenizer: Any, path: str) -> str:
-    body = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], default=str)
-    return f"{Path(path).name}@{hashlib.sha256(body.encode()).hexdigest()[:12]}"
+    """Name and digest of all that decides what text becomes: vocabulary, merges, normaliser, template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    body = json.loads(backend.to_str()) if backend is not None else sorted(tokenizer.get_vocab().items())
+    if isinstance(body, dict):
+        # State of calls, not of the tokenizer.
+        body = {key: value for key, value in body.items() if key not in ("padding", "truncation")}
+    text = json.dumps([body, tokenizer.chat_template], sort_keys=True, default=str)
+    return f"{Path(path).name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def takeover_obstacle(before: Backend, after: Backend) -> str | None:
+    """Why `after` cannot go on with a rollout's ids, in words; None = it can. May load a tokenizer: blocks.
+
+    Ids mean the same where all that makes them is the same, whatever the tokenizers are called. A
+    shorter context would refuse, or silently clip, what was budgeted for the longer one.
+    """
+    if after.max_model_len < before.max_model_len:
+        return f"backend {after.id}: its context of {after.max_model_len} ids is below {before.max_model_len}"
+    if after.tokenizer == before.tokenizer:
+        return None
+    try:
+        ours, theirs = (load_codec(backend.tokenizer).digest for backend in (before, after))
+    except CodecError as error:
+        return f"backend {after.id}: {error}"
+    if ours.rpartition("@")[2] != theirs.rpartition("@")[2]:
+        return f"backend {after.id}: its tokenizer {theirs} is not {ours}"
+    return None
 
 
 _codecs: dict[str, Codec] = {}
@@ -297,10 +136,18 @@ def load_codec(path: str) -> Codec:
     Raises:
         CodecError: It cannot be loaded, or its template cannot be continued token by token.
     """
+    # Without the lock, so that one that is here need not wait for another that loads.
+    if codec := _codecs.get(path):
+        return codec
     # One at a time: the imports of transformers are lazy and not safe from several threads.
     with _loading:
         if path not in _codecs:
-            _codecs[path] = _load(path)
+            codec = _load(path)
+            # A new checkpoint directory for every policy version mostly brings the tokenizer that is here.
+            same = (one for one in _codecs.values() if one.digest == codec.digest)
+            _codecs[path] = next(same, codec)
+            if len(_codecs) > MAX_LOADED:
+                del _codecs[next(iter(_codecs))]
         return _codecs[path]
 
 
@@ -316,7 +163,6 @@ def _load(path: str) -> Codec:
             "`tokenizer` set to a path that the RUN workers see"
         ) from error
     guard = TokenizerGuard(tokenizer)
-    renderer = _renderer_for(tokenizer, guard, path)
-    codec = RendererCodec(guard, renderer) if renderer is not None else TemplateCodec(guard)
+    codec = _renderer_codec(guard, path) or TemplateCodec(guard)
     codec.digest = _digest(tokenizer, path)
     return codec

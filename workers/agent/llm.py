@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from pydantic_core import from_json
 
 from rollout.schema import Backend, SamplingParams
+from services.engines.address import root
+from services.engines.base import BrokenAnswer, Call, CallAborted, Completion
+from services.engines.select import engine_of
 from workers.errors import ModelError
+
+MAX_ANSWER_BYTES = 256 << 20
+"""A million sampled tokens are about 150 MB in the wordiest format; a broken server may send without end."""
+TRY_ELSEWHERE = frozenset({408, 429})
+"""Beside 5xx: the answers of a proxy or of a full queue, which say nothing about the request itself."""
 
 
 class BackendUnavailable(Exception):
     """The backend is away, overloaded or broken; another one may serve the same call."""
 
+    def __init__(self, message: str, aborted: bool = False) -> None:
+        super().__init__(message)
+        self.aborted = aborted
+        """True: the backend lives and ended the call itself (a weight update), so it may take it again."""
 
-@dataclass(frozen=True)
-class Completion:
-    """One call's answer. `token_ids` and `logprobs` are parallel."""
 
-    call_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    """`stop`, `length` or `abort`."""
-    spans: list[tuple[str | None, int, int]]
-    """Policy version of the ids from start to end (exclusive), in order and without gaps."""
-    cached_tokens: int | None = None
-    """Prompt ids that came from the engine's prefix cache; None = not told."""
+class BrokenCall(BackendUnavailable):
+    """The answer cannot be trained on. Another backend may be whole; if all do so, it is the model."""
 
 
 def session() -> aiohttp.ClientSession:
@@ -41,12 +42,12 @@ def session() -> aiohttp.ClientSession:
 
 
 class EngineClient:
-    """One backend, by vLLM's wire contract."""
+    """One backend."""
 
     def __init__(self, http: aiohttp.ClientSession, backend: Backend) -> None:
         self._http = http
         self._backend = backend
-        self._url = backend.url.rstrip("/").removesuffix("/v1")
+        self._engine = engine_of(backend)
 
     async def generate(
         self,
@@ -60,99 +61,62 @@ class EngineClient:
         cache_salt: str | None,
         timeout_s: float,
     ) -> Completion:
-        """Sample a continuation of `prompt`.
+        """Sample a continuation of `prompt`. Cancelling it cancels the call in the engine.
 
         Raises:
-            BackendUnavailable: No usable answer: connection, time-out, 5xx, or an aborted call.
-            ModelError: The engine refused the call (4xx), or its answer breaks the contract.
+            BackendUnavailable: No usable answer: connection, time-out, 408, 429, 5xx, an aborted call, a body
+                that is cut off, too long or no JSON.
+            BrokenCall: The answer breaks the contract.
+            ModelError: The engine refused the call (other 4xx).
         """
-        params: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-            "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
-            "logprobs": 0,
-        }
-        if seed is not None:
-            params["seed"] = seed
-        if self._backend.api == "generate":
-            body = {
-                "request_id": call_id,
-                "model": self._backend.model,
-                "token_ids": prompt,
-                "sampling_params": {**params, "detokenize": False},
-            }
-            path = "/inference/v1/generate"
-        else:
-            body = {
-                "model": self._backend.model,
-                "prompt": prompt,
-                "return_token_ids": True,
-                **params,
-            }
-            path = "/v1/completions"
-        if cache_salt:
-            body["cache_salt"] = cache_salt
-        answer = await self._post(path, body, timeout_s)
-        return self._read(answer, call_id)
-
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        where = f"backend {self._backend.id} ({self._url}{path})"
+        call = self._engine.generate(
+            prompt,
+            sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            call_id=call_id,
+            cache_salt=cache_salt,
+        )
+        answer = await self._post(call, timeout_s)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._http.post(self._url + path, json=body) as response,
-            ):
-                if response.status < 400:
-                    return await response.json()
-                text = (await response.text())[:500]
+            return self._engine.read(answer, call_id)
+        except CallAborted as error:
+            raise BackendUnavailable(str(error), aborted=True) from error
+        except BrokenAnswer as error:
+            raise BrokenCall(str(error)) from error
+
+    async def _post(self, call: Call, timeout_s: float) -> Any:
+        """The JSON of the answer."""
+        url = root(self._backend.url) + call.path
+        where = f"backend {self._backend.id} ({url})"
+        try:
+            async with asyncio.timeout(timeout_s), self._http.post(url, json=call.body) as response:
+                body = await _read(response.content)
+        except aiohttp.ClientError as error:  # before TimeoutError, which one of them is as well
+            raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         except TimeoutError:
             raise BackendUnavailable(f"{where}: no answer within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except OSError as error:
             raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
-        if response.status >= 500 or response.status == 429:
-            raise BackendUnavailable(f"{where}: HTTP {response.status}: {text}")
-        raise ModelError(f"{where}: HTTP {response.status}: {text}")
-
-    def _read(self, answer: dict[str, Any], call_id: str) -> Completion:
+        if response.status >= 400:
+            text = f"{where}: HTTP {response.status}: {body[:500].decode(errors='replace')}"
+            if response.status >= 500 or response.status in TRY_ELSEWHERE:
+                raise BackendUnavailable(text)
+            raise ModelError(text)
+        if len(body) > MAX_ANSWER_BYTES:
+            raise BackendUnavailable(f"{where}: the answer has more than {MAX_ANSWER_BYTES} bytes")
         try:
-            choice = answer["choices"][0]
-            token_ids = [int(token) for token in choice["token_ids"]]
-            logprobs = choice["logprobs"]
-            if self._backend.api == "generate":
-                values = [float(item["logprob"]) for item in logprobs["content"]]
-            else:
-                values = [float(value) for value in logprobs["token_logprobs"]]
-            finish_reason = choice["finish_reason"] or "abort"
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ModelError(f"backend {self._backend.id}: answer without {error}") from error
-        if finish_reason == "abort":
-            raise BackendUnavailable(f"backend {self._backend.id}: the call was aborted")
-        if not token_ids:
-            raise ModelError(f"backend {self._backend.id}: no token was sampled")
-        if len(values) != len(token_ids):
-            raise ModelError(f"backend {self._backend.id}: {len(token_ids)} ids with {len(values)} log-probs")
-        if not all(map(math.isfinite, values)):
-            raise ModelError(f"backend {self._backend.id}: a log-prob is not finite")
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        return Completion(
-            call_id=call_id,
-            token_ids=token_ids,
-            logprobs=values,
-            finish_reason=finish_reason,
-            spans=self._spans(choice.get("weight_versions"), len(token_ids)),
-            cached_tokens=details.get("cached_tokens"),
-        )
+            return from_json(body)
+        except ValueError as error:
+            raise BackendUnavailable(f"{where}: the answer is no JSON: {error}") from error
 
-    def _spans(self, spans: list[dict[str, Any]] | None, length: int) -> list[tuple[str | None, int, int]]:
-        """The engine's version spans; without any, the version the backend had at registration."""
-        whole = [(self._backend.policy_version, 0, length)]
-        if not spans:
-            return whole
-        out = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
-        out = [span for span in out if span[2] > span[1]]
-        edges = [0, *(end for _, _, end in out)]
-        if [start for _, start, _ in out] != edges[:-1] or edges[-1] != length:
-            raise ModelError(f"backend {self._backend.id}: version spans {spans} do not cover {length} ids")
-        return out
+
+async def _read(stream: aiohttp.StreamReader) -> bytearray:
+    """The body, or as much of it as passes the limit."""
+    body = bytearray()
+    async for chunk in stream.iter_any():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            break
+    return body

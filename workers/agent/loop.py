@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rollout.schema import Backend, RolloutRequest, new_id
-from rollout.trajectory import FinishReason, Message, Trajectory
+from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from sandbox.client import SandboxClient
-from workers.agent.codec import CodecError, ParsedTurn, load_codec
-from workers.agent.llm import Completion
+from services.engines.base import Completion
+from workers.agent.codec import CodecError, load_codec, takeover_obstacle
+from workers.agent.fitting import fit
+from workers.agent.logprobs import takeover_warning, warnings
+from workers.agent.parsing import Malformed, ParsedTurn
 from workers.agent.router import BackendRouter
 from workers.agent.tokens import TokenBuffer
 from workers.agent.tools import Observation, Tool, ToolContext, by_name
 from workers.errors import InfrastructureError
+
+Compact = Callable[[Trajectory], Awaitable[list[Message] | None]]
+"""Makes new messages of a history that fills the context; None = the rollout ends there."""
+
+MAX_CHAINS = 8
+"""Chains of one rollout, the first included: a compaction that never shortens must not go on for ever."""
+
+TURN_SHARE = 8
+MAX_TURN_ROOM = 1024
+"""Ids kept free for the next turn when an observation is appended: one of `TURN_SHARE` of the context."""
 
 
 class AgentLoop:
@@ -36,26 +49,47 @@ class AgentLoop:
         self._tools = by_name(tools)
         self._advertised = [tool.spec() for tool in tools] if advertise_tools else []
         self._malformed_in_row = 0
+        self._last_action: object = None
+        self._repeated = 0
 
-    async def run(self, messages: list[Message], sandbox: SandboxClient | None = None) -> FinishReason:
+    async def run(
+        self,
+        messages: list[Message],
+        sandbox: SandboxClient | None = None,
+        compact: Compact | None = None,
+    ) -> FinishReason:
         """Turns from the given messages to the end; answers why it ended."""
+        limits = self._request.limits
         await self.start(messages)
-        for _ in range(self._request.limits.max_turns):
-            budget = self._budget()
-            if budget <= 0:
-                return self._out_of_budget
-            turn, completion = await self.query(budget)
+        for number in range(1, limits.max_turns + 1):
+            if self.budget <= 0 and (ended := await self._exhausted(compact)):
+                return ended
+            turn, completion = await self.query()
             if completion.finish_reason == "length":
-                # The turn has no end: nothing can be appended without inventing tokens.
-                return self._out_of_budget if self._budget() <= 0 else FinishReason.LENGTH
-            if not turn.message.tool_calls and not turn.malformed:
+                # The turn has no end: nothing can be appended to it without inventing tokens.
+                if self.budget > 0:
+                    return FinishReason.LENGTH
+                if ended := await self._exhausted(compact if number < limits.max_turns else None):
+                    return ended
+                continue
+            if not turn.attempts:
                 return FinishReason.STOP
             observations = await self.act(turn, sandbox)
-            if any(observation.finished for observation in observations):
+            answers = self.answers(turn, observations)
+            # What no call will read is noted and not appended: see `TokenBuffer`.
+            self.trajectory.unread = answers
+            if observations[-1].finished:
                 return FinishReason.STOP
-            if self._malformed_in_row >= self._request.limits.max_malformed_calls:
+            if self._malformed_in_row >= limits.max_malformed_calls:
                 return FinishReason.MALFORMED_CALLS
-            self.observe(turn, observations)
+            if self._repeats(turn, observations):
+                return FinishReason.REPEATED_ACTIONS
+            if number == limits.max_turns:
+                break
+            if compact and not self._leaves_room(answers) and await self._start_over(compact):
+                continue
+            if not self.append(answers):
+                return FinishReason.CONTEXT_LENGTH
         return FinishReason.TURN_LIMIT
 
     async def start(self, messages: list[Message]) -> None:
@@ -66,30 +100,46 @@ class AgentLoop:
         """
         backend = await self._router.acquire()
         try:
-            codec = await asyncio.to_thread(load_codec, backend.tokenizer)
+            self._codec = await asyncio.to_thread(load_codec, backend.tokenizer)
         except CodecError as error:
             raise InfrastructureError(str(error)) from error
-        self.trajectory.tokenizer = codec.digest
-        self._stop_token_ids = codec.stop_token_ids
+        self._backend = backend
         self._cache_salt = backend.policy_version
         self._max_model_len = backend.max_model_len
-        self._describe(backend)
-        self._buffer = TokenBuffer(codec, self.trajectory)
-        self._buffer.start(messages, self._advertised)
+        trajectory = self.trajectory
+        trajectory.tokenizer = self._codec.digest
+        trajectory.model = backend.model
+        trajectory.logprobs_mode = backend.logprobs_mode
+        trajectory.warnings += warnings(self._request.sampling, backend.logprobs_mode)
+        # The router asks before it moves the rollout: ids are exact only on the same tokenizer.
+        self._router.accepts = self._takeover_obstacle
+        self._buffer = TokenBuffer(self._codec, trajectory)
+        self._buffer.start(messages, self._codec.render(messages, self._advertised))
 
-    async def query(self, max_tokens: int) -> tuple[ParsedTurn, Completion]:
-        """One model call."""
+    async def _takeover_obstacle(self, backend: Backend) -> str | None:
+        return await asyncio.to_thread(takeover_obstacle, self._backend, backend)
+
+    async def query(self, max_tokens: int | None = None) -> tuple[ParsedTurn, Completion]:
+        """One model call that samples at most `max_tokens` ids; None = what the budget leaves.
+
+        Raises:
+            ValueError: The budget is used up.
+        """
+        max_tokens = self.budget if max_tokens is None else max_tokens
+        if max_tokens <= 0:
+            raise ValueError(f"no room for a turn ({self._left()[1]}): look at `budget` before a query")
         turn_number = self.trajectory.turns
         completion = await self._router.generate(
             self._buffer.ids,
             self._request.sampling,
             max_tokens=max_tokens,
             seed=self._seed(turn_number),
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self._codec.stop_token_ids,
             call_id=new_id(),
             cache_salt=self._cache_salt,
             timeout_s=self._request.limits.call_timeout_s,
         )
+        self._note_takeover(turn_number + 1)
         turn = self._buffer.add_sampled(completion)
         self._count("model_calls")
         self._count("sampled_tokens", len(completion.token_ids))
@@ -98,53 +148,137 @@ class AgentLoop:
         return turn, completion
 
     async def act(self, turn: ParsedTurn, sandbox: SandboxClient | None) -> list[Observation]:
-        """Run the calls of a turn in order. What is malformed is answered, for the policy to learn."""
-        self._malformed_in_row = self._malformed_in_row + 1 if turn.malformed else 0
+        """Run the calls of a turn in order; one observation each, up to the one that ends the rollout.
+
+        What is malformed is answered, for the policy to learn the format.
+        """
+        any_fine = len(turn.malformed) < len(turn.attempts)
+        self._malformed_in_row = 0 if any_fine else self._malformed_in_row + 1
+        self._count("malformed_calls", len(turn.malformed))
         context = ToolContext(sandbox=sandbox, timeout_s=self._request.limits.tool_timeout_s)
-        observations = []
-        for call in turn.message.tool_calls:
-            tool = self._tools.get(call.name)
-            if tool is None:
-                known = ", ".join(dict.fromkeys(tool.name for tool in self._tools.values())) or "none"
-                observations.append(Observation(f"Error: no tool {call.name!r}; there are: {known}"))
-                self._count("unknown_tool_calls")
-                continue
-            self._count("tool_calls")
-            observations.append(await tool(call.arguments, context))
+        observations: list[Observation] = []
+        for attempt in turn.attempts:
+            observations.append(await self._answer(attempt, context))
             if observations[-1].finished:
                 break
-        self._count("malformed_calls", len(turn.malformed))
-        observations += [Observation(f"Error: malformed tool call ({line})") for line in turn.malformed]
         return observations
 
-    def observe(self, turn: ParsedTurn, observations: list[Observation]) -> None:
-        """Append what the tools answered."""
-        calls = turn.message.tool_calls
-        self._buffer.add_observations(
-            [
-                Message(
-                    role="tool",
-                    content=observation.text,
-                    tool_call_id=calls[i].id if i < len(calls) else None,
-                    name=calls[i].name if i < len(calls) else None,
-                )
-                for i, observation in enumerate(observations)
-            ]
-        )
+    async def _answer(self, attempt: ToolCall | Malformed, context: ToolContext) -> Observation:
+        if isinstance(attempt, Malformed):
+            return Observation(f"Error: malformed tool call ({attempt.reason})")
+        tool = self._tools.get(attempt.name)
+        if tool is None:
+            known = ", ".join(dict.fromkeys(tool.name for tool in self._tools.values())) or "none"
+            self._count("unknown_tool_calls")
+            return Observation(f"Error: no tool {attempt.name!r}; there are: {known}")
+        self._count("tool_calls")
+        return await tool(attempt.arguments, context)
+
+    def _repeats(self, turn: ParsedTurn, observations: list[Observation]) -> bool:
+        """Whether the agent is stuck: the same calls and the same answers, too often in a row."""
+        calls = [(one.name, one.arguments) if isinstance(one, ToolCall) else one for one in turn.attempts]
+        action = (calls, [observation.text for observation in observations])
+        self._repeated = self._repeated + 1 if action == self._last_action else 1
+        self._last_action = action
+        most = self._request.limits.max_repeated_actions
+        return most is not None and self._repeated >= most
+
+    def answers(self, turn: ParsedTurn, observations: list[Observation]) -> list[Message]:
+        """Observations as messages, each for its own call, in the order of the calls."""
+        return [
+            Message(
+                role="tool",
+                content=observation.text,
+                tool_call_id=attempt.id if isinstance(attempt, ToolCall) else None,
+                name=attempt.name if isinstance(attempt, ToolCall) else None,
+            )
+            for attempt, observation in zip(turn.attempts, observations, strict=False)
+        ]
+
+    def observe(self, turn: ParsedTurn, observations: list[Observation]) -> bool:
+        """Append what the tools answered; False: the context has no room for it."""
+        return self.append(self.answers(turn, observations))
+
+    def append(self, messages: list[Message]) -> bool:
+        """Append the environment's messages behind the last turn: tools' answers, a user's next words.
+
+        What would leave no room for a turn is cut in its middle, with a note that says so. False:
+        even so there is no room. The messages are then in `trajectory.unread`, and the chain ends
+        with what was sampled.
+
+        Raises:
+            CodecError: The chat format cannot take them without rewriting what is there.
+        """
+        room = self._max_model_len - len(self._buffer.ids)
+        ids = self._buffer.bridge(messages)
+        free = min(self._turn_room, room // 2)
+        if len(ids) > room - free:
+            cut = fit(messages, self._buffer.bridge, room - free)
+            if cut is not None:
+                messages, ids = cut
+                self._count("truncated_observations")
+            elif len(ids) >= room:
+                self.trajectory.unread = messages
+                return False
+        self._buffer.add_observations(messages, ids)
+        return True
+
+    # -- a new chain -------------------------------------------------------------------------
+
+    async def _exhausted(self, compact: Compact | None) -> FinishReason | None:
+        """Why a rollout ends that may not sample any more; None: it goes on in a new chain."""
+        _, reason = self._left()
+        if compact and reason is FinishReason.CONTEXT_LENGTH and await self._start_over(compact):
+            return None
+        return reason
+
+    async def _start_over(self, compact: Compact) -> bool:
+        """Go on from what the handler makes of the history, in a new chain; False: there is none."""
+        trajectory = self.trajectory
+        if len(trajectory.chains) >= MAX_CHAINS:
+            self._warn(f"the context was compacted {MAX_CHAINS - 1} times, which is the limit")
+            return False
+        messages = await compact(trajectory)
+        if not messages:
+            return False
+        ids = self._codec.render(messages, self._advertised)
+        if len(ids) + self._turn_room > self._max_model_len:
+            self._warn(
+                f"compaction left {len(ids)} ids, too many for a context of {self._max_model_len} "
+                f"with {self._turn_room} free for a turn"
+            )
+            return False
+        self._buffer.start(messages, ids)
+        self._count("compactions")
+        return True
 
     # -- budgets -----------------------------------------------------------------------------
 
-    def _budget(self) -> int:
+    @property
+    def budget(self) -> int:
         """Ids the next call may sample. Computed here: engines clip or refuse, each in its way."""
+        left, _ = self._left()
+        per_call = self._request.sampling.max_tokens
+        return min(left, per_call) if per_call is not None else left
+
+    def _left(self) -> tuple[int, FinishReason]:
+        """Ids that may be sampled before the rollout ends, and the reason for which it then does."""
         context = self._max_model_len - len(self._buffer.ids)
-        self._out_of_budget = FinishReason.CONTEXT_LENGTH
-        budget = context
         most = self._request.limits.max_response_tokens
         if most is not None and most - self.trajectory.sampled_tokens < context:
-            self._out_of_budget = FinishReason.TOKEN_LIMIT
-            budget = most - self.trajectory.sampled_tokens
-        per_call = self._request.sampling.max_tokens
-        return min(budget, per_call) if per_call is not None else budget
+            return most - self.trajectory.sampled_tokens, FinishReason.TOKEN_LIMIT
+        return context, FinishReason.CONTEXT_LENGTH
+
+    @property
+    def _turn_room(self) -> int:
+        """Ids that a turn should find free."""
+        room = max(1, min(MAX_TURN_ROOM, self._max_model_len // TURN_SHARE))
+        return min(room, self._request.sampling.max_tokens or room)
+
+    def _leaves_room(self, messages: list[Message]) -> bool:
+        """Whether a turn finds room behind these messages."""
+        used = len(self._buffer.ids) + len(self._buffer.bridge(messages))
+        return used + self._turn_room <= self._max_model_len
 
     def _seed(self, turn: int) -> int | None:
         """Another seed for each rollout of a group and each turn, all from the request's one."""
@@ -159,14 +293,15 @@ class AgentLoop:
     def _count(self, name: str, by: float = 1) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + by
 
-    def _describe(self, backend: Backend) -> None:
-        trajectory, sampling = self.trajectory, self._request.sampling
-        trajectory.model = backend.model
-        trajectory.logprobs_mode = backend.logprobs_mode
-        warnings = trajectory.warnings
-        if backend.logprobs_mode == "raw_logprobs" and sampling.temperature != 1.0:
-            warnings.append("raw log-probs ignore the temperature: start the engine with processed_logprobs")
-        if sampling.top_p < 1.0 or sampling.top_k > 0:
-            warnings.append(
-                "top_p or top_k renormalise log-probs; a full-vocabulary trainer cannot match them"
-            )
+    def _warn(self, line: str) -> None:
+        if line not in self.trajectory.warnings:
+            self.trajectory.warnings.append(line)
+
+    def _note_takeover(self, call: int) -> None:
+        """Another backend may have answered than the one before."""
+        backend = self._router.backend
+        if backend is None or backend.id == self._backend.id:
+            return
+        if line := takeover_warning(self._backend, backend, call):
+            self._warn(line)
+        self._backend, self._max_model_len = backend, backend.max_model_len

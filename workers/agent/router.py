@@ -1,86 +1,245 @@
-"""Which backend serves a rollout: the pinned one, and another when that one fails."""
+"""Which backend serves a rollout: the pinned one, and another when that one fails or is full."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import structlog
 
 from rollout.schema import Backend, SamplingParams
-from services.state.backends import BackendStore
-from workers.agent.llm import BackendUnavailable, Completion, EngineClient
-from workers.errors import InfrastructureError
+from services.engines.base import Completion
+from services.state.backends import Placed
+from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient
+from workers.agent.placement import Placements
+from workers.errors import InfrastructureError, ModelError
 
 log = structlog.get_logger("router")
 
-ATTEMPTS = 4
-"""Calls tried for one turn before the rollout is given up to its next attempt."""
+MIN_ATTEMPTS = 4
+"""Calls tried for one turn before the attempt may fail, however long each of them took."""
+MAX_PAUSE_S = 5.0
+"""Between two calls of one turn, when no other backend is left to try."""
 
 
 class BackendRouter:
-    """All calls of one rollout. The token buffer makes a retry elsewhere exact."""
+    """All calls of one rollout. The token buffer makes a retry exact: a broken call adds nothing to it."""
 
     def __init__(
         self,
         rollout_id: str,
-        policy_version: str | None,
-        store: BackendStore,
+        placements: Placements,
         http: aiohttp.ClientSession,
+        *,
+        fence: int | None = None,
+        group_id: str | None = None,
+        policy_version: str | None = None,
+        wait_s: float = 120.0,
     ) -> None:
+        """
+        Args:
+            policy_version: Where the rollout may start; one under way goes on at any version.
+            wait_s: Seconds to wait, at the start or within a turn, while no backend is usable.
+        """
         self._rollout_id = rollout_id
-        self._policy_version = policy_version
-        self._store = store
+        self._placements = placements
         self._http = http
+        self._fence = fence
+        self._group_id = group_id
+        self._policy_version = policy_version
+        self._wait_s = wait_s
+        self._asked = False
+        self._reserved = 1
+        self._foreign: tuple[str, ...] = ()
+        """Backends that cannot take the rollout over."""
+        self.accepts: Callable[[Backend], Awaitable[str | None]] | None = None
+        """Says why a backend cannot continue the ids so far; None = it can. Set by the agent loop."""
         self.backend: Backend | None = None
+        self.backends: list[str] = []
+        """Ids of all that served this rollout, in order of first use."""
+        self.metrics: dict[str, float] = {}
 
-    async def acquire(self, exclude: tuple[str, ...] = ()) -> Backend:
-        """The rollout's backend; takes one and pins it if there is none yet.
+    async def acquire(self, tokens: int = 1) -> Backend:
+        """The rollout's backend; waits for one that has room and pins the rollout to it.
+
+        Args:
+            tokens: Context that the rollout is expected to need.
 
         Raises:
-            InfrastructureError: No backend fits.
+            InfrastructureError: No backend became usable within `wait_s`, or the rollout is lost.
         """
-        # Redis may be slow to answer; the loop of all rollouts must not wait with us.
-        self.backend = await asyncio.to_thread(
-            self._store.acquire,
+        if self.backend is not None:
+            return self.backend
+        self._asked = True
+        self._reserved = max(1, tokens)
+        started = time.monotonic()
+        unusable_since: float | None = None
+        while True:
+            placed = await self._ask_for_room()
+            if placed.word == "ok":
+                self.metrics["backend_wait_s"] = round(time.monotonic() - started, 3)
+                return self._take(placed)
+            if placed.word == "lost":
+                raise self._lost()
+            unusable_since = unusable_since or time.monotonic()
+            if time.monotonic() - unusable_since >= self._wait_s:
+                raise self._none_usable(placed.why)
+            await self._placements.change()
+
+    async def _ask_for_room(self) -> Placed:
+        """Ask until the answer is not `full`, in order of arrival within this worker."""
+        placements = self._placements
+        if not placements.line.locked():
+            placed = await self._ask()
+            if placed.word != "full":
+                return placed
+        async with placements.line:
+            while True:
+                placements.changed.clear()
+                placed = await self._ask()
+                if placed.word != "full":
+                    return placed
+                await placements.change()
+
+    async def _ask(self) -> Placed:
+        return await self._placements.acquire(
             self._rollout_id,
+            tokens=self._reserved,
+            fence=self._fence,
+            group=self._group_id,
             policy_version=self._policy_version,
-            exclude=exclude,
         )
-        if self.backend is None:
-            wanted = f" of policy version {self._policy_version!r}" if self._policy_version else ""
-            raise InfrastructureError(
-                f"no LLM backend{wanted} is usable; register one with POST /v1/backends"
-            )
-        return self.backend
 
     async def release(self) -> None:
-        """Give the load back. Harmless without a backend."""
-        if self.backend is not None:
-            self.backend = None
-            await asyncio.to_thread(self._store.release, self._rollout_id)
+        """Give the reservation back. Harmless without one."""
+        if self._asked:
+            # Also when no answer was seen: the reservation of a cancelled acquire may have been made.
+            self._asked, self.backend = False, None
+            await self._placements.release(self._rollout_id)
 
     async def generate(self, prompt: list[int], sampling: SamplingParams, **call: Any) -> Completion:
-        """One call, retried on another backend (or, if it is the only one, on the same).
+        """One call; retried on another backend, or on the same while there is no other.
 
         Raises:
-            ModelError: The engine refused the call; another one would as well.
+            ModelError: The engine refused the call, or every answer broke the contract; trying again would
+                not help.
             InfrastructureError: No backend gave an answer.
         """
         failed: tuple[str, ...] = ()
-        last: BackendUnavailable | None = None
-        for attempt in range(ATTEMPTS):
-            backend = self.backend or await self.acquire()
-            try:
-                return await EngineClient(self._http, backend).generate(prompt, sampling, **call)
-            except BackendUnavailable as error:
-                last = error
-                log.warning("model call failed", attempt=attempt + 1, error=str(error))
+        attempts, trouble_since, last = 0, None, None
+        while True:
+            backend = await self._extend(len(prompt), failed)
+            if backend is not None:
+                try:
+                    completion = await self._call(backend, prompt, sampling, **call)
+                except BackendUnavailable as error:
+                    last = error
+                else:
+                    if backend.id not in self.backends:
+                        self.backends.append(backend.id)
+                    return completion
+                attempts += 1
+                self._count("failed_calls")
+                log.warning(
+                    "model call failed; its tokens are discarded",
+                    rollout_id=self._rollout_id,
+                    backend=backend.id,
+                    attempt=attempts,
+                    error=str(last),
+                )
+            trouble_since = trouble_since or time.monotonic()
+            if backend is not None and not last.aborted:
                 failed = (*failed, backend.id)
-            try:
-                await self.acquire(exclude=failed)
-            except InfrastructureError:
-                failed, self.backend = (), None
-                await asyncio.sleep(0.2 * 2**attempt)
-        raise InfrastructureError(f"no backend answered after {ATTEMPTS} calls: {last}") from last
+                await self._placements.suspect(backend.id)
+                continue
+            if isinstance(last, BrokenCall) and attempts >= MIN_ATTEMPTS:
+                raise ModelError(f"{attempts} answers could not be used; the last: {last}") from last
+            # None: every backend has failed this turn or is down, so begin again with the pinned one.
+            # Aborted: the engine lives and says so (a weight update); the prefix is cached there, so stay.
+            failed = ()
+            waited = time.monotonic() - trouble_since
+            if waited >= self._wait_s and (backend is None or attempts >= MIN_ATTEMPTS):
+                raise InfrastructureError(
+                    f"no backend answered for {waited:.0f} s, {attempts} calls failed; the last: {last}"
+                ) from last
+            await asyncio.sleep(min(0.1 * 2 ** min(attempts, 6), MAX_PAUSE_S))
+
+    async def _call(
+        self, backend: Backend, prompt: list[int], sampling: SamplingParams, **call: Any
+    ) -> Completion:
+        request = asyncio.ensure_future(EngineClient(self._http, backend).generate(prompt, sampling, **call))
+        self._placements.watch(backend.id, request)
+        try:
+            completion = await request
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            raise BackendUnavailable(f"backend {backend.id} was found unusable during the call") from None
+        finally:
+            request.cancel()
+        version = completion.spans[-1][0]
+        # Weights that came during the call: an engine samples from them before the canary has passed.
+        if backend.policy_version not in (None, version) and not await self._placements.trusted(
+            backend.id, version
+        ):
+            raise BackendUnavailable(f"backend {backend.id}: weights {version!r} turned out to be wrong")
+        return completion
+
+    async def _extend(self, context: int, failed: tuple[str, ...]) -> Backend | None:
+        """Reserve what the call needs; the backend to use, or None when every one has failed."""
+        self._reserved = max(1, context)
+        while True:
+            placed = await self._placements.extend(
+                self._rollout_id,
+                self._reserved,
+                fence=self._fence,
+                policy_version=self._policy_version,
+                exclude=(*failed, *self._foreign),
+            )
+            if placed.word == "lost":
+                raise self._lost()
+            if placed.backend is None:
+                return None
+            why_not = await self._why_not(placed.backend)
+            if why_not is None:
+                return self._take(placed)
+            log.warning(
+                "backend cannot take the rollout over",
+                rollout_id=self._rollout_id,
+                backend=placed.backend.id,
+                why=why_not,
+            )
+            self._foreign = (*self._foreign, placed.backend.id)
+
+    async def _why_not(self, backend: Backend) -> str | None:
+        if self.accepts is None or (self.backend is not None and self.backend.id == backend.id):
+            return None
+        return await self.accepts(backend)
+
+    def _take(self, placed: Placed) -> Backend:
+        if placed.moved:
+            self._count(f"moved_{placed.why}")
+            log.info(
+                "rollout moved",
+                rollout_id=self._rollout_id,
+                backend=placed.backend.id,
+                why=placed.why,
+            )
+        self.backend = placed.backend
+        return placed.backend
+
+    def _count(self, name: str) -> None:
+        self.metrics[name] = self.metrics.get(name, 0) + 1
+
+    def _lost(self) -> InfrastructureError:
+        return InfrastructureError(f"rollout {self._rollout_id} is not this worker's any more")
+
+    def _none_usable(self, why: str) -> InfrastructureError:
+        wanted = f" of policy version {self._policy_version!r}" if self._policy_version else ""
+        return InfrastructureError(
+            f"no LLM backend{wanted} was usable for {self._wait_s:g} s ({why or 'there is none'}); "
+            "register one with POST /v1/backends, or see GET /v1/backends for what ails them"
+        )

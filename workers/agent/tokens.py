@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rollout.trajectory import Chain, Message, Segment, Trajectory
-from workers.agent.codec import Codec, ParsedTurn
-from workers.agent.llm import Completion
+from services.engines.base import Completion
+from workers.agent.formats import Codec
+from workers.agent.parsing import ParsedTurn
 
 
 class TokenBuffer:
-    """Builds a trajectory. The canonical form is ids; messages are notes for readers."""
+    """Builds a trajectory. The canonical form is ids; messages are notes for readers.
+
+    An observation joins the chain together with the turn that read it, and so does the prompt of a
+    further chain: a chain is always the prompt of its last call plus what that call sampled,
+    whatever ends the rollout.
+    """
 
     def __init__(self, codec: Codec, trajectory: Trajectory) -> None:
         self._codec = codec
@@ -18,6 +22,10 @@ class TokenBuffer:
         self._ids: list[int] = []
         self._prompt_len = 0
         """Ids before the last sampled turn."""
+        self._pending: Segment | None = None
+        """The observation that the next call will read."""
+        self._next: Chain | None = None
+        """The chain that the next call begins."""
 
     @property
     def ids(self) -> list[int]:
@@ -28,43 +36,61 @@ class TokenBuffer:
     def chain(self) -> Chain:
         return self._trajectory.chain
 
-    def start(self, messages: list[Message], tools: list[dict[str, Any]]) -> None:
-        """Begin a chain with the rendered conversation."""
+    def start(self, messages: list[Message], ids: list[int]) -> None:
+        """Begin a chain with a rendered conversation; it joins those before with its first sampled turn."""
         if not messages:
             raise ValueError("a prompt needs at least one message")
-        self._ids = self._codec.render(messages, tools)
-        self._trajectory.chains.append(Chain())
-        self.chain.append(Segment(role=messages[-1].role, token_ids=list(self._ids), messages=messages))
+        self._next = Chain()
+        self._next.append(Segment(role=messages[-1].role, token_ids=list(ids), messages=messages))
+        if not self._trajectory.chains:
+            self._begin()
+        self._ids, self._prompt_len, self._pending = list(ids), 0, None
+
+    def _begin(self) -> None:
+        self._trajectory.chains.append(self._next)
+        self._trajectory.unread, self._next = [], None
 
     def add_sampled(self, completion: Completion) -> ParsedTurn:
         """Append what a call sampled, exactly as it was returned, and parse it."""
-        self._prompt_len = len(self._ids)
         turn = self._codec.parse(self._ids, completion.token_ids)
-        spans = completion.spans
-        for number, (version, start, end) in enumerate(spans):
-            last = number == len(spans) - 1
-            self.chain.append(
-                Segment(
-                    role="assistant",
-                    token_ids=completion.token_ids[start:end],
-                    sampled=True,
-                    logprobs=completion.logprobs[start:end],
-                    policy_version=version,
-                    finish_reason=completion.finish_reason if last else None,
-                    call_id=completion.call_id,
-                    messages=[turn.message] if last else [],
-                )
+        segments = [
+            Segment(
+                role="assistant",
+                token_ids=completion.token_ids[start:end],
+                sampled=True,
+                logprobs=completion.logprobs[start:end],
+                policy_version=version,
+                call_id=completion.call_id,
             )
+            for version, start, end in completion.spans
+        ]
+        segments[-1].finish_reason = completion.finish_reason
+        segments[-1].routed_experts = completion.routed_experts
+        segments[-1].messages = [turn.message]
+        if self._next is not None:
+            self._begin()
+        if self._pending is not None:
+            self.chain.append(self._pending)
+            self._pending, self._trajectory.unread = None, []
+        for segment in segments:
+            self.chain.append(segment)
+        self._prompt_len = len(self._ids)
         self._ids = self._ids + completion.token_ids
         return turn
 
-    def add_observations(self, messages: list[Message]) -> None:
-        """Append the environment's messages behind the last sampled turn.
+    def bridge(self, messages: list[Message]) -> list[int]:
+        """The ids that the environment's messages take behind the last sampled turn.
 
         Raises:
             CodecError: The chat format cannot take them without rewriting what is there.
+            ValueError: There is no sampled turn that they could answer.
         """
-        prompt, sampled = self._ids[: self._prompt_len], self._ids[self._prompt_len :]
-        delta = self._codec.bridge(prompt, sampled, messages)
-        self.chain.append(Segment(role=messages[-1].role, token_ids=delta, messages=messages))
-        self._ids = self._ids + delta
+        if self._prompt_len == 0 or self._pending is not None:
+            raise ValueError("a sampled turn is answered once: pass all messages that follow it together")
+        return self._codec.bridge(self._ids[: self._prompt_len], self._ids[self._prompt_len :], messages)
+
+    def add_observations(self, messages: list[Message], ids: list[int]) -> None:
+        """Append messages with the ids that `bridge` gave for them."""
+        self._pending = Segment(role=messages[-1].role, token_ids=ids, messages=messages)
+        self._trajectory.unread = messages
+        self._ids = self._ids + ids

@@ -9,19 +9,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollout.schema import HandlerInfo, RolloutRequest
+from rollout.schema import HandlerInfo, Rollout, RolloutRequest
+from rollout.schema import Limits as RolloutLimits
+from rollout.summary import summarize
 from rollout.trajectory import FinishReason, Message, Trajectory
 from sandbox.client import SandboxClient
 from sandbox.spec import Limits
 from workers.agent.loop import AgentLoop
 from workers.agent.tools import Tool
-from workers.errors import TaskError
+from workers.errors import HandlerError, TaskError
 from workers.sandboxes import Sandboxes
+
+MAX_ARTIFACT_BYTES = 4 << 20
+"""Of all artifacts of a rollout together, which are kept in Redis with its trajectory."""
 
 
 class AnyTask(BaseModel):
@@ -60,12 +66,20 @@ class Context(Generic[TaskT]):
     """The rollout's own sandbox, from INIT to the end of EVAL; None where none was booted."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers for the rollout's record; the keys are the handler's own."""
+    artifacts: dict[str, str] = field(default_factory=dict)
+    """Texts of RUN and EVAL that are kept in the trajectory, such as a patch; at most 4 MiB in all."""
+    sandboxes: Sandboxes = None  # type: ignore[assignment]
+    """Boots sandboxes on this node, which end with the rollout."""
+
+    @property
+    def limits(self) -> RolloutLimits:
+        """Bounds of the rollout: turns, tokens, seconds."""
+        return self.request.limits
 
 
 @dataclass
 class InitContext(Context[TaskT]):
-    sandboxes: Sandboxes = None  # type: ignore[assignment]
-    """Boots sandboxes on this node."""
+    """What `init` has; artifacts made there are not kept."""
 
 
 @dataclass
@@ -122,11 +136,51 @@ class AgentHandler(ABC, Generic[TaskT]):
 
     async def run(self, ctx: RunContext[TaskT]) -> FinishReason:
         """RUN: the turns. Default: the agent loop with the handler's tools, from `prompt`."""
-        return await ctx.agent.run(self.prompt(ctx.task), sandbox=ctx.sandbox)
+        compacts = type(self).compact is not AgentHandler.compact
+        compact = partial(self.compact, ctx) if compacts else None
+        return await ctx.agent.run(self.prompt(ctx.task), sandbox=ctx.sandbox, compact=compact)
+
+    async def compact(self, ctx: RunContext[TaskT], trajectory: Trajectory) -> list[Message] | None:
+        """Messages to go on from in a new, shorter chain, when the context has no room for another turn.
+
+        `trajectory.messages` is the history, `trajectory.unread` the observations that did not fit.
+        None (the default): the rollout ends with `context_length` and is scored.
+        """
+        return None
 
     @abstractmethod
     async def evaluate(self, ctx: EvalContext[TaskT]) -> Reward:
         """EVAL: the score. Called for every trajectory that RUN ended, partial ones included."""
+
+    # -- when something went wrong -------------------------------------------------------------
+
+    async def on_init_error(self, ctx: InitContext[TaskT], error: Exception) -> None:
+        """`init` raised. Raise one of `workers.errors` to lay the failure elsewhere; else `error` stands."""
+
+    async def on_run_error(self, ctx: RunContext[TaskT], error: Exception) -> FinishReason | None:
+        """`run` raised. A `FinishReason` has what was reached scored; None (the default): the rollout fails.
+
+        What another attempt may mend (a backend's or a sandbox's failure) is retried whatever this answers.
+        """
+        return None
+
+    async def on_eval_error(self, ctx: EvalContext[TaskT], error: Exception) -> Reward | None:
+        """`evaluate` raised. A `Reward` stands in for the score; None (the default): the rollout fails.
+
+        Only for what the agent brought about: a scorer that could not judge has no reward, and what another
+        attempt may mend is retried whatever this answers.
+        """
+        return None
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def metrics(self, ctx: EvalContext[TaskT], reward: Reward) -> dict[str, float]:
+        """Numbers of a scored rollout for its record, added to `ctx.metrics`. Default: none."""
+        return {}
+
+    def aggregate_metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Numbers of many ended rollouts of this handler. Default: see `rollout.summary.summarize`."""
+        return summarize(rollouts)
 
     def info(self) -> HandlerInfo:
         """What `GET /v1/handlers` shows."""
@@ -136,7 +190,9 @@ class AgentHandler(ABC, Generic[TaskT]):
             task_schema=self.Task.model_json_schema(),
             uses_sandbox=self.uses_sandbox,
             uses_model=self.uses_model,
+            image=self.image,
             tools=[tool.name for tool in self.tools],
+            tool_schemas=[tool.spec() for tool in self.tools] if self.advertise_tools else [],
         )
 
     def check_task(self, task: dict[str, Any]) -> TaskT:
@@ -151,3 +207,22 @@ class AgentHandler(ABC, Generic[TaskT]):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise TaskError(f"task.{where}: {first['msg']}") from error
+
+
+def check_artifacts(artifacts: dict[str, str], handler: str) -> None:
+    """Refuse artifacts that are no texts, or take more than `MAX_ARTIFACT_BYTES` in all; then none is kept.
+
+    Raises:
+        HandlerError: It names the artifacts and the size.
+    """
+    for name, text in list(artifacts.items()):
+        if not (isinstance(name, str) and isinstance(text, str)):
+            artifacts.clear()
+            raise HandlerError(f"{handler}: artifact {name!r} is {type(text).__name__}, not text")
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in artifacts.values())
+    if size > MAX_ARTIFACT_BYTES:
+        names = ", ".join(artifacts)
+        artifacts.clear()
+        raise HandlerError(
+            f"{handler}: the artifacts {names} have {size} bytes; cut them to {MAX_ARTIFACT_BYTES} in all"
+        )

@@ -1,0 +1,229 @@
+"""Chat formats: messages to token ids and sampled ids to messages, nothing sampled encoded again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from rollout.trajectory import Message
+from workers.agent.guard import TokenizerGuard
+from workers.agent.parsing import SHOWN, Malformed, ParsedTurn, parse_text, parsed_turn, tool_call
+
+log = structlog.get_logger("codec")
+
+
+class CodecError(RuntimeError):
+    """The tokenizer's template cannot be continued token by token; the message says why."""
+
+
+class Codec(Protocol):
+    """Renders and parses one model's chat format."""
+
+    name: str
+    digest: str
+    """Name and a digest of tokenizer and template: rollouts with the same digest share token ids."""
+    stop_token_ids: list[int]
+
+    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        """Ids of the conversation's start, generation prompt included."""
+
+    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
+        """Ids to append to `prompt + sampled` for new messages, generation prompt included.
+
+        Where the sampled turn was ended by another token than the format's own, that one comes first.
+
+        Raises:
+            CodecError: They cannot be appended without changing what is there.
+        """
+
+    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
+        """The message that the sampled ids say. Never raises: anything may have been sampled."""
+
+
+class RendererCodec:
+    """Uses the library `renderers`, which knows the model's format in Python."""
+
+    def __init__(self, guard: TokenizerGuard, renderer: Any) -> None:
+        self.name = f"renderers/{type(renderer).__name__}"
+        self.digest = ""
+        self._guard = guard
+        self._renderer = renderer
+        self.stop_token_ids = list(renderer.get_stop_token_ids())
+        eos = guard.eos_token_id
+        self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
+        self._thought = guard.convert_tokens_to_ids("</think>")
+        check_forging(self, guard, ("user", "tool"))
+
+    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        return self.render_chat([self._guard.chat(message) for message in messages], tools)
+
+    def render_chat(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """As `render`, of messages in a template's form whose text is trusted."""
+        return self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True)
+
+    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
+        chat = [self._guard.chat(message) for message in new]
+        delta = self._delta(prompt, sampled, chat)
+        if delta is not None:
+            return delta
+        # The library declines a turn that ends within a thought, or that goes on behind an end token. What
+        # follows a turn does not depend on its content, so an empty turn may stand in for it.
+        lead = [] if sampled and sampled[-1] in self.stop_token_ids else [self._close]
+        for stand_in in ([self._close], [self._thought, self._close]):
+            if None not in stand_in and (delta := self._delta(prompt, stand_in, chat)) is not None:
+                return lead + delta
+        raise CodecError(
+            f"{self.name} cannot append {[m.role for m in new]} messages to "
+            f"{len(prompt) + len(sampled)} ids unchanged"
+        )
+
+    def _delta(self, prompt: list[int], sampled: list[int], chat: list[dict[str, Any]]) -> list[int] | None:
+        rendered = self._renderer.bridge_to_next_turn(prompt, sampled, chat)
+        known = len(prompt) + len(sampled)
+        if rendered is None or rendered.token_ids[:known] != prompt + sampled:
+            return None
+        return rendered.token_ids[known:]
+
+    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
+        try:
+            parsed = self._renderer.parse_response(sampled, prompt_ids=prompt)
+        except Exception as error:
+            # Seen: nesting beyond the stack, and integers beyond what Python converts.
+            log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])
+            ids = [token for token in sampled if token not in self.stop_token_ids]
+            return parse_text(self._guard.decode(ids))
+        attempts = [
+            tool_call(call.name, call.arguments, call.raw, call.id)
+            if str(call.status) == "ok"
+            else Malformed(f"{call.status}: {call.raw.strip()[:SHOWN]}")
+            for call in parsed.tool_calls
+        ]
+        return parsed_turn(parsed.content or "", parsed.reasoning_content, attempts)
+
+
+_SENTINEL = "SENTINELanswerSENTINEL"
+_ASKED = {"role": "user", "content": "x"}
+
+
+class TemplateCodec:
+    """Uses the tokenizer's own chat template, for models that `renderers` does not know.
+
+    The ids to append come from rendering `[user, assistant SENTINEL, new messages …]` and keeping
+    what follows the sentinel's end of turn. Whether the template allows that is checked here, once.
+    Tool calls are parsed in the Hermes form (`<tool_call>{json}</tool_call>`).
+
+    Raises:
+        CodecError: The tokenizer has no template, or one that takes neither tool nor user messages so.
+    """
+
+    def __init__(self, guard: TokenizerGuard) -> None:
+        self.name = "chat-template"
+        self.digest = ""
+        self._guard = guard
+        if not guard.chat_template:
+            raise CodecError("the tokenizer has no chat template")
+        self._closing = self._end_of_turn()
+        self._close = guard.encode(self._closing)[-1]
+        self.stop_token_ids = [self._close]
+        if guard.eos_token_id not in (None, self._close):
+            self.stop_token_ids.append(guard.eos_token_id)
+        self._refused: dict[str, CodecError] = {}
+        for role in ("tool", "user"):
+            try:
+                self._check(role)
+            except CodecError as error:
+                # A model without tools may still be talked to, and the other way round.
+                self._refused[role] = error
+        if len(self._refused) == 2:
+            raise self._refused["user"]
+        check_forging(self, guard, [role for role in ("user", "tool") if role not in self._refused])
+
+    def _text(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        try:
+            return self._guard.apply_chat_template(
+                chat, tools=tools or None, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:
+            # Templates raise errors of their own for roles they do not take.
+            raise CodecError(f"the chat template fails on {[m['role'] for m in chat]}: {error}") from error
+
+    def _after(self, new: list[dict[str, Any]]) -> str:
+        """What follows the sentinel's text, its end of turn included."""
+        text = self._text([_ASKED, {"role": "assistant", "content": _SENTINEL}, *new])
+        # The first one: later ones, if any, are somebody's attempt.
+        _, found, after = text.partition(_SENTINEL)
+        if not found:
+            raise CodecError("the chat template drops or rewrites an assistant's text")
+        return after
+
+    def _end_of_turn(self) -> str:
+        """Spaces, if any, and the control token behind an assistant's text."""
+        after = self._after([{"role": "user", "content": "1"}])
+        tokens = "|".join(map(re.escape, self._guard.control_tokens))
+        found = re.match(rf"\s*(?:{tokens})", after) if tokens else None
+        if found is None:
+            raise CodecError("the chat template does not end an assistant's turn with a special token")
+        return found[0]
+
+    def _delta(self, new: list[dict[str, Any]]) -> str:
+        after = self._after(new)
+        if not after.startswith(self._closing):
+            raise CodecError(f"the chat template does not end every turn with {self._closing!r}")
+        return after[len(self._closing) :]
+
+    def _check(self, role: str) -> None:
+        one = {"role": role, "content": "1"}
+        for new in ([one], [one, {**one, "content": "2"}] if role == "tool" else [one]):
+            whole = self._text([_ASKED, {"role": "assistant", "content": "y"}, *new])
+            if not whole.endswith(self._closing + self._delta(new)):
+                raise CodecError(f"the chat template is not prefix-consistent for role {role!r}")
+
+    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        return self._guard.encode(self._text([self._guard.chat(message) for message in messages], tools))
+
+    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
+        for message in new:
+            if message.role in self._refused:
+                raise self._refused[message.role]
+        delta = self._guard.encode(self._delta([self._guard.chat(message) for message in new]))
+        return delta if sampled and sampled[-1] == self._close else [self._close, *delta]
+
+    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
+        ids = [token for token in sampled if token not in self.stop_token_ids]
+        thinking = self._guard.decode(prompt[-8:]).rstrip().endswith("<think>")
+        return parse_text(self._guard.decode(ids), thinking)
+
+
+def check_forging(codec: Codec, guard: TokenizerGuard, roles: Sequence[str]) -> None:
+    """Text that spells every control token must not become one, neither in a prompt nor behind a turn.
+
+    Raises:
+        CodecError: It does: the format changes text in a way that the cuts do not survive.
+    """
+
+    def control(ids: list[int]) -> list[int]:
+        return [token for token in ids if token in guard.control_ids]
+
+    nasty = " ".join(guard.control_tokens)
+    prompt = codec.render([Message(role="user", content="x")], [])
+    if control(codec.render([Message(role="user", content=nasty)], [])) != control(prompt):
+        raise CodecError(f"{codec.name}: text of a prompt can become control tokens")
+    bridged = False
+    for role in roles:
+        for end in codec.stop_token_ids:
+            try:
+                plain, forged = (
+                    codec.bridge(prompt, [end], [Message(role=role, content=text, name="f")])
+                    for text in ("x", nasty)
+                )
+            except CodecError:
+                # Some formats end a turn that calls a tool with a token of its own, and take no other answer.
+                continue
+            bridged = True
+            if control(forged) != control(plain):
+                raise CodecError(f"{codec.name}: text of role {role!r} can become control tokens")
+    if not bridged:
+        raise CodecError(f"{codec.name}: no message can be appended to a turn")

@@ -1,0 +1,129 @@
+"""The heap of backends as a worker's event loop uses it: many rollouts, few round trips.
+
+A worker carries hundreds of rollouts; what they ask for while a round trip is under way shares the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import suppress
+from typing import Any
+
+from rollout.trajectory import Trajectory
+from services.state.backends import BackendStore, Placed, placed
+
+MAX_BATCH = 256
+"""Calls in one round trip; Redis serves nobody else meanwhile (about 40 µs a call)."""
+CHARACTERS_PER_TOKEN = 4
+SHARE_OF_THE_NEWEST = 0.1
+EXCHANGE_POLL_S = 0.02
+"""A canary takes about as long; only calls that end while one runs ask so often."""
+LOOK_AGAIN_S = 2.0
+"""Longest pause before a rollout that waits for room asks again by itself: messages may be lost."""
+
+
+class PromptSizes:
+    """How long the first prompts of a handler are: what a rollout reserves before its own is rendered.
+
+    More foresight (the mean of final contexts) spread rollouts worse in `benchmarks/routing.py`.
+    """
+
+    def __init__(self) -> None:
+        self._mean: dict[str, float] = {}
+
+    def expected(self, handler: str, task: dict[str, Any]) -> int:
+        """Tokens. Before the first one was seen, guessed from the size of the task."""
+        return round(self._mean.get(handler) or len(json.dumps(task)) / CHARACTERS_PER_TOKEN) + 1
+
+    def seen(self, handler: str, trajectory: Trajectory) -> None:
+        """Learn from a rollout; one without a model call teaches nothing."""
+        if trajectory.chains and trajectory.chains[0].segments:
+            tokens = len(trajectory.chains[0].segments[0].token_ids)
+            mean = self._mean.get(handler, tokens)
+            self._mean[handler] = mean + SHARE_OF_THE_NEWEST * (tokens - mean)
+
+
+class Placements:
+    """One a worker process. Call it on the event loop only."""
+
+    def __init__(self, store: BackendStore) -> None:
+        self._store = store
+        self._queue: list[tuple[list[Any], asyncio.Future[Any]]] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self.line = asyncio.Lock()
+        """Held by the rollout that has waited longest for room: a large one must not starve."""
+        self.changed = asyncio.Event()
+        self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+
+    async def acquire(self, rollout_id: str, **options: Any) -> Placed:
+        """See `BackendStore.acquire`."""
+        return placed(await self._ask(self._store.acquire_args(rollout_id, **options)))
+
+    async def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
+        """See `BackendStore.extend`."""
+        return placed(await self._ask(self._store.extend_args(rollout_id, tokens, **options)))
+
+    async def release(self, rollout_id: str) -> bool:
+        """See `BackendStore.release`."""
+        return bool(await self._ask(["release", rollout_id]))
+
+    async def suspect(self, backend_id: str) -> None:
+        """Have a backend probed at once, because a call to it failed."""
+        await asyncio.to_thread(self._store.suspect, backend_id)
+
+    def _ask(self, args: list[Any]) -> asyncio.Future[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._queue.append((args, answer))
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._flush())
+        return answer
+
+    async def _flush(self) -> None:
+        while self._queue:
+            batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
+            try:
+                replies = await asyncio.to_thread(self._store.many, [args for args, _ in batch])
+            except Exception as error:
+                replies = [error] * len(batch)
+            for (_, answer), reply in zip(batch, replies, strict=True):
+                if answer.done():
+                    continue
+                if isinstance(reply, Exception):
+                    answer.set_exception(reply)
+                else:
+                    answer.set_result(reply)
+
+    async def trusted(self, backend_id: str, version: str | None) -> bool:
+        """Whether tokens that a backend sampled from these weights count. Waits while they are exchanged."""
+        while True:
+            backend = await asyncio.to_thread(self._store.get, backend_id)
+            if backend is None or not backend.paused:
+                return backend is not None and (backend.healthy or backend.policy_version == version)
+            await asyncio.sleep(EXCHANGE_POLL_S)
+
+    # -- waiting for room --------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something changed for the better on some backend: those who wait look again."""
+        self.changed.set()
+
+    async def change(self) -> None:
+        """Wait for `wake`, or for about two seconds. Clear `changed` before you look, not after."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_AGAIN_S * random.uniform(0.5, 1.0)):
+                await self.changed.wait()
+
+    # -- calls under way ---------------------------------------------------------------------
+
+    def watch(self, backend_id: str, call: asyncio.Task[Any]) -> None:
+        """Enter a call, so that `down` can end it."""
+        calls = self._calls.setdefault(backend_id, set())
+        calls.add(call)
+        call.add_done_callback(calls.discard)
+
+    def down(self, backend_id: str) -> None:
+        """Give up the calls to a backend that is known not to answer: some would hang until their limit."""
+        for call in list(self._calls.get(backend_id, ())):
+            call.cancel()

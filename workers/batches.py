@@ -1,0 +1,172 @@
+"""Moves batches on: starts groups where there is room, decides those that have ended, ends what is redundant.
+
+Runs in every worker; what is to be done is taken from Redis under a lease, so no worker is needed and none is
+in the way. Each step is written once, by `lua/batches.lua`, and may be done again by another worker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import redis
+import structlog
+
+from rollout.batch import BatchRequest, BatchState, Verdict
+from rollout.schema import Rollout, RolloutRequest
+from services.dispatch import Dispatcher
+from services.state.batches import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
+from services.state.policy import PolicyStore
+from services.state.rollouts import RolloutStore
+from services.state.tenants import QuotaExceeded, Tenant, TenantStore
+from workers.filters import Decision, Filters
+
+log = structlog.get_logger("batches")
+
+LOOK_EVERY_S = 2.0
+"""Bells may be lost."""
+RETRY_S = 2.0
+AT_ONCE = 16
+
+
+class Batcher:
+    """The batches' side thread of a worker."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        rollouts: RolloutStore,
+        tenants: TenantStore,
+        policy: PolicyStore,
+        dispatcher: Dispatcher,
+        filters: Filters | None = None,
+    ) -> None:
+        self._store = store
+        self._rollouts = rollouts
+        self._tenants = tenants
+        self._policy = policy
+        self._dispatcher = dispatcher
+        self.filters = filters or Filters()
+        self._bell = threading.Event()
+
+    def ring(self) -> None:
+        """There is something to do."""
+        self._bell.set()
+
+    def run(self, stopping: threading.Event) -> None:
+        """Until the worker stops. Redis being away is waited out."""
+        while not stopping.is_set():
+            self._bell.wait(LOOK_EVERY_S)
+            self._bell.clear()
+            try:
+                while not stopping.is_set() and self.step():
+                    pass
+            except redis.RedisError as error:
+                log.warning("batches could not reach Redis", error=str(error))
+                stopping.wait(RETRY_S)
+
+    def step(self) -> bool:
+        """Do what is due, a few things at once; False: nothing is."""
+        todos = self._store.take(AT_ONCE)
+        for todo in todos:
+            try:
+                self._do(todo)
+            except redis.RedisError:
+                raise
+            except QuotaExceeded as error:
+                log.warning("a batch waits for its tenant's quota", subject=todo.subject, error=str(error))
+                self._store.later(todo, error.wait_s or RETRY_S)
+            except Exception:
+                # One batch's trouble must not keep the others'; its lease brings it back.
+                log.exception("a batch could not be moved on", todo=todo.kind, subject=todo.subject)
+        return bool(todos)
+
+    def _do(self, todo: Todo) -> None:
+        steps: dict[str, Callable[[str], None]] = {
+            "fill": self._fill,
+            "start": self._start,
+            "decide": self._decide,
+            "end": self._end,
+        }
+        # A batch past its retention needs nothing any more.
+        with suppress(NoSuchBatch):
+            steps[todo.kind](todo.subject)
+        self._store.through(todo)
+
+    # -- starting ----------------------------------------------------------------------------
+
+    def _fill(self, batch_id: str) -> None:
+        while pieces := self._store.fill(batch_id):
+            tenant = self._tenants.get(self._store.get(batch_id).tenant)
+            for piece in pieces:
+                self._submit(piece, tenant)
+            if len(pieces) < FILL_AT_ONCE:
+                return
+
+    def _start(self, group_id: str) -> None:
+        """Somebody marked rollouts as sent and did not live to say that they are."""
+        group = self._store.group(group_id)
+        if group is not None and group.state == "open":
+            tenant = self._tenants.get(self._store.get(group.batch).tenant)
+            self._submit(Starting(group_id, 0, group.sent, group.size, group.prompt), tenant)
+
+    def _submit(self, piece: Starting, tenant: Tenant) -> None:
+        prompt = RolloutRequest.model_validate_json(piece.prompt)
+        group_id = piece.group_id
+        request = prompt.model_copy(update={"id": group_id, "n": piece.size, "group_id": group_id})
+        members = range(piece.first, piece.first + piece.count)
+        self._dispatcher.submit([request], tenant, batch_group=group_id, members=members)
+        self._store.started(group_id, members.stop)
+
+    # -- deciding ----------------------------------------------------------------------------
+
+    def _decide(self, group_id: str) -> None:
+        group = self._store.group(group_id)
+        if group is None or group.state != "undecided":
+            return
+        batch = self._store.get(group.batch)
+        config = self._store.config(group.batch)
+        members = list(self._rollouts.get_many(group.rollout_ids, trajectory=False))
+        decision = self.filters.decide(config, members)
+        if batch.state.ended and config.carry == "none":
+            decision = Decision(Verdict.CANCELLED, "redundant", decision.scored, decision.dropped)
+        elif decision.verdict is Verdict.KEPT and self._is_stale(config, members):
+            decision = Decision(Verdict.FILTERED, "stale", decision.scored, decision.dropped)
+        state, batch_state = self._store.decide(
+            group_id, decision.verdict, decision.reason, decision.scored, decision.dropped
+        )
+        log.info(
+            "group " + state,
+            batch=group.batch,
+            group=group_id,
+            reason=decision.reason,
+            scored=decision.scored,
+            dropped=decision.dropped,
+            batch_state=batch_state,
+        )
+
+    def _is_stale(self, config: BatchRequest, members: list[Rollout]) -> bool:
+        if config.max_staleness is None:
+            return False
+        versions = {version for one in members for version in one.policy_versions}
+        return max(map(self._policy.age, versions), default=0) > config.max_staleness
+
+    # -- ending ------------------------------------------------------------------------------
+
+    def _end(self, batch_id: str) -> None:
+        """What a batch that has ended left under way goes on to be carried over, or is cancelled."""
+        batch = self._store.get(batch_id)
+        config = self._store.config(batch_id)
+        groups = self._store.open_groups(batch_id)
+        if config.carry == "none" or batch.state is BatchState.CANCELLED:
+            for group_id in groups:
+                group = self._store.group(group_id)
+                if group is None:
+                    continue
+                self._store.cut(group_id)  # of what had not been submitted
+                for rollout_id in group.rollout_ids:
+                    self._dispatcher.cancel(rollout_id)
+                self._decide(group_id)
+        log.info("batch " + batch.state.value, batch=batch_id, kept=batch.kept, left=len(groups))
+        self._store.expire(batch_id, groups)

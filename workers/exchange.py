@@ -1,0 +1,171 @@
+"""The exchange of one backend's weights, step by step.
+
+No new rollouts → pause → load → label → resume → canary → new rollouts again. An engine that is paused queues
+every request, the canary too, so it runs a moment before it is checked; what it samples in that moment counts
+only if the check passes (`BackendStore.fail` takes its calls away, `give_up` ends them).
+
+Every step may be repeated: a worker may have been killed at any of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import redis
+import structlog
+
+from rollout.policy import BackendUpdate, BackendUpdateState, Canary, PolicyRequest
+from rollout.schema import Backend
+from services.engines.control import Control, ControlError, control_of
+from services.state.backends import BackendStore
+from services.state.policy import LeaseLost
+
+log = structlog.get_logger("updates")
+
+Report = Callable[[BackendUpdate], None]
+"""Told of each step. It raises `LeaseLost` when the work is another worker's by now."""
+
+
+class Exchange:
+    """Brings what a request asks for to one backend."""
+
+    def __init__(
+        self, backends: BackendStore, backend: Backend, request: PolicyRequest, http: httpx.Client
+    ) -> None:
+        self._backends = backends
+        self._backend = backend
+        self._request = request
+        self._engine = control_of(backend, http, request.timeout_s)
+        self.progress = BackendUpdate()
+
+    def run(self, report: Report, *, fresh: bool = True) -> BackendUpdate:
+        """All steps. The end, good or bad, is in the answer; only Redis and `report` raise.
+
+        Args:
+            fresh: Nobody has begun with this backend before.
+        """
+        backend, request, engine, progress = self._backend, self._request, self._engine, self.progress
+        watch = _Watch(progress.seconds)
+        # Without a path the trainer has put new weights there itself.
+        trusted = fresh and backend.healthy and request.path is not None
+        loading = False
+        self._backends.pause(backend.id)
+        try:
+            self._enter(BackendUpdateState.PAUSING, report)
+            with watch("pause"):
+                engine.pause(request.mode, reset=request.reset_prefix_cache)
+            self._enter(BackendUpdateState.LOADING, report)
+            loading = True
+            with watch("reload"):
+                self._load()
+            if request.canary is not None:
+                self._enter(BackendUpdateState.CHECKING, report)
+            engine.resume()
+            if request.canary is not None:
+                with watch("canary"):
+                    progress.canary_max_error = check(engine, request.canary)
+        except (LeaseLost, redis.RedisError):
+            raise
+        except Exception as error:
+            if not isinstance(error, ControlError):
+                log.exception("exchange broke off", backend=backend.id)
+            watch.stop()
+            self._give_up(error, intact=trusted and (not loading or getattr(error, "harmless", False)))
+            progress.canary_max_error = getattr(error, "max_error", None)
+            progress.error = str(error) or type(error).__name__
+            self._enter(BackendUpdateState.FAILED, report)
+            return progress
+        watch.stop()
+        self._backends.set_version(backend.id, request.version)
+        self._backends.recover(backend.id)
+        self._backends.resume(backend.id)
+        self._enter(BackendUpdateState.RESUMED, report)
+        return progress
+
+    def _enter(self, state: BackendUpdateState, report: Report) -> None:
+        self.progress.state = state
+        report(self.progress)
+
+    def _load(self) -> None:
+        """New weights and their label, before anything is sampled from them."""
+        request, engine = self._request, self._engine
+        if request.lora is not None:
+            engine.load_adapter(request.lora.name, request.path)
+        elif request.path is not None:
+            engine.load(request.path, request.version)
+        engine.label(request.version)
+        if request.reset_prefix_cache:
+            engine.reset_cache()
+
+    def _give_up(self, error: Exception, *, intact: bool) -> None:
+        """Leave a backend safe after a failed step.
+
+        With its old weights intact it goes on serving them, to the rollouts it has. Else nothing may be
+        sampled from it: its rollouts move away, its calls end, and it stays paused until an update succeeds
+        or the server is restarted.
+        """
+        backend_id, engine = self._backend.id, self._engine
+        log.warning("backend not updated", backend=backend_id, error=str(error), old_weights_intact=intact)
+        if intact:
+            try:
+                engine.resume()
+                self._backends.resume(backend_id)
+                return
+            except ControlError as second:
+                log.warning("backend cannot be resumed", backend=backend_id, error=str(second))
+        self._backends.fail(backend_id, str(error))
+        try:
+            engine.give_up()
+        except ControlError as second:
+            log.warning("backend does not answer", backend=backend_id, error=str(second))
+        self._backends.resume(backend_id)
+
+
+def check(engine: Control, canary: Canary) -> float:
+    """Largest difference between the backend's log-probs of the canary and the trainer's, in nats.
+
+    Raises:
+        ControlError: It is larger than the tolerance, or the backend did not answer.
+    """
+    found = engine.score(canary.token_ids)
+    errors = [abs(ours - theirs) for ours, theirs in zip(found, canary.logprobs, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    if errors[worst] > canary.tolerance:
+        raise CanaryFailed(
+            errors[worst],
+            f"canary failed: id {canary.token_ids[worst + 1]} at position {worst + 1} has log-prob "
+            f"{found[worst]:.4f}, the trainer says {canary.logprobs[worst]:.4f}; the tolerance is "
+            f"{canary.tolerance:g}. The server does not sample from the trainer's weights",
+        )
+    return errors[worst]
+
+
+class CanaryFailed(ControlError):
+    """The weights that a backend serves are not the trainer's."""
+
+    def __init__(self, max_error: float, message: str) -> None:
+        super().__init__(message)
+        self.max_error = max_error
+
+
+class _Watch:
+    """Seconds of the steps, and of all of them."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self._started = time.monotonic()
+
+    @contextmanager
+    def __call__(self, step: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[step] = round(time.monotonic() - started, 4)
+
+    def stop(self) -> None:
+        """Note the total."""
+        self._seconds["total"] = round(time.monotonic() - self._started, 4)

@@ -1,0 +1,106 @@
+"""Programming problems with hidden tests: `code` (with a sandbox to work in) and `code_text` (without)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from rollout.trajectory import FinishReason, Message
+from sandbox.errors import SandboxRequestError
+from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think
+from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
+from workers.handlers.code.judging import Result, judge
+from workers.handlers.code.task import Case, CodeTask
+
+__all__ = ["Case", "Code", "CodeTask", "CodeText"]
+
+SOLUTION = "/workspace/solution.py"
+MAX_SOLUTION_CHARS = 1 << 20
+_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+STDIN = "The program reads standard input and prints its answer to standard output."
+CALL = "Define the function `{name}`; it is called with the arguments of each test and returns the answer."
+WORK = """Write your solution in Python 3 to {path}. You have a Linux sandbox with the tools execute_bash and
+str_replace_editor; test your program there. Hidden tests, {seconds:g} s and {memory} MB each, decide.
+Call finish when you are done."""
+SAY = """Answer with your solution in Python 3, as one block of code between ```python and ```.
+Hidden tests, {seconds:g} s and {memory} MB each, decide."""
+
+
+def _problem(task: CodeTask) -> str:
+    name = task.fn_name if task.tests[0].is_call else None
+    parts = [task.prompt.strip(), CALL.format(name=name) if name else STDIN]
+    if task.starter_code.strip():
+        parts.append(f"Begin with:\n```python\n{task.starter_code.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def last_block(text: str) -> str:
+    """The last block of code in a text, or "" where there is none."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else ""
+
+
+class CodeText(AgentHandler[CodeTask]):
+    """Programming problems: the last block of code of the answer is run on hidden tests."""
+
+    name = "code_text"
+    Task = CodeTask
+
+    def prompt(self, task: CodeTask) -> list[Message]:
+        how = SAY.format(seconds=task.time_limit_s, memory=task.memory_limit_mb)
+        return [Message(role="user", content=f"{_problem(task)}\n\n{how}")]
+
+    async def run(self, ctx: RunContext[CodeTask]) -> FinishReason:
+        await ctx.sandboxes.warm(ctx, image=self.image)
+        return await super().run(ctx)
+
+    async def solution(self, ctx: EvalContext[CodeTask]) -> str:
+        """What is to be judged; "" = there is nothing."""
+        return last_block(ctx.trajectory.final_text())
+
+    async def evaluate(self, ctx: EvalContext[CodeTask]) -> Reward:
+        solution = (await self.solution(ctx))[:MAX_SOLUTION_CHARS]
+        if not solution.strip():
+            return Reward(0.0, {"answered": 0.0, "passed": 0.0})
+        ctx.artifacts["solution.py"] = solution
+        results = await judge(ctx, ctx.task, solution, self.image)
+        ctx.artifacts["tests.txt"] = _report(results)
+        passed = sum(result.passed for result in results) / len(results)
+        value = passed if ctx.task.score == "fraction" else float(passed == 1.0)
+        return Reward(value, {"answered": 1.0, "passed": passed})
+
+    def metrics(self, ctx: EvalContext[CodeTask], reward: Reward) -> dict[str, float]:
+        return {"cases": len(ctx.task.tests)}
+
+
+class Code(CodeText):
+    """Programming problems in a sandbox: /workspace/solution.py is run on hidden tests in another one."""
+
+    name = "code"
+    tools = (ExecuteBash(), StrReplaceEditor(), Think(), Finish())
+    uses_sandbox = True
+
+    def prompt(self, task: CodeTask) -> list[Message]:
+        how = WORK.format(path=SOLUTION, seconds=task.time_limit_s, memory=task.memory_limit_mb)
+        return [Message(role="user", content=f"{_problem(task)}\n\n{how}")]
+
+    async def solution(self, ctx: EvalContext[CodeTask]) -> str:
+        """The file, or the last block of code where the agent only said it."""
+        assert ctx.sandbox is not None
+        try:
+            return (await ctx.sandbox.read_file(SOLUTION, MAX_SOLUTION_CHARS)).decode("utf-8", "replace")
+        except SandboxRequestError:  # it is not there, no file, or too long to be one
+            return await super().solution(ctx)
+
+
+def _report(results: list[Result]) -> str:
+    """A line for each kind of result, and what the first failure had to say. Shows no hidden test."""
+    lines = [f"{status}: {count}" for status, count in Counter(one.status for one in results).most_common()]
+    failed = next((one for one in results if not one.passed), None)
+    if failed is not None:
+        number = results.index(failed) + 1
+        lines.append(f"the first that failed: case {number}, {failed.status} after {failed.seconds:g} s")
+        if failed.detail:
+            lines.append(failed.detail)
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""Tasks of the handler `code`, and the forms in which published datasets carry their tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CASES = 1000
+MAX_CASE_CHARS = 8 << 20
+"""Of one input or output. Some judges' largest tests are a few MB."""
+PROMPTS = ("prompt", "question", "problem", "description")
+"""Names of the problem's text, as datasets have it."""
+
+
+class Case(BaseModel):
+    """One hidden test. Either `stdin` and `stdout`, or `args` and `expected` of a function call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stdin: str | None = Field(default=None, max_length=MAX_CASE_CHARS)
+    stdout: str | None = Field(default=None, max_length=MAX_CASE_CHARS)
+    args: list[Any] | None = None
+    expected: Any = None
+    any_of: list[Any] | None = None
+    """Further accepted results of a function call."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Case:
+        if (self.stdin is None) != (self.stdout is None):
+            raise ValueError("a case of standard input needs both `stdin` and `stdout`")
+        if (self.stdin is None) == (self.args is None):
+            raise ValueError("a case has either `stdin` and `stdout`, or `args` and `expected`")
+        return self
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a function is called; else the program reads standard input."""
+        return self.args is not None
+
+
+TESTS = (
+    *("tests", "input_output", "reward_model", "public_tests", "private_tests", "generated_tests"),
+    *("public_test_cases", "private_test_cases"),
+)
+"""Names of the hidden tests, as datasets have them."""
+
+
+def _any_form(schema: dict[str, Any]) -> None:
+    """What the gateway checks: that there is a problem and that there are tests, under any of their names."""
+    for name in ("prompt", "tests"):
+        schema["properties"][name] = {"title": name, "description": schema["properties"][name]["description"]}
+    schema.pop("required")
+    schema["allOf"] = [{"anyOf": [{"required": [name]} for name in names]} for names in (PROMPTS, TESTS)]
+
+
+class CodeTask(BaseModel):
+    """A programming problem with hidden tests."""
+
+    model_config = ConfigDict(json_schema_extra=_any_form)
+
+    prompt: str = Field(
+        min_length=1,
+        description="The problem; also as question, problem, description, or a list of chat messages.",
+    )
+    tests: list[Case] = Field(
+        min_length=1,
+        max_length=MAX_CASES,
+        description="Hidden: a list of {stdin, stdout} or {args, expected}; or as published sets do.",
+    )
+    fn_name: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """The function to call, plain or a method of a class `Solution`; needed where cases have `args`."""
+    starter_code: str = ""
+    time_limit_s: float = Field(default=6.0, gt=0, le=120)
+    """For one case."""
+    memory_limit_mb: int = Field(default=512, ge=32, le=16384)
+    """For one case."""
+    score: Literal["all", "fraction"] = "all"
+    """Reward 1 when every case passes, or the share of those that do."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, data: Any) -> Any:
+        return canonical(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _callable(self) -> CodeTask:
+        if self.fn_name is None and any(case.is_call for case in self.tests):
+            raise ValueError("cases with `args` need `fn_name`, the function to call")
+        return self
+
+
+def canonical(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of APPS, TACO, Eurus-2, code_contests or LiveCodeBench as the fields of a `CodeTask`.
+
+    Raises:
+        ValueError: Its tests are in none of the known forms.
+    """
+    task = dict(row)
+    for name in PROMPTS:
+        if isinstance(row.get(name), str):
+            task["prompt"] = row[name]
+            break
+    if isinstance(row.get("prompt"), list):  # chat messages, as in sets made for verl
+        task["prompt"] = "\n\n".join(
+            message["content"] for message in row["prompt"] if message["role"] == "user"
+        )
+    tests = _parsed(row.get("tests"), "tests")
+    if isinstance(tests, list):
+        return task | {"tests": tests}
+    tests = tests or row.get("input_output") or _ground_truth(row)
+    if tests is not None:
+        return task | _from_input_output(_parsed(tests, "input_output"))
+    columns = [row.get(name) for name in ("public_tests", "private_tests", "generated_tests")]
+    if any(columns):
+        return task | {"tests": [case for column in columns for case in _from_columns(column)]}
+    if "public_test_cases" in row or "private_test_cases" in row:
+        metadata = _parsed(row.get("metadata") or {}, "metadata")
+        cases = [
+            case
+            for name in ("public_test_cases", "private_test_cases")
+            for case in _parsed(row.get(name) or [], name)
+        ]
+        return task | {
+            "tests": [_live_code_bench(case) for case in cases],
+            "fn_name": metadata.get("func_name") or row.get("fn_name"),
+            "starter_code": row.get("starter_code") or "",
+        }
+    return task
+
+
+def _ground_truth(row: dict[str, Any]) -> Any:
+    reward_model = row.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+
+
+def _parsed(value: Any, field: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{field} is no JSON: {error}") from None
+
+
+def _from_input_output(tests: Any) -> dict[str, Any]:
+    if not isinstance(tests, dict) or not isinstance(tests.get("inputs"), list):
+        raise ValueError("input_output needs `inputs` and `outputs`, lists of the same length")
+    inputs, outputs = tests["inputs"], tests.get("outputs")
+    if not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("input_output needs `inputs` and `outputs`, lists of the same length")
+    if fn_name := tests.get("fn_name"):
+        return {"fn_name": fn_name, "tests": [_call(*pair) for pair in zip(inputs, outputs, strict=True)]}
+    return {
+        "tests": [
+            {"stdin": _lines(given), "stdout": _lines(wanted)}
+            for given, wanted in zip(inputs, outputs, strict=True)
+        ]
+    }
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _call(given: Any, wanted: Any) -> dict[str, Any]:
+    # The published graders of APPS accept a result in a list of its own.
+    more = [wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else []
+    return {"args": given if isinstance(given, list) else [given], "expected": wanted, "any_of": more}
+
+
+def _from_columns(column: Any) -> list[dict[str, Any]]:
+    if not column:
+        return []
+    return [
+        {"stdin": given, "stdout": wanted}
+        for given, wanted in zip(column["input"], column["output"], strict=True)
+    ]
+
+
+def _live_code_bench(case: dict[str, Any]) -> dict[str, Any]:
+    if case.get("testtype") == "functional":
+        args = [json.loads(line) for line in case["input"].splitlines() if line.strip()]
+        return {"args": args, "expected": json.loads(case["output"])}
+    return {"stdin": case["input"], "stdout": case["output"]}

@@ -1,0 +1,286 @@
+"""A handler in one process: INIT, RUN and EVAL as workers do them, without Redis, Celery and a gateway.
+
+For writing and debugging handlers, and for their tests. The stages are the service's own; only what stands
+between them is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, cast
+
+import structlog
+
+from rollout.schema import Backend, ErrorInfo, Rollout, RolloutRequest, SandboxRecord, Stage, State
+from rollout.trajectory import FinishReason, Trajectory
+from sandbox.host_client import HostClient
+from services.local.paths import DEMO_CHECKPOINT
+from services.settings import Settings
+from services.state import payloads
+from services.state.backends import Placed
+from services.state.rollouts import Claim
+from services.state.tenants import DEFAULT_TENANT, Tenant
+from workers.agent.llm import session
+from workers.agent.placement import Placements, PromptSizes
+from workers.agent.replay import Action, ReplayRouter
+from workers.agent.router import BackendRouter
+from workers.evaluate import evaluate
+from workers.handlers.base import AgentHandler
+from workers.init import init
+from workers.process import Held
+from workers.run import run_turns
+from workers.stage import Body, StageRun, work
+
+log = structlog.get_logger("inprocess")
+
+BODIES: dict[Stage, Body] = {Stage.INIT: init, Stage.RUN: run_turns, Stage.EVAL: evaluate}
+AFTER = {State.READY: Stage.RUN, State.EVALUATING: Stage.EVAL}
+
+
+MakeRouter = Callable[[StageRun], Any]
+
+
+def demo_tokenizer() -> str:
+    """Path of the demo model's tokenizer.
+
+    Raises:
+        FileNotFoundError: The package was installed without its source tree.
+    """
+    if not DEMO_CHECKPOINT.is_dir():
+        raise FileNotFoundError(f"{DEMO_CHECKPOINT} is missing: name a tokenizer (a path or hub name)")
+    return str(DEMO_CHECKPOINT)
+
+
+class Model(ABC):
+    """Where the turns come from."""
+
+    @abstractmethod
+    def routers(self) -> AbstractAsyncContextManager[MakeRouter]:
+        """While open, gives what makes the router of a RUN."""
+
+
+class Actions(Model):
+    """A fixed list of turns; every rollout plays it from its start."""
+
+    def __init__(self, actions: Sequence[Action], tokenizer: str) -> None:
+        self._actions, self._tokenizer = actions, tokenizer
+
+    @asynccontextmanager
+    async def routers(self) -> AsyncIterator[MakeRouter]:
+        yield lambda run: ReplayRouter(self._actions, self._tokenizer)
+
+
+class Server(Model):
+    """One LLM server."""
+
+    def __init__(self, backend: Backend, wait_s: float = 30.0) -> None:
+        """`wait_s`: seconds to try again while it does not answer."""
+        self._placement, self._wait_s = _OneBackend(backend), wait_s
+
+    @asynccontextmanager
+    async def routers(self) -> AsyncIterator[MakeRouter]:
+        async with session() as http:
+            yield lambda run: BackendRouter(
+                run.claim.rollout_id, cast(Placements, self._placement), http, wait_s=self._wait_s
+            )
+
+
+class _OneBackend:
+    """Placement where there is nothing to choose from."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._placed = Placed("ok", backend, "")
+        self.line = asyncio.Lock()
+        self.changed = asyncio.Event()
+
+    async def acquire(self, rollout_id: str, **options: Any) -> Placed:
+        return self._placed
+
+    async def extend(self, rollout_id: str, tokens: int, exclude: tuple[str, ...] = (), **_: Any) -> Placed:
+        taken = self._placed.backend is not None and self._placed.backend.id in exclude
+        return Placed("none", None, "it failed") if taken else self._placed
+
+    async def release(self, rollout_id: str) -> bool:
+        return True
+
+    async def suspect(self, backend_id: str) -> None:
+        log.warning("the LLM server failed a call", backend=backend_id)
+
+    async def trusted(self, backend_id: str, version: str | None) -> bool:
+        return True
+
+    async def change(self) -> None:
+        await asyncio.sleep(0.2)
+
+    def watch(self, backend_id: str, call: asyncio.Task[Any]) -> None:
+        """Nobody says that it is down."""
+
+
+class _Notes:
+    """Where stages write facts of a rollout."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str] | None = None, text: str = "") -> bool:
+        self.fields |= fields or {}
+        log.info(text or "noted", rollout_id=rollout_id)
+        return True
+
+
+class _Tenants:
+    """Nobody is limited."""
+
+    def get(self, name: str) -> Tenant:
+        return Tenant(name=name)
+
+
+class _Handlers:
+    """A registry of one."""
+
+    def __init__(self, handler: AgentHandler[Any]) -> None:
+        self._handler = handler
+
+    def get(self, name: str) -> AgentHandler[Any]:
+        return self._handler
+
+
+class _Process:
+    """What a stage asks of its worker."""
+
+    def __init__(self, handler: AgentHandler[Any], settings: Settings) -> None:
+        self.settings = settings
+        self.handlers = _Handlers(handler)
+        self.host = HostClient()
+        self.store = _Notes()
+        self.tenants = _Tenants()
+        self.prompts = PromptSizes()
+
+
+class _Run(StageRun):
+    def __init__(self, process: _Process, claim: Claim, make_router: MakeRouter) -> None:
+        super().__init__(process, Held(claim.rollout_id, claim.stage), claim)  # type: ignore[arg-type]
+        self._make_router = make_router
+
+    def router(self) -> Any:
+        return self._make_router(self)
+
+
+class InProcess:
+    """Runs rollouts of one handler here."""
+
+    def __init__(
+        self, handler: AgentHandler[Any], model: Model | None = None, settings: Settings | None = None
+    ) -> None:
+        """`model`: None is enough for a handler that uses none."""
+        self._handler = handler
+        self._model = model or Actions([], "")
+        self._settings = settings or Settings()
+
+    async def run(self, request: RolloutRequest) -> list[Rollout]:
+        """The `n` rollouts of a request, one after the other; each has ended, whatever went wrong in it."""
+        group_id, ids = request.rollout_ids()
+        async with self._model.routers() as make_router:
+            return [
+                await _Episode(request, group_id, index, rollout_id).run(
+                    _Process(self._handler, self._settings), make_router
+                )
+                for index, rollout_id in enumerate(ids)
+            ]
+
+
+class _Episode:
+    """One rollout between its stages: what its record in Redis is to a worker."""
+
+    def __init__(self, request: RolloutRequest, group_id: str, index: int, rollout_id: str) -> None:
+        self.request = request
+        self.group_id, self.index, self.id = group_id, index, rollout_id
+        self.created = time.time()
+        self.attempt, self.stage = 1, Stage.INIT
+        self.fields: dict[str, str] = {}
+        self.trajectory: Trajectory | None = None
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    async def run(self, process: _Process, make_router: MakeRouter) -> Rollout:
+        """All stages, and attempts, to the end."""
+        while True:
+            began = time.monotonic()
+            outcome = await work(_Run(process, self._claim(), make_router), BODIES[self.stage])
+            self.seconds[self.stage.value] += time.monotonic() - began
+            if asyncio.current_task().cancelling() or outcome is None:
+                raise asyncio.CancelledError
+            self.fields |= process.store.fields | outcome.fields
+            self.trajectory = outcome.trajectory or self.trajectory
+            if outcome.next == "again" and self.attempt < self.request.limits.max_attempts:
+                log.warning("another attempt", rollout_id=self.id, error=self.fields.get("error"))
+                self.attempt, self.stage, self.fields, self.trajectory = (
+                    self.attempt + 1,
+                    Stage.INIT,
+                    {},
+                    None,
+                )
+                process.store.fields.clear()
+                await asyncio.sleep(outcome.delay_s or 0)
+            elif outcome.next in AFTER:
+                self.stage = AFTER[State(outcome.next)]
+            else:
+                return self._ended(State.FAILED if outcome.next == "again" else State(outcome.next))
+
+    def _read(self, name: str) -> Any:
+        return json.loads(self.fields[name]) if self.fields.get(name) else None
+
+    def _claim(self) -> Claim:
+        box = self._read("sandbox")
+        error = self._read("error")
+        return Claim(
+            rollout_id=self.id,
+            group_id=self.group_id,
+            index=self.index,
+            attempt=self.attempt,
+            stage=self.stage,
+            fence=self.attempt,
+            deadline_in_s=self.request.limits.deadline_s - (time.time() - self.created),
+            request=self.request,
+            sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
+            sandbox_socket=box["socket"] if box else None,
+            node=self.fields.get("node"),
+            tenant=DEFAULT_TENANT,
+            error=ErrorInfo.model_validate(error) if error else None,
+            finish_reason=self.fields.get("finish_reason"),
+            metrics=self._read("metrics") or {},
+            stored_trajectory=payloads.encode_trajectory(self.trajectory) if self.trajectory else None,
+        )
+
+    def _ended(self, state: State) -> Rollout:
+        now, box, error = time.time(), self._read("sandbox"), self._read("error")
+        return Rollout(
+            id=self.id,
+            group_id=self.group_id,
+            index=self.index,
+            handler=self.request.handler,
+            state=state,
+            attempt=self.attempt,
+            request=self.request,
+            reward=self._read("reward"),
+            reward_components=self._read("reward_components") or {},
+            drop=self.fields.get("drop") == "1",
+            drop_reason=self.fields.get("drop_reason"),
+            finish_reason=FinishReason(reason) if (reason := self.fields.get("finish_reason")) else None,
+            error=ErrorInfo.model_validate(error) if error else None,
+            trajectory=self.trajectory,
+            backend=self.fields.get("backend"),
+            policy_versions=self._read("policy_versions") or [],
+            sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
+            metrics=self._read("metrics") or {},
+            stage_seconds={name: round(value, 3) for name, value in self.seconds.items()},
+            created_at=self.created,
+            updated_at=now,
+            finished_at=now,
+            deadline_at=self.created + self.request.limits.deadline_s,
+        )

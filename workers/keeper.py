@@ -1,0 +1,160 @@
+"""Looks after the LLM backends: probes their health, reads their metrics, keeps the heap's counters true.
+
+It runs in every RUN worker, for those are the ones that reach the backends; the elected one does the work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import redis
+import structlog
+
+from rollout.schema import Backend
+from services.engines.address import session
+from services.engines.stats import ProbeError, current_version, probe
+from services.settings import Settings
+from services.state import keys
+from services.state.backends import BackendStore
+from services.state.election import Election
+
+log = structlog.get_logger("keeper")
+
+TICK_S = 0.5
+"""How soon a suspicion is looked into."""
+PROBE_TIMEOUT_S = 5.0
+"""An engine that does not answer /health for so long serves nobody in time."""
+FAILURES = 2
+"""Probes in a row that must fail; a call that failed counts as one."""
+LONGEST_PAUSE_S = 60.0
+"""Between two probes of a backend that stays away."""
+BREAK_AFTER = 8
+"""Failed calls between two probes after which a backend is left alone, though /health answers."""
+BREAK_S = 5.0
+"""Least pause before such a backend is tried again."""
+STEADY_S = 60.0
+"""A backend that was good for so long starts again with short pauses."""
+RECONCILE_EVERY_S = 30.0
+
+
+@dataclass
+class _Watch:
+    """What the keeper remembers of a backend. Times are of the monotonic clock."""
+
+    next_at: float = 0.0
+    failures: int = 0
+    """Bad probes in a row."""
+    pauses: int = 0
+    """How often the pause was doubled."""
+    good_since: float | None = None
+
+
+class Keeper:
+    """The health of the fleet of backends."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        backends: BackendStore,
+        settings: Settings,
+        owner: str,
+        catch_up: Callable[[Backend], None],
+    ) -> None:
+        """
+        Args:
+            catch_up: Told of a healthy backend whose weights are not the wanted ones; begins to load them and
+                returns at once.
+        """
+        self._backends = backends
+        self._probe_s = settings.backend_probe_s
+        self._election = Election(client, keys.KEEPER_LOCK, owner, TICK_S)
+        self._catch_up = catch_up
+        self._watched: dict[str, _Watch] = {}
+        self._reconciled = time.monotonic()
+
+    def run(self, stopping: threading.Event) -> None:
+        """Tick until the worker stops. Redis being away is waited out."""
+        with (
+            session(PROBE_TIMEOUT_S) as http,
+            ThreadPoolExecutor(16, thread_name_prefix="probe") as pool,
+        ):
+            while not stopping.wait(TICK_S):
+                try:
+                    if self._election.won():
+                        self.tick(http, pool)
+                except redis.RedisError as error:
+                    log.warning("keeper could not reach Redis", error=str(error))
+                except Exception:
+                    log.exception("keeper tick failed")
+
+    def tick(self, http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+        """Probe what is due, all at once."""
+        suspects = self._backends.take_suspects()
+        fleet = {backend.id: backend for backend in self._backends.list()}
+        self._watched = {name: self._watched.get(name, _Watch()) for name in fleet}
+        now = time.monotonic()
+        due = [b for name, b in fleet.items() if name in suspects or now >= self._watched[name].next_at]
+        for _ in pool.map(lambda b: self._look_at(b, suspects.get(b.id, 0), http), due):
+            pass
+        if now - self._reconciled >= RECONCILE_EVERY_S:
+            self._reconciled = now
+            found = self._backends.reconcile()
+            if found.reclaimed or found.restored or found.corrected:
+                log.warning("counters of the backends corrected", **vars(found))
+
+    def _look_at(self, backend: Backend, failed_calls: int, http: httpx.Client) -> None:
+        watch, bound = self._watched[backend.id], log.bind(backend=backend.id)
+        away = not backend.reachable
+        try:
+            stats = probe(backend, http)
+            version = current_version(backend, http)
+        except ProbeError as error:
+            watch.failures += 1
+            watch.good_since = None
+            if away or watch.failures + bool(failed_calls) >= FAILURES:
+                if not away:
+                    bound.warning("backend is away; its rollouts move", error=str(error))
+                self._put_away(backend, watch, str(error))
+            else:
+                watch.next_at = time.monotonic() + min(1.0, self._probe_s)
+            return
+        self._backends.put_stats(backend.id, stats)
+        watch.failures = 0
+        now = time.monotonic()
+        if failed_calls >= BREAK_AFTER and not away:
+            bound.warning("backend is left alone: calls fail, though /health answers", failed=failed_calls)
+            watch.good_since = None
+            self._put_away(backend, watch, f"{failed_calls} calls failed, though /health answers", BREAK_S)
+            return
+        watch.next_at = now + self._probe_s
+        if not backend.paused:
+            # Before it is taken again: a restarted server must not get rollouts as what it was before.
+            self._check_version(backend, version)
+        if away:
+            bound.info("backend is back")
+            self._backends.recover(backend.id, by="health")
+            watch.good_since = now
+        elif watch.good_since is None:
+            watch.good_since = now
+        elif now - watch.good_since >= STEADY_S:
+            watch.pauses = 0
+
+    def _put_away(self, backend: Backend, watch: _Watch, error: str, least_s: float = 0.0) -> None:
+        pause = max(least_s, min(self._probe_s * 2**watch.pauses, LONGEST_PAUSE_S))
+        watch.pauses = min(watch.pauses + 1, 10)
+        watch.next_at = time.monotonic() + pause
+        self._backends.fail(backend.id, error, by="health")
+
+    def _check_version(self, backend: Backend, version: str | None) -> None:
+        """A server that was started again has the weights it started with."""
+        if version is not None and version != backend.policy_version:
+            log.warning("backend has other weights", backend=backend.id, version=version)
+            self._backends.set_version(backend.id, version)
+        wanted = self._backends.wanted_version()
+        if wanted is not None and wanted != (backend.policy_version if version is None else version):
+            self._catch_up(backend)

@@ -1,0 +1,124 @@
+"""Grading the tests of a SWE instance with the official harness's own parsers and report.
+
+Called through `score`: `swebench` is large, and a log is what a model's code has printed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+_PATCH_APPLIED = "patch_successfully_applied"
+
+
+def _grading() -> Any:
+    """`swebench.harness.grading`, without what its package imports besides: docker, datasets and modal.
+
+    That takes two seconds and 150 MB of each scorer process, and none of it grades.
+    """
+    name = "swebench.harness"
+    if name not in sys.modules and (found := importlib.util.find_spec("swebench")) is not None:
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(place) / "harness") for place in found.submodule_search_locations or ()]
+        sys.modules[name] = package
+    from swebench.harness import grading
+
+    return grading
+
+
+def has_parser(name: str) -> bool:
+    """Whether the harness has a log parser of that name."""
+    return name in _grading().PARSER_REGISTRY
+
+
+def grade(payload: dict[str, Any]) -> dict[str, Any]:
+    """The official report of one run of the tests.
+
+    Args:
+        payload: `instance_id`, `repo`, `version`, `fail_to_pass`, `pass_to_pass`, `log_parser`, `eval_type`,
+            `patch` and `log`, which has the official marks around the tests' output.
+
+    Returns:
+        `resolved`, `graded` (whether the log was one of tests that ran) and `tests_status`, as
+        `swebench.harness.grading.get_eval_report` has them.
+
+    Raises:
+        ValueError: The parser is none of the harness's.
+    """
+    grading = _grading()
+    from swebench.types import TestSpec
+
+    parser = payload["log_parser"]
+    if parser not in grading.PARSER_REGISTRY:
+        known = ", ".join(sorted(grading.PARSER_REGISTRY))
+        raise ValueError(f"log_parser {parser!r} is none of swebench's: {known}")
+    spec = TestSpec(
+        instance_id=payload["instance_id"],
+        image="",
+        eval_script_list=[],
+        repo=payload["repo"],
+        version=payload["version"],
+        FAIL_TO_PASS=payload["fail_to_pass"],
+        PASS_TO_PASS=payload["pass_to_pass"],
+        log_parser=parser,
+        eval_type=payload["eval_type"],
+    )
+    prediction = {
+        "instance_id": spec.instance_id,
+        "model_patch": payload["patch"],
+        "model_name_or_path": "rollout",
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "test_output.txt"
+        log.write_text(payload["log"], encoding="utf-8")
+        report = grading.get_eval_report(spec, prediction, str(log), include_tests_status=True)[
+            spec.instance_id
+        ]
+    return {
+        "resolved": report["resolved"],
+        "graded": report[_PATCH_APPLIED],
+        "tests_status": report.get("tests_status", {}),
+    }
+
+
+_SUMMARY = "short test summary info"
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def grade_expected(payload: dict[str, Any]) -> dict[str, Any]:
+    """R2E-Gym's rule: every test has exactly the status that `expected` gives, and no test is missing or new.
+
+    Its names are those of pytest's summary from after the file's, with dots: `TestClass.test_name`.
+
+    Args:
+        payload: `log` and `expected`, name → status.
+
+    Returns:
+        `resolved`, `graded`, `tests_status` with the names of `matching` and `differing` tests.
+    """
+    found: dict[str, str] = {}
+    log = _COLOUR.sub("", payload["log"])
+    summary = log.split(_SUMMARY, 1)[1] if _SUMMARY in log else ""
+    for line in summary.splitlines():
+        for status in ("PASSED", "FAILED", "ERROR"):
+            if line.startswith(f"{status} "):
+                found[_short(line.removeprefix(f"{status} "))] = status
+    expected = {_short(name, "."): status for name, status in payload["expected"].items()}
+    matching = sorted(name for name, status in expected.items() if found.get(name) == status)
+    differing = sorted((expected.keys() | found.keys()) - set(matching))
+    return {
+        "resolved": bool(expected) and not differing,
+        "graded": bool(found),
+        "tests_status": {"matching": matching, "differing": differing},
+    }
+
+
+def _short(name: str, separator: str = "::") -> str:
+    name = _COLOUR.sub("", name).split(" - ")[0].strip()
+    parts = name.split(separator)
+    return ".".join(parts[1:]) if separator == "::" and len(parts) > 1 else name

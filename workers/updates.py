@@ -1,0 +1,334 @@
+"""Weight updates: a worker carries out what `/v1/policy` asked for, one thread a backend.
+
+Whatever happens to the worker, another one begins again with the backends that had not ended, and every step
+may be repeated (`workers/exchange.py`); so no backend stays paused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import redis
+import structlog
+
+from rollout.policy import BackendUpdate, BackendUpdateState, Policy, UpdateState
+from rollout.schema import Backend
+from services.engines import control
+from services.engines.control import ControlError, control_of
+from services.engines.stats import ProbeError, current_version
+from services.state import keys
+from services.state.backends import BackendStore
+from services.state.policy import Current, LeaseLost, PolicyStore, Work, outcome
+from workers.exchange import Exchange
+
+log = structlog.get_logger("updates")
+
+LEASE_S = 10.0
+"""Another worker goes on with an update when its own was silent for so long."""
+BELL_S = 1.0
+"""Longest sleep between two looks for an update whose worker died. A new one rings, and is seen at once."""
+RETRY_S = 1.0
+"""Pause after Redis did not answer."""
+MAX_THREADS = 256
+FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
+"""Pauses after a backend did not catch up, doubling from the first to the last."""
+LOCK_POLL_S = 0.05
+"""A backend that another thread or worker has in hand is asked for so often. Rare: catch-up meets update."""
+
+
+class _Leases:
+    """Keeps leases alive from one thread, a third of their length apart."""
+
+    def __init__(self, store: PolicyStore, lease_s: float) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._held: dict[str, tuple[str, threading.Event]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def hold(self, key: str, token: str) -> Iterator[threading.Event]:
+        """Extend a lease meanwhile; the event is set when it turns out to be lost."""
+        lost = threading.Event()
+        with self._lock:
+            self._held[token] = (key, lost)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="policy-leases", daemon=True)
+                self._thread.start()
+        try:
+            yield lost
+        finally:
+            with self._lock:
+                del self._held[token]
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._lease_s / 3)
+            with self._lock:
+                held = list(self._held.items())
+            for token, (key, lost) in held:
+                try:
+                    if not self._store.extend(key, token, self._lease_s):
+                        lost.set()
+                except redis.RedisError as error:
+                    log.warning("a lease could not be extended", lease=key, error=str(error))
+
+
+class Updater:
+    """Runs in every RUN worker; whoever is rung for takes the update."""
+
+    def __init__(
+        self,
+        store: PolicyStore,
+        backends: BackendStore,
+        owner: str,
+        *,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """
+        Args:
+            owner: Name of this worker in locks and logs.
+            lease_s: Seconds after which another worker goes on when this one falls silent.
+        """
+        self._store = store
+        self._backends = backends
+        self._owner = owner
+        self._lease_s = lease_s
+        self._leases = _Leases(store, lease_s)
+        self._http: httpx.Client | None = None
+        self._catching = threading.Lock()
+        self._retries: dict[str, tuple[float, float]] = {}
+        """Of each backend that had to catch up: when it may be tried again, and the pause before that."""
+
+    def run(self, stopping: threading.Event) -> None:
+        """Carry out updates until the worker stops. Redis being away is waited out."""
+        while not stopping.is_set():
+            try:
+                if work := self._store.claim(self._owner, self._lease_s):
+                    self.carry_out(work)
+                else:
+                    self._store.await_bell(BELL_S)
+            except LeaseLost as error:
+                log.warning("update given up", error=str(error))
+            except redis.RedisError as error:
+                log.warning("updates: Redis does not answer", error=str(error))
+                stopping.wait(RETRY_S)
+            except Exception:
+                # The lease runs out and somebody begins again; this worker must live for the next update.
+                log.exception("update broke off")
+                stopping.wait(RETRY_S)
+
+    def carry_out(self, work: Work) -> None:
+        """Bring a claimed update to its end.
+
+        Raises:
+            LeaseLost: It is another worker's by now.
+        """
+        record = work.record
+        request, update = record.request, record.update
+        bound = log.bind(update_id=update.id, version=update.version)
+        pending = [name for name, one in update.backends.items() if not one.state.ended]
+        again = update.started_at is not None
+        bound.info("update begins", backends=pending, mode=update.mode, again=again)
+        update.state = UpdateState.RUNNING
+        update.started_at = update.started_at or time.time()
+        writing = threading.Lock()
+        rolling = 0 < request.concurrency < len(update.backends)
+
+        with self._leases.hold(keys.POLICY_LEASE, work.token) as lost:
+            self._store.save(work)
+            if rolling:
+                # One by one, old and new weights must both take rollouts, or half of the fleet would idle.
+                self._backends.want_version(None)
+
+            def report(name: str, one: BackendUpdate) -> None:
+                if lost.is_set():
+                    raise LeaseLost(f"update {update.id}: the lease ran out, another worker goes on")
+                with writing:
+                    # A copy: its thread goes on writing while others are saved.
+                    update.backends[name] = one.model_copy(deep=True)
+                    self._store.save(work)
+
+            def one_backend(name: str) -> None:
+                backend = self._backends.get(name)
+                if backend is None:
+                    self._forgotten(record.targets.get(name), update.backends[name])
+                    report(name, BackendUpdate(state=BackendUpdateState.SKIPPED))
+                    return
+                # What a worker that died has begun, nobody knows.
+                fresh = update.backends[name].state is BackendUpdateState.WAITING
+                with self._alone(backend, request.timeout_s):
+                    exchange = Exchange(self._backends, backend, request, self._client())
+                    progress = exchange.run(lambda one: report(name, one), fresh=fresh)
+                if progress.state is BackendUpdateState.RESUMED and not rolling:
+                    # Not only at the end: new rollouts must not wait for the slowest backend.
+                    self._backends.want_version(request.version)
+
+            _each(one_backend, pending, min(request.concurrency or MAX_THREADS, MAX_THREADS))
+            self._end(work)
+        bound.info(
+            "update ended",
+            state=update.state.value,
+            seconds=round(update.finished_at - update.started_at, 3),
+            errors={name: one.error for name, one in update.backends.items() if one.error},
+        )
+
+    def _end(self, work: Work) -> None:
+        """What the ends of the backends mean for the fleet."""
+        request, update = work.record.request, work.record.update
+        update.state = outcome(update)
+        update.finished_at = time.time()
+        if update.state is UpdateState.FAILED:
+            before = self._store.current()
+            self._backends.want_version(before.policy.version if before else None)
+            self._store.finish(work, None)
+            # Nobody serves. Those left without known weights get the ones that were current before.
+            for name in update.backends:
+                backend = self._backends.get(name)
+                if backend is not None and backend.reachable and not backend.healthy:
+                    self.catch_up(backend)
+            return
+        self._backends.want_version(request.version)
+        policy = Policy(
+            **update.model_dump(include={"version", "path", "verified"}),
+            lora=update.lora,
+            update_id=update.id,
+            since=update.finished_at,
+        )
+        self._store.finish(work, Current(policy=policy, request=request))
+
+    # -- one backend -------------------------------------------------------------------------
+
+    def catch_up(self, backend: Backend) -> None:
+        """Start to bring the current policy to a backend that was restarted or came late. Returns at once.
+
+        Until it has arrived, the backend's version keeps new rollouts away. Nothing is started while that
+        already happens, or soon after it has failed: it would freeze the backend's calls again and again.
+        """
+        with self._catching:
+            earliest, _ = self._retries.get(backend.id, (0.0, 0.0))
+            if time.monotonic() < earliest:
+                return
+            # Until the attempt has ended; its end sets the next one's time.
+            self._retries[backend.id] = (float("inf"), self._retries.get(backend.id, (0.0, 0.0))[1])
+        threading.Thread(target=self._catch_up, args=(backend,), name="catch-up", daemon=True).start()
+
+    def _catch_up(self, backend: Backend) -> None:
+        failed = True
+        try:
+            failed = self.bring_current(backend) is False
+        except Exception:
+            log.exception("catch-up broke off", backend=backend.id)
+        with self._catching:
+            pause = self._retries[backend.id][1]
+            pause = min(max(2 * pause, FIRST_RETRY_S), LAST_RETRY_S) if failed else 0.0
+            self._retries[backend.id] = (time.monotonic() + pause, pause)
+
+    def bring_current(self, backend: Backend) -> bool | None:
+        """Give a backend the current policy.
+
+        Returns:
+            True: it serves it now. False: a step failed; the backend's `error` says which. None: there was
+            nothing to do or no way to do it: no policy was ever set, it has no path to load from, or an
+            update or another worker has the backend in hand.
+        """
+        lock = self._store.lock(backend.id, self._owner, self._lease_s)
+        if lock is None:
+            return None
+        try:
+            # Asked only under the lock: an update that begins now waits for it, and has the last word.
+            current = None if self._store.under_way() else self._store.current()
+            if current is None or current.request.path is None:
+                return None
+            progress = BackendUpdate()
+            with self._leases.hold(*lock):
+                # Whoever noted its version may have asked before the last update ended.
+                if not self._serves(backend, current.policy.version):
+                    exchange = Exchange(self._backends, backend, current.request, self._client())
+                    progress = exchange.run(lambda _: None)
+        finally:
+            self._store.release(*lock)
+        log.info(
+            "backend caught up" if progress.error is None else "backend did not catch up",
+            backend=backend.id,
+            version=current.policy.version,
+            update_id=current.policy.update_id,
+            error=progress.error,
+        )
+        return progress.error is None
+
+    def _serves(self, backend: Backend, version: str) -> bool:
+        """Whether the engine itself says that it has these weights, and nothing speaks against it."""
+        known = self._backends.get(backend.id)
+        if known is None or not known.healthy or known.paused:
+            return False
+        try:
+            if current_version(backend, self._client()) != version:
+                return False
+        except ProbeError:
+            return False
+        self._backends.set_version(backend.id, version)
+        return True
+
+    @contextmanager
+    def _alone(self, backend: Backend, patience_s: float) -> Iterator[None]:
+        """Have a backend to oneself; a lock left by a dead worker runs out with its lease."""
+        deadline = time.monotonic() + patience_s + self._lease_s
+        while (lock := self._store.lock(backend.id, self._owner, self._lease_s)) is None:
+            if time.monotonic() > deadline:
+                log.warning("backend is locked; going on", backend=backend.id)
+                yield
+                return
+            time.sleep(LOCK_POLL_S)
+        try:
+            with self._leases.hold(*lock):
+                yield
+        finally:
+            self._store.release(*lock)
+
+    def _forgotten(self, known: Backend | None, progress: BackendUpdate) -> None:
+        """A backend that was removed while a worker that died had it paused must not stay so."""
+        if known is None or progress.state is BackendUpdateState.WAITING:
+            return
+        try:
+            control_of(known, self._client(), control.GIVE_UP_S).resume()
+        except ControlError as error:
+            log.warning("removed backend may be paused", backend=known.id, error=str(error))
+
+    def _client(self) -> httpx.Client:
+        if self._http is None:
+            self._http = control.session()
+        return self._http
+
+
+def _each(function: Callable[[str], None], names: list[str], threads: int) -> None:
+    """Call `function` with each name, in so many threads at most. The first error stops the rest.
+
+    The threads do not outlive the process, as those of an executor do: a worker that is told to stop would
+    wait for calls of another one, and the update is safe without it.
+    """
+    todo, errors, taking = deque(names), [], threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with taking:
+                if not todo:
+                    return
+                name = todo.popleft()
+            try:
+                function(name)
+            except Exception as error:
+                errors.append(error)
+
+    started = [threading.Thread(target=work, name="update", daemon=True) for _ in names[:threads]]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,229 @@
+"""Delivers webhooks: in every worker that has the secret; the elected one does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import redis
+import structlog
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from rollout.schema import Rollout
+from rollout.webhooks import EVENT, signed_headers
+from services.settings import Settings
+from services.state import keys
+from services.state.election import Election
+from services.state.rollouts import RolloutStore
+from services.state.webhooks import Delivery, WebhookStore
+from services.webhook_address import AddressRefused, AllowedAddresses
+
+log = structlog.get_logger("webhooks")
+
+TICK_S = 0.5
+TIMEOUT_S = 15.0
+"""A receiver must answer within it; what it has to do it can do afterwards."""
+AT_ONCE, AT_ONCE_PER_HOST = 32, 8
+BATCH = 200
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 1800.0
+"""Between two tries of one delivery, doubling."""
+LONGEST_HOLD_S = 60.0
+"""A receiver that fails is left alone for a while, all deliveries to it: others shall not wait behind it."""
+MAX_RETRY_AFTER_S = 3600.0
+GONE = 410
+"""By this a receiver says that it wants no more."""
+
+
+@dataclass
+class _Receiver:
+    """What is remembered of a host that was sent to."""
+
+    failures: int = 0
+    """In a row."""
+    hold_until: float = 0.0
+    """By the monotonic clock."""
+
+
+class _GuardedResolver(AbstractResolver):
+    """Resolves and checks in one step: the address that was checked is the one that is called."""
+
+    def __init__(self, allowed: AllowedAddresses) -> None:
+        self._allowed = allowed
+        self._resolver = aiohttp.ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._resolver.resolve(host, port, family)
+        for one in found:
+            self._allowed.check_address(host, ip_address(one["host"].partition("%")[0]))
+        return found
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+class Deliverer:
+    """Sends what is due, many at once, few to each host."""
+
+    def __init__(self, client: redis.Redis, rollouts: RolloutStore, settings: Settings, owner: str) -> None:
+        """
+        Raises:
+            WebhookError: The secret cannot be used.
+        """
+        self._store = WebhookStore(client, settings.webhook_url)
+        self._rollouts = rollouts
+        self._secrets = webhook_secrets(settings)
+        signed_headers(self._secrets, "", 0, b"")
+        self._allowed = AllowedAddresses(settings.webhook_allow)
+        self._tries, self._give_up_s = settings.webhook_tries, settings.webhook_give_up_s
+        self._election = Election(client, keys.WEBHOOKS_LOCK, owner, TICK_S)
+        self._under_way: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """Rollout id → the receiver's host and the sending."""
+        self._receivers: dict[str, _Receiver] = {}
+
+    def run(self, stopping: threading.Event) -> None:
+        """Deliver until the worker stops. What is under way then is tried again by the next one."""
+        asyncio.run(self._run(stopping))
+
+    async def _run(self, stopping: threading.Event) -> None:
+        connector = aiohttp.TCPConnector(resolver=_GuardedResolver(self._allowed), limit=AT_ONCE)
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as http:
+            while not stopping.is_set():
+                try:
+                    if await asyncio.to_thread(self._election.won):
+                        await self._tick(http)
+                except redis.RedisError as error:
+                    log.warning("webhooks wait: Redis does not answer", error=str(error))
+                except Exception:
+                    log.exception("a look at the webhooks failed")
+                await asyncio.sleep(TICK_S)
+            for _, task in self._under_way.values():
+                task.cancel()
+
+    async def _tick(self, http: aiohttp.ClientSession) -> None:
+        while await asyncio.to_thread(self._store.collect) == 500:
+            pass
+        due = await asyncio.to_thread(self._store.due, BATCH)
+        busy = Counter(host for host, _ in self._under_way.values())
+        wait: dict[str, float] = {}
+        for delivery in due:
+            if delivery.rollout_id in self._under_way:
+                continue
+            host = urlsplit(delivery.url).netloc
+            hold = self._receivers.get(host, _Receiver()).hold_until - time.monotonic()
+            if hold > 0:
+                wait[delivery.rollout_id] = hold
+            elif busy[host] >= AT_ONCE_PER_HOST:
+                wait[delivery.rollout_id] = TICK_S
+            elif len(self._under_way) < AT_ONCE:
+                busy[host] += 1
+                task = asyncio.create_task(self._deliver(http, delivery, host))
+                self._under_way[delivery.rollout_id] = (host, task)
+        if wait:
+            # Out of the way of what is due to others.
+            now = await asyncio.to_thread(self._store.now)
+            for pause in set(wait.values()):
+                ids = [rollout_id for rollout_id, own in wait.items() if own == pause]
+                await asyncio.to_thread(self._store.postpone, ids, now + pause)
+
+    async def _deliver(self, http: aiohttp.ClientSession, delivery: Delivery, host: str) -> None:
+        try:
+            await self._try(http, delivery, host)
+        except redis.RedisError as error:
+            log.warning("webhook undecided: Redis does not answer", id=delivery.rollout_id, error=str(error))
+        except Exception:
+            log.exception("webhook not sent", id=delivery.rollout_id)
+        finally:
+            self._under_way.pop(delivery.rollout_id, None)
+
+    async def _try(self, http: aiohttp.ClientSession, delivery: Delivery, host: str) -> None:
+        rollout = await asyncio.to_thread(
+            self._rollouts.get, delivery.rollout_id, trajectory=delivery.include == "trajectory"
+        )
+        if rollout is None:
+            delivery.error = "the rollout is past its retention"
+            await self._give_up(delivery, host)
+            return
+        delivery.tries += 1
+        status, retry_after, delivery.error = await self._post(http, delivery, rollout)
+        receiver = self._receivers.setdefault(host, _Receiver())
+        if status is not None and 200 <= status < 300:
+            receiver.failures, receiver.hold_until = 0, 0.0
+            await asyncio.to_thread(self._store.delivered, delivery)
+            return
+        receiver.failures += 1
+        hold = min(FIRST_PAUSE_S * 2 ** min(receiver.failures - 1, 10), LONGEST_HOLD_S)
+        receiver.hold_until = time.monotonic() + hold
+        now = await asyncio.to_thread(self._store.now)
+        if status == GONE or delivery.tries >= self._tries or now - delivery.since > self._give_up_s:
+            await self._give_up(delivery, host)
+            return
+        pause = min(FIRST_PAUSE_S * 2 ** min(delivery.tries - 1, 20), LONGEST_PAUSE_S)
+        pause = max(pause * random.uniform(0.8, 1.2), retry_after)
+        log.info("webhook failed", id=delivery.rollout_id, host=host, error=delivery.error, again_in_s=pause)
+        await asyncio.to_thread(self._store.failed, delivery, now + pause)
+
+    async def _give_up(self, delivery: Delivery, host: str) -> None:
+        log.warning(
+            "webhook given up",
+            id=delivery.rollout_id,
+            host=host,
+            tries=delivery.tries,
+            error=delivery.error,
+        )
+        await asyncio.to_thread(self._store.give_up, delivery)
+
+    async def _post(
+        self, http: aiohttp.ClientSession, delivery: Delivery, rollout: Rollout
+    ) -> tuple[int | None, float, str]:
+        """Status, seconds that the receiver asks to wait, and what went wrong."""
+        body = message(rollout)
+        headers = {"content-type": "application/json", "user-agent": "rollout-service"}
+        headers |= signed_headers(self._secrets, rollout.id, int(time.time()), body)
+        try:
+            self._allowed.check_url(delivery.url)
+            # A redirect could lead anywhere, so none is followed.
+            async with http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as answer:
+                return answer.status, _retry_after(answer.headers), f"HTTP {answer.status}"
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return None, 0.0, _reason(error)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong; aiohttp keeps a refusal by the resolver as the cause of its own error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, AddressRefused):
+        cause = cause.__cause__
+    return str(cause) if cause else f"{type(error).__name__}: {error}"
+
+
+def webhook_secrets(settings: Settings) -> list[str]:
+    """The secrets to sign with, the newest first."""
+    return [one.strip() for one in settings.webhook_secret.get_secret_value().split(",") if one.strip()]
+
+
+def message(rollout: Rollout) -> bytes:
+    """The body of a webhook."""
+    said: dict[str, Any] = {"type": EVENT, "timestamp": rollout.finished_at}
+    # The rollout's own JSON goes in as it is: floats keep their digits.
+    return json.dumps(said)[:-1].encode() + b', "data": ' + rollout.model_dump_json().encode() + b"}"
+
+
+def _retry_after(headers: Any) -> float:
+    text = headers.get("Retry-After", "")
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isdigit() else 0.0
