@@ -6,8 +6,10 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.room import Floors
 from sandbox.spec import NETWORKS, Limits
 
 
@@ -49,11 +51,13 @@ class HostConfig:
     """`ROLLOUT_SANDBOX_WARM_TOTAL`: the same over all kinds."""
     warm_idle_s: int = 600
     """`ROLLOUT_SANDBOX_WARM_IDLE_S`: seconds after which a kind nobody asks for is no longer kept ready."""
+    floors: Floors = dataclasses.field(default_factory=Floors)
+    """What must be left of the node to start another sandbox: settings of the workers, docs/settings.md."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> HostConfig:
         """Raises SandboxError naming the variable that makes no sense."""
-        given = {}
+        given: dict[str, Any] = {"floors": Floors.from_environment(environment)}
         for field in dataclasses.fields(cls):
             name = f"ROLLOUT_SANDBOX_{field.name.upper()}"
             text = environment.get(name, "").strip()

@@ -199,13 +199,15 @@ class Container:
         return not processes.is_alive(self.pid, self.start_time)
 
     async def kill(self) -> None:
-        """End every process of it; returns when its first process is gone."""
+        """End every process of it; returns when they are gone."""
         if self.pid is None:
             return
+        ended_by_us = False
         for number in range(2 * KILL_ROUNDS):
             if self.is_over():
                 break
             victims = self.runtime.victims(self.pid)
+            ended_by_us = ended_by_us or bool(victims)
             if (not victims and number >= 10) or number >= KILL_ROUNDS:
                 victims = [*victims, self.pid]
             processes.send(victims, signal.SIGKILL)
@@ -215,8 +217,21 @@ class Container:
                 continue
         else:
             log.error("process %d of sandbox %s on %s does not die", self.pid, self.id, self.runtime.name)
-        if self.runtime.name == "local-unsafe":
-            processes.send(self.runtime.strays(self.id))
+        if not ended_by_us or self.runtime.name == "local-unsafe":  # no namespace, so no init to end it all
+            await self._end_strays()
+
+    async def _end_strays(self) -> None:
+        """End what runs on although the first process ended by itself.
+
+        bwrap's is gone as soon as the server is; its init inside then waits for what the agent left behind.
+        """
+        for _ in range(KILL_ROUNDS):
+            strays = await asyncio.to_thread(self.runtime.strays, self.id)
+            if not strays:
+                return
+            processes.send(strays, signal.SIGKILL)
+            await asyncio.sleep(KILL_ROUND_S)
+        log.error("processes %s of sandbox %s on %s do not die", strays, self.id, self.runtime.name)
 
     # -- across hosts ----------------------------------------------
 

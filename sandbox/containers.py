@@ -17,10 +17,11 @@ from typing import Any
 from sandbox import adoption, aio, binds, interpreter, paths, payload, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, check_id_fits, now
-from sandbox.errors import ImageError, SandboxError, SandboxRequestError, SandboxStartError
+from sandbox.errors import ImageError, NodeShort, SandboxError, SandboxRequestError, SandboxStartError
 from sandbox.images import ImageStore
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id
+from sandbox.room import shortages
 from sandbox.runtimes import Runtime, select_runtime
 from sandbox.runtimes.base import make_directories
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
@@ -69,8 +70,8 @@ class Containers:
     async def start(self, spec: SandboxSpec) -> SandboxInfo:
         """Give a sandbox whose shell is ready: a warm one if there is one of that kind, else a new one.
 
-        Raises ImageError, RuntimeUnavailable, SandboxRequestError, or SandboxStartError with the runtime's
-        stderr.
+        Raises ImageError, NodeShort, RuntimeUnavailable, SandboxRequestError, or SandboxStartError with the
+        runtime's stderr.
         """
         began = time.monotonic()
         kind, runtime = await self._kind_of(spec)
@@ -138,6 +139,8 @@ class Containers:
         finally:
             self._waiting -= 1
         try:
+            if short := shortages(self.state, self.config.floors):
+                raise NodeShort("no sandbox is started: " + "; ".join(short.values()))
             container = self._prepare(kind, runtime, spec)
             try:
                 await asyncio.to_thread(self._hold_images, container)

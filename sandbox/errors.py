@@ -23,6 +23,10 @@ class SandboxStartError(SandboxError):
     """The runtime started but the sandbox never became ready; the message ends with the runtime's stderr."""
 
 
+class NodeShort(SandboxError):
+    """The node has too little disk or memory left for another sandbox; later, or elsewhere, there may be."""
+
+
 class SandboxGone(SandboxError):
     """The sandbox (or the host daemon) is not there any more: its socket is dead."""
 
@@ -39,6 +43,7 @@ _BY_NAME = {
         RuntimeUnavailable,
         ImageError,
         SandboxStartError,
+        NodeShort,
         SandboxGone,
         SandboxTimeout,
     )

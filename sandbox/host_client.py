@@ -14,6 +14,7 @@ from typing import Any
 
 from sandbox import aio, errors, paths, sync_client
 from sandbox.host import LOCK_NAME, LOG_NAME, SOCKET_NAME
+from sandbox.room import DISK_FLOOR, MEMORY_FLOOR
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
 HOST_START_TIMEOUT_S = 60.0
@@ -21,6 +22,8 @@ HOST_START_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 1800.0
 """For one sandbox: waiting for a start slot and the first unpacking of a large image included."""
 REQUEST_TIMEOUT_S = 60.0
+
+FLOORS = (DISK_FLOOR, MEMORY_FLOOR)
 
 # All that the daemon gets of the environment of whoever starts it. Above all no API keys.
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
@@ -187,7 +190,7 @@ def _answers(state: Path) -> bool:
 def _spawn(state: Path) -> None:
     package_root = str(Path(__file__).resolve().parent.parent)
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("ROLLOUT_SANDBOX_")}
-    for name in ("ROLLOUT_HOME", "ROLLOUT_APPTAINER", "ROLLOUT_IMAGE_CACHE"):
+    for name in ("ROLLOUT_HOME", "ROLLOUT_IMAGES", "ROLLOUT_APPTAINER", "ROLLOUT_IMAGE_CACHE", *FLOORS):
         if name in os.environ:
             environment[name] = os.environ[name]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sandbox.errors import SandboxError
+from sandbox.errors import ImageError, SandboxError
 from sandbox.images import ImageStore
 from sandbox.images import build as building
 from sandbox.images.cache import size_text
@@ -44,9 +46,20 @@ def images() -> None:
 
 
 @images.command()
-@click.argument("name")
-@click.argument("source")
-@click.option("--force", is_flag=True, help="Replace an image of that name.")
+@click.argument("name", required=False)
+@click.argument("source", required=False)
+@click.option(
+    "--dataset",
+    type=click.Path(exists=True, path_type=Path),
+    help="Instead of NAME and SOURCE: make each image that the tasks in this file need and that is missing.",
+)
+@click.option("--reader", help="With --dataset: what reads it. [default: the only one that is installed]")
+@click.option(
+    "--sources",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With --dataset: a directory whose NAME.def, NAME.tar or NAME.sif goes before a registry.",
+)
+@click.option("--force", is_flag=True, help="Replace images of these names.")
 @click.option(
     "--timeout",
     default=building.DEFAULT_TIMEOUT_S,
@@ -56,8 +69,18 @@ def images() -> None:
 )
 @click.option("--build-arg", "pairs", multiple=True, metavar="NAME=VALUE", help="For {{ NAME }} in a *.def.")
 @click.option("-q", "--quiet", is_flag=True, help="Show the build's output only when it fails.")
-def build(name: str, source: str, force: bool, timeout: float, pairs: tuple[str, ...], quiet: bool) -> None:
-    """Make the image NAME from SOURCE.
+def build(
+    name: str | None,
+    source: str | None,
+    dataset: Path | None,
+    reader: str | None,
+    sources: Path | None,
+    force: bool,
+    timeout: float,
+    pairs: tuple[str, ...],
+    quiet: bool,
+) -> None:
+    """Make the image NAME from SOURCE, or those of a dataset.
 
     SOURCE is a definition file (*.def), a directory, an archive of `docker save`, a SIF or squashfs file, or
     docker://…, oras://…, library://….
@@ -73,11 +96,74 @@ def build(name: str, source: str, force: bool, timeout: float, pairs: tuple[str,
         if not quiet:
             err.print(f"[dim]{escape(line)}[/]", soft_wrap=True, highlight=False)
 
-    begun = time.monotonic()
-    with _guarded():
+    def make(name: str, source: str) -> None:
+        begun = time.monotonic()
         path = building.build(name, source, force=force, timeout=timeout, arguments=arguments, output=show)
-    took = time.monotonic() - begun
-    click.echo(f"built {path} ({size_text(path.stat().st_size)}) in {took:.1f} s; use it as image {name!r}")
+        took = time.monotonic() - begun
+        click.echo(
+            f"built {path} ({size_text(path.stat().st_size)}) in {took:.1f} s; use it as image {name!r}"
+        )
+
+    if dataset is not None:
+        if name is not None:
+            raise click.UsageError("give NAME and SOURCE, or --dataset, not both")
+        with _guarded():
+            _build_all(_image_reader(reader)(dataset), sources, force, make)
+        return
+    if name is None or source is None:
+        raise click.UsageError("give NAME and SOURCE, or --dataset")
+    with _guarded():
+        make(name, source)
+
+
+ImageReader = Callable[[Path], Iterable[tuple[str, str]]]
+"""Name and source of each image that the tasks in a file need; ImageError for a file it cannot read."""
+READERS = "rollout.image_readers"
+"""Entry points of functions like that: what a task is, is not known here."""
+
+
+def _image_reader(name: str | None) -> ImageReader:
+    found = {point.name: point for point in entry_points(group=READERS)}
+    if name is None and len(found) == 1:
+        (name,) = found
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise click.UsageError(f"--reader: there is no {name!r}; installed: {known} (entry points {READERS})")
+    return found[name].load()
+
+
+def _build_all(
+    wanted: Iterable[tuple[str, str]], sources: Path | None, force: bool, make: Callable[[str, str], None]
+) -> None:
+    """Make each image, going on after one that cannot be made.
+
+    Raises:
+        ImageError: Some could not be made; the messages are out.
+    """
+    made, there, failed = 0, 0, 0
+    store = ImageStore()
+    for name, source in wanted:
+        if not force and _is_there(store, name):
+            there += 1
+            continue
+        own = [sources / f"{name}{ending}" for ending in (".def", ".tar", ".sif")] if sources else []
+        try:
+            make(name, next((str(path) for path in own if path.exists()), source))
+            made += 1
+        except SandboxError as error:
+            click.echo(f"{name}: {error}", err=True)
+            failed += 1
+    click.echo(f"{made} built, {there} there already, {failed} failed")
+    if failed:
+        raise ImageError(f"{failed} of {made + there + failed} images could not be built; see above")
+
+
+def _is_there(store: ImageStore, name: str) -> bool:
+    try:
+        store.find(name)
+    except ImageError:
+        return False
+    return True
 
 
 @images.command("list")

@@ -32,6 +32,12 @@ def image_cache() -> Path:
     return Path(os.environ.get("ROLLOUT_IMAGE_CACHE") or f"/var/tmp/rollout-images-{os.getuid()}")
 
 
+def image_dir() -> Path:
+    """Images by name: `ROLLOUT_IMAGES`, else `images` in `ROLLOUT_HOME`. All nodes may share it."""
+    value = os.environ.get("ROLLOUT_IMAGES")
+    return Path(value).resolve() if value else rollout_home() / "images"
+
+
 def tool_path() -> str:
     """PATH that also finds what the set-up scripts unpacked privately; the machine's own tools come first."""
     private = rollout_home() / "apptainer"

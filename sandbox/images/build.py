@@ -40,7 +40,7 @@ def build(
     `arguments`: for `{{ NAME }}` in a definition file. `output`: called with each line of the build.
     Raises ImageError saying what failed and what to do; then there is nothing new in the file system.
     """
-    images = paths.rollout_home() / "images"
+    images = paths.image_dir()
     target = images / f"{check_name(name)}.sif"
     found = sources.recognise(source)
     if arguments and found.kind is not Kind.DEFINITION:
@@ -81,7 +81,7 @@ def check_name(name: str) -> str:
 
 def remove_leftovers(dry_run: bool = False) -> list[Path]:
     """Remove (or only list) what killed builds left; returns what that is."""
-    images = paths.rollout_home() / "images"
+    images = paths.image_dir()
     found = []
     for path in images.glob(".*.building"):
         name = path.name[1 : -len(".building")]

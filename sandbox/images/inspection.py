@@ -42,7 +42,7 @@ class Listed:
 def listing(store: ImageStore) -> dict[str, Any]:
     """All named images and the state of this node's cache, as JSON would have them. Raises SandboxError."""
     cached = store.cache.entries()
-    directory = paths.rollout_home() / "images"
+    directory = paths.image_dir()
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if path.name.startswith(".") or not (path.is_dir() or path.suffix == ".sif"):

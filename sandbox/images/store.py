@@ -39,7 +39,7 @@ class ImageStore:
         if "/" in image:
             candidates = [Path(image)]
         else:
-            images = paths.rollout_home() / "images"
+            images = paths.image_dir()
             if not NAME.fullmatch(image):
                 raise ImageError(
                     f"image {image!r} is neither a path (with a slash) nor a name of letters, digits, "

@@ -4,16 +4,21 @@ layer.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
 
-from sandbox import paths
+from sandbox import interpreter, paths
 from sandbox.errors import RuntimeUnavailable
 from sandbox.runtimes.base import Launch, Runtime
 
 log = logging.getLogger(__name__)
+
+OURS, THEIRS, MEMORY = "an overlay with userxattr", "Apptainer's own overlay", "a tmpfs"
+"""What keeps the changes to an image; directories of it can only be removed under ours."""
 
 
 class Apptainer(Runtime):
@@ -23,7 +28,7 @@ class Apptainer(Runtime):
 
     def __init__(self) -> None:
         super().__init__()
-        self._upper_on_disk = True
+        self._upper = OURS
 
     def program(self) -> str | None:
         """`ROLLOUT_APPTAINER`, else the one on PATH, else the one our set-up installed."""
@@ -49,8 +54,16 @@ class Apptainer(Runtime):
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
         # containers).
         flags = ["--userns", "--containall", "--no-home", "--cleanenv", "--no-privs"]
-        if self._upper_on_disk:
-            flags += ["--overlay", str(launch.scratch / "overlay")]
+        overlay, rootfs, launcher = launch.scratch / "overlay", launch.rootfs, []
+        if self._upper == OURS:
+            flags.append("--writable")
+            points = [
+                f"{'' if bind.source.is_dir() else '='}{bind.target}" for bind in self.all_binds(launch)
+            ]
+            launcher = [*_writable_root(launch), str(rootfs), str(overlay), *points, "--"]
+            rootfs = overlay / "merged"
+        elif self._upper == THEIRS:
+            flags += ["--overlay", str(overlay)]
         else:
             flags.append("--writable-tmpfs")
         if launch.network == "none":
@@ -64,31 +77,35 @@ class Apptainer(Runtime):
         for bind in self.all_binds(launch):
             flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
         return [
+            *launcher,
             str(self.program()),
             "-q",
             "exec",
             *flags,
             "--pwd",
             places.workspace,
-            str(launch.rootfs),
+            str(rootfs),
             *command,
         ]
 
     def probe(self, rootfs: Path | None, within: Path | None = None) -> None:
-        """See :meth:`Runtime.probe`. Changed system files go to disk if the file system there can do that.
+        """See :meth:`Runtime.probe`. Changed system files go to disk if the file system there can do that,
+        and directories of the image can be removed if the kernel can (5.11 or newer).
 
         Apptainer's own tmpfs for them is either too small for an installation (64 MB) or half of the memory.
         Cgroups are used if they work: rootless that takes version 2, systemd and delegation, and where one of
         them is missing Apptainer refuses to start.
         """
         self.has_cgroups = False
-        self._upper_on_disk = True
-        try:
-            super().probe(rootfs, within)
-        except RuntimeUnavailable as error:
-            self._upper_on_disk = False
-            super().probe(rootfs, within)
-            log.warning("changed system files are kept in memory, for an overlay on disk fails: %s", error)
+        for self._upper in (OURS, THEIRS, MEMORY):
+            try:
+                super().probe(rootfs, within)
+                break
+            except RuntimeUnavailable as error:
+                if self._upper == MEMORY:
+                    raise
+                log.warning("changed system files cannot be kept as they should: %s: %s", self._upper, error)
+        if self._upper == MEMORY:
             self.missing_isolation.append("disk limit of changed system files (kept in memory)")
         self.has_cgroups = True
         try:
@@ -101,3 +118,19 @@ class Apptainer(Runtime):
         """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster."""
         names = ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "SINGULARITY_CONFIGDIR", "SINGULARITY_CACHEDIR")
         return super().environment(launch) | dict.fromkeys(names, str(launch.scratch))
+
+
+@functools.cache
+def _text_of_writable_root() -> str:
+    return Path(__file__).with_name("writable_root.py").read_text()
+
+
+def _writable_root(launch: Launch) -> list[str]:
+    """The command of `writable_root.py`. By its text, and with the base image's Python where there is one:
+    the sandboxes' user may be unable to read ours.
+    """
+    own = launch.interpreter or (interpreter.find(launch.rootfs) if launch.rootfs else None)
+    python = [str(Path(sys.executable).resolve())]
+    if own is not None:
+        python = [*interpreter.loader(own, str(own)), f"{own}/bin/python3"]
+    return [*python, "-IS", "-c", _text_of_writable_root()]

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 
 NAMES = {
     "processes": resource.RLIMIT_NPROC,
@@ -9,6 +10,11 @@ NAMES = {
     "file_bytes": resource.RLIMIT_FSIZE,
     "open_files": resource.RLIMIT_NOFILE,
 }
+
+
+# What is ignored when a program starts stays so, and no shell can change it. A host that was started by
+# `nohup` or in the background of a script ignores the first three, and Python the last two.
+HEARD = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def confiner(limits):
@@ -21,6 +27,8 @@ def confiner(limits):
     niceness = int(limits.get("nice", 0))
 
     def confine():
+        for number in HEARD:
+            signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for kind, value in wanted:
             hard = resource.getrlimit(kind)[1]

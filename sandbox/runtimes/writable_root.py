@@ -1,0 +1,107 @@
+"""Becomes another program, with a directory in front of it that shows an image and may be changed.
+
+    python3 -c TEXT_OF_THIS_FILE LOWER OVERLAY POINT... -- PROGRAM ARGUMENT...
+
+Mounts, in a user and a mount namespace of its own, LOWER under an overlay onto OVERLAY/merged; changes go to
+OVERLAY/upper. POINTs are made inside where they are missing, as places to mount on: a directory, or with a
+leading `=` a file. Run as the sandboxes' user; the program has no capabilities from it.
+
+Apptainer mounts such an overlay as well, but not with `userxattr`: without it the kernel cannot mark
+directories in an unprivileged one, and `rm -r` and `mv` of those of the image end with EIO.
+"""
+# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH110, PTH112, PTH114, PTH116, PTH118, PTH123
+
+import ctypes
+import os
+import sys
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_NOSUID, MS_NODEV = 0x2, 0x4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _require(done: int, what: str) -> None:
+    if done != 0:
+        raise SystemExit(f"writable_root: {what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _escaped(path: str) -> str:
+    """As an option of a mount: its separators are part of the name."""
+    return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
+
+
+def mount(lower: str, overlay: str) -> str:
+    """Mount the overlay; returns its root."""
+    upper, work, root = (os.path.join(overlay, name) for name in ("upper", "work", "merged"))
+    for path in (upper, work, root):
+        os.makedirs(path, mode=0o755, exist_ok=True)
+    # Seen through the mount, the image's own root directory is that of the upper layer.
+    os.chmod(upper, os.stat(lower).st_mode & 0o7777)
+    user, group = os.geteuid(), os.getegid()
+    _require(_libc.unshare(CLONE_NEWUSER | CLONE_NEWNS), "no user namespace")
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+    layers = ",".join(
+        f"{name}={_escaped(path)}"
+        for name, path in (("lowerdir", lower), ("upperdir", upper), ("workdir", work))
+    )
+    options = f"{layers},userxattr".encode()
+    _require(
+        _libc.mount(b"overlay", root.encode(), b"overlay", MS_NOSUID | MS_NODEV, options),
+        "no overlay with userxattr",
+    )
+    return root
+
+
+def make_points(root: str, points: list[str]) -> None:
+    """Make what is missing, in a process whose root it is: a link of the image must not lead elsewhere."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.chroot(root)
+            for point in points:
+                _make(point)
+            code = 0
+        except OSError as error:
+            print(f"writable_root: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1] != 0:
+        raise SystemExit("writable_root: a place to mount on cannot be made in the image")
+
+
+def _make(point: str) -> None:
+    path = point.lstrip("=")
+    if os.path.exists(path):
+        return
+    parts = [part for part in path.split("/") if part]
+    directories = parts[:-1] if point.startswith("=") else parts
+    for depth in range(1, len(directories) + 1):
+        directory = "/" + "/".join(directories[:depth])
+        if os.path.islink(directory) and not os.path.exists(directory):
+            os.unlink(directory)  # it leads nowhere, so nothing of the image is lost
+        if not os.path.isdir(directory):
+            os.mkdir(directory, 0o755)
+    if point.startswith("="):
+        _write(path, "")
+
+
+def main() -> None:
+    """See the module's text."""
+    end = sys.argv.index("--")
+    lower, overlay, *points = sys.argv[1:end]
+    program = sys.argv[end + 1 :]
+    make_points(mount(lower, overlay), points)
+    os.execv(program[0], program)
+
+
+if __name__ == "__main__":
+    main()
