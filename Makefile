@@ -2,9 +2,11 @@
 VENV := .local/venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Most tests wait for something, so more processes than the two processors of CI make them faster.
+PYTEST_PROCESSES ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench demo up down test lint bench soak clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test lint bench soak chaos slurm-dev slurm-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,8 +20,20 @@ setup-vllm: setup ## install real vLLM for CPUs beside it (3.5 GB), for the cont
 setup-bench: setup ## install what the benchmarks compare with (tmux, SWE-ReX, Kernel Gateway)
 	@deploy/setup/setup.sh bench
 
+setup-tasks: setup ## install what the handlers math, stem, reasoning_gym and swe score with, and readers of datasets
+	@deploy/setup/setup.sh tasks
+
+setup-trainer: setup ## install what the example trainers need: matplotlib, TRL; and the source of trainers, for tests
+	@deploy/setup/setup.sh trainer
+
+setup-slurm: setup ## unpack Slurm without root, for the virtual cluster of the tests
+	@deploy/setup/setup.sh slurm
+
 demo: setup ## run 64 real rollouts, show them, leave nothing running (SANDBOX=local-unsafe: without isolation)
 	@$(BIN)/rollout demo $(if $(SANDBOX),--sandbox-runtime $(SANDBOX))
+
+train-demo: setup-trainer ## train the demo model with GRPO for 150 steps; ends with a picture and two numbers (docs/training.md)
+	@$(BIN)/python examples/train.py --algorithm $(or $(ALGORITHM),grpo) --steps $(or $(STEPS),150) $(TRAIN_ARGS)
 
 up: setup ## start the whole service on this machine
 	@$(BIN)/rollout up
@@ -27,8 +41,11 @@ up: setup ## start the whole service on this machine
 down: ## end what `make up` started
 	@if [ -x $(BIN)/rollout ]; then $(BIN)/rollout down; else echo "nothing is installed, so nothing runs"; fi
 
-test: setup-vllm setup-bench lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+setup-tests: setup ## all of these: what the tests need
+	@deploy/setup/setup.sh tests
+
+test: setup-tests lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
+	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: setup ## check style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -39,6 +56,17 @@ bench: setup-bench ## run every benchmark; each ends with one JSON object
 
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes
+
+chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (20 minutes)
+	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \
+	  tests/integration/test_openapi_fuzz.py --timeout 1800
+	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
+
+slurm-dev: setup-slurm ## a virtual Slurm cluster on this machine; prints what to export, ends with Ctrl-C
+	@$(BIN)/python -m tests.slurm.cluster --nodes $(or $(NODES),4)
+
+slurm-test: setup-slurm ## the service on a virtual Slurm cluster, the long form
+	@SLURM_LONG=1 $(BIN)/python -m pytest tests/slurm --timeout 1800 -s
 
 clean: down ## delete caches, logs and the stopped stack's data (`rm -rf .local` deletes the installation too)
 	@rm -rf .local/run .local/log .pytest_cache .ruff_cache .hypothesis build dist

@@ -5,11 +5,11 @@ from pathlib import Path
 from services.settings import settings
 
 bind = f"{settings().gateway_host}:{settings().gateway_port}"
-# One process: the metrics' counters live in it. A long-poll holds a thread, not a processor.
+# One process: the metrics' counters live in it.
 workers = 1
-worker_class = "gthread"
+worker_class = "services.gateway.parking.ParkingWorker"
 threads = settings().gateway_threads
-worker_connections = 1000
+worker_connections = settings().gateway_waiters + 1000
 backlog = 2048
 keepalive = 75  # seconds; longer than a client's pause between two calls
 graceful_timeout = 5  # seconds that requests under way get when it ends; a client tries its long-poll again

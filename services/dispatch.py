@@ -20,6 +20,7 @@ from kombu.exceptions import KombuError
 from rollout.schema import RolloutRequest, State, Submitted
 from services.queues import STAGE_TASK, STAGES, TASK_CLEANUP, Ref
 from services.state.rollouts import NewRollout, RolloutStore
+from services.state.tenants import Tenant
 
 log = structlog.get_logger("dispatch")
 
@@ -39,21 +40,39 @@ class Dispatcher:
         self._app = app
         self._store = store
 
-    def submit(self, requests: Iterable[RolloutRequest]) -> list[Submitted]:
+    def submit(
+        self,
+        requests: Iterable[RolloutRequest],
+        tenant: Tenant | None = None,
+        *,
+        batch_group: str = "",
+        members: range | None = None,
+    ) -> list[Submitted]:
         """Accept requests, all or none, and start what is new among them.
 
+        Args:
+            tenant: Whose they are; None = the default tenant, without quotas.
+            batch_group: The group of a batch that they are.
+            members: Only these indices of each group; None = all.
+
         Raises:
-            IdConflict: An id was used before, with another body.
+            IdConflict: An id was used before, with another body or by another tenant.
+            QuotaExceeded: The tenant may not have so many more now.
         """
-        rollouts = [new for request in requests for new in _expand(request)]
-        words = self._store.submit(rollouts)
+        rollouts = [
+            new
+            for request in requests
+            for new in _expand(request, batch_group)
+            if members is None or new.index in members
+        ]
+        words = self._store.submit(rollouts, tenant)
         conflicts = [new.id for new, word in zip(rollouts, words, strict=True) if word == "conflict"]
         if conflicts:
             raise IdConflict(conflicts)
         self.send(
             "init",
             [
-                Ref(id=new.id, attempt=1, node=None)
+                Ref(id=new.id, attempt=1, node=None, handler=new.request.handler)
                 for new, word in zip(rollouts, words, strict=True)
                 if word == "new"
             ],
@@ -87,16 +106,14 @@ class Dispatcher:
                         args=(ref,),
                         chain=following,
                         producer=producer,
-                        # What Flower shows as the task's arguments.
-                        argsrepr=f"{ref['id']} attempt {ref['attempt']}",
                     )
         except (KombuError, redis.RedisError) as error:
             # The records are written, so nothing is lost: the reaper rings for them.
             log.warning("messages not sent; the reaper will", stage=stage, count=len(refs), error=str(error))
 
-    def cancel(self, rollout_id: str) -> tuple[str, str]:
+    def cancel(self, rollout_id: str, tenant: str | None = None) -> tuple[str, str]:
         """Cancel one rollout; `(word, state)` as in `RolloutStore.cancel`."""
-        word, state, node, attempt = self._store.cancel(rollout_id)
+        word, state, node, attempt = self._store.cancel(rollout_id, tenant)
         if word == "cancelled" and node:
             self.clean_up(rollout_id, node, attempt)
         return word, state
@@ -111,13 +128,19 @@ def _batch(producer: Producer) -> AbstractContextManager[Any]:
     return producer.batch() if getattr(producer, "supports_batch_publish", False) else nullcontext()
 
 
-def _expand(request: RolloutRequest) -> list[NewRollout]:
+def _expand(request: RolloutRequest, batch_group: str = "") -> list[NewRollout]:
     body = request.model_dump_json()
     digest = hashlib.sha256(body.encode()).hexdigest()
     group_id, ids = request.rollout_ids()
     return [
         NewRollout(
-            id=rollout_id, group_id=group_id, index=index, request=request, request_json=body, digest=digest
+            id=rollout_id,
+            group_id=group_id,
+            index=index,
+            request=request,
+            request_json=body,
+            digest=digest,
+            batch_group=batch_group,
         )
         for index, rollout_id in enumerate(ids)
     ]

@@ -1,27 +1,127 @@
-"""Structured logs: one line an event, with the rollout's id wherever there is one."""
+"""Structured logs: one line an event, with whatever it belongs to (rollout, request), and without secrets."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import structlog
 
-from services.settings import Settings
+from services.settings import ENV_PREFIX, Settings
 
 _QUIET = ("celery.worker.strategy", "celery.app.trace", "kombu", "asyncio", "urllib3", "httpx")
 """Loggers that would write two lines a stage; the rollout's timeline says the same."""
+_OWN_HANDLERS = ("gunicorn.error", "gunicorn.access")
+"""Loggers that would write past our format."""
+
+MASK = "***"
+_SECRET_NAME = re.compile(r"(?i)(^|[_-])(password|passwd|secret|api_?key|authorization|token|credentials?)$")
+_SECRET_ENV = re.compile(r"(PASSWORD|SECRET|API_?KEY|TOKEN)$")
+SHORTEST_SECRET = 6
+"""Shorter values of secret settings are words that lines hold for other reasons."""
+MAX_DEPTH = 4
+_PATTERNS = (
+    (re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@]*:[^\s@/]*@"), rf"\1{MASK}@"),
+    (re.compile(r"(?i)((?:password|passwd|secret|api_?key|token)=)[^&\s'\";,)]+"), rf"\1{MASK}"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"), rf"\1 {MASK}"),
+    (re.compile(r"\b(rlt_[0-9a-f]{12})_[0-9A-Za-z]+"), rf"\1_{MASK}"),
+)
+
+_identity: dict[str, Any] = {}
+
+
+def identify(**fields: Any) -> None:
+    """Say who writes the lines of this process from now on: `worker`, `node`."""
+    _identity.update({name: value for name, value in fields.items() if value is not None})
+
+
+@contextmanager
+def context(**fields: Any) -> Iterator[None]:
+    """Put fields into every line written inside, also by libraries and by coroutines begun there."""
+    with structlog.contextvars.bound_contextvars(
+        **{name: value for name, value in fields.items() if value is not None}
+    ):
+        yield
+
+
+def secret_values(settings: Settings, environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """Every secret that this process was given, to be kept out of its lines wherever they turn up."""
+    environ = os.environ if environ is None else environ
+    parts = urlsplit(settings.redis_url)
+    found = {value for name, value in parse_qsl(parts.query) if name.endswith("password")}
+    login = parts.netloc.rpartition("@")[0]
+    if ":" in login:
+        raw = login.partition(":")[2]
+        found |= {raw, unquote(raw)}
+    found |= {
+        value for name, value in environ.items() if name.startswith(ENV_PREFIX) and _SECRET_ENV.search(name)
+    }
+    return frozenset(value for value in found if len(value) >= SHORTEST_SECRET)
+
+
+class Redactor:
+    """A structlog processor that takes secrets out: by the name of a field, by their form, and by value."""
+
+    def __init__(self, values: frozenset[str] = frozenset()) -> None:
+        # Longest first: one secret may be the beginning of another.
+        self._values = sorted(values, key=len, reverse=True)
+
+    def __call__(self, logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._field(name, value, MAX_DEPTH) for name, value in event.items()}
+
+    def _field(self, name: object, value: Any, depth: int) -> Any:
+        if isinstance(name, str) and value and isinstance(value, str | bytes) and _SECRET_NAME.search(name):
+            return MASK
+        return self._value(value, depth)
+
+    def _value(self, value: Any, depth: int) -> Any:
+        if isinstance(value, bytes):
+            value = value.decode(errors="replace")
+        elif isinstance(value, BaseException):
+            value = str(value)
+        if isinstance(value, str):
+            return self.text(value)
+        if depth <= 0:
+            return self.text(repr(value)) if isinstance(value, dict | list | tuple | set) else value
+        if isinstance(value, dict):
+            return {name: self._field(name, one, depth - 1) for name, one in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self._value(one, depth - 1) for one in value]
+        return value
+
+    def text(self, value: str) -> str:
+        """A text without the secrets in it."""
+        for secret in self._values:
+            if secret in value:
+                value = value.replace(secret, MASK)
+        for pattern, replacement in _PATTERNS:
+            value = pattern.sub(replacement, value)
+        return value
+
+
+def _add_identity(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    return _identity | event
+
+
+def _renderer(settings: Settings) -> Callable[..., Any]:
+    if settings.log_format == "json":
+        return structlog.processors.JSONRenderer()
+    return structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
 
 
 def configure(settings: Settings) -> None:
     """Send structlog and the standard library's logging to stderr in one format."""
-    renderer = (
-        structlog.processors.JSONRenderer()
-        if settings.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
     shared = [
         structlog.contextvars.merge_contextvars,
+        _add_identity,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -30,7 +130,6 @@ def configure(settings: Settings) -> None:
         processors=[
             structlog.stdlib.filter_by_level,
             *shared,
-            structlog.processors.format_exc_info,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
@@ -40,7 +139,13 @@ def configure(settings: Settings) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                # Text before it is looked through: a traceback shows the arguments of an exception.
+                structlog.processors.format_exc_info,
+                Redactor(secret_values(settings)),
+                _renderer(settings),
+            ],
         )
     )
     root = logging.getLogger()
@@ -48,3 +153,7 @@ def configure(settings: Settings) -> None:
     root.setLevel(settings.log_level.upper())
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in _OWN_HANDLERS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True

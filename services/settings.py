@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from services.state import address
+from services.webhook_address import AllowedAddresses
 
 ENV_PREFIX = "ROLLOUT_"
+
+
+def _check_redis_url(url: str) -> str:
+    address.parse(url)
+    return url
 
 
 class SettingsError(ValueError):
@@ -21,10 +29,24 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Broker and home of all state.")
+    redis_url: Annotated[str, AfterValidator(_check_redis_url)] = Field(
+        "redis://127.0.0.1:6379/0",
+        description="Broker and home of all state: `redis://`, `rediss://`, `unix://` or `sentinel://`.",
+    )
+    redis_strict: bool = Field(
+        False,
+        description="Refuse a Redis that may lose data (eviction, no append-only file) instead of warning.",
+    )
     gateway_host: str = Field("127.0.0.1", description="Address the gateway listens on.")
     gateway_port: int = Field(8080, ge=0, le=65535, description="Port of the gateway; 0 picks a free one.")
-    gateway_threads: int = Field(64, ge=2, description="Threads of the gateway: as many long-polls at once.")
+    gateway_threads: int = Field(
+        64,
+        ge=2,
+        description="Threads of the gateway: requests it works on at once; those that wait hold none.",
+    )
+    gateway_waiters: int = Field(
+        2000, ge=0, description="Long-polls and streams that wait at once; one more is answered 503."
+    )
     max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest request body, in bytes.")
     max_wait_s: float = Field(60.0, gt=0, description="Longest `?wait=` a long-poll may ask for, in seconds.")
     node: str = Field(
@@ -46,19 +68,168 @@ class Settings(BaseModel):
     shutdown_grace_s: float = Field(
         10.0, ge=0, description="Seconds that a stopping worker gives its rollouts before it hands them back."
     )
+    worker_max_memory_mb: int = Field(
+        0,
+        ge=0,
+        description="Resident memory from which on a worker hands its rollouts back and starts anew: "
+        "a handler may leak; 0 = any.",
+    )
+    stop_patience_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds a worker may hold on to a rollout past a cancel or its deadline, to clean up; "
+        "then the rollout ends without it.",
+    )
+    priority_step_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds of waiting that lift a rollout as much as one step of `priority` does.",
+    )
+    ready_ahead: int = Field(
+        0,
+        ge=0,
+        description="Most rollouts on a node between the start of INIT and RUN, and of ready ones without a "
+        "sandbox in all. 0 = as many as RUN has slots there, at least 64.",
+    )
+    node_min_free_disk_mb: int = Field(
+        2048,
+        ge=0,
+        description="INIT stops on a node with less disk (MiB) left for its sandboxes, until a quarter more "
+        "is free; 0 = never.",
+    )
+    node_min_free_memory_mb: int = Field(
+        1024, ge=0, description="The same for memory that the node, or the job's cgroup, can still give."
+    )
+    backend_load: str = Field(
+        "tokens",
+        pattern="^(tokens|rollouts)$",
+        description="What a rollout weighs on its backend: its reserved context `tokens`, or 1 (`rollouts`).",
+    )
+    backend_wait_s: float = Field(
+        120.0,
+        ge=0,
+        description="Seconds a rollout waits while no LLM backend is usable before its attempt fails.",
+    )
+    backend_probe_s: float = Field(
+        5.0, gt=0, description="Seconds between two probes of a healthy LLM backend; failing ones back off."
+    )
     retention_s: float = Field(7 * 86400.0, gt=0, description="Seconds a finished rollout is kept in Redis.")
-    completions_kept: int = Field(
-        1_000_000, ge=1000, description="Entries kept in the stream of completions (approximate)."
+    sse_streams: int = Field(
+        1000, ge=0, description="Streams of completions (SSE) at once, each of them also one that waits."
+    )
+    sse_heartbeat_s: float = Field(
+        15.0, gt=0, description="Seconds without news after which a stream of completions sends a comment."
+    )
+    keep_acked_s: float = Field(
+        -1.0,
+        ge=-1,
+        description="Seconds that the trajectory of an acknowledged rollout is kept; -1 = like any other.",
+    )
+    results_max_bytes: int = Field(
+        0,
+        ge=0,
+        description="Most bytes of ended rollouts' trajectories in Redis; beyond it the oldest are dropped, "
+        "acknowledged ones first. 0 = no limit.",
+    )
+    webhook_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Where a webhook goes when a rollout has ended that names none itself.",
+    )
+    webhook_secret: SecretStr = Field(
+        SecretStr(""),
+        description="Secret that signs webhooks (`whsec_` and base64, or any text); several, separated by "
+        "commas, while receivers change over. None = no webhooks.",
+    )
+    webhook_allow: str = Field(
+        "public",
+        description="Where webhooks may go: `public` addresses, host names, `.domains`, addresses and "
+        "networks, separated by commas.",
+    )
+    webhook_tries: int = Field(50, ge=1, description="Tries of one webhook before it is given up.")
+    webhook_give_up_s: float = Field(86400.0, gt=0, description="Seconds after which it is given up.")
+    archive_dir: str = Field(
+        "", description="Directory that ended rollouts are archived in, best one that all workers share."
+    )
+    archive_file_bytes: int = Field(
+        256 << 20, ge=1, description="Size at which a file of the archive is closed and the next one begun."
     )
     handlers: str = Field(
         "", description="Further handlers as `module:Class` (or a list of classes), separated by commas."
+    )
+    data_sources: str = Field(
+        "",
+        description="Further data sources of the [compatible APIs](compatibility.md) as `source=handler`, "
+        "separated by commas.",
+    )
+    prorl_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds that each stage of a rollout may take that came by `POST /process`.",
+    )
+    scorers: int = Field(0, ge=0, description="Most processes of a worker that score; 0 = one a core.")
+    scorer_memory_mb: int = Field(
+        2048, ge=128, description="Address space that one of them may use, in MiB; beyond it the call fails."
+    )
+    scorer_calls: int = Field(1000, ge=1, description="Calls after which one of them is replaced.")
+    search_tool: str = Field(
+        "",
+        description="Search that `stem_tools` offers: a name in `rollout.search_tools`, or `module:Class`.",
     )
     sandbox_runtime: str = Field(
         "auto", description="`auto`, `apptainer`, `bubblewrap` or `local-unsafe` (no isolation at all)."
     )
     sandbox_image: str = Field("base", description="Image of sandboxes whose handler names none.")
+    flower_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Where people reach Flower; `rollout status` and the API link to it. None = no links.",
+    )
+    flower_auth_file: str = Field(
+        "", description="File of mode 0600 with `user:password` a line, for Flower (deploy/flower)."
+    )
+    flower_db: str = Field("", description="File in which Flower keeps what it has seen; none = in memory.")
+    worker_metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of a worker's own metrics (its process, event loop, rollouts in hand); 0 = none.",
+    )
+    worker_metrics_host: str = Field("127.0.0.1", description="Address that they are served on.")
+    autoscale_wait_s: float = Field(
+        30.0,
+        gt=0,
+        description="Wait in a stage's queue, in seconds, that the [autoscaler](scaling.md) aims at.",
+    )
+    autoscale_hold_s: float = Field(
+        300.0,
+        ge=0,
+        description="How far back, in seconds, its need for capacity counts before it takes any away.",
+    )
+    autoscale_interval_s: float = Field(10.0, gt=0, description="Seconds between two of its decisions.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     log_format: str = Field("console", pattern="^(console|json)$", description="`console` or `json`.")
+
+    @property
+    def data_source_handlers(self) -> dict[str, str]:
+        """Data source in lower case → handler, as `data_sources` has it."""
+        pairs = (pair.split("=", 1) for pair in self.data_sources.split(",") if pair.strip())
+        return {source.strip().lower(): handler.strip() for source, handler in pairs}
+
+    @field_validator("data_sources")
+    @classmethod
+    def _pairs(cls, text: str) -> str:
+        for pair in filter(str.strip, text.split(",")):
+            source, _, handler = pair.partition("=")
+            if not (source.strip() and handler.strip()):
+                raise ValueError(f"{pair.strip()!r} is not of the form source=handler")
+        return text
+
+    @field_validator("webhook_allow")
+    @classmethod
+    def _readable(cls, allow: str) -> str:
+        AllowedAddresses(allow)
+        return allow
 
     @classmethod
     def from_env(cls, environ: dict[str, str] | None = None) -> Settings:
@@ -78,7 +249,8 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = ENV_PREFIX + str(first["loc"][0]).upper()
-            raise SettingsError(f"{name}={first['input']!r}: {first['msg']}") from None
+            shown = address.hide_password(str(first["input"]))
+            raise SettingsError(f"{name}={shown!r}: {first['msg']}") from None
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pydantic import SecretStr
+
 from services.settings import ENV_PREFIX, Settings
 
 HEAD = """# Settings
@@ -20,7 +22,9 @@ Read by other parts:
 | variable | default | |
 |---|---|---|
 | `ROLLOUT_URL` | `http://127.0.0.1:8080` | Gateway that the client and the command line speak to. |
+| `ROLLOUT_API_KEY` | none | [Key](tenants.md) that they send. |
 | `ROLLOUT_HOME` | `.local` in the checkout | Where the set-up installs: virtual environments, Apptainer, images. |
+| `ROLLOUT_IMAGES` | `images` in `ROLLOUT_HOME` | Images of sandboxes by name; all nodes may share it. |
 | `ROLLOUT_SANDBOX_DIR` | `/tmp/sbx-<uid>` | Sockets and scratch of the node's sandboxes; keep the path short. |
 | `ROLLOUT_IMAGE_CACHE` | `/var/tmp/rollout-images-<uid>` | Unpacked images of the node. |
 | `ROLLOUT_IMAGE_CACHE_GB` | `50` | What they may take together; the least recently used make room. |
@@ -34,6 +38,8 @@ def table() -> str:
     rows = []
     for name, field in Settings.model_fields.items():
         default = "the host name" if field.default_factory else field.default
+        if isinstance(default, SecretStr):
+            default = default.get_secret_value()
         shown = f"`{default}`" if default != "" and not field.default_factory else default or "none"
         rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {shown} | {field.description} |")
     return HEAD + "\n".join(rows) + "\n" + ELSEWHERE

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Install everything the project needs. `setup.sh` is `make setup`; `setup.sh vllm` adds vLLM for CPUs,
-# `setup.sh bench` what the benchmarks compare with.
+# `setup.sh bench` what the benchmarks compare with, `setup.sh tasks` what the task handlers score with,
+# `setup.sh trainer` what the example trainers need, `setup.sh slurm` the virtual Slurm cluster of the tests;
+# `setup.sh tests` all of these.
 #
 # Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step;
 # the whole output is in $ROLLOUT_HOME/log/. What cannot be installed for want of root is named, not fatal.
@@ -102,15 +104,30 @@ sandbox_track() {
     script apptainer apptainer.sh && script image image.sh
 }
 
-if [ "${1:-}" = vllm ]; then
-    script vllm vllm-cpu.sh
-    exit
-fi
-if [ "${1:-}" = bench ]; then
+bench_track() {
     SYSTEM=(tmux:tmux)
-    step bench-apt system_packages && script bench bench.sh
-    exit
-fi
+    step bench-apt system_packages && script bench extras.sh bench
+}
+
+case "${1:-}" in
+    "") ;;
+    vllm) script vllm vllm-cpu.sh; exit ;;
+    bench) bench_track; exit ;;
+    tasks | trainer) script "$1" extras.sh "$1"; exit ;;
+    slurm) script slurm slurm.sh; exit ;;
+    tests) # vLLM has an environment of its own and Slurm a prefix, so they need not wait for the others
+        script vllm vllm-cpu.sh &
+        vllm_pid=$!
+        script slurm slurm.sh &
+        slurm_pid=$!
+        status=0
+        { bench_track && script tasks extras.sh tasks && script trainer extras.sh trainer; } || status=$?
+        wait "$vllm_pid" || status=$?
+        wait "$slurm_pid" || status=$?
+        exit "$status"
+        ;;
+    *) die "there is no $1: vllm, bench, tasks, trainer, slurm or tests" ;;
+esac
 
 begun="$(now_ms)"
 if "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; then

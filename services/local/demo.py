@@ -67,9 +67,9 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
 
 
 def _run(url: str, requests: list[RolloutRequest], console: Console) -> bool:
-    with Client(url) as client, _render.Meter(len(requests)) as meter:
+    with Client(url) as client:
         begun = time.monotonic()
-        results = client.run(requests, lambda rollout, *_: meter.add(rollout), TIMEOUT_S)
+        results = client.run(requests, TIMEOUT_S, progress=True)
         seconds = time.monotonic() - begun
     console.print(_render.rollout_view(pick(results)))
     console.print(_render.summary_table(results, seconds))

@@ -6,11 +6,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services import flower as monitor
 from services.local import paths
 from services.settings import Settings
 
 STAGES = ("init", "run", "eval")
-FLOWER_PORT = 5555
+FLOWER_PORT = monitor.PORT
 BACKEND_PORT = 8000
 INIT_SLOTS = 16
 """Starting a sandbox is work for the machine, so more at once would only make each slower."""
@@ -70,13 +71,7 @@ def fleet(stage: str, slots: int, node: str) -> Part:
 
 
 def flower(port: int) -> Part:
-    return Part(
-        "flower",
-        [
-            *(sys.executable, "-m", "celery", "-A", "workers.app", "flower"),
-            *("--address=127.0.0.1", f"--port={port}"),
-        ],
-    )
+    return Part("flower", monitor.command(port))
 
 
 def sandbox_check(settings: Settings, runtime: str | None) -> Part:

@@ -23,6 +23,8 @@ class Record:
     """In the environment of every process of the stack."""
     url: str = ""
     flower_url: str | None = None
+    flower_auth_file: str | None = None
+    """Holds `user:password` for it; only its owner can read it."""
     backend_url: str | None = None
     sandbox_dir: str | None = None
     """Set if the stack has a sandbox host of its own to end."""

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from services.local.errors import StackError
 from services.local.paths import deploy_file
+from services.state.address import hide_password
 
 URL_VARIABLE = "ROLLOUT_REDIS_URL"
 SERVERS = ("redis-server", "valkey-server")
@@ -74,41 +74,58 @@ class Server:
     url: str
 
 
-def prepare(choice: Choice, directory: Path, port: int) -> Server:
-    """Write the configuration of our own Redis below `directory` (0700). Its data stays from life to life."""
+def prepare(
+    choice: Choice, directory: Path, port: int, host: str = "127.0.0.1", password: str | None = None
+) -> Server:
+    """Write the configuration of our own Redis below `directory` (0700). Its data stays from life to life.
+
+    Args:
+        host: The one address it listens on.
+        password: None = a new one.
+    """
     assert choice.binary is not None
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
     # Redis and Valkey number their file formats apart, so each keeps its own.
     data = directory / choice.binary.name
     data.mkdir(mode=0o700, exist_ok=True)
-    password = secrets.token_hex(16)
+    password = password or secrets.token_hex(16)
     config = directory / "redis.conf"
     config.touch(mode=0o600)
     # The password is in the file: on the command line every user of the machine could read it.
     config.write_text(
-        f'include "{deploy_file("redis.conf")}"\n'
-        f'bind 127.0.0.1\nport {port}\ndir "{data}"\nrequirepass {password}\n'
+        f'include "{deploy_file("redis/redis.conf")}"\n'
+        f'bind {host}\nport {port}\ndir "{data}"\nrequirepass {password}\n'
         "daemonize no\nprotected-mode yes\n"
     )
-    return Server([str(choice.binary), str(config)], f"redis://:{password}@127.0.0.1:{port}/0")
+    shown = f"[{host}]" if ":" in host else host
+    return Server([str(choice.binary), str(config)], f"redis://:{password}@{shown}:{port}/0")
 
 
 def ping(url: str) -> str | None:
     """None when Redis answers and has loaded its data; else why not."""
     import redis
 
+    from services.state.redis import connect
+
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as connection:
+        connection = connect(url, max_connections=2, retries=0)
+        connection.connection_pool.connection_kwargs.update(socket_connect_timeout=2, socket_timeout=2)
+        with connection:
             connection.ping()
     except (redis.RedisError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def hide_password(url: str) -> str:
-    """The address without its secret, to be shown."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
+def own_url(state_dir: Path) -> str | None:
+    """Address of the Redis that `rollout up` runs with this state directory; None when none answers."""
+    try:
+        lines = (state_dir / "redis" / "redis.conf").read_text().splitlines()
+    except OSError:
+        return None
+    said = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    if not {"port", "requirepass"} <= said.keys():
+        return None
+    url = f"redis://:{said['requirepass']}@127.0.0.1:{said['port']}/0"
+    return url if ping(url) is None else None

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from rollout.client import Client, RolloutError
+from rollout.client import KEY_VARIABLE, Client, RolloutError
+from services import flower
 from services.local import paths, plan, ports, redis
 from services.local.errors import StackError
 from services.local.plan import Options, Part
@@ -93,6 +94,7 @@ class Stack:
         host = "127.0.0.1" if settings.gateway_host in ("0.0.0.0", "::") else settings.gateway_host
         record.url = f"http://{host}:{port}"
         env = self._environment(options, port)
+        self._prepare_flower(options, settings, env)
         env["ROLLOUT_REDIS_URL"] = self._start_redis(env)
 
         # All at once: most of their time is imports, and each waits for the others by itself.
@@ -103,7 +105,7 @@ class Stack:
             for stage in plan.STAGES
         ]
         backend = self._start_backend(options, env)
-        flower = self._start_flower(options, env)
+        monitor = self._start_flower(env)
         # It ends by itself, so it is no part of the stack; should `up` fail, its mark gives it away.
         sandbox = subprocess.Popen(
             plan.sandbox_check(settings, options.sandbox_runtime).command,
@@ -123,9 +125,12 @@ class Stack:
             self._await(backend, lambda: answers(f"{record.backend_url}/health"), begun, record.backend_url)
         if record.backend_url:
             self._register(record.backend_url)
-        if flower:
+        if monitor:
             assert record.flower_url
-            self._await(flower, lambda: answers(record.flower_url), begun, record.flower_url)
+            # The page itself asks for the password.
+            healthy = f"{record.flower_url}/healthcheck"
+            text = f"{record.flower_url}, user and password in {record.flower_auth_file}"
+            self._await(monitor, lambda: answers(healthy), begun, text)
 
     def _gateway_port(self, options: Options, settings: Settings) -> int:
         if options.port:
@@ -147,6 +152,8 @@ class Stack:
         env["ROLLOUT_GATEWAY_PORT"] = str(port)
         # Children run in the checkout, and what is installed may be another version of it.
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(paths.REPO), os.environ.get("PYTHONPATH")]))
+        # The key is for calls of ours: no part needs it, and what runs beside handlers should not have it.
+        env.pop(KEY_VARIABLE, None)
         # torch would make one in /tmp and leave it there.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.dir / "torchinductor"))
         if options.sandbox_runtime:
@@ -189,12 +196,25 @@ class Stack:
         self.record.backend_url = f"http://127.0.0.1:{port}"
         return self._spawn(plan.embedded_backend(port), env)
 
-    def _start_flower(self, options: Options, env: dict[str, str]) -> Process | None:
+    def _prepare_flower(self, options: Options, settings: Settings, env: dict[str, str]) -> None:
+        """Its port and its password file, before the gateway starts, which links to it."""
         if not options.flower:
-            return None
+            return
         port = self._port("flower", plan.FLOWER_PORT, options)
         self.record.flower_url = f"http://127.0.0.1:{port}"
-        return self._spawn(plan.flower(port), env)
+        try:
+            file = flower.ensure_auth_file(Path(settings.flower_auth_file or self.dir / "flower.auth"))
+        except flower.FlowerAuthError as error:
+            raise StackError(str(error)) from error
+        self.record.flower_auth_file = str(file)
+        database = Path(settings.flower_db or self.dir / "flower.db")
+        env.update(flower.environment(file, database))
+        env.setdefault(flower.URL_VARIABLE, self.record.flower_url)
+
+    def _start_flower(self, env: dict[str, str]) -> Process | None:
+        if self.record.flower_url is None:
+            return None
+        return self._spawn(plan.flower(int(self.record.flower_url.rpartition(":")[2])), env)
 
     def _check_sandbox(self, check: subprocess.Popen[str], begun: float, *, required: bool) -> None:
         """Say which runtime the sandboxes get and what it lacks; without any, say that loudly."""

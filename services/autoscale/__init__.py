@@ -1,0 +1,1 @@
+"""The autoscaler: capacity of each stage follows its queue (docs/scaling.md)."""

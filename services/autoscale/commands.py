@@ -1,0 +1,135 @@
+"""`rollout autoscale`: an entry point of the group `rollout.commands`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import click
+import redis
+
+from services import logs
+from services.autoscale.actuators import Kind, LiveSlots, SlurmNodes
+from services.autoscale.loop import Autoscaler, Options
+from services.autoscale.policy import STAGES, Bounds, Goal
+from services.local import paths
+from services.queues import make_celery
+from services.settings import Settings, SettingsError
+from services.slurm.errors import SlurmError
+from services.slurm.stack import DRAIN_GRACE_S, SlurmStack
+from services.state.redis import connect
+
+RANGE = re.compile(r"(\d+):(\d+)")
+
+
+def _bounds(text: str, option: str) -> Bounds:
+    found = RANGE.fullmatch(text)
+    if found is None:
+        raise click.UsageError(f"{option} {text}: write LEAST:MOST, such as 2:16")
+    try:
+        return Bounds(int(found[1]), int(found[2]))
+    except ValueError as error:
+        raise click.UsageError(f"{option} {text}: {error}") from error
+
+
+def _kinds(nodes: str | None, stages: tuple[str, ...]) -> dict[Kind, Bounds]:
+    kinds = {Kind(): _bounds(nodes, "--nodes")} if nodes else {}
+    for text in stages:
+        stage, _, bounds = text.partition("=")
+        if stage not in STAGES:
+            raise click.UsageError(f"--stage {text}: write {', '.join(STAGES)} = LEAST:MOST, such as run=0:8")
+        kinds[Kind((stage,))] = _bounds(bounds, f"--stage {stage}")
+    return kinds
+
+
+@click.command()
+@click.option("--nodes", metavar="LEAST:MOST", help="Node jobs of all stages, on Slurm.")
+@click.option(
+    "--stage",
+    "stages",
+    multiple=True,
+    metavar="STAGE=LEAST:MOST",
+    help="Jobs of one stage, without sandboxes.",
+)
+@click.option(
+    "--live-slots",
+    metavar="LEAST:MOST",
+    help="Slots of each stage, within what its workers were started with (-c).",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="ROLLOUT_SLURM_RUN",
+    help="Of the service on Slurm. [default: $ROLLOUT_SLURM_RUN or $ROLLOUT_HOME/slurm-run]",
+)
+@click.option("--wait-s", type=click.FloatRange(min=0.1), help="Target of the wait in a stage's queue.")
+@click.option(
+    "--hold-s", type=click.FloatRange(min=0), help="How far back the need counts that keeps capacity."
+)
+@click.option("--grace", type=click.FloatRange(0), default=DRAIN_GRACE_S, show_default=True,
+              help="Seconds for the rollouts of a drained node.")  # fmt: skip
+@click.option("--once", is_flag=True, help="One decision, then end.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done.")
+def autoscale(
+    nodes: str | None,
+    stages: tuple[str, ...],
+    live_slots: str | None,
+    run_dir: Path | None,
+    wait_s: float | None,
+    hold_s: float | None,
+    grace: float,
+    once: bool,
+    dry_run: bool,
+) -> None:
+    """Have each stage's capacity follow its queue, until Ctrl-C."""
+    kinds = _kinds(nodes, stages)
+    if not kinds and not live_slots:
+        raise click.UsageError("give --nodes, --stage or --live-slots: what is to be changed, and how far")
+    live = _bounds(live_slots, "--live-slots") if live_slots else None
+    stack = SlurmStack(run_dir or paths.home() / "slurm-run") if kinds else None
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    while True:
+        try:
+            settings = _settings(stack)
+            logs.configure(settings)
+            goal = Goal(
+                wait_s=settings.autoscale_wait_s if wait_s is None else wait_s,
+                hold_s=settings.autoscale_hold_s if hold_s is None else hold_s,
+            )
+            options = Options(goal, live, kinds, settings.autoscale_interval_s, dry_run)
+            app = make_celery(settings)
+            with connect(settings.redis_url) as client:
+                owner = f"{socket.gethostname()}/{os.getpid()}"
+                pool = SlurmNodes(stack, grace) if stack else None
+                scaler = Autoscaler(client, options, LiveSlots(app), pool, owner=owner, say=click.echo)
+                scaler.run(stopping, once)
+            app.close()
+            return
+        except (SettingsError, SlurmError) as error:
+            raise click.ClickException(str(error)) from error
+        except redis.RedisError as error:
+            if once or stack is None:
+                raise click.ClickException(f"Redis does not answer: {error}") from error
+            # The head may have come back on another node: the run directory says where.
+            click.echo("Redis is away; looking for the head again", err=True)
+
+
+def _settings(stack: SlurmStack | None) -> Settings:
+    """Of the environment; on Slurm with the Redis of the service's head.
+
+    Raises:
+        SettingsError: A variable does not fit.
+        SlurmError: No head is up.
+    """
+    if stack is None:
+        return Settings.from_env()
+    head = stack.run.head()
+    if head is None:
+        raise SlurmError(f"no service runs from {stack.run.path}; `rollout slurm up` starts one")
+    return Settings.from_env({**os.environ, "ROLLOUT_REDIS_URL": stack.run.redis_url(head)})

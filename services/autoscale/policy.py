@@ -1,0 +1,236 @@
+"""How much capacity each stage should have. Pure: numbers and a clock in, numbers out.
+
+Need, by Little's law: what is in hand takes `busy` slots; to begin everything that waits within the target
+`wait_s` takes another `waiting x service_s / wait_s`. More is given at once; less only when nothing in the
+last `hold_s` needed more, so that a load that comes and goes does not make capacity flap, and never less than
+is busy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+STAGES = ("init", "run", "eval")
+INIT, RUN = "init", "run"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one stage has to do now."""
+
+    waiting: int
+    """Rollouts that could be claimed for it."""
+    oldest_s: float
+    """For how long the one that has waited longest has."""
+    busy: int
+    """Rollouts in hand."""
+    slots: int
+    """Of its live workers, those of nodes that take nothing left out."""
+    service_s: float | None
+    """Mean seconds at work lately; None = none has ended yet."""
+    blocked: bool = False
+    """What waits waits for another stage: more slots here would stand idle."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What capacity is chosen for."""
+
+    wait_s: float = 30.0
+    """Target of the wait in each stage's queue, in seconds."""
+    spare: float = 0.1
+    """Share of the slots in use that is kept free on top of them, so that what comes next need not wait."""
+    hold_s: float = 300.0
+    """Capacity is lowered to the most that was needed in so many seconds."""
+    slack: float = 0.1
+    """It is not lowered for less than this share of it."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of slots, or of nodes."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most:
+            raise ValueError(f"bounds {self.least}:{self.most}: 0 <= least <= most must hold")
+
+    def clamp(self, value: int) -> int:
+        return min(max(value, self.least), self.most)
+
+
+def need(load: Load, goal: Goal) -> int:
+    """Slots that the stage should have for what it has to do now; 0 = none."""
+    if load.blocked:
+        return load.busy
+    # Of a stage that has ended nothing yet, each that waits is taken to need a slot of its own.
+    service_s = goal.wait_s if load.service_s is None else load.service_s
+    # No more slots than rollouts: shorter than its own work no wait can be made.
+    backlog = min(load.waiting, math.ceil(load.waiting * service_s / goal.wait_s))
+    wanted = load.busy + backlog
+    if load.waiting and load.oldest_s > goal.wait_s and load.busy >= load.slots:
+        # The estimate was too low, or what is in hand takes longer than what ended lately.
+        wanted = max(wanted, load.slots + 1)
+    # What waits and finds a free slot needs no other one: a claim is under way.
+    return wanted + math.ceil(goal.spare * load.busy)
+
+
+def shift_blame(loads: Mapping[str, Load]) -> dict[str, Load]:
+    """Count what waits for INIT, where INIT waits for RUN, as waiting for RUN.
+
+    INIT is bounded ahead of RUN: a queue before it then says that RUN is short of slots.
+    """
+    shifted = dict(loads)
+    init, run = loads[INIT], loads[RUN]
+    if init.blocked and init.waiting:
+        shifted[RUN] = Load(
+            waiting=run.waiting + init.waiting,
+            oldest_s=max(run.oldest_s, init.oldest_s),
+            busy=run.busy,
+            slots=run.slots,
+            service_s=run.service_s,
+            blocked=run.blocked,
+        )
+    return shifted
+
+
+class Held:
+    """The most of a value over the last `hold_s` seconds."""
+
+    def __init__(self, hold_s: float) -> None:
+        self._hold_s = hold_s
+        self._since: float | None = None
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, value: int) -> None:
+        """Take note of a value."""
+        if self._since is None:
+            self._since = now
+        # Only what may still become the most is kept.
+        while self._seen and self._seen[-1][1] <= value:
+            self._seen.pop()
+        self._seen.append((now, value))
+        while self._seen[0][0] < now - self._hold_s:
+            self._seen.popleft()
+
+    def most(self, now: float) -> int | None:
+        """None = it has not been watched for long enough."""
+        if self._since is None or now - self._since < self._hold_s:
+            return None
+        return max(value for _, value in self._seen)
+
+
+class Follower:
+    """Turns what is needed now into what there should be: up at once, down with patience."""
+
+    def __init__(self, goal: Goal, bounds: Bounds) -> None:
+        self._goal, self._bounds = goal, bounds
+        self._held = Held(goal.hold_s)
+
+    def target(self, now: float, needed: int, have: int, in_use: int) -> int:
+        """What there should be.
+
+        Args:
+            now: Monotonic seconds.
+            needed: For the load of this moment.
+            have: What there is, what has been ordered included.
+            in_use: What must stay, whatever the bounds are.
+        """
+        self._held.add(now, needed)
+        if needed > have:
+            return max(have, self._bounds.clamp(needed))
+        if have < self._bounds.least:
+            return self._bounds.least
+        most = self._held.most(now)
+        if most is None:
+            return have
+        lower = max(self._bounds.clamp(most), in_use)
+        # Over its bound it goes down however little that is.
+        if lower >= have or (have - lower <= self._goal.slack * have and have <= self._bounds.most):
+            return have
+        return lower
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """Nodes of one kind."""
+
+    up: int
+    """Serving."""
+    coming: int
+    """Ordered and not serving yet: waiting in Slurm's queue, or starting."""
+    slots: Mapping[str, int]
+    """Stage → slots that one of them brings."""
+
+    @property
+    def total(self) -> int:
+        return self.up + self.coming
+
+
+@dataclass(frozen=True)
+class NodeGoal:
+    """How fast nodes are added, beside their bounds."""
+
+    most_at_once: int = 8
+    """Nodes ordered by one decision."""
+    most_coming: int = 16
+    """Nodes that may be on their way: a full cluster is not asked for ever more."""
+
+
+class NodePolicy:
+    """How many nodes there should be for what the stages need."""
+
+    def __init__(self, goal: Goal, bounds: Bounds, pace: NodeGoal | None = None) -> None:
+        self._follower = Follower(goal, bounds)
+        self._bounds, self._pace = bounds, pace or NodeGoal()
+
+    def target(
+        self, now: float, needs: Mapping[str, int], busy: Mapping[str, int], nodes: NodeState
+    ) -> tuple[int, str]:
+        """Nodes there should be, those on their way included, and the stage that asks for them.
+
+        Args:
+            needs: Stage → slots that it should have of these nodes.
+            busy: Stage → slots in use: nodes for so many stay, whatever the bounds are.
+        """
+        asking, needed = _filled(needs, nodes.slots)
+        _, in_use = _filled(busy, nodes.slots)
+        target = self._follower.target(now, needed, nodes.total, min(in_use, nodes.up))
+        if target > nodes.total:
+            room = max(0, self._pace.most_coming - nodes.coming)
+            target = nodes.total + min(target - nodes.total, self._pace.most_at_once, room)
+        return target, asking if needed else ""
+
+
+def _filled(slots: Mapping[str, int], per_node: Mapping[str, int]) -> tuple[str, int]:
+    """The stage that fills the most nodes with so many slots, and how many those are."""
+    nodes = {
+        stage: math.ceil(count / per_node[stage]) for stage, count in slots.items() if per_node.get(stage)
+    }
+    return max(nodes.items(), key=lambda pair: pair[1], default=("", 0))
+
+
+def share_out(slots: int, workers: Mapping[str, tuple[int, int, int]]) -> dict[str, int]:
+    """Spread a stage's slots over its workers, evenly, each between 1 and what it may have.
+
+    Args:
+        workers: Name → (slots now, most it may have, rollouts in hand). None is given less than it holds, as
+            far as the sum allows.
+
+    Returns:
+        Slots of those that change.
+    """
+    given = {name: min(most, max(1, held)) for name, (_, most, held) in workers.items()}
+    left = slots - sum(given.values())
+    # The one with the least goes next; a heap is not worth it for the size of a fleet.
+    while left > 0 and (open_ := [name for name in given if given[name] < workers[name][1]]):
+        least = min(given[name] for name in open_)
+        for name in sorted(name for name in open_ if given[name] == least)[:left]:
+            given[name] += 1
+            left -= 1
+    return {name: value for name, value in given.items() if value != workers[name][0]}

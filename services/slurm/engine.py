@@ -1,0 +1,218 @@
+"""A node that carries LLM servers, one for each set of its GPUs, registered with the gateway while they
+serve."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import structlog
+
+from rollout.client import Client, RolloutError
+from services.local import ports
+from services.local.plan import Part
+from services.local.stack import answers
+from services.slurm import place as places
+from services.slurm.errors import SlurmError
+from services.slurm.node import DRAIN_S
+from services.slurm.place import Place, Scratch
+from services.slurm.rundir import DRAINING, UP, Head, Member, RunDir
+from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
+
+log = structlog.get_logger("slurm")
+
+VLLM = (
+    "vllm serve {model} --host {host} --port {port} --tensor-parallel-size {gpus} --enable-scale-out "
+    "--logprobs-mode processed_logprobs --enable-prompt-tokens-details"
+)
+START_S = 1800.0
+"""For a server to answer: a large model is read from a parallel file system."""
+CHECK_EVERY_S = 15.0
+"""Between two looks whether the gateway still knows our servers."""
+STOP_S = 20.0
+"""For servers to end; Slurm kills after KillWait (30 s)."""
+
+
+class EngineJob:
+    """An engine job's life."""
+
+    def __init__(self, run: RunDir, place: Place) -> None:
+        self.run_dir = run
+        self.place = place
+        self.supervisor = Supervisor(run.logs / place.name)
+        self.member = Member(place.name, "engine", place.job, place.node, UP)
+        self._urls: dict[str, str] = {}
+
+    def run(self) -> int:
+        """Serve until a signal or `rollout slurm drain` says to end; the exit status of the job."""
+        self.supervisor.listen()
+        root = Path(os.environ.get("ROLLOUT_SLURM_SCRATCH") or "/tmp")
+        scratch = Scratch(root, self.run_dir.service, self.place.job)
+        renews = False
+        try:
+            if not self.place.step:
+                self.run_dir.forget_earlier_life(self.place.job)
+            scratch.sweep()
+            self._start(scratch)
+            asked = self._serve()
+            renews = asked is None and not self.supervisor.ends_now
+            self._drain(asked)
+        except Interrupted:
+            pass
+        finally:
+            self._end()
+            scratch.remove()
+        if renews:
+            self.place.requeue_if_wanted()
+        return 0
+
+    def _start(self, scratch: Scratch) -> None:
+        address = places.address(self.place.node)
+        env = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        for name in ("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_REDIS_URL"):
+            env.pop(name, None)
+        # torch would make one in /tmp and leave it there.
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch.path / "torchinductor"))
+        patience_s = float(os.environ.get("ROLLOUT_SLURM_ENGINE_START_S") or START_S)
+        taken: set[int] = set()
+        parts = []
+        for number, devices in enumerate(device_sets(os.environ)):
+            port = ports.pick(0, taken, address)
+            name = f"engine-{number}"
+            command = server_command(os.environ, address, port, len(devices))
+            visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+            parts.append((name, self.supervisor.start(Part(name, command), env | visible)))
+            self._urls[f"{self.place.name}-{number}"] = f"http://{address}:{port}"
+        for (_, child), url in zip(parts, self._urls.values(), strict=True):
+            self.supervisor.wait_for(child, lambda url=url: answers(f"{url}/health"), patience_s)
+        self.run_dir.write_member(self.member)
+
+    def _serve(self) -> float | None:
+        checked = float("-inf")
+        while True:
+            self.supervisor.note_end(self.place.step and self.run_dir.job_ends(self.place.job))
+            asked = self.run_dir.asked_to_drain(self.place.name)
+            if asked is not None or self.supervisor.signal is not None:
+                return asked
+            self.supervisor.look()
+            if time.monotonic() - checked > (CHECK_EVERY_S if self.member.backends else LOOK_S):
+                self._register()
+                checked = time.monotonic()
+            self.supervisor.wake.wait(LOOK_S)
+
+    def _register(self) -> None:
+        """Have the gateway know every server of ours; again when a head came back without its data."""
+        head = self._head()
+        if head is None:
+            return
+        try:
+            with self._client(head) as client:
+                known = {backend.id: backend.url for backend in client.backends()}
+                for name in known:
+                    if self._is_of_an_earlier_life(name):
+                        client.remove_backend(name)
+                        log.info("took a server of the job's earlier life off the list", backend=name)
+                for name, url in self._urls.items():
+                    if known.get(name) != url:
+                        client.add_backend(url, id=name)
+                        log.info("registered", backend=name, url=url)
+        except (RolloutError, httpx.HTTPError) as error:
+            log.warning("not registered yet", error=str(error))
+            return
+        if self.member.backends != self._urls:
+            self.member.backends = dict(self._urls)
+            self.run_dir.write_member(self.member)
+
+    def _is_of_an_earlier_life(self, backend: str) -> bool:
+        """Whether it is a server of this job from before it was requeued, on the node that was lost."""
+        number = backend.rpartition("-")[2]
+        ours = backend.endswith(f"-{self.place.job}-{number}") and number.isdecimal()
+        return ours and backend not in self._urls and not self.place.step
+
+    def _drain(self, asked: float | None) -> None:
+        """No new rollouts on our servers; then wait for those there are."""
+        head = self._head()
+        if self.supervisor.ends_now or head is None:
+            return
+        grace_s = float(os.environ.get("ROLLOUT_SLURM_DRAIN_S") or DRAIN_S) if asked is None else asked
+        log.info("draining", grace_s=grace_s)
+        self.member.state = DRAINING
+        self.run_dir.write_member(self.member)
+        deadline = time.monotonic() + grace_s
+        with self._client(head) as client:
+            while time.monotonic() < deadline and not self.supervisor.ends_now:
+                try:
+                    ours = [backend for backend in client.backends() if backend.id in self._urls]
+                    for backend in ours:
+                        if not backend.draining:
+                            client.drain_backend(backend.id)
+                    if not any(backend.live_rollouts for backend in ours):
+                        return
+                except (RolloutError, httpx.HTTPError) as error:
+                    log.warning("the gateway does not answer; the drain goes on", error=str(error))
+                self.supervisor.look()
+                time.sleep(LOOK_S)
+
+    def _end(self) -> None:
+        """Off the list, so that no rollout begins a call here; those under way move at their next call."""
+        head = self._head()
+        if head is not None and self.member.backends:
+            with self._client(head) as client:
+                for name in self._urls:
+                    try:
+                        client.remove_backend(name)
+                    except (RolloutError, httpx.HTTPError) as error:
+                        log.warning("not taken off the list", backend=name, error=str(error))
+        self.supervisor.stop_all(STOP_S)
+        self.run_dir.forget_member(self.place.name)
+        log.info("the engine job has ended in order")
+
+    def _head(self) -> Head | None:
+        head = self.run_dir.head()
+        return head if head is not None and head.state == UP else None
+
+    def _client(self, head: Head) -> Client:
+        return Client(head.url, api_key=self.run_dir.api_key(), timeout=30.0, retry_for=2.0)
+
+
+def device_sets(environ: os._Environ[str] | dict[str, str]) -> list[list[str]]:
+    """The GPUs of each server; one set without any where the job has none.
+
+    Raises:
+        SlurmError: They cannot be divided so.
+    """
+    devices = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    wanted = int(environ.get("ROLLOUT_SLURM_ENGINE_GPUS") or 1)
+    if not devices or wanted == 0:
+        return [devices]
+    if len(devices) % wanted:
+        raise SlurmError(
+            f"{len(devices)} GPUs cannot be divided among servers of {wanted} each: change --engine-gpus, or "
+            "--gres in [sbatch.engine]"
+        )
+    return [devices[first : first + wanted] for first in range(0, len(devices), wanted)]
+
+
+def server_command(environ: os._Environ[str] | dict[str, str], host: str, port: int, gpus: int) -> list[str]:
+    """The command of one server, word by word.
+
+    Raises:
+        SlurmError: It names something that we do not know, or no model is given.
+    """
+    template = environ.get("ROLLOUT_SLURM_ENGINE_COMMAND") or VLLM
+    model = environ.get("ROLLOUT_SLURM_ENGINE_MODEL", "")
+    if "{model}" in template and not model:
+        raise SlurmError(
+            "ROLLOUT_SLURM_ENGINE_MODEL is not set: which model shall be served? (--engine-model)"
+        )
+    values = {"model": model, "host": host, "port": port, "gpus": max(1, gpus), "python": sys.executable}
+    try:
+        return [word.format(**values) for word in shlex.split(template)]
+    except (KeyError, IndexError, ValueError) as error:
+        raise SlurmError(
+            f"ROLLOUT_SLURM_ENGINE_COMMAND={template!r}: {error}; the names are {', '.join(values)} in braces"
+        ) from None

@@ -1,0 +1,189 @@
+"""The head of the service: Redis, gateway, Flower on one node. It comes back with its data, perhaps
+elsewhere."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from services import flower
+from services.local import plan, ports, redis
+from services.local.errors import StackError
+from services.local.stack import answers
+from services.settings import settings
+from services.slurm import place as places
+from services.slurm import scheduler
+from services.slurm.errors import SlurmError
+from services.slurm.place import Place
+from services.slurm.plan import HEAD
+from services.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
+from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
+from services.state.api_keys import KeyProblem, KeyStore, Scope
+from services.state.redis import connect
+from services.state.tenants import DEFAULT_TENANT
+
+log = structlog.get_logger("slurm")
+
+LAST_S = 95.0
+"""For nodes to hand back before their time limit: of the 120 s that `#SBATCH --signal` gives."""
+STOP_S = 8.0
+"""For gateway and Flower to end; what waits at the gateway is answered first."""
+REDIS_STOP_S = 15.0
+"""For Redis to write its last second to disk. Together they stay below Slurm's KillWait (30 s)."""
+
+
+class HeadJob:
+    """The head job's life, from start to end."""
+
+    def __init__(self, run: RunDir, place: Place) -> None:
+        self.run_dir = run
+        self.place = place
+        self.supervisor = Supervisor(run.logs / f"head-{place.job}")
+        self._taken: set[int] = set()
+        self._asked = False
+        """Whether `rollout slurm down` asked it to end."""
+
+    def run(self) -> int:
+        """Serve until a signal says to end; the exit status of the job."""
+        self.supervisor.listen()
+        self._refuse_second()
+        try:
+            self._start()
+            self._serve()
+        except Interrupted:
+            pass
+        except (StackError, KeyProblem) as error:
+            raise SlurmError(str(error)) from error
+        finally:
+            self._end()
+        if not self.supervisor.ends_now and not self._asked:
+            self.place.requeue_if_wanted()
+        return 0
+
+    def _refuse_second(self) -> None:
+        """A head that was submitted by hand beside another would share its append-only file."""
+        old = self.run_dir.head()
+        if old is None or old.job == self.place.job:
+            return
+        if any(job.raw_id == old.job and job.running for job in scheduler.jobs([old.job])):
+            raise SlurmError(
+                f"job {old.job} on {old.node} is the head of {self.run_dir.path} already; "
+                "`rollout slurm down` ends it"
+            )
+
+    def _start(self) -> None:
+        before = self.run_dir.head()
+        address = places.address(self.place.node)
+        base = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        redis_port = self._start_redis(address, before, base)
+        head = Head(
+            job=self.place.job,
+            node=self.place.node,
+            address=address,
+            state=STARTING,
+            url=f"http://{_host(address)}:{self._port(address, _port_of(before), settings().gateway_port)}",
+            flower_url="",
+            redis_port=redis_port,
+        )
+        env = base | {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
+        self._make_key(env["ROLLOUT_REDIS_URL"])
+        self.run_dir.write_head(head)
+        flower_env = self._start_flower(env)
+        gateway = self.supervisor.start(
+            plan.gateway(),
+            env
+            | flower_env
+            | {"ROLLOUT_GATEWAY_HOST": address, "ROLLOUT_GATEWAY_PORT": head.url.rpartition(":")[2]},
+        )
+        self.supervisor.wait_for(gateway, lambda: answers(f"{head.url}/health"))
+        head = replace(head, state=UP, flower_url=flower_env.get(flower.URL_VARIABLE, ""))
+        self.run_dir.write_head(head)
+        log.info("the head is up", url=head.url, flower=head.flower_url, node=head.node)
+
+    def _start_redis(self, address: str, before: Head | None, env: dict[str, str]) -> int | None:
+        choice = redis.choose()
+        if choice.url:
+            if reason := redis.ping(choice.url):
+                raise SlurmError(
+                    f"ROLLOUT_REDIS_URL={redis.hide_password(choice.url)} does not answer: {reason}"
+                )
+            return None
+        port = self._port(address, before.redis_port if before else None, 6379)
+        # Below a directory of the user's, which is not ours to close to others.
+        chosen = os.environ.get("ROLLOUT_SLURM_DATA")
+        data = Path(chosen) / f"rollout-redis-{self.run_dir.service}" if chosen else self.run_dir.redis
+        self.run_dir.redis.mkdir(mode=0o700, exist_ok=True)
+        server = redis.prepare(choice, data, port, address, self.run_dir.redis_password())
+        process = self.supervisor.start(plan.Part("redis", server.command), env)
+        begun = time.monotonic()
+        self.supervisor.wait_for(process, lambda: redis.ping(server.url), patience_s=1800.0)
+        log.info("Redis is up", data=str(data), seconds=round(time.monotonic() - begun, 1))
+        return port
+
+    def _port(self, address: str, before: int | None, usual: int) -> int:
+        """That of the head's earlier life if it is free, for then nobody notices; else the usual one, else
+        any."""
+        for wanted in filter(None, (before, usual)):
+            if wanted not in self._taken and ports.is_free(address, wanted):
+                self._taken.add(wanted)
+                return wanted
+        return ports.pick(0, self._taken, address)
+
+    def _make_key(self, url: str) -> None:
+        with connect(url, max_connections=2) as client:
+            try:
+                KeyStore(client).create(DEFAULT_TENANT, [Scope.ADMIN], text=self.run_dir.api_key())
+            except KeyProblem as error:
+                # Rotated or revoked by an operator, who then has another one.
+                log.warning("the key of the run directory is not accepted any more", reason=str(error))
+
+    def _start_flower(self, env: dict[str, str]) -> dict[str, str]:
+        """Start Flower on the node's loopback, for some of its pages need no password; what links need to
+        know."""
+        if os.environ.get("ROLLOUT_SLURM_FLOWER") == "0":
+            return {}
+        port = self._port("127.0.0.1", None, flower.PORT)
+        try:
+            auth = flower.ensure_auth_file(self.run_dir.flower_auth)
+        except flower.FlowerAuthError as error:
+            raise SlurmError(str(error)) from error
+        variables = flower.environment(auth, self.run_dir.flower_db)
+        self.supervisor.start(plan.flower(port), env | variables)
+        return {flower.URL_VARIABLE: f"http://127.0.0.1:{port}"}
+
+    def _serve(self) -> None:
+        while self.supervisor.signal is None and not self._asked:
+            self.supervisor.look()
+            self.supervisor.wake.wait(LOOK_S)
+            self.supervisor.note_end(self.place.step and self.run_dir.job_ends(self.place.job))
+            self._asked = self.run_dir.asked_to_drain(HEAD) is not None
+        deadline = time.monotonic() + LAST_S
+        if not self._asked:
+            log.info("the end is near: the nodes hand back first")
+        # Their limits are as near as ours, as a rule.
+        while not (self._asked or self.supervisor.ends_now) and time.monotonic() < deadline:
+            if not self.run_dir.members():
+                return
+            self.supervisor.look()
+            time.sleep(LOOK_S)
+
+    def _end(self) -> None:
+        """Redis last: whoever still writes shall be able to."""
+        head = self.run_dir.head()
+        if head is not None and head.job == self.place.job:
+            self.run_dir.write_head(replace(head, state=DOWN))
+        self.supervisor.stop(["gateway", "flower"], STOP_S)
+        self.supervisor.stop(["redis"], REDIS_STOP_S)
+        log.info("the head has ended in order")
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _port_of(head: Head | None) -> int | None:
+    return int(head.url.rpartition(":")[2]) if head else None

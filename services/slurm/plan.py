@@ -1,0 +1,210 @@
+"""What is submitted: the commands of sbatch, and the `environment` file that the jobs read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from services.local import paths
+from services.local.plan import EVAL_SLOTS, INIT_SLOTS, STAGES
+from services.slurm import site
+from services.slurm.errors import SlurmError
+from services.slurm.rundir import RunDir, Submitted
+from services.slurm.site import Site
+
+HEAD, NODE, ENGINE = site.ROLES
+ALLOCATION = "allocation"
+"""A job that carries the whole service as steps."""
+SEPARATE, ONE_JOB, ATTACHED = "separate", "one-job", "attached"
+"""Forms of the service: a job for each part, one job, steps of an allocation that there is already."""
+_WITH_VARIABLES = re.compile(r"[\w/.+:@%=,-]*(\$\w+[\w/.+:@%=,-]*)+")
+MOST_NODES = 1000
+"""Of one call; the default of Slurm's MaxArraySize is 1001."""
+_NOT_PASSED_ON = {
+    "ROLLOUT_URL",
+    "ROLLOUT_API_KEY",
+    "ROLLOUT_NODE",
+    "ROLLOUT_GATEWAY_HOST",
+    "ROLLOUT_SANDBOX_DIR",
+    "ROLLOUT_STACK",
+    "ROLLOUT_SANDBOX_STACK",
+    "ROLLOUT_FLOWER_URL",
+    "ROLLOUT_FLOWER_AUTH_FILE",
+    "ROLLOUT_FLOWER_DB",
+}
+"""Variables of the caller that mean something else on a node, or that no job needs."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """LLM servers, each job one node."""
+
+    nodes: int
+    model: str | None = None
+    """For `vllm serve`; None with a command of one's own."""
+    command: str | None = None
+    """In the words {model}, {host} and {port} are filled in; run once for each set of GPUs."""
+    gpus: int = 1
+    """GPUs of one server; a node's are divided into such sets. 0 = one server, whatever GPUs there are."""
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What `rollout slurm up` was asked."""
+
+    nodes: int
+    slots: dict[str, int] = field(default_factory=dict)
+    """Rollouts at once by stage and node; a stage without a number gets the default."""
+    engines: Engines | None = None
+    given: dict[str, Any] = field(default_factory=dict)
+    """Options of sbatch from the command line, which win over the site file's."""
+    data_dir: str | None = None
+    """Where Redis keeps its append-only file; None = in the run directory."""
+    renew: bool = False
+    """True: at their time limit jobs go back to the queue instead of ending."""
+    flower: bool = True
+    form: str = SEPARATE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nodes <= MOST_NODES:
+            raise SlurmError(f"--nodes {self.nodes} is not between 0 and {MOST_NODES}")
+        if self.form == ONE_JOB and not self.nodes:
+            raise SlurmError("--one-job needs --nodes of at least 1: the head is on the first")
+        if self.engines:
+            if self.engines.nodes < 1:
+                raise SlurmError(f"--engine-nodes {self.engines.nodes} must be at least 1")
+            if not (self.engines.model or self.engines.command):
+                raise SlurmError("--engine-nodes needs --engine-model or --engine-command")
+        site.check_options("sbatch", self.given)
+
+    def to_json(self, where: Site) -> dict[str, Any]:
+        return {"up": asdict(self), "site": where.to_json()}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> tuple[UpOptions, Site]:
+        up = dict(data["up"])
+        up["engines"] = Engines(**up["engines"]) if up["engines"] else None
+        return UpOptions(**up), site.parse(data["site"])
+
+    def slots_of(self, stage: str) -> int:
+        default = {
+            "init": INIT_SLOTS,
+            "run": int(os.environ.get("ROLLOUT_WORKER_SLOTS") or 64),
+            "eval": EVAL_SLOTS,
+        }
+        return self.slots.get(stage) or default[stage]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One call of sbatch."""
+
+    record: Submitted
+    command: list[str]
+
+    def shown(self) -> str:
+        return shlex.join(self.command)
+
+
+def job_name(run: RunDir, role: str) -> str:
+    return f"rollout-{role}-{run.service}"
+
+
+def submission(
+    run: RunDir, where: Site, options: UpOptions, role: str, count: int = 1, stages: tuple[str, ...] = STAGES
+) -> Submission:
+    """The call of sbatch for `count` jobs of a role."""
+    command = ["sbatch", "--parsable", f"--job-name={job_name(run, role)}"]
+    command.append(f"--output={run.logs}/{role}-%j.log")
+    if role == HEAD:
+        # Two heads would write into the same append-only file.
+        command.append("--dependency=singleton")
+    else:
+        command.append(f"--array=1-{count}")
+    alone = {} if role == HEAD else {"exclusive": True}
+    command += where.sbatch_options(role, options.given, alone)
+    command += [str(paths.deploy_file(f"slurm/{role}.sbatch")), str(run.path)]
+    if role == NODE:
+        command.append(",".join(stages))
+    return Submission(Submitted("", role, count, list(stages) if role == NODE else []), command)
+
+
+def allocation_script(run: RunDir) -> list[str]:
+    """The script that begins the steps of an allocation, and its arguments."""
+    script = paths.deploy_file("slurm/allocation.sbatch")
+    return [str(script), str(run.path), str(script.parent)]
+
+
+def allocation(run: RunDir, where: Site, options: UpOptions) -> Submission:
+    """The call of sbatch for one job that carries everything; with engines, a heterogeneous one."""
+    command = ["sbatch", "--parsable", f"--job-name={job_name(run, ALLOCATION)}"]
+    command.append(f"--output={run.logs}/{ALLOCATION}-%j.log")
+    if not options.engines:
+        # The components of a heterogeneous job would wait for each other.
+        command.append("--dependency=singleton")
+    command += [f"--nodes={options.nodes}", *where.sbatch_options(NODE, options.given, {"exclusive": True})]
+    if options.engines:
+        engines = where.sbatch_options(ENGINE, options.given, {"exclusive": True})
+        command += [":", f"--nodes={options.engines.nodes}", *engines]
+    return Submission(Submitted("", ALLOCATION), [*command, *allocation_script(run)])
+
+
+def submissions(run: RunDir, where: Site, options: UpOptions) -> list[Submission]:
+    """Everything that `up` submits, in its order."""
+    if options.form == ONE_JOB:
+        return [allocation(run, where, options)]
+    found = [submission(run, where, options, HEAD)]
+    if options.nodes:
+        found.append(submission(run, where, options, NODE, options.nodes))
+    if options.engines:
+        found.append(submission(run, where, options, ENGINE, options.engines.nodes))
+    return found
+
+
+def environment(
+    run: RunDir, where: Site, options: UpOptions, environ: Mapping[str, str] | None = None
+) -> str:
+    """Text of the run directory's `environment`: modules, then variables, as shell."""
+    environ = os.environ if environ is None else environ
+    values = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith("ROLLOUT_") and name not in _NOT_PASSED_ON
+    }
+    for name in ("LANG", "SLURM_CONF"):
+        if name in environ:
+            values[name] = environ[name]
+    search = [str(paths.REPO), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    values["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(search))
+    values["ROLLOUT_PYTHON"] = sys.executable
+    values["ROLLOUT_HOME"] = str(paths.home())
+    values["ROLLOUT_SLURM_RENEW"] = "1" if options.renew else "0"
+    values["ROLLOUT_SLURM_FLOWER"] = "1" if options.flower else "0"
+    for stage in STAGES:
+        values[f"ROLLOUT_SLURM_SLOTS_{stage.upper()}"] = str(options.slots_of(stage))
+    if options.data_dir:
+        values["ROLLOUT_SLURM_DATA"] = options.data_dir
+    if options.engines:
+        values["ROLLOUT_SLURM_ENGINE_COMMAND"] = options.engines.command or ""
+        values["ROLLOUT_SLURM_ENGINE_MODEL"] = options.engines.model or ""
+        values["ROLLOUT_SLURM_ENGINE_GPUS"] = str(options.engines.gpus)
+    lines = ["# Written by `rollout slurm up`; every job of the service reads it when it starts."]
+    lines += [f"module load {shlex.quote(name)}" for name in where.modules]
+    sites = {"ROLLOUT_SLURM_SCRATCH": where.scratch, **where.environment}
+    if where.images:
+        sites["ROLLOUT_IMAGES"] = where.images
+    for name, value in sorted({**values, **sites}.items()):
+        lines.append(f"export {name}={_quoted(value, of_the_site=name in sites)}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(value: str, *, of_the_site: bool) -> str:
+    """For the shell. In a path of the site's, $USER and the like are left for the node to fill in."""
+    if of_the_site and _WITH_VARIABLES.fullmatch(value):
+        return f'"{value}"'
+    return shlex.quote(value)

@@ -1,0 +1,236 @@
+"""The run directory: all that the jobs of one service and its user share, on a file system that every node
+sees.
+
+```
+environment      shell: modules and variables of every job      (0600)
+options.json     what `up` was asked; `scale` submits the same
+jobs.json        what was submitted
+head.json        where the head listens now
+members/         NODE-JOB.json: what runs there
+control/         NODE-JOB.json, head.json: what they are asked to do
+redis/           configuration with the password, append-only file
+api.key          key of the scope admin                        (0600)
+flower.auth      user:password of Flower                       (0600)
+logs/            JOB's own output, and NODE-JOB/PART.log
+```
+
+Files are replaced as a whole, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.slurm.errors import SlurmError
+
+STARTING, UP, DRAINING, DOWN = "starting", "up", "draining", "down"
+"""States of a head or member. A head that starts has its Redis already, which is all that nodes need. A job
+that was killed leaves `up` behind: Slurm knows better."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where the head of the service listens."""
+
+    job: str
+    node: str
+    address: str
+    state: str
+    url: str
+    """Of the gateway."""
+    flower_url: str
+    redis_port: int | None
+    """None: the Redis is not ours, its address is in ROLLOUT_REDIS_URL."""
+
+
+@dataclass
+class Member:
+    """A node job, or an engine job, as it describes itself."""
+
+    name: str
+    """Unique: node and job."""
+    role: str
+    job: str
+    node: str
+    state: str
+    stages: list[str] = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)
+    backends: dict[str, str] = field(default_factory=dict)
+    """Id → URL of the LLM servers of an engine job that rollouts use."""
+    sandbox: str = ""
+    """Which runtime the sandboxes get, or why none works."""
+
+
+@dataclass
+class Submitted:
+    """A job, or a job array, that was submitted."""
+
+    id: str
+    role: str
+    count: int = 1
+    stages: list[str] = field(default_factory=list)
+    attached: bool = False
+    """It is an allocation of the user's own."""
+
+
+class RunDir:
+    """The run directory at `path`; nothing is made before `make`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.logs = self.path / "logs"
+        self.redis = self.path / "redis"
+        self.environment = self.path / "environment"
+        self.key_file = self.path / "api.key"
+        self.flower_auth = self.path / "flower.auth"
+        self.flower_db = self.path / "flower.db"
+
+    @property
+    def service(self) -> str:
+        """Six characters that tell this service from the user's others, in names of jobs and directories."""
+        return hashlib.sha256(str(self.path).encode()).hexdigest()[:6]
+
+    def make(self) -> None:
+        """Make it, open to its owner alone.
+
+        Raises:
+            SlurmError: It belongs to somebody else, or cannot be made.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.path.stat().st_uid != os.geteuid():
+                raise SlurmError(
+                    f"run directory {self.path} belongs to another user; choose one with --run-dir"
+                )
+            self.path.chmod(0o700)
+            for name in ("logs", "members", "control"):
+                (self.path / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise SlurmError(
+                f"run directory {self.path} cannot be made: {error}; choose one with --run-dir"
+            ) from None
+
+    # -- head --------------------------------------------------------------------------------
+
+    def head(self) -> Head | None:
+        """Where the head listens, as it last said; None = there has been none."""
+        found = self._read("head.json")
+        return Head(**found) if found else None
+
+    def write_head(self, head: Head) -> None:
+        self._write("head.json", asdict(head))
+
+    def redis_url(self, head: Head) -> str:
+        """Address of Redis with its password.
+
+        Raises:
+            SlurmError: It is not the head's own, and ROLLOUT_REDIS_URL is not set here.
+        """
+        if head.redis_port is None:
+            if url := os.environ.get("ROLLOUT_REDIS_URL"):
+                return url
+            raise SlurmError(f"the service of {self.path} uses a Redis of yours: set ROLLOUT_REDIS_URL")
+        host = f"[{head.address}]" if ":" in head.address else head.address
+        return f"redis://:{self.redis_password()}@{host}:{head.redis_port}/0"
+
+    def redis_password(self) -> str:
+        """The password of Redis, made at the first call: a head that comes back keeps it."""
+        return self._secret(self.redis / "password", lambda: secrets.token_hex(32))
+
+    def api_key(self) -> str:
+        """The key of the operator, made at the first call."""
+        return self._secret(self.key_file, lambda: f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}")
+
+    def _secret(self, path: Path, make: Any) -> str:
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return path.read_text().strip()
+        with os.fdopen(handle, "w") as file:
+            text = make()
+            file.write(text + "\n")
+        return text
+
+    # -- members -----------------------------------------------------------------------------
+
+    def members(self) -> list[Member]:
+        """What node and engine jobs last said of themselves; also those that were killed since."""
+        found = (
+            self._read(f"members/{path.name}") for path in sorted((self.path / "members").glob("*.json"))
+        )
+        return [Member(**one) for one in found if one]
+
+    def write_member(self, member: Member) -> None:
+        self._write(f"members/{member.name}.json", asdict(member))
+
+    def forget_member(self, name: str) -> None:
+        for place in ("members", "control"):
+            (self.path / place / f"{name}.json").unlink(missing_ok=True)
+
+    def forget_earlier_life(self, job: str) -> None:
+        """A job that was requeued begins: what it said on the node where it was killed holds no more."""
+        for member in self.members():
+            if member.job == job:
+                # What it was asked to do still holds, if it is the same node.
+                (self.path / "members" / f"{member.name}.json").unlink(missing_ok=True)
+
+    def ask_to_drain(self, name: str, grace_s: float) -> None:
+        """Ask a member to end after its rollouts have, or after `grace_s` seconds, whichever is first."""
+        self._write(f"control/{name}.json", {"drain_s": grace_s})
+
+    def asked_to_drain(self, name: str) -> float | None:
+        """Seconds of grace that a member was given; None = it was not asked to end."""
+        found = self._read(f"control/{name}.json")
+        return float(found["drain_s"]) if found else None
+
+    def job_ends(self, job: str) -> bool:
+        """Whether the script of a job that carries the whole service was told that its time limit is near."""
+        return (self.path / "control" / f"{job}.ends").exists()
+
+    # -- what was submitted ------------------------------------------------------------------
+
+    def submitted(self) -> list[Submitted]:
+        return [Submitted(**one) for one in self._read("jobs.json") or []]
+
+    def write_submitted(self, jobs: list[Submitted]) -> None:
+        self._write("jobs.json", [asdict(job) for job in jobs])
+
+    def options(self) -> dict[str, Any] | None:
+        return self._read("options.json")
+
+    def write_options(self, options: dict[str, Any]) -> None:
+        self._write("options.json", options)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def write_private(self, path: Path, text: str) -> None:
+        """Write a file that only its owner can read, as a whole."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # other nodes read it
+        draft.replace(path)
+
+    def _write(self, name: str, value: Any) -> None:
+        self.write_private(self.path / name, json.dumps(value, indent=1) + "\n")
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / name).read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise SlurmError(f"{self.path / name} cannot be read: {error}; delete it") from None
+
+
+def all_logs(run: RunDir, name: str) -> Iterator[Path]:
+    """Logs of a member's parts, by name."""
+    yield from sorted((run.logs / name).glob("*.log"))

@@ -1,0 +1,159 @@
+"""Slurm's own commands: sbatch, squeue, scancel, scontrol. Nothing else here speaks to Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.slurm.errors import SlurmError
+
+TIMEOUT_S = 60.0
+"""For one command: a busy controller may take long to answer."""
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_CLUSTERS")
+"""All of the caller's environment that sbatch sees, with SBATCH_*: jobs inherit it, and it may hold secrets.
+What else jobs need is in the run directory's `environment`."""
+_FORMAT = "%i|%A|%F|%T|%N|%r|%L"
+GONE = ("Invalid job id", "already completing or completed", "Job/step already completing")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has not ended, as squeue shows it."""
+
+    id: str
+    """As Slurm shows it: `12`, `12_3` of an array, `12+1` of a heterogeneous job."""
+    raw_id: str
+    """What the job itself sees as SLURM_JOB_ID."""
+    base_id: str
+    """Of the array it belongs to, else its own."""
+    state: str
+    nodes: str
+    reason: str
+    left: str
+    """Time left, as Slurm writes it."""
+
+    @property
+    def het_id(self) -> str:
+        """Of the heterogeneous job it belongs to, else its own."""
+        return self.id.partition("+")[0]
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is no further component of a heterogeneous job."""
+        return self.id.partition("+")[2] in ("", "0")
+
+    @property
+    def pending(self) -> bool:
+        return self.state == "PENDING"
+
+    @property
+    def running(self) -> bool:
+        return self.state == "RUNNING"
+
+
+def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What Slurm's commands get of an environment."""
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items() if name in PASSED_ON or name.startswith("SBATCH_")}
+
+
+def call(command: Sequence[str]) -> str:
+    """Output of a command of Slurm.
+
+    Raises:
+        SlurmError: It is missing, or failed; with what it said.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"{command[0]} is not on PATH: run this on a machine of the cluster that has its commands, or "
+            "load the site's module for them"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(
+            f"{command[0]} has not answered for {TIMEOUT_S:.0f} s; see `scontrol ping`"
+        ) from None
+    if done.returncode:
+        raise SlurmError(explain(command, done.stderr.strip() or done.stdout.strip()))
+    return done.stdout
+
+
+_REMEDIES = {
+    "invalid partition": "`sinfo -s` lists the partitions; give one with --partition or in the site file",
+    "Invalid account": "`sacctmgr show assoc user=$USER` lists your accounts; give one with --account",
+    "Invalid qos": "`sacctmgr show qos` lists them; give one with --qos",
+    "time limit": "`sinfo -o '%P %l'` shows the partitions' limits; give less with --time",
+    "node configuration is not available": "no node of the partition can give this: compare the options "
+    "above with `sinfo -N -o '%N %c %m %G'`",
+    "Unable to contact slurm controller": "the controller is down or the network to it: try `scontrol ping`",
+}
+
+
+def explain(command: Sequence[str], said: str) -> str:
+    """An error of Slurm's with the command that met it, and what to do where we know."""
+    lower = said.lower()
+    remedy = next((text for sign, text in _REMEDIES.items() if sign.lower() in lower), None)
+    return f"`{shlex.join(command)}` failed: {said}" + (f"\n{remedy}" if remedy else "")
+
+
+def submit(command: Sequence[str]) -> str:
+    """Run sbatch with `--parsable`; the id of the job, of an array that of the whole."""
+    return call(command).strip().splitlines()[-1].split(";")[0]
+
+
+def jobs(base_ids: Iterable[str]) -> list[Job]:
+    """Which of our jobs have not ended, tasks of arrays one by one."""
+    wanted = set(base_ids)
+    if not wanted:
+        return []
+    # Asked for by id, Slurm fails when one has long ended.
+    lines = call(
+        ["squeue", "--noheader", "--array", f"--user={os.geteuid()}", f"--format={_FORMAT}"]
+    ).splitlines()
+    found = (Job(*line.split("|")) for line in lines if line.count("|") == _FORMAT.count("|"))
+    return [job for job in found if job.base_id in wanted or job.het_id in wanted]
+
+
+def cancel(ids: Iterable[str]) -> None:
+    """End jobs; TERM, then KILL after the site's KillWait. One that has ended is fine."""
+    _scancel(ids, [])
+
+
+def signal_script(ids: Iterable[str], name: str) -> None:
+    """Send a signal to the script of jobs and to nothing else in them."""
+    _scancel(ids, ["--batch", f"--signal={name}"])
+
+
+def _scancel(ids: Iterable[str], options: list[str]) -> None:
+    if wanted := list(ids):
+        try:
+            call(["scancel", *options, *wanted])
+        except SlurmError as error:
+            if not any(sign in str(error) for sign in GONE):
+                raise
+
+
+def requeue(job: str) -> None:
+    """Have a running job end and wait in the queue again."""
+    call(["scontrol", "requeue", job])
+
+
+def node_address(node: str) -> str | None:
+    """The address by which Slurm reaches a node; None if it does not say."""
+    try:
+        said = call(["scontrol", "--oneliner", "show", "node", node])
+    except SlurmError:
+        return None
+    fields = dict(word.split("=", 1) for word in said.split() if "=" in word)
+    return fields.get("NodeAddr")

@@ -1,0 +1,188 @@
+"""Keeps the programs of one job alive, and ends them in order.
+
+A job's batch script becomes this process, so Slurm's signals arrive here: USR1 means that the end is near, or
+that somebody wants the job to end (then `control/` says how long it may take); TERM that it is now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.local import paths
+from services.local.plan import Part
+from services.local.processes import tail
+from services.slurm.errors import SlurmError
+
+log = structlog.get_logger("slurm")
+
+START_S = 180.0
+"""For a part to answer: imports from a parallel file system that a hundred nodes read at once are slow."""
+SETTLED_S = 60.0
+"""A part that lived so long starts anew at once when it ends."""
+LONGEST_PAUSE_S = 30.0
+KILL_S = 5.0
+POLL_S = 0.1
+LOOK_S = 1.0
+"""Between two looks at the parts."""
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """A Redis that outlived a killed supervisor would write beside the next one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class Child:
+    """A running part."""
+
+    part: Part
+    env: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes]
+    started: float
+    failures: int = 0
+    """Ends in a row without having settled."""
+    again_at: float | None = None
+    """When it is to be started anew; None while it runs."""
+    wanted: bool = True
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+class Supervisor:
+    """Starts parts, starts them anew when they end, ends them."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        self.children: dict[str, Child] = {}
+        self.wake = threading.Event()
+        self.signal: int | None = None
+        """The gravest signal so far: TERM before USR1."""
+
+    def listen(self) -> None:
+        """Take note of signals from now on."""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._hear)
+        # A hang-up of the terminal that an allocation was made from is no reason to end.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _hear(self, number: int, _frame: object) -> None:
+        if self.signal != signal.SIGTERM:
+            self.signal = signal.SIGTERM if number == signal.SIGINT else number
+        self.wake.set()
+
+    def note_end(self, near: bool) -> None:
+        """What USR1 says, for a step: Slurm's signals to steps reach every process in them."""
+        if near and self.signal is None:
+            self.signal = signal.SIGUSR1
+
+    @property
+    def ends_now(self) -> bool:
+        return self.signal == signal.SIGTERM
+
+    def start(self, part: Part, env: Mapping[str, str]) -> Child:
+        path = self.logs / f"{part.name.replace(' ', '-')}.log"
+        child = self.children[part.name] = Child(
+            part, dict(env), path, self._spawn(part, env, path), time.monotonic()
+        )
+        log.info("started", part=part.name, pid=child.process.pid, log=str(path))
+        return child
+
+    def _spawn(self, part: Part, env: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
+        with path.open("ab") as output:
+            return subprocess.Popen(
+                part.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                cwd=paths.REPO,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def look(self) -> None:
+        """Start anew what has ended; ever later where it ends at once."""
+        now = time.monotonic()
+        for child in self.children.values():
+            if not child.wanted or child.alive:
+                continue
+            if child.again_at is None:
+                child.failures = 0 if now - child.started > SETTLED_S else child.failures + 1
+                pause = min(LONGEST_PAUSE_S, 2.0**child.failures)
+                child.again_at = now + pause
+                log.error(
+                    "ended by itself and will be started anew",
+                    part=child.part.name,
+                    exit=child.process.returncode,
+                    in_s=pause,
+                    log=str(child.log),
+                )
+            elif now >= child.again_at and self.signal is None:
+                child.process, child.started = self._spawn(child.part, child.env, child.log), now
+                child.again_at = None
+
+    def wait_for(self, child: Child, missing: Callable[[], str | None], patience_s: float = START_S) -> None:
+        """Wait until `missing` gives None.
+
+        Raises:
+            SlurmError: The part ended, or does not answer in time; with the end of its log.
+            Interrupted: The job is to end.
+        """
+        deadline = time.monotonic() + patience_s
+        while (reason := missing()) is not None:
+            if self.signal is not None:
+                raise Interrupted
+            if not child.alive or time.monotonic() > deadline:
+                what = f"is not ready after {patience_s:.0f} s ({reason})" if child.alive else "ended"
+                raise SlurmError(f"{child.part.name} {what}. The end of {child.log}:\n{tail(child.log)}")
+            self.wake.wait(POLL_S)
+
+    def stop(self, names: list[str], grace_s: float) -> None:
+        """TERM to all of these at once, KILL after `grace_s`; with each goes its session."""
+        chosen = [self.children[name] for name in names if name in self.children]
+        for child in chosen:
+            child.wanted = False
+            if child.alive:
+                child.process.terminate()
+        deadline = time.monotonic() + grace_s
+        while any(child.alive for child in chosen) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for child in chosen:
+            if child.alive:
+                log.warning("did not end in time and is killed", part=child.part.name, after_s=grace_s)
+            _kill_group(child.process.pid)
+            try:
+                child.process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                log.error("cannot be killed", part=child.part.name, pid=child.process.pid)
+            self.children.pop(child.part.name, None)
+
+    def stop_all(self, grace_s: float) -> None:
+        """End whatever is left."""
+        self.stop(list(self.children), grace_s)
+
+
+def _kill_group(leader: int) -> None:
+    """What is left of a part's group: its number is nobody else's while a member lives."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class Interrupted(Exception):
+    """The job was told to end while it waited for something."""
