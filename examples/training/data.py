@@ -1,0 +1,100 @@
+"""From groups of rollouts to tensors.
+
+Invariant: the ids, masks and log-probs are those of the trajectory. Nothing is tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.batch import Group
+from rollout.schema import Rollout
+
+
+@dataclass
+class Sample:
+    """One chain of a rollout: what one forward pass sees."""
+
+    token_ids: list[int]
+    sampled: list[bool]
+    """Parallel to `token_ids`: the policy said it."""
+    logprobs: list[float]
+    """Parallel to `token_ids`: the engine's; 0.0 where nothing was sampled."""
+    versions: list[str | None]
+    """Parallel to `token_ids`: the weights that sampled it."""
+    reward: float
+    advantage: float
+
+
+def scored(group: Group) -> list[Rollout]:
+    """The rollouts of a group that may be learned from."""
+    return [one for one in group.rollouts if not one.drop and one.reward is not None and one.trajectory]
+
+
+def is_informative(group: Group) -> bool:
+    """Whether its rewards differ."""
+    return len({one.reward for one in scored(group)}) > 1
+
+
+def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]]) -> list[Sample]:
+    """A sample for every chain with something sampled; all chains of a rollout share its advantage."""
+    rollouts = scored(group)
+    rewards = [float(one.reward) for one in rollouts]
+    samples = []
+    for rollout, reward, advantage in zip(rollouts, rewards, advantages(rewards), strict=True):
+        for chain in rollout.trajectory.chains:
+            given = [False] * len(chain.prompt_ids)
+            sample = Sample(
+                token_ids=chain.token_ids,
+                sampled=given + [bool(one) for one in chain.loss_mask],
+                logprobs=[0.0] * len(given) + chain.logprobs,
+                versions=[None] * len(given) + chain.policy_versions,
+                reward=reward,
+                advantage=advantage,
+            )
+            if any(sample.sampled):
+                samples.append(sample)
+    return samples
+
+
+@dataclass
+class Rows:
+    """Samples side by side, padded on the right: attention is causal, so padding changes nothing before it.
+
+    All but `ids` and `rewards` are (rows, positions), with one position less than `ids`: position t is about
+    the id at t + 1, which the model predicts there.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    behaviour: torch.Tensor
+    advantages: torch.Tensor
+    current: torch.Tensor
+    """Sampled by the very weights that the trainer holds."""
+    rewards: torch.Tensor
+
+
+def collate(samples: Sequence[Sample], version: str, device: torch.device | str = "cpu") -> Rows:
+    """Rows of `samples`; `version` is the label of the weights that the trainer holds."""
+
+    def padded(name: str, fill: float, of: Callable[[Sample], Iterable]) -> torch.Tensor:
+        kind = torch.long if name == "ids" else torch.float32
+        table = torch.full((len(samples), longest), fill, dtype=kind)
+        for row, sample in enumerate(samples):
+            table[row, : len(sample.token_ids)] = torch.tensor(list(of(sample)), dtype=kind)
+        return table.to(device)
+
+    longest = max(len(one.token_ids) for one in samples)
+    mask = padded("mask", 0, lambda one: one.sampled)[:, 1:].bool()
+    advantage = torch.tensor([one.advantage for one in samples], device=device)
+    return Rows(
+        ids=padded("ids", 0, lambda one: one.token_ids),
+        mask=mask,
+        behaviour=padded("behaviour", 0.0, lambda one: one.logprobs)[:, 1:],
+        advantages=torch.where(mask, advantage[:, None], 0.0),
+        current=padded("current", 0, lambda one: (v == version for v in one.versions))[:, 1:].bool() & mask,
+        rewards=torch.tensor([one.reward for one in samples], device=device),
+    )

@@ -1,0 +1,58 @@
+"""An agent loop for verl whose rollouts are made by the service: see docs/verl.md.
+
+NOT RUN HERE: verl needs a GPU. Written against verl's source (`verl/experimental/agent_loop/agent_loop.py`);
+only the adapter that it uses, which needs no verl, is tested.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+)
+
+from rollout.adapters.verl import agent_loop_output
+from rollout.client import AsyncClient
+from rollout.schema import RolloutRequest, SamplingParams
+
+
+class ServiceAgentLoop(AgentLoopBase):
+    """One rollout of the service for each row of verl's batch.
+
+    The row's `extra_info` holds `handler` and `task`; verl repeats a row `rollout.n` times.
+    """
+
+    def __init__(self, *args: Any, url: str | None = None, **kwargs: Any) -> None:
+        """
+        Args:
+            url: The gateway; None = `$ROLLOUT_URL`. Set in agent_loops.yaml.
+        """
+        super().__init__(*args, **kwargs)
+        self._url = url
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Submit, wait, convert.
+
+        Raises:
+            ValueError: The row names no handler and task, or the rollout has nothing to give.
+        """
+        info = kwargs.get("extra_info") or {}
+        if "handler" not in info or "task" not in info:
+            raise ValueError(f"extra_info has {sorted(info)}; the service needs `handler` and `task` there")
+        request = RolloutRequest(
+            handler=info["handler"],
+            task=info["task"],
+            sampling=SamplingParams(
+                temperature=sampling_params.get("temperature", 1.0),
+                top_p=sampling_params.get("top_p", 1.0),
+                top_k=sampling_params.get("top_k", -1),
+            ),
+        )
+        # A client for each: verl makes a new loop object for every row.
+        async with AsyncClient(self._url) as client:
+            (rollout,) = await client.run([request])
+        config = self.rollout_config
+        lengths = {"prompt_length": config.prompt_length, "response_length": config.response_length}
+        return AgentLoopOutput(**agent_loop_output(rollout, **lengths))
