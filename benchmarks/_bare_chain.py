@@ -1,4 +1,8 @@
-"""What the pipeline is compared with: three no-op tasks as a bare Celery chain, nothing around them."""
+"""What the pipeline is compared with: three no-op tasks as a bare Celery chain, nothing around them.
+
+A second fleet of it, started with BARE_ACK_EMULATION=0 on queues of its own (`UNACKED`), keeps no copies of
+messages in Redis, as our own workers do not.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from celery import Celery, chain, signals
 
 COUNTER = "bare:done"
 QUEUES = ("bare_init", "bare_run", "bare_eval")
+UNACKED = "unacked_"
+"""Prefix of the queues of the second fleet."""
 
 app = Celery("bare")
 app.conf.update(
@@ -18,6 +24,7 @@ app.conf.update(
     worker_disable_prefetch=True,
     worker_pool="threads",
     worker_hijack_root_logger=False,
+    broker_transport_options={"ack_emulation": os.environ.get("BARE_ACK_EMULATION") != "0"},
 )
 _client = redis.from_url(app.conf.broker_url)
 
@@ -44,7 +51,10 @@ def evaluate(ref: dict) -> dict:
     return ref
 
 
-def submit(count: int) -> None:
-    """Send `count` chains the way Celery's documentation does."""
+def submit(count: int, prefix: str = "") -> None:
+    """Send `count` chains the way Celery's documentation does; to other queues with a prefix."""
     for number in range(count):
-        chain(init.s({"id": str(number), "attempt": 1, "node": None}), run.s(), evaluate.s()).apply_async()
+        parts = [init.s({"id": str(number), "attempt": 1, "node": None}), run.s(), evaluate.s()]
+        if prefix:
+            parts = [part.set(queue=prefix + queue) for part, queue in zip(parts, QUEUES, strict=True)]
+        chain(*parts).apply_async()

@@ -26,16 +26,17 @@ from workers.handlers.noop import Noop
 PER_CALL = 1000
 
 
-def start_bare_workers(stack: Stack, slots: int) -> list[Process]:
-    """One worker process a queue, as our fleets have."""
+def start_bare_workers(stack: Stack, slots: int, prefix: str = "") -> list[Process]:
+    """One worker process a queue, as our fleets have. Prefix `bare_chain.UNACKED`: the second fleet."""
     workers = []
-    for queue in bare_chain.QUEUES:
+    env = {"BARE_ACK_EMULATION": "0"} if prefix else {}
+    for queue in (prefix + name for name in bare_chain.QUEUES):
         argv = [sys.executable, "-m", "celery", "-A", "benchmarks._bare_chain", "worker", "-Q", queue]
         argv += ["-n", f"{queue}@{NODE}", "--without-gossip", "--without-mingle", "-E", "-c", str(slots)]
-        workers.append(stack.start(queue, argv))
+        workers.append(stack.start(queue, argv, env))
     os.environ["ROLLOUT_REDIS_URL"] = stack.redis.url
     bare_chain.app.conf.broker_url = stack.redis.url
-    warm_up_bare(stack, 50)
+    warm_up_bare(stack, 50, prefix)
     return workers
 
 
@@ -43,17 +44,17 @@ def bare_done(stack: Stack) -> int:
     return int(stack.redis.client.get(bare_chain.COUNTER) or 0)
 
 
-def warm_up_bare(stack: Stack, count: int) -> None:
+def warm_up_bare(stack: Stack, count: int, prefix: str) -> None:
     before = bare_done(stack)
-    bare_chain.submit(count)
+    bare_chain.submit(count, prefix)
     wait_until(lambda: bare_done(stack) >= before + count, 60, "the bare chain")
 
 
-def time_bare(stack: Stack, count: int) -> float:
+def time_bare(stack: Stack, count: int, prefix: str = "") -> float:
     """Seconds for `count` bare chains."""
     before = bare_done(stack)
     started = time.perf_counter()
-    bare_chain.submit(count)
+    bare_chain.submit(count, prefix)
     while bare_done(stack) < before + count:
         time.sleep(0.005)
     return time.perf_counter() - started
