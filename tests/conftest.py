@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections import OrderedDict
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_missing, vllm_server
 
 # Tests look for what sandboxes leave on the machine, and one kept warm would look left. Tests of the warm
 # pool set their own.
 os.environ["ROLLOUT_SANDBOX_WARM"] = "0"
+# Nor may INIT stop because the machine of the tests is short of something; tests of that set their own.
+os.environ["ROLLOUT_NODE_MIN_FREE_DISK_MB"] = os.environ["ROLLOUT_NODE_MIN_FREE_MEMORY_MB"] = "0"
+
+# A run in the background of a shell ignores Ctrl-C, and so would the programs whose Ctrl-C is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -21,6 +29,58 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped, which CI does not accept: {call.excinfo.value}"
     return report
+
+
+SECONDS = {
+    "tests/integration/test_benchmarks.py": 30.0,
+    "tests/sandbox/test_unprivileged.py": 150.0,
+    "tests/chaos/": 20.0,
+    "tests/local/test_stack.py": 12.0,
+    "tests/local/test_compose_stack.py": 30.0,
+    "tests/slurm/test_cluster_run.py": 30.0,
+    "tests/slurm/test_cluster.py": 15.0,
+    "tests/integration/test_engine_jobs.py": 30.0,
+    "tests/integration/test_rollouts.py": 15.0,
+    "tests/integration/": 2.0,
+    "tests/sandbox/": 1.5,
+    "tests/contract/": 3.0,
+    "tests/swe/": 2.0,
+}
+"""About what a test takes there, the longest name first; 0.2 s elsewhere. Only for the order."""
+
+
+def _seconds(nodeid: str) -> float:
+    found = [name for name in SECONDS if nodeid.startswith(name)]
+    return SECONDS[max(found, key=len)] if found else 0.2
+
+
+class _LongestFirst(OrderedDict):
+    """What is to be done, by what it takes: a long file that begins last keeps one process busy alone."""
+
+    def popitem(self, last=True):
+        scope = max(self, key=lambda scope: sum(map(_seconds, self[scope])))
+        return scope, self.pop(scope)
+
+
+class ByFile(LoadScopeScheduling):
+    """With `-n 2`: a file stays in one process, and so do all files that share the one slow server, vLLM."""
+
+    def schedule(self):
+        if self.collection is None:
+            self.workqueue = _LongestFirst()
+        super().schedule()
+
+    def _split_scope(self, nodeid):
+        if nodeid.startswith(("tests/contract/", "tests/integration/test_rollouts.py")):
+            return "vllm"
+        # Each benchmark starts what it needs by itself.
+        return nodeid if "test_benchmarks.py" in nodeid else nodeid.split("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`--dist loadgroup` would do, but xdist 3.8 writes its groups where pytest 9.2 does not read them."""
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from pydantic import ValidationError
 
-from rollout.schema import Rollout, RolloutRequest, State, SubmitRequest
+from rollout.schema import Backend, BackendRequest, Rollout, RolloutRequest, State, SubmitRequest
 
 
 class FakeGateway:
@@ -25,6 +25,7 @@ class FakeGateway:
         self.ended: list[str] = []
         self.calls: list[tuple[str, str]] = []
         self.submissions: list[SubmitRequest] = []
+        self.backends: dict[str, Backend] = {}
         self.faults: list[Any] = []
         """Taken one a request: an (status, headers, body) answer, "drop" before, or "drop-after" work."""
         self.finish_at_once = True
@@ -135,14 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.one(path.removeprefix("/v1/rollouts/"), query)
         if path == "/v1/handlers":
             return self.answer(200, {"handlers": [{"name": "calculator", "tools": ["execute_bash"]}]})
-        if path == "/v1/backends" and self.command == "GET":
-            return self.answer(200, {"backends": []})
-        if path == "/v1/backends":
-            return self.answer(
-                201, {"id": "b1", "url": body["url"], "model": "m", "tokenizer": "t", "max_model_len": 512}
-            )
-        if path.startswith("/v1/backends/"):
-            return self.answer(204, None)
+        if path.startswith("/v1/backends"):
+            return self.of_backends(path.removeprefix("/v1/backends").removeprefix("/"), query, body)
         if path == "/v1/status":
             return self.answer(
                 200, {"states": {"completed": 2}, "queues": {"init": 1}, "backends": [], "version": "x"}
@@ -176,6 +171,28 @@ class _Handler(BaseHTTPRequestHandler):
         with self.fake.lock:
             self.fake.lock.wait_for(lambda: rollout.state.terminal, float(query.get("wait", 0)))
         return self.answer(200, rollout.model_dump(mode="json"))
+
+    def of_backends(self, rest: str, query: dict[str, str], body: Any) -> None:
+        known = self.fake.backends
+        name, _, verb = unquote(rest).partition("/")
+        if not name and self.command == "GET":
+            return self.answer(200, {"backends": [b.model_dump(mode="json") for b in known.values()]})
+        if not name:
+            asked = BackendRequest.model_validate(body)
+            fields = asked.model_dump(exclude_none=True) | {"id": asked.id or "b1"}
+            made = Backend(**{"model": "m", "tokenizer": "t", "max_model_len": 512} | fields)
+            known[made.id] = made
+            return self.answer(201, made.model_dump(mode="json"))
+        if name not in known:
+            return self.problem(404, "No such backend", detail=f"there is no backend {name!r}")
+        if self.command == "DELETE":
+            if query.get("force") == "false" and known[name].live_rollouts:
+                return self.problem(409, "Backend in use", detail="it has live rollouts")
+            del known[name]
+            return self.answer(204, None)
+        if verb == "drain":
+            known[name].draining = body["drain"]
+        return self.answer(200, known[name].model_dump(mode="json"))
 
     def cancel_many(self, body: dict[str, Any]) -> None:
         live = [r.id for r in self.fake.rollouts.values() if not r.state.terminal]

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from rollout import cli
-from rollout.schema import ErrorInfo, SandboxRecord, State
+from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
 from rollout.trajectory import Chain, FinishReason, Message, Segment, ToolCall, Trajectory
 
 TASKS = '{"question": "1 plus 2", "answer": "3"}\n\n{"question": "4 plus 5", "answer": "9"}\n'
@@ -89,8 +89,8 @@ def test_submit_reads_whole_requests_from_stdin_and_writes_to_stdout(invoke):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: Expecting property name"),
-        ("[]", "line 2: expected a JSON object, got list"),
+        ("{", "stdin, line 2: Expecting property name"),
+        ("[]", "stdin, line 2: expected a JSON object, got list"),
         (
             '{"handler": "x", "limits": {"max_turn": 3}}',
             "line 2: limits.max_turn: Extra inputs are not permitted",
@@ -115,7 +115,11 @@ def test_ctrl_c_cancels_what_was_submitted(gateway):
     gateway.finish_at_once = False
     command = [sys.executable, "-m", "rollout.cli", "submit", "-", "--url", gateway.url]
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     child.stdin.write('{"handler": "calculator", "n": 3}\n')
     child.stdin.close()
@@ -161,6 +165,43 @@ def test_status_list_watch_and_cancel(gateway, invoke):
     assert invoke("watch", "--seconds", "0.1").exit_code == 0
     assert "cancelled 0; 1 had ended" in invoke("cancel", "a").stdout
     assert "exactly one of them" in invoke("cancel").stderr
+
+
+def test_backends_are_listed_with_load_health_and_weights(gateway, invoke):
+    assert "add one with `rollout backends add SERVER`" in invoke("backends").stderr
+    gateway.backends["b1"] = Backend(
+        id="b1",
+        url="http://h:1",
+        model="m",
+        tokenizer="t",
+        max_model_len=512,
+        policy_version="step-7",
+        capacity_tokens=9000,
+        load=450,
+        live_rollouts=3,
+        stats=BackendStats(at=0, running=2, waiting=1, kv_usage=0.25, prompt_tokens=100, cached_tokens=80),
+    )
+    row = next(line for line in invoke("backends").stdout.splitlines() if line.startswith("b1"))
+    words = " ".join(row.split())
+    assert words == "b1 ready http://h:1 m vllm (generate) step-7 3 450 of 9000 2 1 25% 80%"
+    gateway.backends["b1"].healthy, gateway.backends["b1"].error = False, "no answer within 5 s"
+    assert "unhealthy: no answer within 5 s" in invoke("backends", "list").stdout
+
+
+def test_backends_are_added_drained_and_removed(gateway, invoke):
+    added = invoke("backends", "add", "http://h:1", "--id", "one", "--max-rollouts", "2")
+    assert added.exit_code == 0, added.output
+    assert gateway.backends["one"].max_rollouts == 2
+    assert "one takes no new rollouts; 0 go on there" in invoke("backends", "drain", "one").stdout
+    assert gateway.backends["one"].draining
+    invoke("backends", "undrain", "one")
+    assert not gateway.backends["one"].draining
+    gateway.backends["one"].live_rollouts = 1
+    refused = invoke("backends", "remove", "one", "--if-idle")
+    assert (refused.exit_code, list(gateway.backends)) == (1, ["one"])
+    assert "Backend in use" in refused.stderr
+    assert invoke("backends", "remove", "one").exit_code == 0
+    assert "there is no backend 'one'" in invoke("backends", "drain", "one").stderr
 
 
 def test_help_lists_operator_commands_without_importing_them(monkeypatch):

@@ -104,9 +104,11 @@ def test_stream_yields_in_order_of_completion_those_that_ended_before_too(gatewa
     gateway.finish_at_once = False
     client.submit([request(id=i) for i in "abcd"])
     gateway.finish("c")
-    for delay, name in ((0.1, "b"), (0.2, "d"), (0.3, "a")):
-        threading.Timer(delay, gateway.finish, [name]).start()
-    assert [r.id for r in client.stream(["a", "b", "c"], timeout=5)] == ["c", "b", "a"]
+    stream = client.stream(["a", "b", "c"], timeout=60)
+    assert next(stream).id == "c"
+    for name in "bda":
+        gateway.finish(name)
+    assert [r.id for r in stream] == ["b", "a"]
 
 
 def test_stream_raises_when_some_never_end(gateway, client):
@@ -130,16 +132,38 @@ def test_stream_without_ids_goes_on_until_the_timeout(gateway, client):
     assert [r.id for r in client.stream(timeout=0.3)] == [f"r{k}" for k in range(120)]
 
 
-def test_run_returns_results_in_the_order_of_submission(gateway, client):
+def test_run_returns_results_in_the_order_of_submission(gateway, client, capsys):
     gateway.finish_at_once = False
-    seen = []
     for delay, name in ((0.2, "c"), (0.3, "a"), (0.4, "b")):
         threading.Timer(delay, gateway.finish, [name]).start()
-    results = client.run(
-        [request(id=i) for i in "abc"], lambda r, done, total: seen.append((r.id, done, total))
-    )
+    results = client.run(request(id=i) for i in "abc")
     assert [r.id for r in results] == ["a", "b", "c"]
-    assert seen == [("c", 1, 3), ("a", 2, 3), ("b", 3, 3)]
+    assert capsys.readouterr().err == "", "no bar where nobody sees it"
+
+
+def test_rollouts_yields_what_ends_first_and_reads_no_more_requests_than_have_room(gateway, client):
+    gateway.finish_at_once = False
+    read = []
+
+    def source():
+        for k in range(4):
+            read.append(k)
+            yield request(id=f"r{k}")
+
+    found = client.rollouts(source(), in_flight=2, timeout=20)
+    threading.Timer(0.2, gateway.finish, ["r1"]).start()
+    assert next(found).id == "r1" and read == [0, 1]
+    for name in ("r0", "r2", "r3"):
+        threading.Timer(0.2, gateway.finish, [name]).start()
+        assert next(found).id == name
+    assert next(found, None) is None
+
+
+@pytest.mark.parametrize("call", ["run", "rollouts"])
+def test_a_bar_counts_what_ended_when_it_is_asked_for(gateway, client, capsys, call):
+    list(getattr(client, call)([request(id=i) for i in "abc"], progress=True))
+    said = capsys.readouterr().err
+    assert "3/3" in said and "3 completed, mean reward" in said
 
 
 def test_run_again_with_the_same_ids_returns_the_same_rollouts(gateway, client):
@@ -160,14 +184,29 @@ def test_cancel_and_its_bulk_form(gateway, client):
 
 def test_the_small_resources(gateway, client):
     assert client.handlers()[0].name == "calculator"
-    assert client.add_backend("http://127.0.0.1:8000").id == "b1"
-    assert client.backends() == []
-    assert client.remove_backend("b1") is None
     assert client.status()["states"] == {"completed": 2}
     assert client.ready() == {"ready": False, "missing": ["a worker of the stage run"]}
     assert client.list(state=State.QUEUED).rollouts == []
     with pytest.raises(ApiError, match="there is no rollout 'nope'"):
         client.get("nope")
+
+
+def test_backends_are_added_drained_and_removed(gateway, client):
+    added = client.add_backend(
+        "http://127.0.0.1:8000", id="one", model="m", capacity_tokens=4096, max_rollouts=3
+    )
+    assert (added.id, added.capacity_tokens, added.max_rollouts) == ("one", 4096, 3)
+    assert client.drain_backend("one").draining
+    assert [b.draining for b in client.backends()] == [True]
+    assert not client.drain_backend("one", drain=False).draining
+    gateway.backends["one"].live_rollouts = 2
+    with pytest.raises(ApiError, match="it has live rollouts"):
+        client.remove_backend("one", force=False)
+    assert client.backend("one").live_rollouts == 2
+    client.remove_backend("one")
+    for gone in (client.backend, client.drain_backend, client.remove_backend):
+        with pytest.raises(ApiError, match="there is no backend 'one'"):
+            gone("one")
 
 
 def test_ready_without_a_gateway_is_false_not_an_error():
@@ -180,9 +219,14 @@ def test_the_async_client_does_the_same(gateway):
         async with AsyncClient(gateway.url) as client:
             gateway.faults = ["drop"]
             results = await client.run([request(id=i) for i in "ab"])
-            streamed = [r.id async for r in client.stream(["a", "b"])]
+            streamed = [r.id async for r in client.rollouts([request(id=i) for i in "ab"], progress=True)]
             with pytest.raises(ApiError):
                 await client.get("nope")
+            backend = await client.add_backend("http://127.0.0.1:8000", max_rollouts=1)
+            assert (await client.drain_backend(backend.id)).draining
+            assert (await client.backend(backend.id)).max_rollouts == 1
+            await client.remove_backend(backend.id, force=False)
+            assert await client.backends() == []
             return [r.id for r in results], streamed, (await client.status())["version"]
 
     assert asyncio.run(scenario()) == (["a", "b"], ["a", "b"], "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from contextlib import asynccontextmanager
 
 import pytest
@@ -66,7 +67,10 @@ def test_generate_returns_ids_logprobs_and_versions_of_every_token(backend):
         assert choice["finish_reason"] == "length"
         assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": n}]
         expected = llm_reference.logprobs(DEMO_MODEL, prompt, choice["token_ids"])
-        assert llm_client.sampled_logprobs(choice) == pytest.approx(expected, abs=TOLERANCE)
+        sampled = llm_client.sampled_logprobs(choice)
+        assert sampled == pytest.approx(expected, abs=TOLERANCE)
+        # float32 holds them without loss: in that they go over the wire (`rollout.wire`).
+        assert array("f", sampled).tolist() == sampled
 
 
 def test_logprobs_follow_the_temperature(backend):
@@ -331,7 +335,7 @@ def test_pause_wait_returns_when_the_running_requests_have_ended(backend):
 
 
 def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, other_weights):
-    """Last: it leaves the backend with its first weights under the label `restored`."""
+    """Last: it leaves the backend with its first weights under the label they began with."""
 
     async def swap(client, directory, version):
         await llm_client.post(client, "/pause", mode="keep")
@@ -353,7 +357,7 @@ def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, ot
         after = await llm_client.generate(
             client, PROMPT, cache_salt="step-1", max_tokens=30, seed=1, ignore_eos=True
         )
-        await swap(client, DEMO_MODEL, "restored")
+        await swap(client, DEMO_MODEL, "default")
         await llm_client.post(client, "/reset_prefix_cache")
         return crossing, after["choices"][0]
 

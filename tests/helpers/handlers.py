@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -10,6 +12,7 @@ from rollout.trajectory import FinishReason, Message
 from sandbox.spec import Limits
 from workers.agent.tools import ExecuteIPythonCell, StrReplaceEditor, ToolContext
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.scoring import score
 
 
 class FaultTask(BaseModel):
@@ -149,4 +152,88 @@ class Digits(AgentHandler[DigitsTask]):
         return Reward(0.5)
 
 
-all_handlers = [Faulty, BadImage, InTool, Greedy, Notebook, Digits]
+class TalkTask(BaseModel):
+    text: str
+    turns: int = 4
+    max_tokens: int = 64
+
+
+class Talker(AgentHandler[TalkTask]):
+    """A conversation of a given number of turns, whatever the model says; no sandbox, no tools."""
+
+    name = "talker"
+    Task = TalkTask
+
+    async def run(self, ctx: RunContext[TalkTask]) -> FinishReason:
+        await ctx.agent.start([Message(role="user", content=ctx.task.text)])
+        for number in range(ctx.task.turns):
+            _, completion = await ctx.agent.query(ctx.task.max_tokens)
+            if completion.finish_reason == "length":
+                return FinishReason.LENGTH
+            if number + 1 < ctx.task.turns:
+                ctx.agent.append([Message(role="user", content=f"and then {number}?")])
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[TalkTask]) -> Reward:
+        return Reward(float(ctx.trajectory.turns))
+
+
+class Chatty(AgentHandler):
+    """Writes to the log, by itself and through a library."""
+
+    name = "chatty"
+    uses_model = False
+
+    async def run(self, ctx: RunContext) -> FinishReason:
+        ctx.log.info("handler says")
+        logging.getLogger("library").warning("library says")
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext) -> Reward:
+        return Reward(1.0)
+
+
+class JudgedTask(BaseModel):
+    function: str
+    """`package.module:function` that gives `{"sum": …}`, or goes wrong."""
+    payload: Any = None
+
+
+class Judged(AgentHandler[JudgedTask]):
+    """The reward is what a function in a scorer process says."""
+
+    name = "judged"
+    Task = JudgedTask
+    uses_model = False
+
+    async def run(self, ctx: RunContext[JudgedTask]) -> FinishReason:
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[JudgedTask]) -> Reward:
+        found = await score(ctx.task.function, ctx.task.payload, timeout_s=120)
+        return Reward(float(found["sum"]))
+
+
+class LotteryTask(BaseModel):
+    rewards: list[float]
+    """Those of the members of a group, in turn."""
+    run_s: float = 0.0
+    number: int = 0
+
+
+class Lottery(AgentHandler[LotteryTask]):
+    """Gives each member of a group the reward that is its turn's; no model, no sandbox."""
+
+    name = "lottery"
+    Task = LotteryTask
+    uses_model = False
+
+    async def run(self, ctx: RunContext[LotteryTask]) -> FinishReason:
+        await asyncio.sleep(ctx.task.run_s)
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[LotteryTask]) -> Reward:
+        return Reward(ctx.task.rewards[ctx.index % len(ctx.task.rewards)])
+
+
+all_handlers = [Chatty, Judged, Faulty, BadImage, InTool, Greedy, Notebook, Digits, Talker, Lottery]

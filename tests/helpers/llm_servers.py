@@ -60,7 +60,7 @@ def embedded_server(model_dir: Path = DEMO_MODEL, **options: object) -> Iterator
     """`python -m services.inference`; `max_num_seqs=8` becomes `--max-num-seqs 8`."""
     command = [sys.executable, "-m", "services.inference", "--model", str(model_dir), "--served-model-name"]
     command += ["demo", "--threads", "1", *_flags(options)]
-    with _server("embedded", command, {"OMP_NUM_THREADS": "1"}, EMBEDDED_START_TIMEOUT) as server:
+    with running_server("embedded", command, {"OMP_NUM_THREADS": "1"}, EMBEDDED_START_TIMEOUT) as server:
         yield server
 
 
@@ -89,7 +89,7 @@ def vllm_server(model_dir: Path = DEMO_MODEL, **options: object) -> Iterator[LLM
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
     }
-    with _server("vllm", command, environment, VLLM_START_TIMEOUT) as server:
+    with running_server("vllm", command, environment, VLLM_START_TIMEOUT) as server:
         yield server
 
 
@@ -108,15 +108,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A test run that is killed takes its server along (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
-def _server(
+def running_server(
     kind: str, command: list[str], environment: dict[str, str], start_timeout: float
 ) -> Iterator[LLMServer]:
+    """Start `command` with `--host` and `--port` added, wait for its /health; end it with its children."""
     port = free_port()
     handle, name = tempfile.mkstemp(prefix=f"llm-{kind}-", suffix=".log")
     log = Path(name)
@@ -129,7 +130,7 @@ def _server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
     try:
         url = f"http://127.0.0.1:{port}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload"}
 """What belongs to the host itself and not to any sandbox."""
 PER_SANDBOX = ("records", "scratch")
 """Directories of the host with one entry a sandbox."""
+
+
+def new_state() -> Path:
+    """Short, because socket paths are limited; pytest's own directories are too long."""
+    return Path(tempfile.mkdtemp(prefix="sbxt-", dir="/tmp"))
 
 
 def require_apptainer() -> None:

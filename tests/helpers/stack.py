@@ -11,15 +11,26 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING
 
 import httpx
 import redis
 
 from rollout.client import Client
+from tests.helpers.llm_servers import end_with_parent
+
+if TYPE_CHECKING:
+    from tests.helpers.sentinel import RedisGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "demo_model" / "checkpoint"
 NODE = "testnode"
+GUNICORN = [
+    *(sys.executable, "-m", "gunicorn", "--worker-class", "services.gateway.parking.ParkingWorker"),
+    # As deployed: a client's pause on a slow machine must not cost it its connection.
+    *("--worker-connections", "3000", "--keep-alive", "75"),
+]
 
 FAST = {
     "ROLLOUT_LEASE_S": "3",
@@ -27,6 +38,7 @@ FAST = {
     "ROLLOUT_REQUEUE_S": "2",
     "ROLLOUT_RETRY_DELAY_S": "0.1",
     "ROLLOUT_SHUTDOWN_GRACE_S": "1",
+    "ROLLOUT_BACKEND_WAIT_S": "20",
     "ROLLOUT_LOG_LEVEL": "INFO",
 }
 """Recovery in seconds instead of half minutes."""
@@ -67,6 +79,8 @@ class Process:
                 env=env,
                 cwd=ROOT,
                 start_new_session=True,
+                # The signal comes when the thread that started it ends, so only the main one may ask for it.
+                preexec_fn=end_with_parent if current_thread() is main_thread() else None,
             )
 
     @property
@@ -141,10 +155,16 @@ def wait_until(look, timeout_s: float, what: str, process: Process | None = None
 class Stack:
     """Redis, gateway and workers with private directories; a context manager that ends them all."""
 
-    def __init__(self, directory: Path, sandbox_dir: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sandbox_dir: Path,
+        env: dict[str, str] | None = None,
+        redis: RedisServer | RedisGroup | None = None,
+    ) -> None:
         self.directory = directory
         self.sandbox_dir = sandbox_dir
-        self.redis = RedisServer(directory)
+        self.redis = redis or RedisServer(directory)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.env = {
@@ -168,11 +188,17 @@ class Stack:
         return process
 
     def start_gateway(self) -> Process:
-        argv = [sys.executable, "-m", "gunicorn", "--worker-class", "gthread", "--threads", "64"]
-        argv += ["--bind", f"127.0.0.1:{self.port}", "services.gateway.app:create_app()"]
+        argv = [*GUNICORN, "--threads", "64", "--bind", f"127.0.0.1:{self.port}"]
+        argv += ["services.gateway.app:create_app()"]
         process = self.start("gateway", argv)
-        wait_until(lambda: _ok(f"{self.url}/health"), 20, "the gateway", process)
+        wait_until(lambda: _ok(f"{self.url}/health"), 90, "the gateway", process)
         return process
+
+    @staticmethod
+    def worker_argv(queues: str, name: str) -> list[str]:
+        """The command of a worker, without the number of its slots."""
+        argv = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-Q", queues]
+        return [*argv, "-n", f"{name}@{NODE}", "--without-gossip", "--without-mingle"]
 
     def start_worker(
         self,
@@ -184,12 +210,11 @@ class Stack:
     ) -> Process:
         """A fleet worker exactly as an operator starts it: by the `celery` command."""
         name = name or queues.replace(",", "-")
-        argv = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-Q", queues]
-        argv += ["-n", f"{name}@{NODE}", "--without-gossip", "--without-mingle", *options]
+        argv = [*self.worker_argv(queues, name), *options]
         if slots is not None:
             argv += ["-c", str(slots)]
         process = self.start(name, argv, env)
-        wait_until(lambda: self._announced(f"{name}@{NODE}"), 30, f"worker {name}", process)
+        wait_until(lambda: self._announced(f"{name}@{NODE}"), 90, f"worker {name}", process)
         return process
 
     def _announced(self, worker: str) -> bool:

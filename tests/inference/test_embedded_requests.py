@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.helpers import llm_client
+from tests.helpers import llm_client, llm_reference
+from tests.helpers.llm_servers import DEMO_MODEL
 
 IM_END = 321
 """`<|im_end|>` in the demo tokenizer; test_demo_model.py holds it to this."""
@@ -44,6 +45,31 @@ def test_a_stop_token_of_the_caller_is_named_in_stop_reason(embedded):
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] == choice["token_ids"][-1]
     assert len(choice["token_ids"]) == 1
+
+
+def test_log_probs_of_a_prompt_are_not_streamed(embedded):
+    async def ask(client):
+        body = llm_client.generate_body([1, 2, 3], max_tokens=2, prompt_logprobs=1, stream=True)
+        async with client.post("/inference/v1/generate", json=body) as reply:
+            return reply.status, await reply.json()
+
+    status, answer = run(embedded, ask)
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_log_probs_of_a_long_prompt_are_those_of_the_model_and_each_choice_has_them(embedded):
+    prompt = [18, 22, 311, 220, 23, 20, 7] * 90  # more than is scored at once
+
+    async def ask(client):
+        body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "n": 2}
+        return await llm_client.post(client, "/v1/completions", body)
+
+    for choice in run(embedded, ask)["choices"]:
+        first, *rest = choice["prompt_logprobs"]
+        values = [entry[str(token)]["logprob"] for entry, token in zip(rest, prompt[1:], strict=True)]
+        assert first is None
+        expected = llm_reference.logprobs(DEMO_MODEL, prompt[:1], prompt[1:])
+        assert values == pytest.approx(expected, abs=1e-3)
 
 
 def test_generate_clips_max_tokens_to_the_context(embedded):

@@ -102,6 +102,22 @@ def test_pause_wait_returns_when_the_running_requests_have_ended(restored):
     assert len(reply["choices"][0]["token_ids"]) == 400
 
 
+def test_a_client_that_goes_away_while_it_waits_for_a_pause_does_not_end_the_engine(restored):
+    async def ask(client):
+        task = asyncio.create_task(llm_client.generate(client, [1, 2, 3], **LONG))
+        while not await llm_client.metric(client, "vllm:num_requests_running"):
+            await asyncio.sleep(0.01)
+        pause = asyncio.create_task(llm_client.post(client, "/pause", mode="wait"))
+        while not (await llm_client.get(client, "/is_paused"))["is_paused"]:
+            await asyncio.sleep(0.01)
+        pause.cancel()
+        await task
+        await llm_client.post(client, "/resume")
+        return await llm_client.generate(client, [1, 2, 3], max_tokens=2, ignore_eos=True)
+
+    assert len(run(restored, ask)["choices"][0]["token_ids"]) == 2
+
+
 def damaged(tmp_path, damage):
     """A copy of the demo checkpoint after `damage(tensors, config)`."""
     target = tmp_path / "damaged"

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from rollout.schema import Backend, RolloutRequest, Stage, State
+from rollout.schema import RolloutRequest, Stage, State
 from services.dispatch import _expand
 from services.settings import Settings
-from services.state.backends import BackendStore
 from services.state.redis import connect
 from services.state.rollouts import TRANSITIONS, Finish, RolloutStore
 from tests.helpers.stack import RedisServer
@@ -162,60 +161,3 @@ def test_records_of_ended_rollouts_expire(client, store):
     store.cancel(rollout_id)
     assert 0 < client.ttl(f"rollout:{{{rollout_id}}}") <= 7 * 86400
     assert client.ttl(f"rollout:{{{submit(store)}}}") == -1, "a live one never does"
-
-
-def backend(name, **fields):
-    return Backend(id=name, url=f"http://{name}", model="m", tokenizer="t", max_model_len=100, **fields)
-
-
-def test_rollouts_spread_evenly_and_stay_where_they_are(client):
-    heap = BackendStore(client)
-    for name in ("a", "b", "c"):
-        heap.put(backend(name))
-    with ThreadPoolExecutor(16) as pool:
-        chosen = list(pool.map(lambda n: heap.acquire(f"r{n}").id, range(99)))
-    assert sorted(chosen.count(name) for name in "abc") == [33, 33, 33]
-    assert [heap.acquire(f"r{n}").id for n in range(99)] == chosen, "the pin holds"
-    assert [one.load for one in heap.list()] == [33.0] * 3
-    with ThreadPoolExecutor(16) as pool:
-        released = list(pool.map(lambda n: heap.release(f"r{n % 99}"), range(198)))
-    assert released.count(True) == 99, "a release is idempotent"
-    assert [(one.load, one.live_rollouts) for one in heap.list()] == [(0.0, 0)] * 3
-
-
-def test_draining_excluded_and_unfit_backends_are_passed_over(client):
-    heap = BackendStore(client)
-    heap.put(backend("a", policy_version="v1"))
-    heap.put(backend("b", policy_version="v2"))
-    assert heap.acquire("x", policy_version="v2").id == "b"
-    assert heap.acquire("y", policy_version="v3") is None
-    assert heap.acquire("x", exclude=("b",)).id == "a", "a failed home is left"
-    heap.put(backend("a", draining=True))
-    assert heap.acquire("x").id == "a", "draining takes no new rollouts and keeps its own"
-    assert heap.acquire("z").id == "b"
-
-
-def test_a_removed_backend_does_not_come_back_with_a_negative_load(client):
-    heap = BackendStore(client)
-    heap.put(backend("a"))
-    heap.acquire("x")
-    assert heap.remove("a") and not heap.remove("a")
-    heap.release("x")
-    assert heap.list() == []
-    heap.put(backend("a"))
-    assert heap.list()[0].load == 0.0
-
-
-def test_a_backend_added_again_counts_its_new_rollouts_only(client):
-    heap = BackendStore(client)
-    heap.put(backend("a"))
-    for n in range(5):
-        heap.acquire(f"old{n}")
-    heap.remove("a")
-    heap.put(backend("a"))
-    for n in range(3):
-        heap.acquire(f"new{n}")
-    for n in range(5):
-        assert heap.release(f"old{n}") is False
-    (only,) = heap.list()
-    assert (only.load, only.live_rollouts) == (3.0, 3)

@@ -40,6 +40,13 @@ def test_a_second_setup_does_nothing():
     assert time.monotonic() - begun < 10.0  # 0.1 s; anything that is installed takes longer
 
 
+def test_slurm_is_fetched_once():
+    script = str(REPO / "deploy" / "setup" / "slurm.sh")
+    for _ in range(2):
+        said = subprocess.run([script], check=True, capture_output=True, text=True).stdout
+    assert re.fullmatch(r"slurm: (up to date|using the installed slurm.*)\n", said), said
+
+
 def test_no_package_mirror_and_no_machine_path_is_written_down():
     files = [
         *SCRIPTS,

@@ -66,8 +66,14 @@ def test_up_serves_rollouts_and_down_ends_exactly_what_it_started(state):
             assert [b.url for b in client.backends()] == [started.backend_url]
             done = client.run([RolloutRequest(handler="noop", n=8)], timeout=60)
             assert {r.state for r in done} == {State.COMPLETED}
-        workers = httpx.get(f"{started.flower_url}/api/workers", timeout=20).status_code
-        assert workers in (200, 401)  # 401: the API of an open Flower is off, its pages are not
+            assert client.status()["flower"]["url"] == started.flower_url
+        password = Path(started.flower_auth_file)
+        assert password.stat().st_mode & 0o777 == 0o600
+        user = tuple(password.read_text().strip().split(":"))
+        assert httpx.get(f"{started.flower_url}/tasks", timeout=20).status_code == 401
+        assert httpx.get(f"{started.flower_url}/tasks", auth=user, timeout=20).status_code == 200
+        for process in started.processes:
+            assert user[1].encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
 
         again = rollout("up", "--state-dir", str(state))
         assert again.returncode == 1

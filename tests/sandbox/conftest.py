@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from sandbox.errors import ImageError, RuntimeUnavailable
 from sandbox.host_client import HostClient, SyncHostClient
 from sandbox.images import ImageStore
 from sandbox.runtimes import RUNTIMES
+from tests.helpers.sandboxes import new_state
 
 NEEDS = {
     "apptainer": "run deploy/setup/apptainer.sh and deploy/setup/image.sh",
@@ -36,11 +36,6 @@ def why_not(runtime: str) -> str | None:
 def _skip_without_apptainer(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("apptainer") and (reason := why_not("apptainer")):
         pytest.skip(reason)
-
-
-def new_state() -> Path:
-    """Short, because socket paths are limited; pytest's own directories are too long."""
-    return Path(tempfile.mkdtemp(prefix="sbxt-", dir="/tmp"))
 
 
 @pytest.fixture

@@ -242,11 +242,10 @@ def test_a_sandbox_that_dies_is_cleaned_up(state, host, anything):
     async def scenario():
         info = await host.start(SandboxSpec(runtime=anything))
         processes.send(processes.children(info.pid))
-        for _ in range(100):
-            if not await host.list():
-                break
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while (await host.stats())["died"] == 0:
+                await asyncio.sleep(0.02)
+        await host.release(info.id)  # waits for the end that the host has begun itself
         assert_gone(state, info, [info.pid])
         assert (await host.stats())["died"] == 1
 

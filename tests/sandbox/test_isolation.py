@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from sandbox import trees
 from sandbox.host_client import SyncHostClient
+from sandbox.runtimes import writable_root
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
 from tests.sandbox.conftest import why_not
@@ -94,6 +98,42 @@ def test_system_directories_may_be_changed_and_are_private(shared_state):
     assert two.bash("ls /usr/bin/mine").exit_code != 0
     for info in infos:
         host.release(info.id)
+
+
+@pytest.mark.apptainer
+def test_directories_of_the_image_may_be_removed_renamed_and_made_anew(shared_state):
+    """As `git checkout` and `pip uninstall` do; without userxattr each of these ended with EIO."""
+    host = SyncHostClient(shared_state)
+    info = host.start(SandboxSpec(runtime="apptainer"))
+    client = SyncSandboxClient(info.socket)
+    gone = client.bash("rm -r /usr/share/git-core && mkdir /usr/share/git-core && ls -A /usr/share/git-core")
+    assert (gone.exit_code, gone.output) == (0, "")
+    renamed = client.bash(
+        "mv /usr/share/perl /usr/share/elsewhere && ls -d /usr/share/perl; ls /usr/share/elsewhere"
+    )
+    assert "No such file" in renamed.output and renamed.exit_code == 0
+    host.release(info.id)
+
+
+@pytest.mark.parametrize(
+    "link", ["workspace -> /tmp/outside", "opt -> /tmp/outside", "opt -> ../../../../../../../../tmp/outside"]
+)
+def test_a_link_in_an_image_leads_the_making_of_places_nowhere(tmp_path, link):
+    """In the image's own tree, whatever its links say: the user may own what lies elsewhere."""
+    name, _, target = link.partition(" -> ")
+    outside = Path("/tmp/outside") / tmp_path.name
+    lower, overlay = tmp_path / "lower", tmp_path / "overlay"
+    for path in (lower / "tmp", overlay):
+        path.mkdir(parents=True)
+    (lower / name).symlink_to(target.replace("/tmp/outside", str(outside)))
+    program = [sys.executable, str(Path(writable_root.__file__)), str(lower), str(overlay)]
+    points = ["/workspace/inner", "/opt/sbx", "=/etc/a/file"]
+    shown = ["--", "/bin/sh", "-c", f"ls -d {overlay}/merged/etc/a/file"]
+    done = subprocess.run([*program, *points, *shown], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("/etc/a/file")
+    assert not outside.exists(), "made outside of the image"
+    trees.remove(overlay)
 
 
 @pytest.mark.apptainer

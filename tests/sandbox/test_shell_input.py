@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -310,6 +311,27 @@ def test_reset_gives_a_fresh_shell_whatever_runs(shell, box):
         result = other.bash("echo ${X-unset} $GREETING; pwd; trap -p; jobs")
         assert result.output == f"unset good day\n{box.workspace}\n"
         assert not result.shell_restarted
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "bubblewrap", "local-unsafe"])
+def test_ctrl_c_is_heard_in_sandboxes_of_a_host_that_ignores_it(state, runtime):
+    """As one does that was started by `nohup rollout up &`."""
+    if runtime != "local-unsafe" and (reason := why_not(runtime)):
+        pytest.skip(reason)
+    ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+    try:
+        host = SyncHostClient(state)
+        info = host.start(SandboxSpec(runtime=runtime))
+    finally:
+        for number, handler in zip(ignored, before, strict=True):
+            signal.signal(number, handler)
+    with SyncSandboxClient(info.socket) as shell:
+        assert shell.bash("trap -p").output == ""
+        assert shell.bash(
+            "python3 -c 'import signal; print(signal.getsignal(signal.SIGINT))'"
+        ).output.startswith("<built-in function default_int_handler>")
+    assert host.release(info.id)
 
 
 def test_reset_ends_daemons(shell, box):

@@ -19,9 +19,9 @@ from tests.sandbox.conftest import why_not
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 """A user that every system has. It owns nothing that the tests could need by mistake."""
-TESTS = ["test_host.py", "test_isolation.py", "test_attacks.py", "test_soak.py"]
+TESTS = ["test_host.py", "test_isolation.py", "test_attacks.py"]
 NOT_AGAIN = "not (bubblewrap and test_attacks)"
-TIMEOUT_S = 280
+TIMEOUT_S = 480
 
 
 @pytest.fixture

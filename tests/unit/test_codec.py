@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.trajectory import Message, Trajectory
+from services.engines.base import Completion
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.codec import CodecError, RendererCodec, TemplateCodec, load_codec
-from workers.agent.llm import Completion
 from workers.agent.tokens import TokenBuffer
 
 
@@ -104,23 +104,27 @@ def test_sampled_ids_are_kept_even_if_they_are_not_what_the_tokenizer_would_writ
     """Digits of a call, split other than the tokenizer splits them, must come back as sampled."""
     trajectory = Trajectory()
     buffer = TokenBuffer(codec, trajectory)
-    buffer.start([Message(role="user", content="1 plus 1")], [])
+    asked = [Message(role="user", content="1 plus 1")]
+    buffer.start(asked, codec.render(asked, []))
     prompt = list(buffer.ids)
     end = codec._guard.convert_tokens_to_ids("<|im_end|>")
     sampled = [token for char in json.dumps({"a": "bb"}) for token in encode(codec, char)] + [end]
     assert encode(codec, codec._guard.decode(sampled)) != sampled, "else this would prove nothing"
     buffer.add_sampled(completion(sampled))
-    buffer.add_observations([Message(role="tool", content="2")])
+    answer = [Message(role="tool", content="2")]
+    buffer.add_observations(answer, buffer.bridge(answer))
+    buffer.add_sampled(completion([end]))
     assert buffer.ids[: len(prompt) + len(sampled)] == prompt + sampled
     assert trajectory.chain.token_ids == buffer.ids
     assert trajectory.loss_mask[: len(sampled)] == [1] * len(sampled)
-    assert set(trajectory.loss_mask[len(sampled) :]) == {0}
+    assert set(trajectory.loss_mask[len(sampled) : -1]) == {0} and trajectory.loss_mask[-1] == 1
 
 
 def test_a_call_over_a_weight_swap_keeps_both_versions_at_their_places(codec):
     trajectory = Trajectory()
     buffer = TokenBuffer(codec, trajectory)
-    buffer.start([Message(role="user", content="1 plus 1")], [])
+    asked = [Message(role="user", content="1 plus 1")]
+    buffer.start(asked, codec.render(asked, []))
     ids = encode(codec, "12345<|im_end|>")
     swap = Completion("c", ids, [-0.1] * len(ids), "stop", [("v1", 0, 2), ("v2", 2, len(ids))])
     buffer.add_sampled(swap)

@@ -13,9 +13,11 @@ FORBIDDEN = {
     "rollout": {"services", "workers", "sandbox", "flask", "celery", "redis", "torch"},
     "sandbox": {"rollout", "services", "workers", "flask", "celery", "redis", "torch"},
     "services/state": {"workers", "sandbox", "flask"},
+    "services/engines": {"workers", "sandbox", "flask", "celery", "torch", "services.gateway"},
     "services/gateway": {"workers", "sandbox"},
     "services/inference": {"workers", "sandbox", "celery", "redis", "flask"},
     "services/local": {"workers"},
+    "services/slurm": {"workers", "flask", "services.gateway"},
     "workers": {"flask"},
 }
 

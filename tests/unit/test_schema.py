@@ -49,6 +49,34 @@ def test_what_does_not_fit_is_refused(body):
         RolloutRequest.model_validate(body)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 0.005}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids.1"),
+        ({"stop_token_ids": [2**31]}, "stop_token_ids.0"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+        ({"min_p": 0.1}, "min_p"),
+    ],
+)
+def test_sampling_that_an_engine_would_refuse_or_change_is_refused(sampling, field):
+    with pytest.raises(ValidationError) as caught:
+        RolloutRequest.model_validate({"handler": "noop", "sampling": sampling})
+    (error,) = caught.value.errors()
+    assert ".".join(map(str, error["loc"])) == f"sampling.{field}"
+
+
 def test_a_call_is_bounded_over_all_its_requests():
     with pytest.raises(ValidationError, match="at most 1000"):
         SubmitRequest(requests=[RolloutRequest(handler="noop", n=600), RolloutRequest(handler="noop", n=401)])

@@ -52,6 +52,7 @@ def test_the_views_are_parallel_and_together_they_are_the_chain(prompt, followin
         ({"sampled": True, "logprobs": [-1.0, float("-inf")]}, "not finite"),
         ({"logprobs": [-1.0, -1.0]}, "was not sampled has no log-probs"),
         ({"policy_version": "v1"}, "no policy version"),
+        ({"routed_experts": "AAAA"}, "no routed experts"),
     ],
 )
 def test_a_segment_with_broken_lengths_is_refused(fields, message):
@@ -97,7 +98,27 @@ def test_a_call_over_a_weight_swap_counts_as_one_turn():
         )
     trajectory = Trajectory(chains=[chain])
     assert trajectory.turns == 1 and trajectory.sampled_tokens == 2
-    assert trajectory.policy_versions == ["v1", "v2"]
+    assert trajectory.policy_versions == ["v1", "v2"] and trajectory.versions_used == ["v1", "v2"]
+
+
+def test_versions_are_told_in_order_of_first_use_over_all_chains():
+    chains = []
+    for versions in (("v9", None), ("v2", "v9", "v1")):
+        chain = Chain()
+        chain.append(Segment(role="user", token_ids=[1]))
+        for version in versions:
+            sampled = {"sampled": True, "logprobs": [-1.0], "policy_version": version}
+            chain.append(Segment(role="assistant", token_ids=[2], **sampled))
+        chains.append(chain)
+    assert Trajectory(chains=chains).versions_used == ["v9", "v2", "v1"]
+
+
+def test_what_nobody_read_is_told_to_readers_and_has_no_ids():
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1], messages=[Message(role="user", content="hi")]))
+    trajectory = Trajectory(chains=[chain], unread=[Message(role="tool", content="7")])
+    assert [m.text for m in trajectory.messages] == ["hi", "7"] and trajectory.chain.token_ids == [1]
+    assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
 def test_content_is_a_list_of_parts_wherever_it_came_from():

@@ -1,0 +1,269 @@
+"""A service to break, and the count of what became of its rollouts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rollout.client import ApiError
+from rollout.schema import TERMINAL_STATES, Rollout, RolloutRequest, State, new_id
+from tests.helpers.stack import NODE, Process, Stack, wait_until
+
+LONG = bool(os.environ.get("CHAOS_LONG"))
+"""The whole form of each test, for `make chaos`."""
+STAGES = ("init", "run", "eval")
+ENTERED = {"init": State.INITIALIZING, "run": State.RUNNING, "eval": State.EVALUATING}
+HANDLERS = "tests.helpers.chaos_handlers:all_handlers,tests.helpers.handlers:Lottery"
+ENV = {"ROLLOUT_HANDLERS": HANDLERS, "ROLLOUT_STOP_PATIENCE_S": "2"}
+PATIENCE_S = 120.0
+"""For what takes seconds on an idle machine: a loaded one must not fail the test."""
+
+
+class Chaos(Stack):
+    """A stack whose workers are killed and replaced, with a gate for each stage."""
+
+    def __init__(self, directory: Path, sandbox_dir: Path, env: dict[str, str] | None = None) -> None:
+        super().__init__(directory, sandbox_dir, ENV | (env or {}))
+        # A killed server loses nothing that it answered for; what `everysec` may lose is another question.
+        self.redis.client.config_set("appendfsync", "always")
+        self.workers: dict[str, Process] = {}
+        self._generation = 0
+        self.gates_made = 0
+
+    # -- workers --------------------------------------------------------------------------------
+
+    def start_workers(self, stages: Iterable[str] = STAGES) -> None:
+        """One worker a stage, started at the same time; names are new, so that owners can be told apart."""
+        self._generation += 1
+        names = {stage: f"{stage}{self._generation}" for stage in stages}
+        for stage, name in names.items():
+            self.workers[stage] = self._launch(stage, name)
+        for stage, name in names.items():
+            wait_until(
+                lambda name=name: self._announced(f"{name}@{NODE}"),
+                PATIENCE_S,
+                f"worker {name}",
+                self.workers[stage],
+            )
+
+    def _launch(self, stage: str, name: str) -> Process:
+        argv = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-Q", stage, "-c", "128"]
+        argv += ["-n", f"{name}@{NODE}", "--without-gossip", "--without-mingle"]
+        return self.start(name, argv)
+
+    def kill_workers(self, stages: Iterable[str] = STAGES) -> None:
+        """SIGKILL, all of them before the first is waited for."""
+        doomed = [self.workers.pop(stage) for stage in stages]
+        for worker in doomed:
+            worker.require_alive()
+        for worker in doomed:
+            os.killpg(worker.pid, signal.SIGKILL)
+        for worker in doomed:
+            worker.kill()
+            self.processes.remove(worker)
+
+    # -- the rest -------------------------------------------------------------------------------
+
+    def restart_redis(self) -> None:
+        """SIGKILL, then a new server on the same port and append-only file."""
+        self.redis.kill()
+        self.redis = self.redis.restarted()
+        self.redis.client.config_set("appendfsync", "always")
+
+    def restart_gateway(self) -> None:
+        """SIGKILL, then a new one on the same port."""
+        self.gateway.kill()
+        self.processes.remove(self.gateway)
+        self.gateway = self.start_gateway()
+
+    # -- rollouts -------------------------------------------------------------------------------
+
+    def gates(self) -> Path:
+        """A directory whose gates are all shut."""
+        self.gates_made += 1
+        directory = self.directory / f"gates{self.gates_made}"
+        directory.mkdir()
+        return directory
+
+    def submit(self, count: int, gates: Path | None = None, **limits: float) -> list[str]:
+        """Rollouts that will pass the gates; `limits` beside many attempts."""
+        requests = [
+            RolloutRequest(
+                handler="gated",
+                id=new_id(),
+                task={"gates": str(gates or "")},
+                limits={"max_attempts": 20, **limits},
+            )
+            for _ in range(count)
+        ]
+        self.client.submit(requests)
+        return [request.id for request in requests]
+
+    def submit_up_to(self, stage: str, count: int) -> tuple[list[str], Path]:
+        """Rollouts that get as far as a stage and stay in it, and their gates."""
+        gates = self.gates()
+        for earlier in STAGES[: STAGES.index(stage)]:
+            (gates / earlier).touch()
+        return self.submit(count, gates), gates
+
+    def held(self, ids: Sequence[str], stage: str) -> int:
+        """How many of them a worker holds in a stage."""
+        with self.redis.client.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
+            return sum(state == ENTERED[stage] and owner is not None for state, owner in pipe.execute())
+
+    def wait_for_held(self, ids: Sequence[str], stage: str, count: int) -> None:
+        wait_until(lambda: self.held(ids, stage) >= count, PATIENCE_S, f"{count} leases in {stage}")
+
+    def wait_for_held_by(self, ids: Sequence[str], stage: str, worker: str, count: int) -> None:
+        """As `wait_for_held`, by a worker of that name."""
+
+        def held() -> bool:
+            with self.redis.client.pipeline(transaction=False) as pipe:
+                for rollout_id in ids:
+                    pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
+                owned = [owner for state, owner in pipe.execute() if state == ENTERED[stage] and owner]
+            return sum(owner.startswith(f"{worker}@") for owner in owned) >= count
+
+        wait_until(held, PATIENCE_S, f"{count} leases in {stage} with {worker}")
+
+    def wait_for_arrived(self, gates: Path, stage: str, count: int) -> None:
+        """Until the handlers of so many rollouts stand at the gate.
+
+        A rollout is held before that: its worker may not have read Redis's answer yet.
+        """
+        wait_until(
+            lambda: len(list(gates.glob(f"{stage}.*"))) >= count, PATIENCE_S, f"{count} handlers in {stage}"
+        )
+
+    def known(self, ids: Sequence[str]) -> int:
+        """How many of the ids have a record."""
+        return self.redis.client.exists(*(f"rollout:{{{rollout_id}}}" for rollout_id in ids))
+
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel, as often as it takes while connections are cut."""
+
+        def said() -> bool:
+            try:
+                return bool(self.client.cancel(rollout_id))
+            except ApiError:
+                return False
+
+        wait_until(said, PATIENCE_S, f"the cancel of {rollout_id} to be heard")
+
+    def wait_for_ends(self, ids: Sequence[str]) -> None:
+        def ended() -> bool:
+            with self.redis.client.pipeline(transaction=False) as pipe:
+                for rollout_id in ids:
+                    pipe.hget(f"rollout:{{{rollout_id}}}", "state")
+                return all(state in TERMINAL_STATES for state in pipe.execute())
+
+        wait_until(ended, PATIENCE_S, f"{len(ids)} rollouts to end")
+
+    # -- the count ------------------------------------------------------------------------------
+
+    def count(self, ids: Sequence[str]) -> dict[str, int]:
+        """What became of the rollouts, by the API's records and by Redis' own accounts.
+
+        Returns:
+            `submitted`, `ended`, `ended_twice`, `lost`, `leftovers` and `wrong`; details of what should be 0
+            are printed.
+        """
+        records = {item.id: item for item in self._records(ids)}
+        stream = Counter(entry["id"] for _, entry in self.redis.client.xrange("completions"))
+        lost = [i for i in ids if i not in records or not records[i].state.terminal or not stream[i]]
+        twice = [i for i in ids if stream[i] > 1] + [
+            item.id for item in records.values() if sum(e.state.terminal for e in item.timeline) > 1
+        ]
+        found = {
+            "lost": lost,
+            "ended_twice": sorted(set(twice)),
+            "leftovers": self._leftovers(ids),
+            "wrong": [why for item in records.values() for why in _wrong(item)] + self._wrong_counts(),
+        }
+        for name, what in found.items():
+            if what:
+                print(f"{name}: {what[:5]}{' …' if len(what) > 5 else ''}", flush=True)
+        ended = sum(stream[i] > 0 for i in ids)
+        return {
+            "submitted": len(ids),
+            "ended": ended,
+            **{name: len(what) for name, what in found.items()},
+        }
+
+    def _records(self, ids: Sequence[str]) -> list[Rollout]:
+        found = []
+        for rollout_id in ids:
+            try:
+                found.append(self.client.get(rollout_id, include="summary"))
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+        return found
+
+    def _leftovers(self, ids: Sequence[str]) -> list[str]:
+        client = self.redis.client
+        mine = set(ids)
+        left = [f"due {i}" for i in client.zrange("rollouts:due", 0, -1) if i in mine]
+        left += [f"pin {i}" for i in client.hkeys("backends:pins") if i in mine]
+        for line in client.scan_iter("fair:waiting:*"):
+            left += [f"waiting {i}" for i in client.zrange(line, 0, -1) if i in mine]
+        for place in client.scan_iter("ahead:*"):
+            left += [f"{place} {i}" for i in client.smembers(place) if i in mine]
+        left += [
+            f"load {i} {load}" for i, load in client.zrange("backends:load", 0, -1, withscores=True) if load
+        ]
+        with client.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hmget(f"rollout:{{{rollout_id}}}", "owner", "lease")
+            left += [f"lease {i}" for i, held in zip(ids, pipe.execute(), strict=True) if any(held)]
+        return left
+
+    def _wrong_counts(self) -> list[str]:
+        """The counters against the records themselves, all of the service's."""
+        client = self.redis.client
+        names = [name for name in client.scan_iter("rollout:{*}", count=1000) if name.endswith("}")]
+        with client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hget(name, "state")
+            real = Counter(pipe.execute())
+        counted = {state: int(n) for state, n in client.hgetall("rollouts:counts").items() if int(n)}
+        indexed = {s.value: n for s in State if (n := client.zcard(f"rollouts:state:{s}"))}
+        wrong = [] if counted == real else [f"counts {counted}, records {dict(real)}"]
+        return wrong + ([] if indexed == real else [f"index {indexed}, records {dict(real)}"])
+
+    def require_exact(self, ids: Sequence[str]) -> None:
+        """Every rollout ended exactly once, with nothing left and every count right."""
+        self.wait_for_ends(ids)
+        assert self.count(ids) == {
+            "submitted": len(ids),
+            "ended": len(ids),
+            "lost": 0,
+            "ended_twice": 0,
+            "leftovers": 0,
+            "wrong": 0,
+        }
+
+
+def _wrong(item: Rollout) -> list[str]:
+    """What is not as it must be in an ended record."""
+    scored = item.state in (State.COMPLETED, State.TIMED_OUT) and not item.drop
+    wrong = []
+    if (item.reward is not None) != scored:
+        wrong.append(f"{item.id} is {item.state}, drop {item.drop}, with reward {item.reward}")
+    task = item.request.task
+    if scored and item.reward not in task.get("rewards", [task.get("reward", 1.0)]):
+        wrong.append(f"{item.id} has reward {item.reward}")
+    if item.drop and not item.drop_reason:
+        wrong.append(f"{item.id} is dropped without a reason")
+    if item.timeline[-1].state is not item.state:
+        wrong.append(f"{item.id} ends its timeline with {item.timeline[-1].state}")
+    fences = [event.fence for event in item.timeline]
+    if fences != sorted(fences):
+        wrong.append(f"{item.id} has fences out of order: {fences}")
+    return wrong

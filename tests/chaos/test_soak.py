@@ -1,0 +1,30 @@
+"""The short form of the soak; `make chaos` runs it whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.stack import ROOT
+
+ROLLOUTS = 200
+
+
+@pytest.mark.timeout(600)
+def test_random_kills_lose_nothing_and_end_nothing_twice():
+    argv = [sys.executable, "-m", "tests.chaos.soak", "--rollouts", str(ROLLOUTS), "--every", "2"]
+    out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    assert out.stdout, out.stderr[-3000:]
+    said = json.loads(out.stdout.splitlines()[-1])
+    assert said["results"] == {
+        "submitted": ROLLOUTS,
+        "ended": ROLLOUTS,
+        "ended_twice": 0,
+        "lost": 0,
+        "leftovers": 0,
+    }, out.stdout
+    assert said["wrong"] == 0 and sum(said["faults"].values()) >= 6
+    assert out.returncode == 0, out.stderr[-2000:]

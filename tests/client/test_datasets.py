@@ -1,0 +1,237 @@
+"""Tasks from files as datasets come: JSON lines, Parquet, Hugging Face datasets; named by row and field."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read
+
+ROWS = [{"q": f"{i} plus 1", "meta": {"answer": str(i + 1)}, "chat": [{"content": "hi"}]} for i in range(5)]
+
+
+def write(tmp_path, kind):
+    path = tmp_path / kind
+    if kind == "a.jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    elif kind == "a.jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+    elif kind == "a.json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    elif kind == "lines.json":
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    elif kind == "a.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=2)
+    elif kind == "hub":
+        (path / "data").mkdir(parents=True)
+        parquet.write_table(
+            pyarrow.Table.from_pylist(ROWS[:3]), path / "data" / "train-00000-of-00002.parquet"
+        )
+        parquet.write_table(
+            pyarrow.Table.from_pylist(ROWS[3:]), path / "data" / "train-00001-of-00002.parquet"
+        )
+    elif kind == "saved":
+        datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    elif kind == "dict":
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["a.jsonl", "a.jsonl.gz", "a.json", "lines.json", "a.parquet", "hub", "saved", "dict"]
+)
+def test_the_same_rows_come_from_every_kind_of_file(tmp_path, kind):
+    path = write(tmp_path, kind)
+    found = list(read(path))
+    assert [row.data for row in found] == ROWS
+    assert [row.number for row in found] == [1, 2, 3, 4, 5]
+    assert [row.data for row in read(path, skip=1, first=2)] == ROWS[1:3]
+
+
+def test_parquet_is_read_row_by_row(tmp_path, monkeypatch):
+    """The first rows of a large file come without the rest: the reader is asked for one batch."""
+    rows = [{"q": "x" * 1000, "n": i} for i in range(5000)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=500)
+    asked = []
+    batches = parquet.ParquetFile.iter_batches
+
+    def counted(self, size):
+        for batch in batches(self, size):
+            asked.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
+    assert [row.data["n"] for row in read(tmp_path / "a.parquet", first=3)] == [0, 1, 2]
+    assert len(asked) == 1 and asked[0] < 1000
+
+
+def test_a_split_is_named_where_there_are_several(tmp_path):
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "d")
+    assert len(list(read(tmp_path / "d", split="test"))) == 1
+    with pytest.raises(DatasetError, match="has the splits train, test"):
+        list(read(tmp_path / "d"))
+    with pytest.raises(DatasetError, match="no split 'dev', only train, test"):
+        list(read(tmp_path / "d", split="dev"))
+    hub = write(tmp_path, "hub")
+    assert len(list(read(hub, split="train"))) == 5
+    with pytest.raises(DatasetError, match="no Parquet files of split 'test'"):
+        list(read(hub, split="test"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", '{"q": 1}\n\n{"q": \n', "a.jsonl, line 3: Expecting value"),
+        ("a.jsonl", "[1]\n", "a.jsonl, line 1: expected a JSON object, got list"),
+        ("a.json", '[{"q": 1}, 5]', "a.json, row 2: expected a JSON object, got int"),
+        ("a.parquet", "PAR", "a.parquet"),
+        ("empty", None, "holds no Parquet files and no dataset"),
+        ("gone.jsonl", ..., "there is no such file or directory"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, text, words):
+    path = tmp_path / name
+    if text is None:
+        path.mkdir()
+    elif text is not ...:
+        path.write_text(text)
+    with pytest.raises(DatasetError, match=words):
+        list(read(path))
+
+
+def test_text_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"q": "\xe9"}\n')
+    with pytest.raises(DatasetError, match=r"a\.jsonl: is not UTF-8 text"):
+        list(read(tmp_path / "a.jsonl"))
+
+
+# -- field maps ------------------------------------------------------------------------------
+
+
+def test_a_map_renames_reaches_into_rows_and_adds_constants():
+    row = Row(1, "a, row 1", ROWS[0])
+    fields = {"question": "q", "answer": "meta.answer", "first": "chat.0.content"}
+    task = FieldMap(fields=fields, constants={"tolerance": 0.1}).apply(row)
+    assert task == {"question": "0 plus 1", "answer": "1", "first": "hi", "tolerance": 0.1}
+    kept = FieldMap(fields={"question": "q"}, keep=True).apply(row)
+    assert kept == {**ROWS[0], "question": "0 plus 1"}
+    assert FieldMap().apply(row) == ROWS[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("x", "a, row 7: no field 'x' .*there: q, meta, chat"),
+        ("meta.x", "at 'x'; there: answer"),
+        ("chat.3", "at '3'; there: list"),
+        ("q.x", "at 'x'; there: str"),
+    ],
+)
+def test_a_row_without_the_field_is_named(path, words):
+    with pytest.raises(DatasetError, match=words):
+        FieldMap(fields={"answer": path}).apply(Row(7, "a, row 7", ROWS[0]))
+
+
+def test_a_map_may_choose_among_rows():
+    chooses = FieldMap(where={"kind": "math"})
+    assert chooses.wants(Row(1, "r", {"kind": "math"})) and not chooses.wants(Row(1, "r", {"kind": "code"}))
+
+
+def test_a_map_is_read_from_yaml_and_json(tmp_path):
+    (tmp_path / "m.yaml").write_text(
+        "handler: math\nfields:\n  problem: q\nwhere: {kind: math}\nkeep: true\n"
+    )
+    (tmp_path / "m.json").write_text(
+        '{"handler": "math", "fields": {"problem": "q"}, "where": {"kind": "math"}, "keep": true}'
+    )
+    expected = FieldMap(handler="math", fields={"problem": "q"}, where={"kind": "math"}, keep=True)
+    assert load_map(tmp_path / "m.yaml") == load_map(tmp_path / "m.json") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fields: [a]", "fields must map names to paths"),
+        ("field: {a: b}", r"unknown keys \['field'\]; a field map has handler, fields"),
+        ("- a", "not a mapping"),
+        ("a: [", "no YAML"),
+    ],
+)
+def test_a_map_that_is_none_is_refused(tmp_path, text, words):
+    (tmp_path / "m.yaml").write_text(text)
+    with pytest.raises(DatasetError, match=words):
+        load_map(tmp_path / "m.yaml")
+
+
+def test_an_unknown_map_names_those_there_are():
+    with pytest.raises(DatasetError, match=r"no field map 'no-such': give a file, or one of .*deepscaler"):
+        load_map("no-such")
+
+
+PUBLISHED = {
+    "deepscaler": {"problem": "p", "answer": "1", "solution": "s"},
+    "dapo-math": {"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": "1"}},
+    "eurus-2-math": {
+        "ability": "math",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}],
+        "reward_model": {"ground_truth": "1"},
+    },
+    "eurus-2-code": {
+        "ability": "code",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}],
+        "reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["2"]}'},
+    },
+    "apps": {"question": "p", "input_output": '{"inputs": ["1"], "outputs": ["2"]}', "starter_code": ""},
+    "taco": {"question": "p", "input_output": '{"inputs": ["1"], "outputs": ["2"]}', "starter_code": ""},
+    "code-contests": {
+        "description": "p",
+        "public_tests": {"input": ["1"], "output": ["2"]},
+        "private_tests": {"input": [], "output": []},
+        "generated_tests": {"input": ["3"], "output": ["4"]},
+    },
+    "scp-116k": {"problem": "p", "matched_solution": "5 m"},
+}
+"""A row of each set, cut to the fields that matter."""
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_each_published_map_makes_tasks_that_its_handler_takes(name):
+    from services.settings import Settings
+    from workers.handlers.registry import Registry
+
+    found = load_map(name)
+    row = Row(1, name, PUBLISHED[name])
+    assert found.wants(row)
+    Registry(Settings()).get(found.handler).check_task(found.apply(row))
+
+
+def test_there_is_a_row_for_every_published_map():
+    assert published_maps() == sorted(PUBLISHED)
+
+
+def test_a_task_that_does_not_fit_is_named_with_its_row_and_field():
+    schema = {
+        "type": "object",
+        "required": ["answer"],
+        "properties": {"answer": {"type": "string"}, "tests": {"items": {"type": "integer"}}},
+    }
+    row = Row(17, "a.parquet, row 17", {})
+    assert problem({"answer": "1"}, schema, row) is None
+    assert problem({}, schema, row) == "a.parquet, row 17: task: 'answer' is a required property"
+    assert problem({"answer": 3}, schema, row).startswith("a.parquet, row 17: answer: 3 is not of type")
+    assert problem({"answer": "", "tests": [1, "x"]}, schema, row).startswith("a.parquet, row 17: tests.1: ")
+
+
+def test_the_client_is_imported_without_the_packages_of_datasets():
+    code = "import sys, rollout.cli; sys.exit(bool({'pyarrow', 'datasets', 'yaml'} & set(sys.modules)))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=False).returncode == 0

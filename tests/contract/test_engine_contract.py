@@ -1,0 +1,223 @@
+"""The service's own engine code against real servers: the same tests for the embedded one and for vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import httpx
+import pytest
+
+from rollout.schema import BackendRequest, SamplingParams
+from services.engines import stats
+from services.engines.address import session as http_session
+from services.engines.base import CallAborted
+from services.engines.describe import DescribeError, describe
+from services.engines.select import engine_of
+from tests.helpers import llm_reference
+from tests.helpers.llm_servers import DEMO_MODEL
+from tests.helpers.stack import wait_until
+from workers.agent.llm import EngineClient, session
+from workers.errors import ModelError
+
+TOLERANCE = 1e-3
+PROMPT = [18, 22, 311, 220, 23, 20]
+"""`37 times 85`."""
+LONG_PROMPT = PROMPT * 50
+"""Two blocks of vLLM's prefix cache (128 tokens each), and some."""
+LONG = 1900
+"""Tokens of a call that shall still run when something is done to it."""
+TRIES = 10
+GREEDY_AND_WARM = (0.0, 0.7, 1.0, 1.6)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", params=["generate", "completions"])
+def described(request, backend):
+    """The server as the gateway describes it, called by each of its two routes."""
+    return describe(BackendRequest(url=f"{backend.url}/v1/")).model_copy(update={"api": request.param})
+
+
+@pytest.fixture(scope="module")
+def version(backend):
+    """The label of its weights; tests of other modules may have left another than the first."""
+    return httpx.get(f"{backend.url}/weight_info", timeout=60).json()["weight_version"]
+
+
+def complete(described, *, prompt=PROMPT, temperature=1.0, max_tokens=24, seed=None, **sampling):
+    """One call as a worker makes it."""
+
+    async def main():
+        async with session() as http:
+            return await EngineClient(http, described).generate(
+                prompt,
+                SamplingParams(temperature=temperature, **sampling),
+                max_tokens=max_tokens,
+                seed=seed,
+                stop_token_ids=[],
+                call_id="call-1",
+                cache_salt="v0",
+                timeout_s=120,
+            )
+
+    return asyncio.run(main())
+
+
+def scored(described, token_ids):
+    """Log-probs of given ids, as a weight update asks for them."""
+    engine = engine_of(described)
+    call = engine.score(token_ids)
+    answer = httpx.post(described.url + call.path, json=call.body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return engine.read_score(answer.json(), token_ids)
+
+
+def test_a_server_says_what_it_is(backend, version):
+    found = describe(BackendRequest(url=backend.url))
+    assert (found.engine, found.api) == (backend.kind, "generate")
+    assert (found.model, found.max_model_len) == ("demo", 2048)
+    assert found.tokenizer == str(DEMO_MODEL)
+    assert found.policy_version == version
+    assert found.logprobs_mode == "processed_logprobs"
+    assert found.capacity_tokens > 100_000
+    assert not found.routed_experts
+
+
+def test_what_the_operator_says_goes_before_what_the_server_says(backend):
+    request = BackendRequest(
+        url=backend.url, id="mine", tokenizer="other", logprobs_mode="raw_logprobs", capacity_tokens=7
+    )
+    found = describe(request)
+    assert (found.id, found.tokenizer, found.logprobs_mode, found.capacity_tokens) == (
+        "mine",
+        "other",
+        "raw_logprobs",
+        7,
+    )
+    with pytest.raises(DescribeError, match="does not serve 'absent'; it serves: demo") as caught:
+        describe(BackendRequest(url=backend.url, model="absent"))
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("temperature", GREEDY_AND_WARM)
+def test_ids_and_log_probs_are_those_of_the_model(described, version, temperature):
+    done = complete(described, temperature=temperature, seed=11)
+    assert done.spans == [(version, 0, len(done.token_ids))]
+    assert done.finish_reason in ("stop", "length")
+    assert (done.finish_reason == "length") == (len(done.token_ids) == 24)
+    expected = llm_reference.logprobs(DEMO_MODEL, PROMPT, done.token_ids, temperature or 1.0)
+    assert done.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_seed_repeats_and_a_stop_id_ends_the_call(described):
+    first, again = (complete(described, temperature=2.0, seed=5) for _ in range(2))
+    assert first.token_ids == again.token_ids
+    ended = complete(described, stop_token_ids=list(range(64)), temperature=2.0, seed=5, max_tokens=200)
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids[-1] < 64 or ended.token_ids[-1] == 321
+
+
+def test_scores_of_a_reply_are_the_log_probs_it_was_sampled_with(described):
+    done = complete(described, temperature=1.0, max_tokens=60, seed=2)
+    whole = PROMPT + done.token_ids
+    values = scored(described, whole)
+    assert len(values) == len(whole) - 1
+    assert values == pytest.approx(llm_reference.logprobs(DEMO_MODEL, whole[:1], whole[1:]), abs=TOLERANCE)
+    assert values[len(PROMPT) - 1 :] == pytest.approx(done.logprobs, abs=TOLERANCE)
+
+
+def test_log_probs_of_a_prompt_come_in_vllms_shape_from_both(backend):
+    params = {"max_tokens": 1, "prompt_logprobs": 2, "temperature": 0.5, "detokenize": False}
+    body = {"token_ids": PROMPT, "sampling_params": params}
+    answer = httpx.post(f"{backend.url}/inference/v1/generate", json=body, timeout=120).json()
+    first, *rest = answer["prompt_logprobs"]
+    assert first is None and len(rest) == len(PROMPT) - 1
+    expected = llm_reference.logprobs(DEMO_MODEL, PROMPT[:1], PROMPT[1:])
+    for token, value, entries in zip(PROMPT[1:], expected, rest, strict=True):
+        assert next(iter(entries)) == str(token)
+        assert entries[str(token)]["logprob"] == pytest.approx(value, abs=TOLERANCE)
+        assert {1, 2} <= {entry["rank"] for entry in entries.values()}
+        ordered = sorted(entries.values(), key=lambda entry: entry["rank"])
+        assert [e["logprob"] for e in ordered] == sorted((e["logprob"] for e in ordered), reverse=True)
+        assert len(entries) == (2 if entries[str(token)]["rank"] <= 2 else 3)
+
+
+def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
+    engine = engine_of(described)
+    call = engine.generate(
+        PROMPT,
+        SamplingParams(),
+        max_tokens=LONG,
+        seed=None,
+        stop_token_ids=[],
+        call_id="long",
+        cache_salt=None,
+    )
+    call.body.get("sampling_params", call.body)["ignore_eos"] = True
+
+    def attempt():
+        with ThreadPoolExecutor(1) as pool, http_session(60) as http:
+            answer = pool.submit(httpx.post, described.url + call.path, json=call.body, timeout=120)
+            wait_until(
+                lambda: answer.done() or stats.read_stats(described, http, 60).running,
+                100,
+                "the call to be worked on",
+            )
+            try:
+                http.post(f"{described.url}/pause", params={"mode": "abort"}).raise_for_status()
+                wait([answer], 10)  # one that came after the pause has to wait for the end of it
+            finally:
+                http.post(f"{described.url}/resume").raise_for_status()
+            return answer.result()
+
+    for _ in range(TRIES):  # a fast engine can be through with it before the pause
+        try:
+            engine.read(attempt().json(), "long")
+        except CallAborted:
+            return
+    pytest.fail(f"none of {TRIES} calls of {LONG} tokens was aborted")
+
+
+def test_scores_follow_the_weights_though_the_prefix_is_cached(described, backend, other_weights):
+    def load(path):
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        httpx.post(f"{backend.url}/collective_rpc", json=body, timeout=120).raise_for_status()
+
+    complete(described, prompt=LONG_PROMPT, max_tokens=1)
+    before = scored(described, LONG_PROMPT)
+    load(other_weights)
+    try:
+        after = scored(described, LONG_PROMPT)
+    finally:
+        load(DEMO_MODEL)
+        httpx.post(f"{backend.url}/reset_prefix_cache", timeout=60)
+    expected = llm_reference.logprobs(other_weights, LONG_PROMPT[:1], LONG_PROMPT[1:])
+    assert after == pytest.approx(expected, abs=TOLERANCE)
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
+
+
+def test_what_an_engine_refuses_is_the_models_error_and_no_reason_to_go_elsewhere(described):
+    with pytest.raises(ModelError, match="HTTP 400"):
+        complete(described, prompt=[1_000_000])
+
+
+def test_a_probe_tells_load_and_prefix_cache(described, version):
+    with http_session(30) as http:
+        before = stats.probe(described, http, timeout_s=30)
+        assert 0 <= before.kv_usage <= 1
+        assert before.cached_tokens <= before.prompt_tokens
+        for _ in range(2):
+            complete(described, prompt=LONG_PROMPT, max_tokens=1)
+
+        def counted():
+            now = stats.probe(described, http, timeout_s=30)
+            return now if now.prompt_tokens >= before.prompt_tokens + 2 * len(LONG_PROMPT) else None
+
+        # vLLM refreshes its metrics behind its answers.
+        after = wait_until(counted, 60, "the prompt tokens to be counted")
+        if described.engine == "vllm":
+            assert after.cached_tokens >= before.cached_tokens + 256
+        assert math.isfinite(after.at) and after.cached_ratio <= 1
+        assert stats.current_version(described, http, timeout_s=30) == version

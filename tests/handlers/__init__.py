@@ -1,0 +1,1 @@
+"""Handlers and what they are written with, without the service around them."""

@@ -1,0 +1,104 @@
+"""Handlers for breaking things: work that waits at a gate, and handlers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rollout.trajectory import FinishReason
+from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+
+LOOK_S = 0.05
+
+
+class GatedTask(BaseModel):
+    gates: str = ""
+    """Directory: a stage goes on once a file of its name (`run` …) is in it; empty = at once. Each stage that
+    comes to its gate says so by a file `STAGE.ROLLOUT`."""
+    reward: float = 1.0
+
+
+class Gated(AgentHandler[GatedTask]):
+    """Holds its lease in each stage until the test opens that stage's gate: no machine is too slow for it."""
+
+    name = "gated"
+    Task = GatedTask
+    uses_model = False
+
+    async def _pass(self, stage: str, ctx: InitContext[GatedTask]) -> None:
+        task = ctx.task
+        if task.gates:
+            (Path(task.gates) / f"{stage}.{ctx.rollout_id}").touch()
+        while task.gates and not (Path(task.gates) / stage).exists():
+            await asyncio.sleep(LOOK_S)
+
+    async def init(self, ctx: InitContext[GatedTask]) -> None:
+        await self._pass("init", ctx)
+
+    async def run(self, ctx: RunContext[GatedTask]) -> FinishReason:
+        await self._pass("run", ctx)
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[GatedTask]) -> Reward:
+        await self._pass("eval", ctx)
+        return Reward(ctx.task.reward)
+
+
+LEAK_MB = 500
+_LEAKED: list[bytes] = []
+
+
+class BadTask(BaseModel):
+    how: str
+    """`ignore` (every cancel), `block` (the event loop), `fork` (a child that outlives it), `exit` (the whole
+    worker), `leak`, `scorer_hangs`, `scorer_exits`."""
+    seconds: float = 3.0
+    first_attempt_only: bool = False
+    note: str = ""
+    """File that says that it has begun, and the pids of children."""
+
+
+class Misbehaves(AgentHandler[BadTask]):
+    """Does in RUN (a scorer: in EVAL) what no handler should."""
+
+    name = "misbehaves"
+    Task = BadTask
+    uses_model = False
+
+    async def run(self, ctx: RunContext[BadTask]) -> FinishReason:
+        await self._do(ctx, ctx.task.how)
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[BadTask]) -> Reward:
+        await self._do(ctx, ctx.task.how.removeprefix("scorer_") if "scorer_" in ctx.task.how else "")
+        return Reward(1.0)
+
+    async def _do(self, ctx: RunContext[BadTask] | EvalContext[BadTask], how: str) -> None:
+        task = ctx.task
+        if task.first_attempt_only and ctx.attempt > 1:
+            return
+        if how and task.note:
+            Path(task.note).write_text(str(os.getpid()))
+        ends = time.monotonic() + task.seconds
+        if how == "ignore":
+            while time.monotonic() < ends:
+                try:
+                    await asyncio.sleep(0.1)
+                except asyncio.CancelledError:
+                    continue
+        elif how == "block":
+            time.sleep(task.seconds)
+        elif how == "hangs":
+            await asyncio.sleep(3600)
+        elif how in ("exit", "exits"):
+            os._exit(9)
+        elif how == "leak":
+            # Cheap, and piece by piece: else it would hold the interpreter for longer than a lease.
+            _LEAKED.extend(b"x" * (1 << 20) for _ in range(LEAK_MB))
+
+
+all_handlers = [Gated, Misbehaves]

@@ -1,0 +1,339 @@
+"""The one fake of an LLM engine: vLLM's wire format over the timing model of `engine_model`, with faults.
+
+In a process of its own, for tests with real workers:
+
+    with fake_engine(answer_tokens=(5, 40)) as server:
+        httpx.post(f"{server.url}/fault", json={"kind": "die", "tokens": 10})
+
+`python -m tests.helpers.fake_engine --port 9000` is the same by hand. Without sockets, for simulations: an
+object with the same requests and answers.
+
+    engine = FakeEngine(EngineModel())
+    status, answer = await engine.request("POST", "/inference/v1/generate", body)
+
+Beside vLLM's routes there are `POST /fault {"kind": KIND, ...}` (`engine_faults.KINDS`) and `GET /calls`:
+what became of every call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from aiohttp import web
+
+from tests.helpers.engine_faults import EngineDied, Fault, Faults
+from tests.helpers.engine_model import EngineModel, PromptTooLong, Sequence, Timing
+from tests.helpers.fake_language import FakeLanguage
+from tests.helpers.fake_wire import COMPLETIONS, GENERATE, Call, Refused, answer, metrics, parse
+from tests.helpers.llm_servers import DEMO_MODEL, LLMServer, running_server
+
+EXIT_OF_THE_DEAD = 70
+MAX_BODY = 64 * 2**20
+START_TIMEOUT = 60.0
+
+Reply = tuple[int, Any]
+"""Status and JSON body; None = an empty body, a str = text."""
+
+
+@dataclass
+class CallRecord:
+    """What became of one call."""
+
+    call_id: str | None
+    """As the caller named it."""
+    path: str
+    prompt_tokens: int
+    cache_salt: str | None = None
+    sampled: int = 0
+    cached_tokens: int | None = None
+    state: str = "running"
+    """`running`, `done`, `aborted`, `cancelled` (the caller went away), `failed` (by a fault)."""
+
+
+class FakeEngine:
+    """Requests in, replies out; what a socket adds is in `create_app`."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        *,
+        served_name: str = "fake",
+        tokenizer: str = str(DEMO_MODEL),
+        max_model_len: int = 32768,
+        completions_only: bool = False,
+    ) -> None:
+        """`completions_only`: as vLLM without --enable-scale-out, 403 on the generate route."""
+        self.model = model
+        self.served_name = served_name
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.completions_only = completions_only
+        self.faults = Faults()
+        self.calls: list[CallRecord] = []
+        self.reloads: list[dict[str, Any]] = []
+        """Arguments of every /collective_rpc."""
+        self.dead = False
+        self._sequences: dict[str, Sequence] = {}
+
+    def fault(self, kind: str, **options: Any) -> Fault:
+        """Switch a fault on; see `engine_faults.Faults.set`."""
+        fault = self.faults.set(kind, **options)
+        slow = self.faults.peek("slow")
+        self.model.slowdown = slow.factor if slow else 1.0
+        return fault
+
+    async def request(
+        self, method: str, path: str, body: Any = None, query: dict[str, str] | None = None
+    ) -> Reply:
+        """Answer a request as the server would.
+
+        Raises:
+            EngineDied: It has died, before or in the middle of this call.
+        """
+        if self.dead:
+            raise EngineDied("connection refused: the fake engine has died")
+        try:
+            return await self._route(method, path, body, query or {})
+        except Refused as error:
+            kind = "BadRequestError" if error.status == 400 else "Error"
+            return error.status, {"error": {"message": str(error), "type": kind, "code": error.status}}
+
+    async def _route(self, method: str, path: str, body: Any, query: dict[str, str]) -> Reply:
+        model = self.model
+        match method, path:
+            case "POST", ("/inference/v1/generate" | "/v1/completions"):
+                return await self._call(path, body)
+            case "GET", "/health":
+                if (hang := self.faults.peek("hang")) and hang.health:
+                    await asyncio.Event().wait()
+                return 503 if self.faults.peek("unhealthy") else 200, None
+            case "GET", "/v1/models":
+                return 200, {"object": "list", "data": [self._card()]}
+            case "GET", "/metrics":
+                return 200, metrics(model, self.served_name)
+            case "GET", "/version":
+                return 200, {"version": "0.32.0+fake"}
+            case "POST", "/inference/v1/abort_requests":
+                for wire_id in body["request_ids"]:
+                    if wire_id in self._sequences:
+                        model.abort(self._sequences[wire_id])
+                return 200, None
+            case "POST", "/pause":
+                mode = query.get("mode", "abort")
+                if mode not in ("abort", "wait", "keep"):
+                    raise Refused(f"mode = {mode!r}")
+                await model.pause(mode)
+                return 200, {"status": "paused"}
+            case "POST", "/resume":
+                model.resume()
+                return 200, {"status": "resumed"}
+            case "GET", "/is_paused":
+                return 200, {"is_paused": model.paused}
+            case "GET", "/weight_info":
+                return 200, {"weight_version": model.version}
+            case "POST", "/update_weight_version":
+                model.version = body["new_version"]
+                return 200, {"success": True, "new_version": model.version}
+            case "POST", "/collective_rpc":
+                self.reloads.append(body)
+                return 200, {"results": [None]}
+            case "POST", "/reset_prefix_cache":
+                model.cache.reset()
+                return 200, None
+            case "POST", "/fault":
+                try:
+                    return 200, asdict(self.fault(**body))
+                except (TypeError, ValueError) as error:
+                    raise Refused(str(error)) from None
+            case "GET", "/calls":
+                return 200, [asdict(record) for record in self.calls]
+        raise Refused(f"{method} {path} is not known to the fake engine", 404)
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.served_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "vllm",
+            "root": self.tokenizer,
+            "parent": None,
+            "max_model_len": self.max_model_len,
+        }
+
+    async def _call(self, path: str, body: Any) -> Reply:
+        if path == GENERATE and self.completions_only:
+            raise Refused("start the server with --enable-scale-out", 403)
+        call = parse(path, body, self.max_model_len)
+        record = CallRecord(call.call_id, path, len(call.prompt), call.cache_salt, state="failed")
+        self.calls.append(record)
+        if fault := self.faults.take("error"):
+            raise Refused("a fault of the fake engine", fault.status)
+        if self.faults.take("overloaded"):
+            raise Refused("too many requests, says the fake engine", 429)
+        record.state = "running"
+        dying = self.faults.take("die")
+        if dying:
+            call = replace(call, max_tokens=min(call.max_tokens, dying.tokens))
+        try:
+            if self.faults.take("hang"):
+                await asyncio.Event().wait()
+            sequence = await self._sampled(call, record)
+        except asyncio.CancelledError:
+            record.state = "cancelled"
+            raise
+        if dying or self.dead:
+            record.state, self.dead = "failed", True
+            for other in self._sequences.values():
+                self.model.abort(other)
+            raise EngineDied("connection reset: the fake engine has died")
+        record.state = "aborted" if sequence.finish_reason == "abort" else "done"
+        return 200, self._answer(call, sequence)
+
+    async def _sampled(self, call: Call, record: CallRecord) -> Sequence:
+        try:
+            sequence = self.model.submit(
+                call.prompt,
+                max_tokens=call.max_tokens,
+                seed=call.seed,
+                stop_token_ids=call.stop_token_ids,
+                cache_salt=call.cache_salt,
+            )
+        except PromptTooLong as error:
+            raise Refused(str(error)) from None
+        self._sequences[call.wire_id] = sequence
+        try:
+            return await self.model.wait(sequence)
+        finally:
+            del self._sequences[call.wire_id]
+            record.sampled, record.cached_tokens = sequence.sampled, sequence.cached_tokens
+
+    def _answer(self, call: Call, sequence: Sequence) -> dict[str, Any]:
+        logprobs = list(sequence.logprobs)
+        if self.faults.take("short_logprobs"):
+            logprobs = logprobs[:-1]
+        if self.faults.take("nan"):
+            logprobs[-1:] = [float("nan")]
+        scores = self.model.language.prompt_logprobs(call.prompt) if call.prompt_logprobs else None
+        return answer(call, sequence, logprobs, scores, self.served_name)
+
+
+def create_app(engine: FakeEngine) -> web.Application:
+    """The HTTP server of an engine. An engine that dies takes the process along."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        body = None
+        if request.can_read_body:
+            try:
+                body = await request.json()
+            except ValueError:
+                return web.json_response(
+                    {"error": {"message": "the body is not JSON", "code": 400}}, status=400
+                )
+        try:
+            status, reply = await engine.request(request.method, request.path, body, dict(request.query))
+        except EngineDied:
+            os._exit(EXIT_OF_THE_DEAD)
+        if reply is None or isinstance(reply, str):
+            return web.Response(status=status, text=reply, content_type="text/plain")
+        payload = json.dumps(reply).encode()
+        if request.path in (GENERATE, COMPLETIONS) and status == 200:
+            if engine.faults.take("truncated"):
+                payload = payload[: len(payload) // 2]
+            if engine.faults.take("cut"):
+                return await _cut(request, payload)
+        return web.Response(status=status, body=payload, content_type="application/json")
+
+    app = web.Application(client_max_size=MAX_BODY)
+    app.router.add_route("*", "/{path:.*}", handle)
+    return app
+
+
+async def _cut(request: web.Request, payload: bytes) -> web.StreamResponse:
+    """Half of what Content-Length promises, then a closed connection."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = len(payload)
+    await response.prepare(request)
+    await response.write(payload[: len(payload) // 2])
+    request.transport.close()
+    return response
+
+
+@contextmanager
+def fake_engine(**options: object) -> Iterator[LLMServer]:
+    """A server in a process of its own; `answer_tokens=(5, 40)` becomes `--answer-tokens 5 40`."""
+    flags: list[str] = []
+    for name, value in options.items():
+        values = [] if value is True else value if isinstance(value, (list, tuple)) else [value]
+        flags += ["--" + name.replace("_", "-"), *map(str, values)]
+    command = [sys.executable, "-m", "tests.helpers.fake_engine", *flags]
+    with running_server("fake", command, {}, START_TIMEOUT) as server:
+        yield server
+
+
+def main() -> None:
+    """Serve until the process is ended."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-model-name", default="fake")
+    parser.add_argument("--tokenizer", default=str(DEMO_MODEL), help="what /v1/models names as root")
+    parser.add_argument("--max-model-len", type=int, default=32768)
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--completions-only", action="store_true", help="as vLLM without --enable-scale-out")
+    parser.add_argument("--capacity-tokens", type=int, default=200_000)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=0.5, help="one decode step")
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=1e6)
+    parser.add_argument("--first-id", type=int, default=1000, help="least id that is sampled")
+    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"))
+    parser.add_argument("--script", metavar="MODULE:FUNCTION", help="(prompt ids, call number) to ids")
+    options = parser.parse_args()
+    script = None
+    if options.script:
+        module, _, name = options.script.partition(":")
+        script = getattr(import_module(module), name)
+    language = FakeLanguage(
+        first_id=options.first_id,
+        vocab_size=options.vocab_size,
+        answer_tokens=tuple(options.answer_tokens) if options.answer_tokens else None,
+        script=script,
+    )
+    timing = Timing(base_s=options.step_ms / 1e3, prefill_tokens_per_s=options.prefill_tokens_per_s)
+    asyncio.run(_serve(options, language, timing))
+
+
+async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Timing) -> None:
+    engine = FakeEngine(
+        EngineModel(
+            capacity_tokens=options.capacity_tokens,
+            timing=timing,
+            language=language,
+            max_sequences=options.max_num_seqs,
+            version=options.weight_version,
+        ),
+        served_name=options.served_model_name,
+        tokenizer=options.tokenizer,
+        max_model_len=options.max_model_len,
+        completions_only=options.completions_only,
+    )
+    # Without it a client that closes its connection would leave its call in the engine.
+    runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, options.host, options.port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

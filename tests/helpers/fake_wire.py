@@ -1,0 +1,153 @@
+"""vLLM's wire format as the fake engine reads and writes it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from tests.helpers.engine_cache import BLOCK
+from tests.helpers.engine_model import EngineModel, Sequence
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+
+_serial = iter(range(1 << 62))
+
+
+class Refused(Exception):
+    """A request that vLLM refuses."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both generation routes come down to."""
+
+    path: str
+    call_id: str | None
+    """As the caller named it."""
+    wire_id: str
+    """As the server names it: abort needs this one."""
+    prompt: list[int]
+    max_tokens: int
+    seed: int | None
+    stop_token_ids: list[int]
+    cache_salt: str | None
+    logprobs: bool
+    prompt_logprobs: bool
+    return_token_ids: bool
+
+
+def parse(path: str, body: Any, max_model_len: int) -> Call:
+    """The fields that matter, checked as vLLM does.
+
+    Raises:
+        Refused: 400.
+    """
+    if not isinstance(body, dict):
+        raise Refused("the body is not a JSON object")
+    params = body.get("sampling_params") if path == GENERATE else body
+    prompt = body.get("token_ids" if path == GENERATE else "prompt")
+    if not isinstance(params, dict) or not isinstance(prompt, list) or not prompt:
+        raise Refused("sampling_params and a prompt of token ids are required")
+    try:
+        array("I", prompt)
+    except (TypeError, OverflowError) as error:
+        raise Refused(f"the prompt holds something that is no token id: {error}") from None
+    if body.get("stream"):
+        raise Refused("the fake engine does not stream")
+    room = max_model_len - len(prompt)
+    max_tokens = params.get("max_tokens") or (room if path == GENERATE else 16)
+    if room < 1:
+        raise Refused(f"the prompt has {len(prompt)} tokens and the context is {max_model_len}")
+    if path == COMPLETIONS and max_tokens > max_model_len:
+        raise Refused(f"max_tokens = {max_tokens} is more than the context of {max_model_len}")
+    if not 0 <= params.get("temperature", 1.0) <= 2:
+        raise Refused(f"temperature = {params['temperature']!r} is not from 0 to 2")
+    call_id = body.get("request_id")
+    prefix = "generate-tokens" if path == GENERATE else "cmpl"
+    return Call(
+        path=path,
+        call_id=call_id,
+        wire_id=f"{prefix}-{call_id or next(_serial)}",
+        prompt=prompt,
+        max_tokens=min(max_tokens, room),
+        seed=params.get("seed"),
+        stop_token_ids=params.get("stop_token_ids") or [],
+        cache_salt=body.get("cache_salt"),
+        logprobs=params.get("logprobs") is not None,
+        prompt_logprobs=params.get("prompt_logprobs") is not None,
+        return_token_ids=bool(body.get("return_token_ids")),
+    )
+
+
+def answer(
+    call: Call, sequence: Sequence, logprobs: list[float], scores: list[float] | None, model: str
+) -> dict[str, Any]:
+    """The body of a whole reply; `scores` = log-probs of the prompt's ids but the first."""
+    ids = sequence.token_ids
+    choice: dict[str, Any] = {
+        "index": 0,
+        "token_ids": ids,
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.answer.stop_reason if sequence.finish_reason == "stop" else None,
+    }
+    prompt_logprobs = None
+    if scores is not None:
+        entries = zip(call.prompt[1:], scores, strict=True)
+        prompt_logprobs = [None, *({str(token): _logprob(value)} for token, value in entries)]
+    head: dict[str, Any] = {"model": model, "created": int(time.time())}
+    if call.path == GENERATE:
+        content = [
+            {"token_id": token, **_logprob(value)} for token, value in zip(ids, logprobs, strict=False)
+        ]
+        choice["logprobs"] = {"content": content} if call.logprobs else None
+        choice["routed_experts"] = choice["sampling_mask"] = None
+        choice["weight_versions"] = [
+            {"version": version, "start": start, "end": end} for version, start, end in sequence.spans
+        ]
+        head |= {"request_id": call.wire_id, "output_mode": "tokens", "prompt_logprobs": prompt_logprobs}
+    else:
+        texts = {"tokens": [""] * len(ids), "text_offset": [0] * len(ids), "top_logprobs": None}
+        choice["text"] = ""
+        choice["prompt_logprobs"] = prompt_logprobs
+        choice["logprobs"] = {**texts, "token_logprobs": logprobs} if call.logprobs else None
+        if not call.return_token_ids:
+            choice["token_ids"] = None
+        head |= {"id": call.wire_id, "object": "text_completion"}
+    usage = {
+        "prompt_tokens": len(call.prompt),
+        "completion_tokens": len(ids),
+        "total_tokens": len(call.prompt) + len(ids),
+        "prompt_tokens_details": {"cached_tokens": sequence.cached_tokens or 0},
+    }
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def _logprob(value: float) -> dict[str, Any]:
+    return {"logprob": value, "rank": 1}
+
+
+def metrics(model: EngineModel, served_name: str) -> str:
+    """Prometheus text with what a router reads."""
+    labels = f'{{engine="0",model_name="{served_name}"}}'
+    values = {
+        "num_requests_running": ("gauge", model.running),
+        "num_requests_waiting": ("gauge", model.waiting),
+        "kv_cache_usage_perc": ("gauge", model.kv_usage),
+        "prefix_cache_queries_total": ("counter", model.prompt_tokens),
+        "prefix_cache_hits_total": ("counter", model.cached_tokens),
+        "generation_tokens_total": ("counter", model.generated_tokens),
+        "num_preemptions_total": ("counter", model.preemptions),
+    }
+    lines = []
+    for name, (kind, value) in values.items():
+        lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{labels} {float(value)}"]
+    info = f'block_size="{BLOCK}",engine="0",num_gpu_blocks="{model.cache.blocks}"'
+    lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{info}}} 1.0"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,39 @@
+"""Further gateways of a stack, with settings of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from tests.helpers.stack import GUNICORN, Process, Stack, wait_until
+
+
+@contextmanager
+def started_gateway(
+    stack: Stack, name: str, port: int, env: dict[str, str], graceful_s: int = 1
+) -> Iterator[Process]:
+    """A gateway of the same service under gunicorn; its address is the attribute `url`."""
+    argv = [*GUNICORN, "--threads", "16"]
+    argv += [
+        "--graceful-timeout",
+        str(graceful_s),
+        "--bind",
+        f"127.0.0.1:{port}",
+        "services.gateway.app:create_app()",
+    ]
+    process = Process(name, argv, stack.directory, {**stack.env, **env})
+    process.url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: _healthy(process.url), 60, "the gateway", process)
+        yield process
+    finally:
+        process.stop()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

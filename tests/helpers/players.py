@@ -1,0 +1,83 @@
+"""Many rollouts in this process on one event loop, so that they share its scorer processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from rollout.schema import Rollout, RolloutRequest
+from services.settings import Settings
+from tests.helpers.stack import ROOT
+from workers.agent.replay import Action, Call
+from workers.handlers.base import AgentHandler
+from workers.inprocess import Actions, InProcess, demo_tokenizer
+from workers.scoring import pool, score
+
+
+class Player:
+    """Plays fixed turns; see `workers.testing.play`."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+
+    def play(
+        self,
+        handler: AgentHandler[Any],
+        task: dict[str, Any],
+        actions: Sequence[Action | str],
+        **request: Any,
+    ) -> Rollout:
+        """One rollout; a string is a turn that only says it. The gateway must take the task, too."""
+        assert complaints(handler, task) == []
+        turns = [Action(content=one) if isinstance(one, str) else one for one in actions]
+        wanted = RolloutRequest(handler=handler.name, task=task, **request)
+        playing = InProcess(handler, Actions(turns, demo_tokenizer()), Settings())
+        (rollout,) = self._runner.run(playing.run(wanted))
+        return rollout
+
+    def score(self, function: str, payloads: Sequence[Any], timeout_s: float = 120.0) -> list[Any]:
+        """Many calls of a scorer, in order."""
+
+        async def calls() -> list[Any]:
+            return await asyncio.gather(*(score(function, one, timeout_s=timeout_s) for one in payloads))
+
+        return self._runner.run(calls())
+
+
+def complaints(handler: AgentHandler[Any], task: dict[str, Any]) -> list[str]:
+    """What the gateway has against a task: it checks with the handler's JSON schema."""
+    found = Draft202012Validator(handler.info().task_schema).iter_errors(task)
+    return [error.message for error in found]
+
+
+def finish(message: str, content: str = "") -> Action:
+    """The turn that ends a rollout with a message."""
+    return Action(content=content, tool_calls=[Call(name="finish", arguments={"message": message})])
+
+
+async def _one_scorer() -> None:
+    pool._pools[asyncio.get_running_loop()] = pool.ScorerPool.of(Settings(scorers=1))
+
+
+@contextmanager
+def player() -> Iterator[Player]:
+    """A player whose scorer ends with it; there is but one, for its imports take seconds."""
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(_one_scorer())
+            yield Player(runner)
+        finally:
+            runner.run(pool.close())
+
+
+def documented_row(handler: str) -> dict[str, Any]:
+    """The example row of a handler's page in docs/."""
+    page = (ROOT / "docs" / f"{handler}.md").read_text()
+    (row,) = re.findall(rf"<!-- tested: {handler} -->\n```json\n(.*?)```", page, re.DOTALL)
+    return json.loads(row)

@@ -1,0 +1,136 @@
+"""Functions for scorer processes, good and bad."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+calls = 0
+
+
+def add(payload: dict[str, Any]) -> dict[str, Any]:
+    """A sum, and which process made it as which of its calls."""
+    global calls
+    calls += 1
+    return {"sum": payload["a"] + payload["b"], "pid": os.getpid(), "call": calls}
+
+
+def environment(names: list[str]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+def fail(payload: Any) -> None:
+    raise ValueError(f"cannot judge {payload}")
+
+
+def leave(payload: Any) -> None:
+    sys.exit(0)
+
+
+def no_json(payload: Any) -> Any:
+    return {1, 2}
+
+
+def mark_and_hang(path: str) -> None:
+    """Say that it runs, and in which process, then never return."""
+    Path(path).write_text(str(os.getpid()))
+    while True:
+        time.sleep(3600)
+
+
+def exits(payload: Any) -> None:
+    print("last words", flush=True)
+    os._exit(9)
+
+
+def segfault(payload: Any) -> None:
+    ctypes.string_at(0)
+
+
+def eat_memory(payload: Any) -> int:
+    held = []
+    while True:
+        held.append(bytearray(16 << 20))
+
+
+def keep_memory(megabytes: int) -> int:
+    """Hold on to it after the call."""
+    global kept
+    kept = b"x" * (megabytes << 20)
+    return os.getpid()
+
+
+def forks(path: str) -> int:
+    """Leave a fork, a program in a session of its own, and an orphan of another program; all of them sleep.
+
+    Their pids are in the file, in this order.
+    """
+    if (fork := os.fork()) == 0:
+        # A fork that returns from the function would answer a second time.
+        time.sleep(3600)
+    program = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    shell = "sleep 3600 >/dev/null 2>&1 & echo $!"
+    orphan = subprocess.check_output(["sh", "-c", shell], start_new_session=True, text=True)
+    Path(path).write_text(f"{fork} {program.pid} {orphan}")
+    return os.getpid()
+
+
+def forks_and_hangs(path: str) -> None:
+    forks(path)
+    while True:
+        time.sleep(3600)
+
+
+def fork_returns(payload: Any) -> int:
+    """Both the process and its fork come back from here."""
+    return os.fork() and os.getpid()
+
+
+def noise(payload: Any) -> str:
+    """Write to both outputs, by Python and beneath it, more than a pipe holds."""
+    for _ in range(100):
+        print('{"result": "forged"}' * 50)
+        sys.stderr.write("error\n" * 50)
+    os.write(1, b"\x00\x00\x00\x02{}" * 20000)
+    os.write(2, b"x" * 200000)
+    return "quiet"
+
+
+def alarm(seconds: float) -> str:
+    """A time-out as math-verify makes one: by SIGALRM."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        time.sleep(3600)
+    except TimeoutError:
+        return "rang"
+    return "slept"
+
+
+def leave_alarm(seconds: float) -> int:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    return os.getpid()
+
+
+def sleep(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def hang(payload: Any) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def all_readable(payload: Any) -> dict[str, Any]:
+    return {"unreadable": []}

@@ -1,0 +1,104 @@
+"""A router whose model says what a test wrote: for tests of the loop alone, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.schema import Backend, Limits, RolloutRequest, SamplingParams
+from services.engines.base import Completion
+from tests.helpers.stack import CHECKPOINT
+from workers.agent.loop import AgentLoop
+from workers.agent.tools import Arguments, Finish, Observation, Tool, ToolContext
+
+
+@dataclass
+class Said:
+    """One call's answer."""
+
+    ids: list[int]
+    finish: str = "stop"
+    spans: list[tuple[str | None, int, int]] | None = None
+    """None = all by version `v1`."""
+    routed_experts: Any = None
+    backend: Backend | None = None
+    """The backend that takes the rollout over for this call; None = the same."""
+
+
+def backend(**fields: Any) -> Backend:
+    """A backend of the demo model."""
+    known = {
+        "id": "b",
+        "url": "http://b",
+        "model": "demo",
+        "tokenizer": str(CHECKPOINT),
+        "max_model_len": 2048,
+    }
+    return Backend(**{**known, "logprobs_mode": "processed_logprobs", "policy_version": "v1", **fields})
+
+
+class ScriptedRouter:
+    """Gives the answers in order, and keeps what it was asked.
+
+    An answer longer than `max_tokens` is cut there, as an engine does.
+    """
+
+    def __init__(
+        self, answers: Iterable[Said | Callable[[list[int]], Said]], at: Backend | None = None
+    ) -> None:
+        self._answers = iter(answers)
+        self.backend: Backend | None = None
+        self._first = at or backend()
+        self.prompts: list[list[int]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.completions: list[Completion] = []
+
+    async def acquire(self, *_: Any, **__: Any) -> Backend:
+        self.backend = self._first
+        return self._first
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, **call: Any) -> Completion:
+        said = next(self._answers)
+        said = said(prompt) if callable(said) else said
+        self.backend = said.backend or self.backend
+        self.prompts.append(list(prompt))
+        self.calls.append(call)
+        ids, finish = list(said.ids), said.finish
+        if len(ids) > call["max_tokens"]:
+            ids, finish = ids[: call["max_tokens"]], "length"
+        number = len(self.prompts)
+        completion = Completion(
+            call_id=call["call_id"],
+            token_ids=ids,
+            logprobs=[-number - i / 1000 for i in range(len(ids))],
+            finish_reason=finish,
+            spans=said.spans or [("v1", 0, len(ids))],
+            routed_experts=said.routed_experts,
+        )
+        self.completions.append(completion)
+        return completion
+
+
+class LookArgs(Arguments):
+    text: str = ""
+    times: int = 1
+
+
+class Look(Tool):
+    """Answers with the text it was given, as often as wished."""
+
+    name = "look"
+    description = "Look."
+    Args = LookArgs
+
+    async def call(self, args: LookArgs, ctx: ToolContext) -> Observation:
+        return Observation(args.text * args.times)
+
+
+def loop(router: ScriptedRouter, *, limits: dict[str, Any] | None = None, **sampling: Any) -> AgentLoop:
+    """An agent loop with the tools `look` and `finish`, not advertised."""
+    request = RolloutRequest(
+        handler="scripted", limits=Limits(**(limits or {})), sampling=SamplingParams(**sampling)
+    )
+    return AgentLoop(request, 0, router, (Look(), Finish()), advertise_tools=False)

@@ -1,0 +1,23 @@
+"""A Redis for all, emptied for each test."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.state.redis import connect
+from tests.helpers.batch_world import World
+from tests.helpers.stack import RedisServer
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def world(server) -> World:
+    client = connect(server.url)
+    client.flushall()
+    return World(client, server.url)

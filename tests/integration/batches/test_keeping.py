@@ -1,0 +1,120 @@
+"""One batch for one request, whoever dies; nothing of it is kept for ever; every group is accounted for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout.schema import Limits, RolloutRequest
+from services.state.batches import BatchConflict, NoSuchBatch
+from tests.helpers.batch_world import balanced
+
+
+def test_the_same_batch_twice_is_one_and_another_body_is_refused(world):
+    body = {"id": "mine", "n": 2, "groups": 1, "prompts": 2}
+    assert world.create(**body) == world.create(**body) == "mine"
+    assert world.get("mine").started == 2
+    with pytest.raises(BatchConflict):
+        world.create(**{**body, "groups": 2})
+    with pytest.raises(BatchConflict):
+        world.create(**body, tenant="other")
+    with pytest.raises(NoSuchBatch):
+        world.batches.get("mine", "other")
+
+
+def test_a_worker_that_dies_before_it_submits_leaves_the_group_to_another(world, monkeypatch):
+    monkeypatch.setattr("services.state.batches.LEASE_S", 0.05)
+    world.desk.dies = 1
+    with pytest.raises(KeyboardInterrupt):
+        world.create(id="b", n=2, groups=2, prompts=2)
+    assert world.get("b").started == 2 and world.live() == []
+    for _ in range(200):
+        world.settle()
+        if len(world.live()) == 4:
+            break
+    assert world.live() == ["b.1.0", "b.1.1", "b.2.0", "b.2.1"]
+
+
+def test_nothing_of_an_ended_batch_outlives_its_retention(world):
+    first = world.create(n=2, groups=1, prompts=4, oversample=3)
+    world.end_group(f"{first}.1", [1, 1])
+    world.end_group(f"{first}.2", [0, 1])
+    second = world.create(n=2, groups=1, prompts=0, carry_from=first)
+    assert world.redis.ttl(f"batch:group:{{{first}.3}}") == -1, "what is under way again is kept"
+    world.end_group(f"{first}.3", [0, 1])
+    world.batches.cancel(second, None)
+    world.settle()
+    found = world.redis.keys("batch:*")
+    assert found and all(world.redis.ttl(key) > 0 for key in found)
+    world.redis.zadd("batches", {first: 1})
+    world.redis.zadd("batches:tenant:default", {first: 1})
+    world.rollouts.trim()
+    assert world.batches.ids(None) == world.batches.ids("default") == [second]
+
+
+def test_a_batch_past_its_retention_leaves_nothing_to_do(world):
+    batch = world.create(n=1, groups=2, prompts=2)
+    world.end(f"{batch}.1", 1)
+    world.redis.delete(f"batch:{{{batch}}}")
+    world.settle()
+    assert world.redis.zcard("batches:todo") == 0
+
+
+def test_the_same_call_again_does_not_open_a_batch_that_was_closed_meanwhile(world):
+    first = world.create(n=1, groups=1, prompts=1)
+    world.end_group(f"{first}.1", [1])
+    body = {"id": "b", "n": 1, "groups": 9, "prompts": 1, "carry_from": first, "closed": False}
+    world.create(**body)
+    world.batches.extend("b", [], True, None)
+    world.create(**body)
+    assert world.get("b").closed
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 4),
+    groups=st.integers(1, 4),
+    carry=st.sampled_from(["groups", "none"]),
+    chain=st.integers(1, 3),
+)
+def test_every_group_and_rollout_is_accounted_for_whatever_happens(world, seed, n, groups, carry, chain):
+    world.redis.flushall()
+    chance = random.Random(seed)
+    batches: list[str] = []
+    limits = Limits(max_attempts=1)
+    for number in range(chain):
+        prompts = [RolloutRequest(handler="noop", task={"k": k}, limits=limits) for k in range(groups + 2)]
+        more = {"carry_from": batches[-1]} if batches else {}
+        batches.append(
+            world.create(id=f"b{number}", prompts=prompts, n=n, groups=groups, carry=carry, **more)
+        )
+        while not world.get(batches[-1]).state.ended:
+            live = world.live()
+            event = chance.random()
+            if event < 0.04:
+                world.batches.cancel(batches[-1], None)
+            elif event < 0.08:
+                world.batches.pause(batches[-1], chance.random() < 0.3, None)
+            elif event < 0.14 and live:
+                world.rollouts.cancel(chance.choice(live))
+            elif live:
+                world.end(chance.choice(live), chance.choice([0, 0, 1, 1, 0.5, None]))
+            else:
+                world.batches.pause(batches[-1], False, None)
+            if chance.random() < 0.7:
+                world.settle()
+        world.settle()
+    for batch_id in batches:
+        batch = world.get(batch_id)
+        assert balanced(batch), batch
+        assert batch.kept <= groups and batch.in_flight >= 0
+    counted = Counter(one.state.terminal for one in world.rollouts.get_many(world.rollouts.ids(limit=10**6)))
+    live = sum(world.get(batch_id).in_flight for batch_id in batches)
+    assert counted[False] == live, "what is under way is somebody's"
+    sent = sum(int(world.redis.hget(key, "sent")) for key in world.redis.keys("batch:group:*"))
+    assert counted[True] + counted[False] == sent

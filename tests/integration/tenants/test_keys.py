@@ -1,0 +1,194 @@
+"""Keys and scopes: who is answered, and what each may ask for."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+
+from services.gateway import auth
+from services.settings import SettingsError
+from services.state import keys as names
+from services.state.api_keys import Scope
+from tests.helpers.stack import wait_until
+from tests.helpers.tenants import World
+
+
+@pytest.mark.parametrize(
+    ("address", "headers", "reason"),
+    [
+        ("10.0.0.7", {}, "comes from 10.0.0.7"),
+        ("", {}, "an unknown address"),
+        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}, "proxy"),
+        ("127.0.0.1", {"Forwarded": "for=10.0.0.7"}, "proxy"),
+        ("127.0.0.1", {"Host": "evil.example"}, "Host header"),
+        ("127.0.0.1", {"Host": "[::1"}, "Host header"),
+        ("::ffff:10.0.0.7", {}, "comes from"),
+    ],
+)
+def test_without_a_key_other_machines_are_refused_and_told_why(world, address, headers, reason):
+    answer = world.get("/v1/status", headers=headers, environ_base={"REMOTE_ADDR": address})
+    assert answer.status_code == 403
+    assert reason in answer.json["detail"] and "rollout keys create" in answer.json["detail"]
+    assert world.get("/health", headers=headers, environ_base={"REMOTE_ADDR": address}).status_code == 200
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
+def test_without_a_key_this_machine_may_everything_and_is_told_so(world, address, capfd):
+    answer = world.get("/v1/status", environ_base={"REMOTE_ADDR": address})
+    assert answer.json["access"] == "loopback only: no API key is configured"
+    assert answer.json["tenant"]["name"] == "default"
+    made = world.submit(None).json["rollouts"][0]["id"]
+    assert world.get(f"/v1/rollouts/{made}").json["tenant"] == "default"
+    world.start()
+    assert "no API key is configured: only callers on this machine" in capfd.readouterr().err
+
+
+def test_a_gateway_for_other_machines_needs_a_key_to_start(world):
+    with pytest.raises(SettingsError, match=r"ROLLOUT_GATEWAY_HOST=0\.0\.0\.0 .*rollout keys create"):
+        world.start(gateway_host="0.0.0.0")
+    world.key("a")
+    app = world.start(gateway_host="0.0.0.0")
+    # Should the keys be lost, it is closed and not open.
+    world.redis.delete(names.API_KEYS, names.ACCESS_VERSION)
+    assert app.test_client().get("/v1/status").status_code == 403
+
+
+def test_the_revocation_of_the_last_key_does_not_open_the_gateway(world):
+    key, _ = world.keys.create("a", [Scope.ADMIN])
+    world.keys.revoke(key.id)
+    assert world.get("/v1/status").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Basic dXNlcjpwYXNz",
+        "rlt_{id}_{secret}",
+        "Bearer rlt_{id}_",
+        "Bearer rlt_{id}_{secret}0",
+        "Bearer rlt_{id}_{wrong}",
+        "Bearer rlt_000000000000_{secret}",
+        "Bearer rlt_{id}_{secret}, Bearer rlt_{id}_{secret}",
+        "Bearer\trlt_{id}_{secret}",
+        "Bearer rlt_{id}_{upper}",
+        "Bearer \u00e9\u00ff",
+        "Bearer " + "a" * 100_000,
+    ],
+)
+def test_a_bad_authorization_header_is_a_401_that_repeats_nothing(world, header):
+    _, id_, secret = world.key("a").split("_")
+    text = header.format(id=id_, secret=secret, wrong="f" * 64, upper=secret.upper())
+    answer = world.get("/v1/status", headers={"Authorization": text})
+    assert answer.status_code == 401
+    assert answer.content_type == "application/problem+json"
+    assert answer.headers["WWW-Authenticate"].startswith('Bearer realm="rollout"')
+    assert secret not in answer.text and secret.upper() not in answer.text and "aaaa" not in answer.text
+    assert (
+        world.get("/v1/status", headers={"Authorization": f"bearer  rlt_{id_}_{secret}"}).status_code == 200
+    )
+
+
+SUBMIT = {
+    *("/v1/rollouts", "/v1/rollouts/x/cancel", "/v1/rollouts/cancel"),
+    *("/v1/batches", "/v1/batches/x/prompts"),
+    *("/v1/batches/x/pause", "/v1/batches/x/resume", "/v1/batches/x/cancel"),
+    *("/start", "/stop", "/process", "/cancel", "/run", "/v1/responses"),
+}
+
+
+def test_each_route_needs_its_scope(world):
+    """Over every route there is: one that somebody adds is closed until it says otherwise."""
+    world.key("reader", Scope.READ)
+    world.key("sender", Scope.SUBMIT)
+    world.key("chief", Scope.ADMIN)
+    open_, submit, changed_by_readers = set(), set(), set()
+    for rule in world.app.url_map.iter_rules():
+        if rule.endpoint == "static":
+            continue
+        path = re.sub(r"<any\((\w+)[^>]+>", r"\1", rule.rule)
+        path = re.sub(r"<[^>]+>", "x", path)
+        for method in rule.methods - {"HEAD", "OPTIONS"}:
+            # The stream of completions has no end: what it is asked, it refuses.
+            more = {"query_string": "cursor=no"} if path.endswith("/stream") else {}
+            codes = {
+                who: world.call(method, path, who, **more).status_code
+                for who in ("reader", "sender", "chief")
+            }
+            without = world.call(method, path, environ_base={"REMOTE_ADDR": "10.0.0.7"}, **more)
+            if without.status_code not in (401, 403):
+                open_.add(path)
+                continue
+            assert without.status_code == 401, path
+            assert codes["chief"] not in (401, 403), path
+            if codes["sender"] != 403:
+                submit.add(path)
+            if codes["reader"] != 403 and method != "GET":
+                changed_by_readers.add(path)
+    assert open_ == {"/", "/health", "/ready", "/openapi.json"}
+    assert submit == SUBMIT
+    assert changed_by_readers == {"/v1/rollouts/ack", "/aggregate_metrics"}
+    readable = ("/v1/rollouts", "/v1/completions", "/v1/handlers", "/v1/status", "/v1/backends", "/v1/policy")
+    assert [world.get(path, "reader").status_code for path in readable] == [200] * len(readable)
+
+
+def test_a_missing_scope_is_named(world):
+    world.key("reader", Scope.READ)
+    answer = world.submit("reader")
+    assert answer.status_code == 403
+    assert "needs the scope 'submit'" in answer.json["detail"] and "has: read" in answer.json["detail"]
+    assert 'scope="submit"' in answer.headers["WWW-Authenticate"]
+
+
+def test_metrics_are_for_admins_and_for_this_machine(world):
+    world.key("reader", Scope.READ)
+    world.key("chief", Scope.ADMIN)
+    far = {"environ_base": {"REMOTE_ADDR": "10.0.0.7"}}
+    assert world.get("/metrics").status_code == 200
+    assert world.get("/metrics", headers={"X-Forwarded-For": "10.0.0.7"}).status_code == 401
+    assert world.get("/metrics", **far).status_code == 401
+    assert world.get("/metrics", "reader", **far).status_code == 403
+    assert world.get("/metrics", "chief", **far).status_code == 200
+
+
+def test_keys_are_read_again_after_the_cache_s_time_and_not_before(server, monkeypatch):
+    monkeypatch.setattr(auth, "CACHE_S", 1000.0)
+    world = World(server.url)
+    key, text = world.keys.create("a", [Scope.READ])
+    world.app = world.start()
+    assert world.get("/v1/handlers", text).status_code == 200
+    world.keys.revoke(key.id)
+    assert world.get("/v1/handlers", text).status_code == 200
+    monkeypatch.setattr(auth, "CACHE_S", 0.2)
+    wait_until(lambda: world.get("/v1/handlers", text).status_code == 401, 30, "the revocation to act")
+
+
+def test_a_long_poll_does_not_answer_a_key_revoked_meanwhile(world):
+    key, text = world.keys.create("a", [Scope.READ, Scope.SUBMIT])
+    answers = []
+    path = "/v1/completions?cursor=$&wait=60"
+    reader = threading.Thread(target=lambda: answers.append(world.get(path, text)))
+    reader.start()
+    wait_until(lambda: world.gate.waiting.open, 30, "the reader to wait")
+    (made,) = world.submit(text).json["rollouts"]
+    world.keys.revoke(key.id)
+    world.gate.dispatcher.cancel(made["id"])
+    reader.join(30)
+    assert answers[0].status_code == 401 and made["id"] not in answers[0].text
+
+
+def test_a_stream_ends_when_its_key_is_revoked(world):
+    key, text = world.keys.create("a", [Scope.READ])
+    world.app = world.start(sse_heartbeat_s=0.1)
+    stream = iter(world.get("/v1/completions/stream", text).response)
+    assert next(stream)
+    rest: list[bytes] = []
+    reader = threading.Thread(target=lambda: rest.extend(stream), daemon=True)
+    reader.start()
+    world.keys.revoke(key.id)
+    reader.join(30)
+    assert not reader.is_alive()

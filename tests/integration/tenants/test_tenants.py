@@ -1,0 +1,128 @@
+"""Tenants do not see each other, and use what they are allowed to."""
+
+from __future__ import annotations
+
+import threading
+
+from services.state.api_keys import Scope
+from services.state.tenants import Tenant
+from tests.helpers.stack import wait_until
+
+
+def test_another_tenant_s_rollouts_do_not_exist(world):
+    world.key("a")
+    world.key("b")
+    mine = [one["id"] for one in world.submit("a", n=2, group_id="g", tags=["t"]).json["rollouts"]]
+    assert [world.get(f"/v1/rollouts/{one}", "a").json["tenant"] for one in mine] == ["a", "a"]
+
+    absent = world.get("/v1/rollouts/no-such", "b").json["detail"]
+    for path in (f"/v1/rollouts/{mine[0]}", f"/v1/rollouts/{mine[0]}?wait=50"):
+        answer = world.get(path, "b")
+        assert answer.status_code == 404
+        assert answer.json["detail"] == absent.replace("no-such", mine[0])
+    assert world.post(f"/v1/rollouts/{mine[0]}/cancel", "b").status_code == 404
+    for body in ({"ids": mine}, {"group_id": "g"}, {"tag": "t"}):
+        done = world.post("/v1/rollouts/cancel", "b", body).json
+        assert done["cancelled"] == 0 and done["unknown"] == len(body.get("ids", ()))
+    for query in ("", "?group_id=g", "?tag=t", "?state=queued"):
+        assert world.get(f"/v1/rollouts{query}", "b").json == {"rollouts": [], "cursor": None}
+        assert len(world.get(f"/v1/rollouts{query}", "a").json["rollouts"]) == 2
+
+    # The same words mean another group and another tag in another tenant's mouth.
+    world.submit("b", group_id="g", tags=["t"])
+    assert len(world.get("/v1/rollouts?group_id=g", "a").json["rollouts"]) == 2
+    assert world.post("/v1/rollouts/cancel", "a", {"tag": "t"}).json["cancelled"] == 2
+    assert [one["tenant"] for one in world.get("/v1/completions", "a").json["rollouts"]] == ["a", "a"]
+    assert world.get("/v1/completions", "b").json["rollouts"] == []
+    acked = world.post("/v1/rollouts/ack", "b", {"ids": mine}).json
+    assert acked["unknown"] == 2 and acked["acknowledged"] == 0
+    assert world.get("/v1/rollouts?state=queued", "b").json["rollouts"][0]["group_id"] == "g"
+
+
+def test_a_page_of_completions_is_full_however_many_others_ended(world):
+    for who in ("a", "b"):
+        world.key(who)
+    for number in range(30):
+        world.submit("b" if number % 10 else "a", tags=["t"])
+    for who in ("a", "b"):
+        world.post("/v1/rollouts/cancel", who, {"tag": "t"})
+    page = world.get("/v1/completions?limit=2", "a").json
+    rest = world.get(f"/v1/completions?limit=2&cursor={page['cursor']}", "a").json
+    assert [len(page["rollouts"]), len(rest["rollouts"])] == [2, 1]
+
+
+def test_an_admin_may_name_another_tenant_or_all(world):
+    world.key("a")
+    world.key("chief", Scope.ADMIN)
+    (made,) = world.submit("a", tags=["t"]).json["rollouts"]
+    path = f"/v1/rollouts/{made['id']}"
+    assert [world.get(path + query, "chief").status_code for query in ("", "?tenant=a", "?tenant=*")] == [
+        404,
+        200,
+        200,
+    ]
+    assert len(world.get("/v1/rollouts?tenant=*&tag=t", "chief").json["rollouts"]) == 1
+    assert world.get("/v1/rollouts?tenant=*&tag=other", "chief").json["rollouts"] == []
+    assert world.post("/v1/rollouts/cancel?tenant=*", "chief", {"tag": "t"}).status_code == 400
+    assert world.post("/v1/rollouts/cancel?tenant=a", "chief", {"tag": "t"}).json["cancelled"] == 1
+    refused = world.get("/v1/rollouts?tenant=chief", "a")
+    assert refused.status_code == 403 and refused.json["errors"][0]["field"] == "tenant"
+
+
+def test_an_id_of_another_tenant_is_taken_and_says_no_more_than_that(world):
+    world.key("a")
+    world.key("b")
+    assert world.submit("a", id="step-1").status_code == 202
+    same, other = world.submit("b", id="step-1"), world.submit("a", id="step-1", n=1, metadata={"x": 1})
+    assert same.status_code == other.status_code == 409
+    assert same.json == other.json
+    assert world.submit("a", id="step-1").json["rollouts"][0]["created"] is False
+
+
+def test_handlers_images_and_runtimes_are_checked_before_anything_is_enqueued(world):
+    world.key("a")
+    world.tenants.set(Tenant(name="a", handlers=("boxed", "chooses", "noop"), images=("special", "swe-*")))
+
+    def refused(**body):
+        answer = world.post("/v1/rollouts", "a", body)
+        assert answer.status_code == 403, answer.text
+        return [error["field"] for error in answer.json["errors"]]
+
+    assert refused(handler="nobody-s") == ["handler"]
+    assert refused(handler="chooses") == ["handler"]  # the deployment's default image
+    assert refused(handler="chooses", task={"image": "/etc"}) == ["task.image"]
+    assert refused(handler="noop", sandbox_runtime="local-unsafe") == ["sandbox_runtime"]
+    many = {"requests": [{"handler": "noop"}, {"handler": "other"}]}
+    assert refused(**many) == ["requests.1.handler"]
+    assert world.gate.rollouts.counts()["queued"] == 0
+    for fine in ({"handler": "boxed"}, {"handler": "chooses", "task": {"image": "swe-1"}}):
+        assert world.post("/v1/rollouts", "a", fine).status_code == 202
+    world.tenants.set(Tenant(name="a", handlers=("noop",), runtimes=("local-unsafe",)))
+    assert world.submit("a", sandbox_runtime="local-unsafe").status_code == 202
+    assert refused(handler="noop", sandbox_runtime="apptainer") == ["sandbox_runtime"]
+    assert [one["name"] for one in world.get("/v1/handlers", "a").json["handlers"]] == ["noop"]
+
+
+def test_the_compatible_routes_keep_tenants_apart(world):
+    world.key("a")
+    world.key("b")
+    body = {"instance": {"data_source": "noop", "instance_id": "i"}, "job_id": "j"}
+    answers = []
+    job = threading.Thread(target=lambda: answers.append(world.post("/process", "a", body)), daemon=True)
+    job.start()
+    wait_until(lambda: world.get("/status", "a").json["pending_jobs"] == 1, 60, "the job")
+    assert world.get("/status", "b").json["pending_jobs"] == 0
+    assert world.post("/cancel", "b", {"job_id": "j"}).json["status"] == "unknown"
+    assert world.post("/stop", "b").json["cancelled"] == 0
+    assert world.post("/cancel", "a", {"job_id": "j"}).json["status"] == "cancelled"
+    job.join(60)
+    assert (answers[0].status_code, answers[0].json["filter"]) == (200, True)
+    world.tenants.set(Tenant(name="a", handlers=("boxed",)))
+    answer = world.post("/process", "a", {"instance": {"data_source": "noop"}})
+    assert answer.status_code == 400 and "boxed" in answer.text and "chooses" not in answer.text
+    body["instance"] = {"data_source": "apps", "prompt": "?", "tests": []}
+    answer = world.post("/process", "a", body)
+    assert answer.status_code == 403 and answer.json["errors"][0]["field"] == "instance.data_source"
+    row = {"responses_create_params": {"input": "?"}, "agent_ref": {"name": "apps"}, "tests": []}
+    answer = world.post("/run", "a", row)
+    assert answer.status_code == 200 and answer.json["_ng_failure_class"] == "task"

@@ -1,0 +1,372 @@
+"""Clients that were written for ProRL-Agent-Server and for NeMo Gym, against the whole service."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from rollout.schema import Rollout, State
+from services.state.fleet import FleetStore
+from tests.helpers.fake_engine import fake_engine
+from tests.helpers.nemo_gym_client import GymClient, check_response
+from tests.helpers.policy_script import VARIABLE, Plans
+from tests.helpers.prorl_client import Process, ProrlClient, turns
+from tests.helpers.stack import ROOT, Stack, wait_until
+from workers.agent.replay import Action, Call
+from workers.handlers.noop import Noop
+
+PATIENCE_S = 120.0
+EXITS = {"data_source": "judged", "task": {"function": "tests.helpers.scorers:exits"}}
+SOLVED = (Action(tool_calls=[Call(name="calculator", arguments={"sum": "4 + 3"})]), r"It is \boxed{7}.")
+"""A tool that there is not, answered with an error; then the answer. No sandbox is needed."""
+
+
+class Service:
+    """A stack whose only LLM server plays plans; it was registered by no one yet."""
+
+    def __init__(self, stack: Stack, plans: Plans, engine_url: str) -> None:
+        self.stack, self.url, self.client = stack, stack.url, stack.client
+        self.address = f"{engine_url}/v1"
+        self._plans = plans
+
+    def asks(self, name: str, *actions: Action | str) -> str:
+        """A question that the policy meets with these actions."""
+        played = [Action(content=one) if isinstance(one, str) else one for one in actions]
+        return f"What is 4 + 3? ({self._plans.add(name, played)})"
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory) -> Iterator[Plans]:
+    plans = Plans(tmp_path_factory.mktemp("plans"))
+    os.environ[VARIABLE] = str(plans.directory)
+    yield plans
+    del os.environ[VARIABLE]
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory) -> Iterator[Stack]:
+    """A gateway that knows a handler, and no worker yet: jobs stay queued. For the tests that come first."""
+    directory = tmp_path_factory.mktemp("stack")
+    env = {
+        "ROLLOUT_DATA_SOURCES": "my_math=math",
+        "ROLLOUT_BACKEND_WAIT_S": "0.2",
+        # A slow machine must not make the one LLM server look dead.
+        "ROLLOUT_BACKEND_PROBE_S": "600",
+    }
+    with Stack(directory, directory / "sbx", env) as stack:
+        FleetStore(stack.redis.client).put_handlers([Noop().info()])
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def service(idle, plans) -> Iterator[Service]:
+    """The same stack with a worker. The policy plays plans; nobody has registered it yet."""
+    with fake_engine(script="tests.helpers.policy_script:play", max_model_len=65536) as engine:
+        idle.start_worker("init,run,eval", "all")
+        yield Service(idle, plans, engine.url)
+
+
+@pytest.fixture(scope="module")
+def trainer(service) -> ProrlClient:
+    client = ProrlClient(service.url)
+    client.post("/add_llm_server", {"address": service.address}).raise_for_status()
+    client.start()
+    return client
+
+
+@pytest.fixture(scope="module")
+def collector(service, trainer) -> GymClient:
+    return GymClient(service.url)
+
+
+@pytest.fixture
+def waiting(idle) -> ProrlClient:
+    client = ProrlClient(idle.url)
+    client.start()
+    return client
+
+
+def queued(stack: Stack, count: int) -> list[Rollout]:
+    """The rollouts that wait, once they are so many."""
+
+    def look() -> list[Rollout] | None:
+        found = stack.client.list(state=State.QUEUED).rollouts
+        return found if len(found) == count else None
+
+    return wait_until(look, PATIENCE_S, f"{count} queued rollouts") or []
+
+
+def rollout_of(service: Service, instance_id: str) -> Rollout:
+    named = [
+        one
+        for one in service.client.list(limit=1000).rollouts
+        if one.request.metadata.get("instance_id") == instance_id
+    ]
+    assert len(named) == 1
+    return service.client.get(named[0].id)
+
+
+# -- before there is a worker --------------------------------------------------------------------
+
+
+def test_cancelling_a_queued_job_answers_at_once(idle, waiting):
+    held = Process(waiting, {"data_source": "noop", "instance_id": "a"}, job_id="one")
+    queued(idle, 1)
+    status = waiting.status()
+    assert (status["running"], status["pending_jobs"], status["jobs"], status["init_queue"]) == (
+        True,
+        1,
+        0,
+        1,
+    )
+    assert waiting.cancel("one") == "cancelled"
+    found = held.result()
+    assert (found["filter"], found["success"], found["critical_error"]) == (True, False, "init")
+    assert waiting.cancel("one") in ("unknown", "ended") and waiting.cancel("never there") == "unknown"
+    assert waiting.status()["pending_jobs"] == 0
+
+
+def test_stop_cancels_what_is_under_way_and_ids_begin_anew(idle, waiting):
+    held = [Process(waiting, {"data_source": "noop", "instance_id": k}, job_id=str(k)) for k in range(3)]
+    queued(idle, 3)
+    assert waiting.post("/stop").json()["cancelled"] == 3
+    assert [one.result()["filter"] for one in held] == [True] * 3
+    assert waiting.post("/process", {"instance": {"data_source": "noop"}}).status_code == 409
+    assert waiting.status()["running"] is False
+    assert waiting.post("/start").status_code == 200
+    fresh = Process(waiting, {"data_source": "noop", "instance_id": "other"}, job_id="1")
+    queued(idle, 1)
+    waiting.cancel("1")
+    assert fresh.result()["instance_id"] == "other"
+
+
+def test_a_killed_gateway_costs_a_job_with_an_id_nothing(idle, waiting):
+    held = Process(waiting, {"data_source": "noop", "instance_id": "kept"}, job_id="kept")
+    (before,) = queued(idle, 1)
+    idle.gateway.kill()
+    idle.gateway = idle.start_gateway()
+    # Its client sends the same again by itself; here it did, once the gateway has one that waits.
+    wait_until(lambda: waiters(idle) == 1, PATIENCE_S, "the client to come back")
+    assert [one.id for one in queued(idle, 1)] == [before.id]
+    other = waiting.post("/process", {"instance": {"data_source": "noop", "run_s": 1}, "job_id": "kept"})
+    assert other.status_code == 409 and other.json()["errors"][0]["field"] == "job_id"
+    waiting.cancel("kept")
+    assert held.result()["instance_id"] == "kept"
+
+
+def test_a_client_that_hangs_up_cancels_a_job_that_nobody_could_ask_for_again(idle, waiting):
+    cancelled = idle.client.status()["states"]["cancelled"]
+    hang_up(idle, '{"instance": {"data_source": "noop"}, "job_id": "named"}')
+    (named,) = queued(idle, 1)
+    hang_up(idle, '{"instance": {"data_source": "noop"}}')
+    wait_until(lambda: idle.client.status()["states"]["cancelled"] == cancelled + 1, PATIENCE_S, "its end")
+    assert [one.id for one in queued(idle, 1)] == [named.id]
+    assert waiting.cancel("named") == "cancelled"
+
+
+def hang_up(stack: Stack, body: str) -> None:
+    """Send a `/process`, wait until it is parked, and go."""
+    before = waiters(stack)
+    with socket.create_connection(("127.0.0.1", stack.port)) as one:
+        head = "POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait_until(lambda: waiters(stack) == before + 1, PATIENCE_S, "it to wait")
+    wait_until(lambda: waiters(stack) == before, PATIENCE_S, "its place to be free")
+
+
+def waiters(stack: Stack) -> int:
+    text = httpx.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text
+    return next(int(float(found)) for found in re.findall(r"^rollout_gateway_waiters (\S+)$", text, re.M))
+
+
+# -- ProRL -------------------------------------------------------------------------------------
+
+
+def test_a_prorl_client_gets_every_token_by_changing_the_url_only(service, trainer):
+    assert trainer.post("/start").status_code == 400, "it runs, and clients take 400 for fine"
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    assert trainer.status()["llm_servers"] == [service.address]
+    instance = {
+        "data_source": "deepscaler",
+        "instance_id": "sum-1",
+        "trajectory_id": 3,
+        "prompt": [{"role": "user", "content": service.asks("prorl-sum", *SOLVED)}],
+        "reward_model": {"ground_truth": "7"},
+    }
+    sampling = {"temperature": 1.0, "max_output_tokens": 500, "max_iterations": 5, "api_key": "sk-secret-1"}
+    found = trainer.process(instance, sampling | {"model": "hosted_vllm/x", "unheard_of": 1})
+    assert (found["instance_id"], found["trajectory_id"]) == ("sum-1", "3")
+    assert (found["success"], found["finish"], found["end_properly"]) == (True, True, True)
+    assert (found["resolved"], found["reward"], found["filter"]) == (True, 1.0, False)
+    assert (found["critical_error"], found["error"], found["git_patch"]) == (None, None, None)
+    assert [one["role"] for one in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+    first, second = turns(found)
+    assert first["tool_calls"] == [{"name": "calculator", "arguments": {"sum": "4 + 3"}}]
+    assert second["tool_calls"] == [] and second["content"] == SOLVED[1]
+    before = first["input_ids"] + first["token_ids"]
+    assert second["input_ids"][: len(before)] == before
+    kept = rollout_of(service, "sum-1")
+    trajectory = kept.trajectory
+    assert second["input_ids"] + second["token_ids"] == trajectory.prompt_ids + trajectory.response_ids
+    sampled = [value for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask]
+    assert first["logprobs"] + second["logprobs"] == pytest.approx(sampled, abs=1e-6)
+    assert (kept.request.limits.max_turns, kept.request.sampling.max_tokens) == (5, 500)
+    assert "sk-secret-1" not in kept.model_dump_json(), "a key is nobody's to keep"
+    timing = found["timing"]
+    assert timing["run_time"] > 0 and not timing["timeout_triggered"]
+    assert timing["counted_elapsed"] == pytest.approx(
+        timing["init_time"] + timing["run_time"] + timing["eval_time"]
+    )
+    short = trainer.process(instance | {"instance_id": "sum-2"}, sampling | {"compact": True})
+    assert all("input_ids" not in message for message in short["messages"])
+    ids = [token for message in short["messages"] for token in message["token_ids"]]
+    assert ids == second["input_ids"] + second["token_ids"], "the messages together are the context"
+
+
+def test_a_wrong_answer_is_no_reason_to_drop_a_sample(service, trainer):
+    instance = {"data_source": "my_math", "problem": service.asks("wrong", r"\boxed{8}"), "answer": "7"}
+    found = trainer.process(instance)
+    assert (found["success"], found["resolved"], found["reward"], found["filter"]) == (
+        True,
+        False,
+        0.0,
+        False,
+    )
+
+
+def test_a_scorer_that_is_out_of_order_sets_filter_and_no_reward(trainer):
+    found = trainer.process(EXITS)
+    assert (found["filter"], found["success"], found["resolved"], found["reward"]) == (
+        True,
+        False,
+        False,
+        None,
+    )
+    assert found["critical_error"] == "eval" and "infrastructure" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "instance"),
+        ({"instance": []}, "instance"),
+        ({"instance": {"data_source": "nowhere"}}, "instance.data_source"),
+        ({"instance": {"problem_statement": 3}}, "instance.problem_statement"),
+        ({"instance": {"data_source": "deepscaler", "answer": "7"}}, "instance"),
+        ({"instance": {"data_source": "deepscaler", "prompt": "?"}}, "instance"),
+        ({"instance": {"data_source": "noop", "run_s": "x"}}, "instance.run_s"),
+        (
+            {"instance": {"data_source": "noop"}, "sampling_params": {"temperature": 9}},
+            "sampling_params.temperature",
+        ),
+        (
+            {"instance": {"data_source": "noop"}, "sampling_params": {"max_iterations": 0}},
+            "sampling_params.max_iterations",
+        ),
+        ({"instance": {"data_source": "noop"}, "job_id": []}, "job_id"),
+    ],
+)
+def test_a_bad_instance_is_refused_by_its_field_and_starts_nothing(service, trainer, body, field):
+    before = trainer.status()["pending_jobs"]
+    answer = trainer.post("/process", body)
+    assert answer.status_code == 400, answer.text
+    assert field in [error["field"] for error in answer.json()["errors"]]
+    assert trainer.status()["pending_jobs"] == before
+
+
+def test_without_an_llm_server_a_job_is_filtered_and_another_one_helps(service, trainer):
+    assert trainer.post("/add_llm_server", {"address": "http://127.0.0.1:9/v1"}).status_code == 400
+    assert trainer.post("/clear_llm_server").status_code == 200
+    assert trainer.status()["llm_servers"] == [] and service.client.backends() == []
+    instance = {"data_source": "deepscaler", "prompt": service.asks("none", r"\boxed{7}"), "answer": "7"}
+    try:
+        found = trainer.process(instance, job_id="retried")
+        assert (found["filter"], found["critical_error"], found["reward"]) == (True, "run", None)
+    finally:
+        trainer.post("/add_llm_server", {"address": service.address}).raise_for_status()
+    found = trainer.process(instance, job_id="retried")
+    assert found["resolved"], "a job that failed is tried anew under the same id"
+    again = trainer.process(instance, job_id="retried")
+    assert turns(again) == turns(found), "one that did not is given again"
+
+
+# -- NeMo Gym ----------------------------------------------------------------------------------
+
+
+def test_a_gym_collector_gets_contiguous_tokens_and_a_reward(service, collector):
+    assert httpx.get(f"{service.url}/").status_code == 200
+    text = service.asks("gym-sum", *SOLVED)
+    found = collector.run(text, "math", task=1, rollout=2, expected_answer=7)
+    assert (found["reward"], found["reward_components"]["correct"]) == (1.0, 1.0)
+    assert not found.get("mask_sample")
+    kept = service.client.get(found["rollout_id"]).trajectory
+    assert check_response(found["response"]) == kept.prompt_ids + kept.response_ids
+    kinds = [item["type"] for item in found["response"]["output"]]
+    assert kinds == ["function_call", "function_call_output", "message"]
+    again = collector.run(text, "math", task=1, rollout=2, expected_answer=7)
+    assert again["rollout_id"] != found["rollout_id"], "indices begin anew with every collection"
+    named = [
+        collector.run(text, "math", expected_answer=7, _ng_rollout_id="mine", _ng_attempt_index=attempt)
+        for attempt in (0, 0, 1)
+    ]
+    ids = [one["rollout_id"] for one in named]
+    assert ids[0] == ids[1] != ids[2], "another attempt is another rollout"
+
+
+def test_a_gym_collector_gets_every_failure_as_a_masked_row(service, collector):
+    outage = collector.run("", "judged", function="tests.helpers.scorers:exits")
+    assert (outage["mask_sample"], outage["_ng_failure_class"]) == (True, "infrastructure")
+    assert outage["_ng_failure_terminal"] is False
+    nobody = collector.run("?", "no-such-agent")
+    misfit = collector.run("", "noop", run_s="x")
+    policy = collector.run("", "noop", policy_base_url="http://127.0.0.1:9/v1", policy_api_key="sk-secret-2")
+    for row in (nobody, misfit, policy):
+        assert (row["_ng_failure_class"], row["_ng_failure_terminal"]) == ("task", True)
+    assert "sk-secret-2" not in str(policy)
+    well = collector.run(
+        "", "noop", reward=0.5, policy_base_url=service.address, policy_api_key="sk-secret-2"
+    )
+    assert well["reward"] == 0.5
+    assert "sk-secret-2" not in service.client.get(well["rollout_id"]).model_dump_json()
+    assert collector.post("/run", {"no": "row"}).status_code == 400
+    numbers = collector.post("/aggregate_metrics", {"verify_responses": [outage, well]}).json()
+    assert numbers["agent_metrics"]["mean/reward"] == 0.5, "a failure is not a reward of 0"
+    assert numbers["agent_metrics"]["dropped/infrastructure"] == 1
+    assert numbers["key_metrics"]["mean/reward"] == 0.5 and len(numbers["group_level_metrics"]) == 1
+
+
+def test_a_row_of_swe_keeps_its_instance_in_the_metadata(collector):
+    """`/v1/responses` takes what `responses_create_params` is; here of a repository nobody knows."""
+    metadata = {
+        "instance_id": "me__it-1",
+        "repo": "me/it",
+        "base_commit": "HEAD",
+        "problem_statement": "It is broken.",
+        "test_patch": "",
+        "FAIL_TO_PASS": '["a"]',
+        "PASS_TO_PASS": "[]",
+    }
+    answer = collector.post("/v1/responses", {"input": [], "metadata": metadata})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert check_response(found) == [] and found["status"] == "failed"
+    assert "no test command is known for 'me/it'" in found["error"]["message"]
+    assert found["metadata"] == metadata
+
+
+@pytest.mark.parametrize("name", ["prorl", "nemo_gym"])
+def test_the_examples_of_the_guide_run_as_written(service, trainer, name, monkeypatch, capsys):
+    pattern = rf"<!-- tested: {name} -->\n```python\n(.*?)```"
+    (code,) = re.findall(pattern, (ROOT / "docs" / "compatibility.md").read_text(), re.DOTALL)
+    question = "What is 6 times 7?"
+    assert question in code and len(code.splitlines()) <= 20
+    monkeypatch.setenv("ROLLOUT_URL", service.url)
+    monkeypatch.setenv("LLM_SERVER", service.address)
+    asked = service.asks(f"guide-{name.replace('_', '-')}", r"It is \boxed{42}.")
+    exec(code.replace(question, asked), {})
+    assert "1.0" in capsys.readouterr().out

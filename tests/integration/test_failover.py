@@ -1,0 +1,287 @@
+"""Backends that die, hang and lie under live rollouts: all of them end, with the right tokens, counted right.
+
+The backends are fakes whose answers are a pure function of the prompt, so every id of a trajectory can be
+checked, whichever backend served the call and however often it was tried.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout.schema import Blame, RolloutRequest, State
+from tests.helpers.fake_engine import fake_engine
+from tests.helpers.fake_language import FakeLanguage
+from tests.helpers.llm_servers import DEMO_MODEL
+from tests.helpers.stack import Stack, wait_until
+from workers.agent.codec import load_codec
+
+IDS = {"first_id": 20, "vocab_size": 300}
+"""Plain text in the vocabulary of the demo model: no control tokens."""
+LANGUAGE = FakeLanguage(**IDS, answer_tokens=(10, 30))
+TURN_TOKENS = 64
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A service of its own, so that its backends may be broken; without any yet."""
+    env = {"ROLLOUT_BACKEND_PROBE_S": "0.5", "ROLLOUT_BACKEND_WAIT_S": "8"}
+    with (
+        tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir,
+        Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack,
+    ):
+        stack.start_worker("init,eval", "others")
+        stack.start_worker("run", slots=256)
+        yield stack
+
+
+@pytest.fixture
+def fleet(service):
+    """Starts fakes and registers them: `fleet(3, step_ms=10)`; forgets and ends them afterwards."""
+    with ExitStack() as stack:
+
+        def start(count, **options):
+            servers = {}
+            for number in range(count):
+                server = stack.enter_context(fake_engine(answer_tokens=(10, 30), **IDS, **options))
+                service.client.add_backend(server.url, id=f"fake{number}")
+                stack.callback(service.client.remove_backend, f"fake{number}")
+                servers[f"fake{number}"] = server
+            return servers
+
+        yield start
+
+
+def talk(count, *, turns=4, tag, **fields):
+    return [
+        RolloutRequest(
+            handler="talker",
+            task={"text": f"say {number} of {tag}", "turns": turns, "max_tokens": TURN_TOKENS},
+            tags=[tag],
+            **fields,
+        )
+        for number in range(count)
+    ]
+
+
+def collect(service, submitted):
+    """Each rollout at its end, by id."""
+    ended = {}
+    for one in submitted:
+        ended[one.id] = service.client.wait(one.id, timeout=PATIENCE_S)
+    return ended
+
+
+def check_tokens(rollout):
+    """Every id and log-prob is what the language says for what stands before it."""
+    stop = load_codec(str(DEMO_MODEL)).stop_token_ids
+    context: list[int] = []
+    calls = 0
+    for segment in rollout.trajectory.chain.segments:
+        if segment.sampled:
+            expected = LANGUAGE.answer(context, max_tokens=TURN_TOKENS, stop_token_ids=stop)
+            assert segment.token_ids == expected.token_ids
+            assert segment.logprobs == pytest.approx(expected.logprobs)
+            calls += 1
+        context += segment.token_ids
+    assert calls == rollout.request.task["turns"]
+
+
+def check_counters(service):
+    """Nothing is reserved and nobody is pinned once all have ended."""
+    assert [(one.load, one.live_rollouts) for one in service.client.backends()] == (
+        [(0.0, 0)] * len(service.client.backends())
+    )
+    assert service.redis.client.hgetall("backends:pins") == {}
+    assert service.redis.client.hgetall("backends:groups") == {}
+
+
+def live_calls(server):
+    return sum(call["state"] == "running" for call in httpx.get(f"{server.url}/calls").json())
+
+
+def test_one_of_three_backends_killed_under_200_rollouts_loses_none_and_no_token(service, fleet):
+    servers = fleet(3, step_ms=40)
+    submitted = service.client.submit(talk(200, turns=5, tag="kill"))
+    counts = service.redis.client
+    wait_until(lambda: int(counts.hget("rollouts:counts", "running") or 0) >= 200, 60, "200 live rollouts")
+    wait_until(lambda: live_calls(servers["fake1"]) > 20, 60, "calls in the backend")
+    os.kill(servers["fake1"].pid, signal.SIGKILL)
+    ended = collect(service, submitted)
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 200}
+    assert {one.attempt for one in ended.values()} == {1}, "a rollout goes on, it does not begin again"
+    for one in ended.values():
+        check_tokens(one)
+    failed = sum(one.metrics.get("failed_calls", 0) for one in ended.values())
+    assert failed > 20, "it was killed in the middle of calls"
+    tagged = [fields for _, fields in counts.xrange("completions") if "kill" in fields["tags"]]
+    assert Counter(fields["id"] for fields in tagged) == dict.fromkeys(ended, 1), "each ended once"
+    dead = service.client.backend("fake1")
+    assert not dead.healthy and not dead.reachable and dead.error
+    assert all(call["state"] == "done" for name in ("fake0", "fake2") for call in calls_of(servers[name]))
+    check_counters(service)
+
+
+def calls_of(server):
+    return httpx.get(f"{server.url}/calls").json()
+
+
+def test_a_backend_that_hangs_is_left_long_before_the_time_limit_of_a_call(service, fleet):
+    servers = fleet(2, step_ms=40)
+    submitted = service.client.submit(talk(30, turns=6, tag="hang"))
+    wait_until(lambda: live_calls(servers["fake0"]) > 3, 60, "calls in the backend")
+    os.kill(servers["fake0"].pid, signal.SIGSTOP)
+    try:
+        ended = collect(service, submitted)
+        assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 30}
+        for one in ended.values():
+            check_tokens(one)
+            assert one.stage_seconds["run"] < one.request.limits.call_timeout_s / 3
+        assert sum(one.metrics.get("moved_failover", 0) for one in ended.values()) > 3
+        assert not service.client.backend("fake0").reachable
+    finally:
+        os.kill(servers["fake0"].pid, signal.SIGCONT)
+    wait_until(lambda: service.client.backend("fake0").healthy, 60, "the backend to be taken again")
+    check_counters(service)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "error", "status": 500},
+        {"kind": "error", "status": 503},
+        {"kind": "overloaded"},
+        {"kind": "truncated"},
+        {"kind": "cut"},
+        {"kind": "short_logprobs"},
+        {"kind": "nan"},
+    ],
+    ids=lambda fault: f"{fault['kind']}{fault.get('status', '')}",
+)
+def test_tokens_of_a_broken_call_are_discarded_and_the_call_is_made_elsewhere(service, fleet, fault):
+    servers = fleet(2)
+    httpx.post(f"{servers['fake0'].url}/fault", json={**fault, "calls": 6}).raise_for_status()
+    tag = f"{fault['kind']}{fault.get('status', '')}"
+    ended = collect(service, service.client.submit(talk(16, tag=tag)))
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 16}
+    for one in ended.values():
+        check_tokens(one)
+    assert sum(one.metrics.get("failed_calls", 0) for one in ended.values()) == 6
+    check_counters(service)
+
+
+def test_a_backend_whose_calls_fail_though_it_says_it_is_well_is_left_alone(service, fleet):
+    servers = fleet(2)
+    httpx.post(f"{servers['fake0'].url}/fault", json={"kind": "error"}).raise_for_status()
+    submitted = service.client.submit(talk(60, tag="breaker"))
+    why = wait_until(lambda: service.client.backend("fake0").error, 60, "the circuit to open")
+    assert "calls failed, though /health answers" in why
+    ended = collect(service, submitted)
+    assert {one.state for one in ended.values()} == {State.COMPLETED}
+    httpx.post(f"{servers['fake0'].url}/fault", json={"kind": "none"}).raise_for_status()
+    wait_until(lambda: service.client.backend("fake0").healthy, 60, "the circuit to close")
+    check_counters(service)
+
+
+def test_rollouts_wait_while_no_backend_is_left_and_go_on_with_the_same_tokens(service, fleet):
+    servers = fleet(2, step_ms=30)
+    submitted = service.client.submit(talk(10, turns=5, tag="outage"))
+    wait_until(lambda: all(live_calls(server) for server in servers.values()), 60, "calls in both")
+    for server in servers.values():
+        os.kill(server.pid, signal.SIGSTOP)
+    try:
+        wait_until(
+            lambda: not any(one.reachable for one in service.client.backends()), 60, "both to be found away"
+        )
+    finally:
+        for server in servers.values():
+            os.kill(server.pid, signal.SIGCONT)
+    ended = collect(service, submitted)
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 10}
+    for one in ended.values():
+        check_tokens(one)
+    check_counters(service)
+
+
+def test_when_no_backend_comes_back_the_blame_is_infrastructure_and_there_is_no_reward(service, fleet):
+    servers = fleet(1, step_ms=30)
+    (one,) = service.client.submit(talk(1, turns=50, tag="gone", limits={"max_attempts": 1}))
+    wait_until(lambda: live_calls(servers["fake0"]), 60, "a call in the backend")
+    os.kill(servers["fake0"].pid, signal.SIGKILL)
+    ended = service.client.wait(one.id, timeout=PATIENCE_S)
+    assert (ended.state, ended.error.blame) == (State.FAILED, Blame.INFRASTRUCTURE)
+    assert ended.drop and ended.reward is None
+    check_counters(service)
+
+
+def test_answers_that_are_always_broken_are_laid_to_the_model(service, fleet):
+    (server,) = fleet(1).values()
+    httpx.post(f"{server.url}/fault", json={"kind": "nan"}).raise_for_status()
+    (one,) = service.client.submit(talk(1, tag="nan-always"))
+    ended = service.client.wait(one.id, timeout=PATIENCE_S)
+    assert (ended.state, ended.error.blame) == (State.FAILED, Blame.MODEL)
+    assert ended.drop and ended.reward is None and "finite" in ended.error.message
+
+
+def test_a_removed_backend_loses_its_rollouts_to_the_others_at_their_next_turn(service, fleet):
+    servers = fleet(2, step_ms=30)
+    submitted = service.client.submit(talk(20, turns=6, tag="removed"))
+    wait_until(lambda: live_calls(servers["fake0"]) > 3, 60, "calls in the backend")
+    service.client.remove_backend("fake0")
+    ended = collect(service, submitted)
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 20}
+    for one in ended.values():
+        check_tokens(one)
+        assert one.backend == "fake1"
+    service.client.add_backend(servers["fake0"].url, id="fake0")
+    check_counters(service)
+
+
+def test_rollouts_beyond_the_capacity_wait_for_room_and_none_is_refused(service, fleet):
+    (server,) = fleet(1, step_ms=10).values()
+    service.client.add_backend(server.url, id="fake0", max_rollouts=5)
+    submitted = service.client.submit(talk(40, tag="room"))
+    most = 0
+    while not all(service.client.get(one.id).state.terminal for one in submitted[-1:]):
+        most = max(most, service.client.backend("fake0").live_rollouts)
+    ended = collect(service, submitted)
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 40}
+    assert 1 <= most <= 5
+    assert any(one.metrics.get("backend_wait_s", 0) > 0.1 for one in ended.values())
+    check_counters(service)
+
+
+def test_a_killed_worker_leaves_no_reservation_and_the_counters_stay_exact(service, fleet):
+    fleet(2, step_ms=30)
+    submitted = service.client.submit(talk(40, turns=6, tag="killed-worker"))
+    redis = service.redis.client
+    wait_until(lambda: redis.hlen("backends:pins") == 40, 60, "40 reservations")
+    (worker,) = [one for one in service.processes if one.name == "run" and one.popen.poll() is None]
+    worker.kill()
+    wait_until(lambda: redis.hlen("backends:pins") == 0, 60, "the reservations to end with the leases")
+    assert {one.load for one in service.client.backends()} == {0.0}
+    service.start_worker("run", slots=256)
+    ended = collect(service, submitted)
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 40}
+    for one in ended.values():
+        check_tokens(one)
+    check_counters(service)
+
+
+def test_a_server_that_was_started_again_with_other_weights_is_noticed(service, fleet):
+    (server,) = fleet(1).values()
+    assert service.client.backend("fake0").policy_version == "default"
+    httpx.post(f"{server.url}/update_weight_version", json={"new_version": "elsewhere"}).raise_for_status()
+    wait_until(lambda: service.client.backend("fake0").policy_version == "elsewhere", 60, "the new version")
+    (one,) = collect(service, service.client.submit(talk(1, tag="elsewhere"))).values()
+    assert set(one.trajectory.policy_versions) <= {"elsewhere", None}
+    stats = service.client.backend("fake0").stats
+    assert stats.running == 0 and stats.prompt_tokens is not None

@@ -1,0 +1,77 @@
+"""The API against its own description: requests that fit `/openapi.json`, and ones that do not quite."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+from services.gateway import openapi
+from services.state.fleet import FleetStore
+from tests.helpers.stack import Stack
+from workers.handlers.noop import Noop
+
+EXAMPLES = 100 if os.environ.get("CHAOS_LONG") else 6
+"""Of each operation, in each mode."""
+NOBODY = "http://127.0.0.1:9"
+ENDLESS = {"/v1/completions/stream"}
+OPERATIONS = [
+    (method.upper(), path)
+    for path, operations in openapi.document()["paths"].items()
+    for method in operations
+    if path not in ENDLESS
+]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    """A gateway that knows a handler, and no worker: what is accepted stays queued."""
+    directory = tmp_path_factory.mktemp("fuzz")
+    with Stack(directory, directory / "sbx") as stack:
+        FleetStore(stack.redis.client).put_handlers([Noop().info()])
+        yield stack, schemathesis.openapi.from_url(f"{stack.url}/openapi.json")
+
+
+def tame(case):
+    """Nothing that waits long or reaches out: not what is tested here."""
+    query = case.query or {}
+    if isinstance(query.get("wait"), int | float):
+        query["wait"] = min(query["wait"], 0.01)
+    if isinstance(case.body, dict):
+        if isinstance(case.body.get("wait"), int | float):
+            case.body["wait"] = min(case.body["wait"], 0.01)
+        for name in ("url", "address"):
+            if isinstance(case.body.get(name), str):
+                case.body[name] = NOBODY
+        if isinstance(case.body.get("handler"), str):
+            case.body["handler"] = "noop"
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_every_answer_is_documented_and_none_is_a_server_error(gateway, method, path):
+    stack, schema = gateway
+    operation = schema[path][method]
+    documented = {int(status) for status in operation.definition.raw["responses"] if status.isdigit()}
+    cases = st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
+
+    @settings(
+        max_examples=2 * EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def ask(case):
+        tame(case)
+        answer = case.call(base_url=stack.url, timeout=60)
+        assert answer.status_code in documented, f"{answer.status_code} is not documented: {answer.text}"
+        assert answer.status_code < 500 or path == "/ready", answer.text
+        case.validate_response(answer, checks=[content_type_conformance, response_schema_conformance])
+
+    ask()

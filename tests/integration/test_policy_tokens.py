@@ -1,0 +1,81 @@
+"""Tokens that an engine sampled from new weights count only once those are found to be the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from rollout.schema import BackendRequest, SamplingParams
+from services.engines.describe import describe
+from services.state.backends import BackendStore
+from tests.helpers.stack import RedisServer
+from workers.agent.placement import Placements
+from workers.agent.router import BackendRouter
+
+ROLLOUT = "rollout-1"
+CALL = {"max_tokens": 3, "seed": 1, "stop_token_ids": [], "call_id": "c", "cache_salt": None, "timeout_s": 60}
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def store(embedded, tmp_path):
+    """Two backends, both this engine; the service knows other weights of the first than the engine names."""
+    redis = RedisServer(tmp_path)
+    store = BackendStore(redis.client)
+    for name, version in (("exchanged", "before"), ("other", None)):
+        backend = describe(BackendRequest(url=embedded.url, id=name))
+        store.put(backend.model_copy(update={"policy_version": version or backend.policy_version}))
+    yield store
+    redis.stop()
+
+
+def call_that_ends_during_an_exchange(store, end):
+    """Backends that served a call which was answered while weights were exchanged, and its completion.
+
+    `end(version)` ends the exchange, told the version that the engine names.
+    """
+
+    async def main():
+        placements = Placements(store)
+        async with aiohttp.ClientSession() as http:
+            router = BackendRouter(ROLLOUT, placements, http, policy_version="before")
+            await router.acquire()
+            store.pause("exchanged")
+            answered, asked = asyncio.Event(), placements.trusted
+
+            async def trusted(backend_id, version):
+                answered.version = version
+                answered.set()
+                return await asked(backend_id, version)
+
+            placements.trusted = trusted
+            call = asyncio.create_task(router.generate([1, 2, 3], SamplingParams(), **CALL))
+            await asyncio.wait_for(answered.wait(), PATIENCE_S)
+            await asyncio.sleep(0.1)
+            assert not call.done(), "tokens were taken before the weights were found right"
+            end(answered.version)
+            return router.backends, await asyncio.wait_for(call, PATIENCE_S)
+
+    return asyncio.run(main())
+
+
+def test_they_are_taken_when_the_canary_passes(store):
+    def passed(version):
+        store.set_version("exchanged", version)
+        store.resume("exchanged")
+
+    served, completion = call_that_ends_during_an_exchange(store, passed)
+    assert served == ["exchanged"]
+    assert len(completion.token_ids) == 3
+
+
+def test_they_are_discarded_when_it_fails_and_the_call_is_made_elsewhere(store):
+    def failed(version):
+        store.fail("exchanged", "canary failed")
+        store.resume("exchanged")
+
+    served, completion = call_that_ends_during_an_exchange(store, failed)
+    assert served == ["other"]
+    assert len(completion.token_ids) == 3

@@ -1,0 +1,61 @@
+"""The reaper against a real Redis: who is elected, and how much one look deals with."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.schema import RolloutRequest, Stage
+from services.dispatch import Dispatcher
+from services.queues import make_celery
+from services.settings import Settings
+from services.state import keys
+from services.state.redis import connect
+from services.state.rollouts import NewRollout, RolloutStore
+from tests.helpers.stack import RedisServer, wait_until
+from workers.reaper import AT_ONCE, Reaper
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path)
+    yield server
+    server.stop()
+
+
+def reaper_of(server, owner, **settings):
+    settings = Settings(redis_url=server.url, **settings)
+    client = connect(server.url)
+    store = RolloutStore(client, settings)
+    return Reaper(client, store, Dispatcher(make_celery(settings), store), settings, owner), store
+
+
+def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server):
+    dead, _ = reaper_of(server, "dead", lease_s=4.0, reaper_interval_s=0.2)
+    other, _ = reaper_of(server, "other", lease_s=4.0, reaper_interval_s=0.2)
+    assert dead._election.won() and not other._election.won()
+    assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
+    wait_until(other._election.won, 60, "the other one to be elected")
+    assert not dead._election.won()
+
+
+def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
+    reaper, store = reaper_of(server, "reaper", lease_s=0.05)
+    request = RolloutRequest(handler="noop")
+    count = 2 * AT_ONCE + 50
+    ids = [f"r{number}" for number in range(count)]
+    store.submit([NewRollout(one, one, 0, request, request.model_dump_json(), "digest") for one in ids])
+    for one in ids:
+        assert not isinstance(store.claim(one, 1, Stage.INIT, "dead"), str)
+    wait_until(
+        lambda: server.client.zcount("rollouts:due", "-inf", _now(server)) == count,
+        60,
+        "the leases to run out",
+    )
+    reaper.tick()
+    assert {store.get(one).attempt for one in ids} == {2}
+    assert server.client.llen("init") == count
+
+
+def _now(server):
+    seconds, micros = server.client.time()
+    return seconds * 1000 + micros // 1000

@@ -1,0 +1,441 @@
+"""Redis in operation: start checks, migrations, addresses, cut connections, restarts, failover."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+
+from rollout.client import Client
+from rollout.schema import RolloutRequest, State
+from services import keys_table
+from services.gateway.app import create_app
+from services.queues import TASK_INIT, make_celery
+from services.settings import Settings
+from services.state import keys, migration
+from services.state.fleet import FleetStore
+from services.state.migration import SchemaError, ensure
+from services.state.redis import connect
+from services.state.startup import UnfitRedis, prepare, risks
+from tests.helpers.sentinel import PASSWORD, RedisGroup
+from tests.helpers.stack import Process, RedisServer, Stack, free_port, redis_binary, wait_until
+
+GOOD = {
+    "redis_version": "7.0.15",
+    "role": "master",
+    "cluster_enabled": 0,
+    "maxmemory_policy": "noeviction",
+    "aof_enabled": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(server):
+    client = connect(server.url)
+    client.flushall()
+    return client
+
+
+# -- start checks ----------------------------------------------------------------------------
+
+
+def test_a_fit_redis_has_no_risks():
+    assert risks(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"maxmemory_policy": "allkeys-lru"}, "CONFIG SET maxmemory-policy noeviction"),
+        ({"aof_enabled": 0}, "CONFIG SET appendonly yes"),
+    ],
+)
+def test_what_endangers_the_data_is_said_with_its_remedy(info, says):
+    (risk,) = risks(GOOD | info)
+    assert says in risk
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"redis_version": "6.0.16"}, "6.0.16 is too old: the service needs 6.2 or later"),
+        ({"role": "slave", "master_host": "m", "master_port": 1}, "replica of m:1"),
+        ({"cluster_enabled": 1}, "node of a cluster"),
+    ],
+)
+def test_a_redis_that_cannot_serve_is_refused(info, says):
+    with pytest.raises(UnfitRedis, match=says):
+        risks(GOOD | info)
+
+
+def test_a_risky_redis_is_a_loud_warning_and_in_strict_mode_a_refusal(client, server, capfd):
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    client.config_set("appendonly", "no")
+    try:
+        app = create_app(Settings(redis_url=server.url))
+        said = capfd.readouterr().err
+        assert "REDIS MAY LOSE DATA: maxmemory-policy is allkeys-lru" in said
+        assert "REDIS MAY LOSE DATA: the append-only file is off" in said
+        assert app.test_client().get("/v1/status").status_code == 200
+        with pytest.raises(UnfitRedis, match="ROLLOUT_REDIS_STRICT"):
+            create_app(Settings(redis_url=server.url, redis_strict=True))
+        with pytest.raises(UnfitRedis, match="ROLLOUT_REDIS_STRICT"):
+            prepare(client, Settings(redis_strict=True))
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("appendonly", "yes")
+
+
+def test_our_own_configuration_is_fit(tmp_path):
+    port = free_port()
+    conf = Path(keys_table.__file__).parents[1] / "deploy" / "redis" / "redis.conf"
+    argv = [redis_binary(), str(conf), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path)]
+    process = Process("redis", argv, tmp_path)
+    try:
+        client = redis.Redis(port=port, decode_responses=True)
+        wait_until(lambda: _pings(client), 20, "Redis", process)
+        assert risks(client.info()) == []
+        limits = client.config_get("client-output-buffer-limit")["client-output-buffer-limit"]
+        assert "pubsub 33554432 8388608 60" in limits
+        assert client.config_get("appendfsync")["appendfsync"] == "everysec"
+        assert client.config_get("save")["save"] == ""
+    finally:
+        process.stop()
+
+
+def _pings(client):
+    try:
+        return client.ping()
+    except redis.RedisError:
+        return False
+
+
+# -- schema version --------------------------------------------------------------------------
+
+
+def test_an_empty_database_gets_the_version_of_this_code(client):
+    assert ensure(client) == migration.SCHEMA_VERSION
+    assert client.get(keys.SCHEMA_VERSION) == str(migration.SCHEMA_VERSION)
+
+
+def test_rollouts_without_a_version_are_the_oldest_layout(client):
+    client.zadd(keys.CREATED, {"r": 1})
+    ran = []
+    assert ensure(client, steps={1: lambda c: ran.append(1)}) == 1
+    assert ran == [1]
+    assert client.get(keys.SCHEMA_VERSION) == "2"
+
+
+def test_a_newer_layout_is_refused_by_the_gateway_and_told_when_it_comes_late(client, server):
+    app = create_app(Settings(redis_url=server.url))
+    late = create_app(Settings(redis_url=f"redis://127.0.0.1:{free_port()}/0"))
+    client.set(keys.SCHEMA_VERSION, 99)
+    with pytest.raises(SchemaError, match=r"schema version 99.*newer release"):
+        create_app(Settings(redis_url=server.url))
+    assert app.test_client().get("/v1/status").status_code == 200, "it was checked before"
+    # One that started before its Redis finds out at the first request.
+    gate = late.extensions["rollout"]
+    gate.start._client = client
+    answer = late.test_client().get("/v1/status")
+    assert answer.status_code == 503
+    assert "newer release" in answer.json["detail"]
+    assert "newer release" in late.test_client().get("/ready").json["missing"][0]
+    assert late.test_client().get("/health").status_code == 200
+    client.set(keys.SCHEMA_VERSION, migration.SCHEMA_VERSION)
+    assert late.test_client().get("/v1/backends").status_code == 503, "its own Redis is still away"
+    assert gate.start.passed
+
+
+def test_a_key_of_another_program_is_named(client):
+    client.set(keys.SCHEMA_VERSION, "v7")
+    with pytest.raises(SchemaError, match=r"'v7'.*another program"):
+        ensure(client)
+
+
+def test_steps_run_once_and_in_order_however_many_processes_start(client):
+    client.set(keys.SCHEMA_VERSION, 1)
+
+    def step(number):
+        def run(at):
+            at.rpush("test:steps", number)
+            time.sleep(0.1)  # the others arrive meanwhile
+
+        return run
+
+    steps = {number: step(number) for number in (1, 2, 3)}
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: ensure(client, steps=steps), range(8)))
+    assert client.lrange("test:steps", 0, -1) == ["1", "2", "3"]
+    assert client.get(keys.SCHEMA_VERSION) == "4"
+    assert set(found) <= {1, 2, 3, 4} and 1 in found
+    assert not client.exists(keys.SCHEMA_LOCK)
+
+
+def test_a_step_that_dies_is_run_again_and_those_before_it_are_not(client):
+    client.set(keys.SCHEMA_VERSION, 1)
+    ran = []
+
+    def dies(at):
+        ran.append(2)
+        if ran.count(2) == 1:
+            raise RuntimeError("killed")
+
+    steps = {1: lambda at: ran.append(1), 2: dies}
+    with pytest.raises(RuntimeError, match="killed"):
+        ensure(client, steps=steps)
+    assert client.get(keys.SCHEMA_VERSION) == "2"
+    ensure(client, steps=steps)
+    assert ran == [1, 2, 2]
+    assert client.get(keys.SCHEMA_VERSION) == "3"
+
+
+def test_a_lock_that_was_taken_over_keeps_the_version_from_being_written(client):
+    client.set(keys.SCHEMA_VERSION, 1)
+    with pytest.raises(SchemaError, match="lock of the migration was lost"):
+        ensure(client, steps={1: lambda at: at.set(keys.SCHEMA_LOCK, "somebody else")})
+    assert client.get(keys.SCHEMA_VERSION) == "1"
+    assert client.get(keys.SCHEMA_LOCK) == "somebody else", "it is not ours to drop"
+
+
+def test_nothing_is_migrated_under_live_workers(client):
+    client.set(keys.SCHEMA_VERSION, 1)
+    fleet = FleetStore(client)
+    fleet.announce("run@old", ["run"])
+    with pytest.raises(SchemaError, match=r"run@old.*Stop every worker"):
+        ensure(client, steps={1: lambda at: None}, stop_wait_s=0)
+    assert client.get(keys.SCHEMA_VERSION) == "1"
+    threading.Timer(0.3, fleet.leave, ["run@old"]).start()
+    ensure(client, steps={1: lambda at: None}, stop_wait_s=60)
+    assert client.get(keys.SCHEMA_VERSION) == "2"
+
+
+# -- addresses -------------------------------------------------------------------------------
+
+
+def round_trip(url):
+    """Our client writes a key, Celery a message, and each finds the other's in the same database."""
+    client = connect(url)
+    client.set("test:mine", "1")
+    app = make_celery(Settings(redis_url=url))
+    app.send_task(TASK_INIT, args=({"id": "r", "attempt": 1, "node": None},))
+    assert client.llen("init") == 1
+    with app.connection() as connection:
+        assert connection.default_channel.client.get("test:mine") in (b"1", "1")
+    client.delete("init", "test:mine")
+
+
+def test_a_unix_socket_serves_client_and_broker():
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as short:
+        directory = Path(short)
+        path = directory / "r.sock"
+        argv = [redis_binary(), "--port", "0", "--unixsocket", str(path), "--requirepass", "pw"]
+        process = Process("redis", [*argv, "--dir", short, "--appendonly", "yes"], directory)
+        try:
+            wait_until(path.exists, 20, "the socket", process)
+            url = f"unix://:pw@{path}?db=3"
+            wait_until(lambda: _pings(connect(url, retries=0)), 20, "Redis", process)
+            round_trip(url)
+        finally:
+            process.stop()
+
+
+@pytest.mark.may_skip  # needs a server that was built with TLS, and openssl for a certificate
+def test_tls_serves_client_and_broker_and_checks_the_certificate(tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out"]
+    subprocess.run([*command, str(certificate)], check=True, capture_output=True)
+    port = free_port()
+    argv = [redis_binary(), "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+    argv += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--dir", str(tmp_path)]
+    process = Process("redis", argv, tmp_path)
+    trusted = f"rediss://127.0.0.1:{port}/2?ssl_ca_certs={certificate}"
+    try:
+        try:
+            wait_until(lambda: _pings(connect(trusted, retries=0)), 20, "Redis over TLS", process)
+        except RuntimeError:
+            pytest.skip("this Redis was built without TLS")
+        round_trip(trusted)
+        with pytest.raises(redis.ConnectionError, match="certificate verify failed"):
+            connect(f"rediss://127.0.0.1:{port}/2", retries=0).ping()
+        with pytest.raises(Exception, match="certificate verify failed"):
+            make_celery(Settings(redis_url=f"rediss://127.0.0.1:{port}/2")).connection().connect()
+    finally:
+        process.stop()
+
+
+# -- a service whose Redis is not always there --------------------------------------------------
+
+
+def flood(url, count, **fields):
+    """Submit `count` rollouts from a thread; the ids that were acknowledged so far, and the thread."""
+    acknowledged: list[str] = []
+
+    def submit():
+        with Client(url, retry_for=90) as mine:
+            for _ in range(count // 10):
+                request = RolloutRequest(handler="noop", n=10, task={"reward": 1.0, "run_s": 0.05}, **fields)
+                acknowledged.extend(one.id for one in mine.submit(request))
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    return acknowledged, thread
+
+
+def wait_for_all(stack, ids, timeout_s=120):
+    """Until all have ended; then each must be in the stream of completions once."""
+    with Client(stack.url, retry_for=90) as mine:
+        ended = list(mine.stream(ids=ids, timeout=timeout_s))
+    assert sorted(one.id for one in ended) == sorted(ids)
+    return ended
+
+
+def completions(client):
+    return [fields["id"] for _, fields in client.xrange(keys.COMPLETIONS)]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """One gateway and one worker for all three stages; no sandbox, no model."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandboxes:
+        env = {"ROLLOUT_LEASE_S": "30"}
+        with Stack(tmp_path_factory.mktemp("service"), Path(sandboxes), env) as stack:
+            stack.start_worker("init,run,eval", "all")
+            yield stack
+
+
+def alive(stack):
+    return [process.popen.poll() for process in stack.processes] == [None] * len(stack.processes)
+
+
+def test_connections_cut_under_load_cost_nothing(service):
+    client = connect(service.redis.url)
+    before = len(completions(client))
+    ids, thread = flood(service.url, 100)
+    cut = 0
+    while thread.is_alive():
+        for kind in ("normal", "pubsub"):
+            cut += client.client_kill_filter(_type=kind, skipme=True)
+        time.sleep(0.05)
+    thread.join()
+    ended = wait_for_all(service, ids)
+    assert len(ids) == 100 and cut > 0
+    assert {(one.state, one.reward) for one in ended} == {(State.COMPLETED, 1.0)}
+    new = completions(client)[before:]
+    assert len(new) == len(set(new)) == 100
+    assert alive(service)
+
+
+def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(service):
+    ids, thread = flood(service.url, 100)
+    wait_until(lambda: len(ids) >= 30, 60, "some to be acknowledged")
+    service.redis.kill()
+    known = len(ids)
+    answer = httpx.get(f"{service.url}/ready", timeout=60)
+    assert answer.status_code == 503
+    assert "Redis does not answer" in answer.json()["missing"][0]
+    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
+    service.redis = service.redis.restarted()
+    thread.join()
+    # The process was killed, not the machine: the kernel has every write that was acknowledged.
+    ended = wait_for_all(service, ids)
+    assert known >= 30 and len(ids) == 100
+    assert {one.state for one in ended} == {State.COMPLETED}
+    assert {one.reward for one in ended} == {1.0}
+    wait_until(lambda: httpx.get(f"{service.url}/ready").status_code == 200, 60, "the gateway to be ready")
+    assert alive(service)
+
+
+def test_every_key_is_in_the_documented_schema(service):
+    service.client.run([RolloutRequest(handler="noop", n=3, tags=["documented"])])
+    known = keys_table.patterns()
+    celery = ("_kombu.", "celery", "init", "run", "eval", "epoch")
+    unknown = [
+        key
+        for key in service.redis.client.scan_iter(count=1000)
+        if not any(one.fullmatch(key) for one in known) and not key.startswith(celery)
+    ]
+    assert unknown == [], "describe them in services/state/keys.py"
+
+
+def test_the_page_has_the_table_of_keys():
+    text = keys_table.PAGE.read_text()
+    assert keys_table.page(text) == text, "run `python -m services.keys_table`"
+
+
+def test_a_worker_refuses_a_newer_layout(service):
+    """A worker process as an operator starts it; the running ones go on."""
+    client = service.redis.client
+    client.set(keys.SCHEMA_VERSION, 99)
+    try:
+        argv = [*service.worker_argv("init", "late"), "-c", "1"]
+        process = service.start("late", argv)
+        assert process.popen.wait(60) != 0
+        assert "schema version 99" in process.tail(50)
+    finally:
+        client.set(keys.SCHEMA_VERSION, migration.SCHEMA_VERSION)
+        service.processes.remove(process)
+    assert alive(service)
+
+
+def test_a_failover_by_sentinel_loses_nothing_that_was_acknowledged(tmp_path):
+    with (
+        tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandboxes,
+        RedisGroup(tmp_path) as group,
+        Stack(tmp_path, Path(sandboxes), {"ROLLOUT_LEASE_S": "30"}, redis=group) as stack,
+    ):
+        stack.start_worker("init,run,eval", "all")
+        (slow,) = stack.client.submit(RolloutRequest(handler="noop", task={"run_s": 4.0, "reward": 0.5}))
+        wait_until(lambda: stack.client.get(slow.id).state is State.RUNNING, 60, "it to run")
+        ids, thread = flood(stack.url, 50)
+        wait_until(lambda: len(ids) >= 10, 60, "some to be acknowledged")
+        thread.join()
+        old = group.kill_master()
+        after, thread = flood(stack.url, 50)
+        thread.join()
+        ended = wait_for_all(stack, [slow.id, *ids, *after])
+        assert group.master() != old
+        assert len(ids) == 50 and len(after) == 50
+        assert {one.state for one in ended} == {State.COMPLETED}
+        rewards = {one.id: one.reward for one in ended}
+        assert rewards.pop(slow.id) == 0.5 and set(rewards.values()) == {1.0}
+        found = completions(group.client)
+        assert len(found) == len(set(found)) == 101
+        # Cancels go by pub/sub, which has to find the new master, too.
+        wait_until(
+            lambda: dict(group.client.pubsub_numsub(keys.CANCEL_CHANNEL))[keys.CANCEL_CHANNEL] == 1,
+            60,
+            "the worker to listen at the new master",
+        )
+        assert alive(stack)
+        for process in stack.processes:
+            assert PASSWORD not in process.log.read_text(), f"{process.name} logs the password"

@@ -1,0 +1,203 @@
+"""How results are kept in Redis: compressed, until acknowledged or past retention. Real Redis, no workers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rollout.schema import RolloutRequest, Stage, State
+from rollout.trajectory import Chain, Segment, Trajectory
+from services.dispatch import _expand
+from services.settings import Settings
+from services.state import keys, payloads
+from services.state.redis import connect
+from services.state.results import CompletionStore
+from services.state.retention import ResultStore
+from services.state.rollouts import Finish, RolloutStore
+from services.state.tenants import DEFAULT_TENANT
+from tests.helpers.stack import RedisServer, wait_until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(server):
+    client = connect(server.url)
+    client.flushall()
+    return client
+
+
+def trajectory(ids=2000, seed=0):
+    """As long and as irregular as real ones: token ids and log-probs."""
+    draw = random.Random(seed)
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[draw.randrange(150_000) for _ in range(50)]))
+    chain.append(
+        Segment(
+            role="assistant",
+            token_ids=[draw.randrange(150_000) for _ in range(ids)],
+            sampled=True,
+            logprobs=[-draw.expovariate(2.0) for _ in range(ids)],
+            policy_version="v1",
+        )
+    )
+    return Trajectory(chains=[chain])
+
+
+def stores(client, **settings):
+    chosen = Settings(**settings)
+    return RolloutStore(client, chosen), ResultStore(client, chosen)
+
+
+def ended(store, ids=2000, seed=0):
+    """The id of a rollout that went all the way and left a trajectory."""
+    rollout_id = submitted(store)
+    run_to_evaluating(store, rollout_id, trajectory(ids, seed))
+    claim = store.claim(rollout_id, 1, Stage.EVAL, "w")
+    assert claim.trajectory() == trajectory(ids, seed)
+    assert store.finish(claim, Finish(State.COMPLETED, {"reward": "1.0"})) == State.COMPLETED
+    return rollout_id
+
+
+def submitted(store):
+    new = _expand(RolloutRequest(handler="noop"))
+    store.submit(new)
+    return new[0].id
+
+
+def run_to_evaluating(store, rollout_id, left):
+    store.finish(store.claim(rollout_id, 1, Stage.INIT, "w"), Finish(State.READY))
+    claim = store.claim(rollout_id, 1, Stage.RUN, "w")
+    assert store.finish(claim, Finish(State.EVALUATING, trajectory=left)) == State.EVALUATING
+
+
+def test_a_long_trajectory_is_stored_compressed_and_read_back_as_it_was(client):
+    store, results = stores(client)
+    rollout_id = ended(store)
+    stored = payloads.get(client, keys.trajectory(rollout_id))
+    assert len(stored) < 0.6 * len(trajectory().model_dump_json())
+    assert store.get(rollout_id).trajectory == trajectory()
+    assert results.stored_bytes() == len(stored)
+
+
+def test_a_trajectory_from_before_compression_is_still_read(client):
+    store, _ = stores(client)
+    rollout_id = ended(store)
+    client.set(keys.trajectory(rollout_id), trajectory(seed=7).model_dump_json())
+    assert store.get(rollout_id).trajectory == trajectory(seed=7)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "é" * 4000, "x" * 1023, "x" * 1024, "\x00" * 5000])
+def test_what_is_encoded_is_decoded_again(text):
+    assert payloads.decode(payloads.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "stored", [b"\x03later", b"\x01cut off", b"\xff\xfe", payloads.encode("x" * 9999)[:-1]]
+)
+def test_a_value_that_cannot_be_read_is_an_error_and_not_other_text(stored):
+    with pytest.raises(payloads.PayloadError):
+        payloads.decode(stored)
+
+
+def test_acknowledging_says_for_each_id_what_it_did(client):
+    store, results = stores(client)
+    done, live = ended(store), submitted(store)
+    words = results.acknowledge([done, live, "nobody", done])
+    assert words == ["acknowledged", "live", "unknown", "already"]
+    assert store.get(done).acknowledged_at is not None and store.get(live).acknowledged_at is None
+    assert not client.exists(keys.record("nobody"))
+
+
+def test_another_tenants_results_cannot_be_acknowledged(client):
+    store, results = stores(client)
+    done = ended(store)
+    assert results.acknowledge([done], "somebody-else") == ["unknown"]
+    assert store.get(done).acknowledged_at is None
+    assert results.acknowledge([done], DEFAULT_TENANT) == ["acknowledged"]
+
+
+def test_an_acknowledged_trajectory_is_freed_early_only_where_the_setting_says_so(client):
+    store, results = stores(client)
+    acked, other = ended(store), ended(store)
+    results.acknowledge([acked])
+    assert results.sweep() == []
+    _, results = stores(client, keep_acked_s=3600)
+    assert results.sweep() == []
+    _, results = stores(client, keep_acked_s=0)
+    assert [(one.rollout_id, one.reason) for one in results.sweep()] == [(acked, "acknowledged")]
+    freed = store.get(acked)
+    assert freed.trajectory is None and freed.trajectory_dropped == "acknowledged" and freed.reward == 1.0
+    assert store.get(other).trajectory is not None
+    assert results.stored_bytes() == client.strlen(keys.trajectory(other))
+    assert results.totals()["dropped_acknowledged"] == 1
+    assert results.sweep() == []
+
+
+def test_what_the_archive_has_not_read_is_not_freed_by_an_acknowledgement(client):
+    store, results = stores(client, keep_acked_s=0)
+    first, second = ended(store), ended(store)
+    results.acknowledge([first, second])
+    client.set(keys.ARCHIVE_CURSOR, store.get(first).completion)
+    assert [one.rollout_id for one in results.sweep()] == [first]
+    client.set(keys.ARCHIVE_CURSOR, store.get(second).completion)
+    assert [one.rollout_id for one in results.sweep()] == [second]
+
+
+def test_beyond_the_limit_of_bytes_acknowledged_ones_go_first_then_the_oldest_and_never_a_live_one(client):
+    store, results = stores(client)
+    live = submitted(store)
+    run_to_evaluating(store, live, trajectory(20_000))
+    done = [ended(store, seed=number) for number in range(5)]
+    results.acknowledge([done[3]])
+    sizes = {one: client.strlen(keys.trajectory(one)) for one in done}
+    assert results.stored_bytes() == sum(sizes.values()), "the live one does not count"
+    room = sizes[done[1]] + sizes[done[2]] + sizes[done[4]]
+    _, results = stores(client, results_max_bytes=room)
+    dropped = results.sweep()
+    assert [(one.rollout_id, one.acknowledged) for one in dropped] == [(done[3], True), (done[0], False)]
+    assert {one.bytes for one in dropped} == {sizes[done[3]], sizes[done[0]]}
+    assert store.get(done[0]).trajectory_dropped == "size"
+    _, results = stores(client, results_max_bytes=1)
+    assert len(results.sweep()) == 3
+    assert results.stored_bytes() == 0 and results.totals()["dropped_size"] == 5
+    assert store.claim(live, 1, Stage.EVAL, "w").trajectory(), "the live one has kept its own"
+
+
+def test_results_past_their_retention_leave_the_account(client):
+    store, results = stores(client, retention_s=0.2)
+    rollout_id = ended(store)
+    wait_until(lambda: store.get(rollout_id) is None, 30, "the record to expire")
+    results.sweep()
+    assert results.stored_bytes() == 0
+    assert client.hlen(keys.RESULTS_SIZES) == client.zcard(keys.RESULTS_ENDED) == 0
+
+
+def test_a_slow_reader_loses_no_completion_within_retention_and_is_told_of_those_past_it(client):
+    store, results = stores(client)
+    completions = CompletionStore(client)
+    done = [ended(store, ids=10) for _ in range(3)]
+    assert results.trim() == 0
+    ids, cursor = completions.since("0", limit=1)
+    assert ids == done[:1] and cursor == store.get(done[0]).completion
+    assert completions.since(cursor, limit=10)[0] == done[1:] and not completions.missed(cursor)
+
+    _, short = stores(client, retention_s=0.05)
+    forgotten = []
+    # One after the other passes its retention, so they may go in several calls.
+    wait_until(
+        lambda: forgotten.append(short.trim()) or sum(forgotten) == 3,
+        30,
+        "the completions to be past retention",
+    )
+    assert completions.since(cursor, limit=10)[0] == []
+    assert completions.missed(cursor) and not completions.missed("0")
+    last = ended(store, ids=10)
+    assert completions.since(cursor, limit=10)[0] == [last]
+    assert not completions.missed(store.get(last).completion)

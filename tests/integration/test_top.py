@@ -1,0 +1,255 @@
+"""`rollout top` in a real terminal (a pty), and `GET /v1/fleet` that it lives on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import httpx
+import pytest
+
+from rollout.client import ApiError, Client
+from rollout.fleet import Fleet
+from rollout.schema import RolloutRequest
+from services.state.api_keys import KeyStore, Scope
+from services.state.fleet import FleetStore, NodeAdmission
+from tests.helpers.stack import NODE, ROOT, RedisServer, Stack, wait_until
+
+COMMAND = [sys.executable, "-m", "rollout.cli", "top"]
+ENDED = "\x1b[?1049l"
+"""What puts the screen back that was there before."""
+
+
+class Terminal:
+    """`rollout top` in a pty of a given size."""
+
+    def __init__(self, url, *options, rows=40, columns=120, env=None):
+        master, slave = pty.openpty()
+        self.master = master
+        self.resize(rows, columns)
+        clean = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "ROLLOUT_API_KEY")}
+        self.process = subprocess.Popen(
+            [*COMMAND, "--url", url, "--interval", "0.5", *options],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**clean, "TERM": "xterm-256color", **(env or {})},
+            cwd=ROOT,
+            start_new_session=True,
+            # The terminal's own: it is told of sizes and of Ctrl-C.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.raw = ""
+
+    def resize(self, rows, columns):
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read(self):
+        """Everything that was written so far."""
+        while select.select([self.master], [], [], 0)[0]:
+            try:
+                data = os.read(self.master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            self.raw += data.decode(errors="replace")
+        return self.raw
+
+    def text(self, since=0):
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.read()[since:])
+
+    def await_text(self, pattern, since=0, timeout=60):
+        def look():
+            return re.search(pattern, self.text(since))
+
+        try:
+            return wait_until(look, timeout, f"{pattern!r} on the screen")
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; the end of it:\n{self.text()[-3000:]}") from None
+
+    def end(self, number=None):
+        """Press Ctrl-C, or send a signal; its exit status."""
+        if number is None:
+            os.write(self.master, b"\x03")
+        else:
+            os.kill(self.process.pid, number)
+        deadline = time.monotonic() + 60
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.read()  # a full pty would hold it up
+            time.sleep(0.02)
+        self.read()
+        return self.process.poll()
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def open_one(*args, **options):
+        opened.append(Terminal(*args, **options))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def once(url, *options, env=None):
+    return subprocess.run(
+        [*COMMAND, "--url", url, "--once", "--interval", "1", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200", **(env or {})},
+    )
+
+
+def test_the_screen_shows_what_happens_and_ends_clean(stack, client, terminal):
+    screen = terminal(stack.url)
+    screen.await_text(r"stage +workers +slots +busy")
+    screen.await_text(r"run +1 +64 ")
+    screen.await_text(r"backends")
+    screen.await_text(rf"{NODE} +init run eval +192 ")
+    (item,) = client.run([RolloutRequest(handler="noop", task={})])
+    screen.await_text(rf"\d+ s +{item.id} +noop +completed")
+    (held,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 600}))
+    screen.await_text(r"1 running")
+    client.cancel(held.id)
+    screen.await_text(rf"{held.id} +noop +cancelled")
+    assert screen.end() == 0
+    assert screen.raw.endswith(ENDED) or ENDED in screen.raw[-200:]
+    assert "Traceback" not in screen.text()
+
+
+def test_it_follows_the_window_and_never_writes_beyond_it(stack, terminal):
+    screen = terminal(stack.url, "--interval", "3600", rows=12, columns=60)
+    screen.await_text(r"stage +workers")
+    before = len(screen.read())
+    lines = [line.rstrip("\r") for line in screen.text().split("\n")]
+    assert max(map(len, lines)) <= 60
+    assert "ended lately" not in screen.text()
+    screen.resize(50, 150)
+    # Long before the next look is due.
+    screen.await_text(r"ended lately", since=before)
+    assert screen.end(signal.SIGTERM) == 0
+    assert ENDED in screen.raw[-200:]
+
+
+def test_once_and_json_are_for_scripts(stack, client):
+    (item,) = client.run([RolloutRequest(handler="noop", task={})])
+    shown = once(stack.url)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(rf"{item.id} +noop +completed", shown.stdout)
+    assert "\x1b" not in shown.stdout
+    said = once(stack.url, "--json")
+    assert said.returncode == 0, said.stderr
+    (line,) = said.stdout.splitlines()
+    look = json.loads(line)
+    fleet = Fleet.model_validate(look["fleet"])
+    # A worker that another test has killed may still count for some seconds.
+    assert {f"{stage}@{NODE}" for stage in ("init", "run", "eval")} <= {one.name for one in fleet.workers}
+    assert fleet.stages["run"].slots >= 64 and fleet.stages["run"].ended > 0
+    assert set(look["rates"]["stages"]) == {"init", "run", "eval"}
+    assert item.id in [one["id"] for one in look["recent"]]
+    assert look["tenant"] == "*"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A gateway and its Redis, without workers, that may be ended and begun again."""
+    directory = tmp_path_factory.mktemp("bare")
+    with Stack(directory, directory / "sandboxes", redis=RedisServer(directory)) as stack:
+        yield stack
+
+
+def test_it_waits_for_a_gateway_that_is_away_and_goes_on(bare, terminal):
+    screen = terminal(bare.url)
+    screen.await_text(r"no live worker of stage run")
+    bare.gateway.stop()
+    mark = len(screen.read())
+    screen.await_text(rf"{bare.url} does not answer; trying on", since=mark)
+    assert screen.process.poll() is None
+    away = once(bare.url)
+    assert away.returncode == 1 and "Is the gateway up?" in away.stderr and "Traceback" not in away.stderr
+    bare.gateway = bare.start_gateway()
+    mark = len(screen.read())
+
+    def fine():
+        """A later frame, without the complaint."""
+        frame = screen.text(mark).rpartition("rollout 0.")[2]
+        return "no live worker of stage eval" in frame and "does not answer" not in frame
+
+    wait_until(fine, 60, "it to go on")
+    assert screen.end() == 0
+
+
+def test_the_fleet_tells_of_workers_nodes_and_room(bare):
+    store = FleetStore(bare.redis.client)
+    store.announce("run@n1", ["run"], "n1", slots=8, most_slots=16, held=3)
+    store.announce("init@n1", ["init"], "n1", slots=4)
+    store.announce("all@n2", ["init", "run", "eval"], "n2", slots=2)
+    store.put_admission("n1", NodeAdmission({"disk": "1 MiB of disk"}, True, 9, 9, 5 << 30, 6 << 30))
+    store.put_node("n1", {"claimed": 5, "warm": 1})
+    try:
+        fleet = Fleet.model_validate(httpx.get(f"{bare.url}/v1/fleet").json())
+    finally:
+        for name in ("run@n1", "init@n1", "all@n2"):
+            store.leave(name)
+        bare.redis.client.delete("nodes", "fleet:admission")
+    assert {name: (load.workers, load.slots) for name, load in fleet.stages.items()} == {
+        "init": (2, 6),
+        "run": (2, 10),
+        "eval": (1, 2),
+    }
+    one, two = fleet.nodes
+    assert (one.node, one.stages, one.slots, one.busy) == ("n1", ["init", "run"], 12, 3)
+    assert (one.sandboxes, one.warm, one.free_disk, one.free_memory) == (5, 1, 5 << 30, 6 << 30)
+    assert (one.stopped, one.waits_for_run) == (["1 MiB of disk"], True)
+    assert (two.node, two.stages, two.sandboxes, two.free_disk) == ("n2", ["init", "run", "eval"], None, None)
+    assert {worker.name: worker.slots_limit for worker in fleet.workers}["run@n1"] == 16
+    assert httpx.get(f"{bare.url}/v1/fleet?node=n1").status_code == 400
+
+
+def test_a_key_shows_its_own_tenant_and_an_admin_s_all(bare, terminal):
+    keys = KeyStore(bare.redis.client)
+    reader = keys.create("team-a", [Scope.READ])[1]
+    admin = keys.create("ops", [Scope.ADMIN])[1]
+
+    def asks():
+        with Client(bare.url, api_key=reader) as client:
+            try:
+                return client.status()["tenant"]["name"] == "team-a"
+            except ApiError:
+                return False
+
+    try:
+        wait_until(asks, 30, "the gateway to read the keys")
+        said = once(bare.url, "--json", env={"ROLLOUT_API_KEY": reader})
+        assert json.loads(said.stdout)["tenant"] == "team-a", said.stderr
+        said = once(bare.url, "--json", env={"ROLLOUT_API_KEY": admin})
+        assert json.loads(said.stdout)["tenant"] == "*", said.stderr
+        screen = terminal(bare.url, env={"ROLLOUT_API_KEY": "rlt_000000000000_" + "0" * 64})
+        screen.await_text(r"401")
+        wait_until(lambda: screen.process.poll() == 1, 60, "a wrong key to end it")
+        assert "Traceback" not in screen.text()
+    finally:
+        bare.redis.client.delete("api_keys", "access:version")

@@ -1,0 +1,142 @@
+"""Real rollouts as the records of trainers: their own classes take them, and say what the trajectory says."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ConfigDict, TypeAdapter
+
+from rollout.adapters import areal, nemo_gym, prime_rl, skyrl, slime, trl, verl
+from rollout.schema import RolloutRequest
+from tests.helpers.trainer_sources import classes
+
+
+@pytest.fixture(scope="module")
+def group(stack):
+    """Real rollouts: turns of the demo model, with answers of a tool in between."""
+    request = RolloutRequest(
+        handler="calculator", task={"question": "37 times 85", "answer": "3145"}, n=4, limits={"max_turns": 4}
+    )
+    found = stack.client.run([request])
+    assert all(one.reward is not None and one.trajectory.turns for one in found)
+    return found
+
+
+def test_verl_takes_its_agent_loop_output(group):
+    released = classes("verl/experimental/agent_loop/agent_loop.py", ["AgentLoopMetrics", "AgentLoopOutput"])
+    for rollout in group:
+        made = released.AgentLoopOutput(**verl.agent_loop_output(rollout))
+        assert set(made.model_fields_set) <= set(released.AgentLoopOutput.model_fields)
+        tensors = made.as_dict()
+        t = rollout.trajectory
+        assert tensors["prompts"].tolist() == t.prompt_ids and tensors["responses"].tolist() == t.response_ids
+        assert tensors["response_mask"].tolist() == t.loss_mask
+        assert tensors["rollout_log_probs"].tolist() == t.logprobs
+        assert tensors["rm_scores"][-1] == rollout.reward
+        assert made.extra_fields["min_global_steps"] == 0
+
+
+def test_skyrl_takes_its_generator_output(group):
+    released = classes(
+        "skyrl/train/generators/base.py",
+        ["TrajectoryID", "GeneratorOutput"],
+    )
+    made = skyrl.generator_output(group, trajectory_id=released.TrajectoryID)
+    released.GeneratorOutput.__pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+    TypeAdapter(released.GeneratorOutput).validate_python(made, strict=True)
+    assert set(made) == set(released.GeneratorOutput.__annotations__)
+    assert [one.repetition_id for one in made["trajectory_ids"]] == [0, 1, 2, 3]
+    for number, rollout in enumerate(group):
+        assert made["response_ids"][number] == rollout.trajectory.response_ids
+        assert made["rollout_logprobs"][number] == rollout.trajectory.logprobs
+        assert made["rewards"][number] == rollout.reward
+
+
+def test_verifiers_takes_its_message_nodes_and_they_join_to_the_same_tokens(group):
+    types = classes(
+        "verifiers/v1/types.py",
+        [
+            *("TextContentPart", "ImageUrlSource", "ImageUrlContentPart", "ContentPart", "MessageContent"),
+            *(
+                "SystemMessage",
+                "UserMessage",
+                "ToolCall",
+                "AssistantMessage",
+                "ToolMessage",
+                "Message",
+                "Tool",
+            ),
+        ],
+    )
+    known = {"Message": types.Message, "Tool": types.Tool, "ParentLink": dict, "SamplingMask": object}
+    graph = classes("verifiers/v1/graph.py", ["MessageNode"], **known)
+    known |= {"MessageNode": graph.MessageNode, "ModelCall": dict, "Messages": list, "Usage": dict}
+    trace = classes("verifiers/v1/trace.py", ["Branch", "Reward", "Error"], **known)
+    for rollout in group:
+        fields = prime_rl.trace_fields(rollout)
+        nodes = [graph.MessageNode(**node) for node in fields["nodes"]]
+        assert [node.parent for node in nodes] == [None, *range(len(nodes) - 1)]
+        branch = trace.Branch(index=0, nodes=nodes)
+        t = rollout.trajectory
+        assert branch.token_ids == t.chain.token_ids
+        prompt = len(t.prompt_ids)
+        assert branch.sampled_mask == [False] * prompt + [bit == 1 for bit in t.loss_mask]
+        assert branch.logprobs == [0.0] * prompt + t.logprobs
+        assert sum(trace.Reward(**one).value for one in fields["rewards"].values()) == rollout.reward
+        (sample,) = prime_rl.training_samples(rollout)
+        assert (sample["token_ids"], sample["mask"]) == (branch.token_ids, branch.sampled_mask)
+
+
+def test_trl_finds_the_keys_that_it_requires_in_what_a_rollout_func_returns(group):
+    made = trl.rollout_func_result(group)
+    # Its source, for to import it takes many seconds; `examples/train_trl.py` runs it.
+    source = (Path(find_spec("trl").origin).parent / "trainer" / "grpo_trainer.py").read_text()
+    (required,) = re.findall(r"required_keys = \{([^}]*)\}", source)
+    assert {name.strip('" ') for name in required.split(",")} <= set(made)
+    assert 'extra_fields.pop("env_mask"' in source
+    assert [len(row) for row in made["completion_ids"]] == [len(row) for row in made["logprobs"]]
+    assert made["env_mask"] == [one.trajectory.loss_mask for one in group]
+    assert trl.reward([], **{"reward": made["reward"]}) == [one.reward for one in group]
+
+
+def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, group):
+    for rollout in (*group, stack.client.get(group[0].id, include="arrays")):
+        found = areal.tensor_dict(rollout)
+        made = {name: torch.from_numpy(value) for name, value in found.items()}
+        t = rollout.arrays.trajectory()
+        tokens = len(t.chain.token_ids)
+        assert {name: tuple(one.shape) for name, one in made.items()} == {
+            **dict.fromkeys(
+                ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask"), (1, tokens)
+            ),
+            "rewards": (1,),
+        }
+        assert made["input_ids"][0].tolist() == t.chain.token_ids
+        prompt = len(t.prompt_ids)
+        assert made["loss_mask"][0].tolist() == [0] * prompt + t.loss_mask
+        assert made["versions"][0].tolist() == [-1] * prompt + [bit - 1 for bit in t.loss_mask]
+        assert made["logprobs"][0, prompt:].tolist() == t.logprobs
+
+
+def test_slime_and_nemo_gym_get_what_the_trajectory_says(group):
+    made = slime.sample_dicts(group, group_index=7, first_index=28)
+    assert [one["index"] for one in made] == [28, 29, 30, 31]
+    for sample, rollout in zip(made, group, strict=True):
+        t = rollout.trajectory
+        length = sample["response_length"]
+        assert sample["tokens"][-length:] == t.response_ids and sample["tokens"][:-length] == t.prompt_ids
+        assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == length
+        assert len(sample["weight_versions"]) == t.turns
+        answer = nemo_gym.run_response(rollout, {"_ng_task_index": 3})
+        calls = [item for item in answer["response"]["output"] if "generation_token_ids" in item]
+        assert len(calls) == t.turns and answer["_ng_task_index"] == 3 and "mask_sample" not in answer
+        seen: list[int] = []
+        for call in calls:
+            assert call["prompt_token_ids"][: len(seen)] == seen
+            seen = call["prompt_token_ids"] + call["generation_token_ids"]
+            assert len(call["generation_token_ids"]) == len(call["generation_log_probs"])
+        assert seen == t.chain.token_ids[: len(seen)]

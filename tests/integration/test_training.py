@@ -1,0 +1,203 @@
+"""The reference trainer and TRL against a whole service: the mechanism, not the learning."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from examples.training.feed import read_lines
+from examples.training.record import report
+from rollout.batch import BatchState
+from tests.helpers.llm_servers import embedded_server
+from tests.helpers.sandboxes import leftovers, stop_host
+from tests.helpers.stack import ROOT, Stack, wait_until
+
+STEPS = 40 if os.environ.get("TRAIN_LONG") else 20
+KILLED_AFTER = 7
+GROUPS, N = 2, 2
+MAX_GAP = 1e-3
+"""Nats between the engine's log-probs and the trainer's, both in float32."""
+TIMEOUT_S = 280
+OPTIONS = ["--device", "cpu", "--micro-batch", "3", "--seed", "1"]
+
+
+def load(name: str):
+    """A script of `examples/` as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """Its own stack and backend: a training run leaves both with other weights."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir,
+        embedded_server() as server,
+    ):
+        env = {"ROLLOUT_HANDLERS": "workers.handlers.calculator:Calculator"}
+        try:
+            with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack:
+                for queue in ("init", "run", "eval"):
+                    stack.start_worker(queue)
+                stack.client.add_backend(server.url)
+                yield stack
+                assert leftovers(stack.sandbox_dir) == []
+        finally:
+            stop_host(Path(sandbox_dir))
+
+
+def run(stack, out: Path, steps: int, *more: str) -> tuple[list[dict], object]:
+    """The trainer in this process, to `steps`; gives the log and the trainer."""
+    module = load("train")
+    args = module.parse(["--url", stack.url, "--out", str(out), "--steps", str(steps), *OPTIONS, *more])
+    trainer = module.train(args, stack.client, Console(stderr=True))
+    return list(read_lines(out / "log.jsonl")), trainer
+
+
+def batches_of(stack, rows: list[dict]):
+    name = rows[0]["version"].rpartition("-")[0]
+    return [stack.client.batches.get(f"{name}-b{row['step']}") for row in rows]
+
+
+def decided(batch) -> int:
+    return batch.kept + batch.filtered + batch.failed + batch.cancelled
+
+
+@pytest.mark.timeout(600)
+def test_steps_with_a_trainer_killed_between_lose_no_group_and_keep_log_probs_exact(stack, tmp_path):
+    out = tmp_path / "run"
+    sizes = ["--algorithm", "grpo", "--groups", str(GROUPS), "--n", str(N)]
+    command = [sys.executable, "examples/train.py", "--url", stack.url, "--out", str(out)]
+    first = subprocess.Popen([*command, "--steps", str(STEPS), *OPTIONS, *sizes], cwd=ROOT)
+    try:
+        # In the middle of a step: groups have been read that no checkpoint holds yet.
+        log, journal = out / "log.jsonl", out / "journal.jsonl"
+
+        def in_the_middle():
+            assert first.poll() is None, "the trainer ended by itself"
+            lines = list(read_lines(journal))
+            return len(list(read_lines(log))) >= KILLED_AFTER and len(lines) > 1
+
+        wait_until(in_the_middle, TIMEOUT_S, "the trainer to be in the middle of a step")
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    before = list(read_lines(log))
+    rows, trainer = run(stack, out, STEPS, *sizes)
+
+    # Each step once, in order, each with weights of its own, and what was done is not done again.
+    name = trainer.run
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and len(before) < STEPS
+    assert rows[: len(before)] == before
+    assert [row["version"] for row in rows] == [f"{name}-{step}" for step in range(1, STEPS + 1)]
+    assert stack.client.policy().current.version == f"{name}-{STEPS}"
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == [f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"]
+
+    # The trainer's log-probs of what its own weights sampled are the engine's.
+    gaps = [row["logprob_gap"] for row in rows if row["logprob_gap"] is not None]
+    assert len(gaps) > STEPS / 2 and max(gaps) < MAX_GAP
+    assert report(rows, {})["results"]["max_logprob_gap"] == max(gaps)
+    assert max(row["staleness_max"] for row in rows) <= 2
+
+    # Every group: what the batches decided is what the log has, none missing and none twice.
+    batches = batches_of(stack, rows)
+    wait_until(lambda: batches_of(stack, rows)[-1].open == 0, TIMEOUT_S, "the last groups to be cancelled")
+    batches = batches_of(stack, rows)
+    for batch in batches:
+        assert batch.state is BatchState.DONE and batch.kept == GROUPS and batch.open == 0
+        assert batch.started + batch.carried_in == decided(batch) + batch.carried_out
+    assert sum(batch.started for batch in batches) == sum(map(decided, batches))
+    logged = [one for row in rows for one in row["groups"]["kept"]]
+    served = [
+        group.id
+        for batch in batches
+        for group in stack.client.batches.groups(batch.id, include="verdicts", limit=100).groups
+    ]
+    assert sorted(logged) == sorted(served) and len(set(logged)) == len(logged) == STEPS * GROUPS
+    assert sum(row["carried"] for row in rows) > 0
+    assert {row["scored"] for row in rows} == {GROUPS * N}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("algorithm", "sizes"),
+    [("dapo", ("--groups", "1", "--n", "4")), ("ppo", ("--groups", "4"))],
+)
+def test_the_other_algorithms_go_through_steps_and_move_the_weights(stack, tmp_path, algorithm, sizes):
+    rows, trainer = run(stack, tmp_path / algorithm, 3, "--algorithm", algorithm, *sizes)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["grad_norm"] > 0 for row in rows if row["groups"]["kept"])
+    assert max(row["logprob_gap"] or 0.0 for row in rows) < MAX_GAP
+    if algorithm == "dapo":
+        # Uniform groups are told of, and not learned from.
+        assert all(set(row["reasons"]) <= {"uniform_reward"} for row in rows)
+    else:
+        assert {len(row["groups"]["kept"]) for row in rows} == {4}
+        assert trainer.actor.load_state(tmp_path / algorithm / "checkpoints" / "step-000003")["critic"]
+
+
+def test_a_run_refuses_to_go_on_with_other_settings(stack, tmp_path):
+    module = load("train")
+    (tmp_path / "run.json").write_text(json.dumps({"run": "train-x", "settings": {"lr": 1.0}}))
+    args = module.parse(["--url", stack.url, "--out", str(tmp_path), *OPTIONS])
+    with pytest.raises(SystemExit, match=r"another .*lr.*; give another --out"):
+        module.Trainer(args, stack.client)
+
+
+@pytest.mark.timeout(300)
+def test_trl_trains_on_our_rollouts_with_log_probs_that_are_its_own(stack, tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed: run `make setup-trainer`")
+    module = load("train_trl")
+    trainer = module.make_trainer(stack.client, tmp_path, steps=2, prompts=2, n=4, learning_rate=1e-4)
+    seen = []
+    rollouts = trainer.rollout_func
+
+    def watched(prompts, trainer_):
+        answer = rollouts(prompts, trainer_)
+        seen.append((prompts, answer, own_logprobs(trainer_.model, answer)))
+        return answer
+
+    trainer.rollout_func = watched
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+
+    assert len(seen) == 2 and stack.client.policy().current.version == f"{rollouts.run}-1"
+    for prompts, answer, own in seen:
+        assert len(prompts) == 8 and {len(column) for column in answer.values()} == {8}
+        texts = [trainer.processing_class.decode(ids) for ids in answer["prompt_ids"]]
+        assert all(prompt in text for prompt, text in zip(prompts, texts, strict=True))
+        for logprobs, mask, mine in zip(answer["logprobs"], answer["env_mask"], own, strict=True):
+            assert 0 in mask and 1 in mask
+            gaps = [abs(a - b) for a, on, b in zip(logprobs, mask, mine, strict=True) if on]
+            assert max(gaps) < MAX_GAP
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    assert rewards == pytest.approx([sum(answer["reward"]) / 8 for _, answer, _ in seen])
+    varied = any(len(set(answer["reward"])) > 1 for _, answer, _ in seen)
+    after = trainer.model.state_dict()
+    assert varied == any(not before[name].equal(after[name]) for name in before)
+
+
+def own_logprobs(model, answer) -> list[list[float]]:
+    """The trainer's own, of each completion."""
+    import torch
+
+    out = []
+    with torch.no_grad():
+        for prompt, completion in zip(answer["prompt_ids"], answer["completion_ids"], strict=True):
+            ids = torch.tensor([prompt + completion])
+            table = torch.log_softmax(model(input_ids=ids[:, :-1]).logits.float(), dim=-1)
+            chosen = table.gather(-1, ids[:, 1:, None]).flatten().tolist()
+            out.append(chosen[len(prompt) - 1 :])
+    return out

@@ -1,0 +1,148 @@
+"""Trajectories as typed arrays through the API: the same as JSON, older ones too, and problems as ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+
+from rollout import wire
+from rollout.batch import BatchRequest
+from rollout.client import AsyncClient, Client
+from rollout.errors import RolloutError
+from rollout.schema import CompletionPage, RolloutRequest
+from rollout.trajectory import Chain, Segment, Trajectory
+from services.state import keys, payloads
+from services.state.redis import connect
+
+MSGPACK = {"Accept": "application/msgpack"}
+
+
+def question(**more) -> RolloutRequest:
+    return RolloutRequest(handler="calculator", task={"question": "37 times 85", "answer": "3145"}, **more)
+
+
+@pytest.fixture(scope="module")
+def done(stack):
+    """A real rollout: turns of a model with log-probs, tool answers in between."""
+    request = question(limits={"max_turns": 4}, tags=["typed"], metadata={"big": 10**40})
+    (found,) = stack.client.run([request])
+    assert found.trajectory.turns >= 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(stack):
+    return connect(stack.redis.url)
+
+
+@pytest.fixture
+def as_json(stack):
+    with Client(stack.url, wire="json") as client:
+        yield client
+
+
+def test_a_rollout_is_the_same_over_both_wires(stack, as_json, done):
+    answer = httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK)
+    assert answer.headers["content-type"] == "application/msgpack" and "Accept" in answer.headers["vary"]
+    typed, plain = stack.client.get(done.id), as_json.get(done.id)
+    assert typed == plain and typed.trajectory == done.trajectory
+    assert typed.model_dump_json() == plain.model_dump_json()
+    assert len(answer.content) < len(plain.model_dump_json())
+    for found in (typed, plain):
+        assert found.arrays.response_ids.tolist() == done.trajectory.response_ids
+        assert found.arrays.logprobs.tolist() == done.trajectory.logprobs
+        assert found.arrays.loss_mask.tolist() == done.trajectory.loss_mask
+        assert found.arrays.prompt_ids.tolist() == done.trajectory.prompt_ids
+    assert typed.arrays.logprobs.dtype == np.float32, "an engine's log-probs are float32 and need no more"
+
+
+def test_arrays_alone_come_without_lists_and_can_be_turned_into_them(stack, as_json, done):
+    for client in (stack.client, as_json):
+        found = client.get(done.id, include="arrays")
+        assert found.trajectory is None and found.reward == done.reward
+        assert found.arrays.response_ids.tolist() == done.trajectory.response_ids
+        assert found.arrays.trajectory() == done.trajectory
+        summary = client.get(done.id, include="summary")
+        with pytest.raises(LookupError, match="summary"):
+            _ = summary.arrays
+
+
+def test_pages_of_completions_are_the_same_over_both_wires(stack, as_json, done):
+    typed = stack.client.completions(tag="typed")
+    assert isinstance(typed, CompletionPage) and typed == as_json.completions(tag="typed")
+    arrays = stack.client.completions(tag="typed", include="arrays").rollouts[0].arrays
+    assert arrays.response_ids.tolist() == done.trajectory.response_ids
+    streamed = next(stack.client.stream_completions(tag="typed", include="arrays"))
+    assert streamed.trajectory is None and streamed.arrays.trajectory() == done.trajectory
+
+
+def test_groups_of_a_batch_are_the_same_over_both_wires_and_read_ahead(stack, as_json):
+    request = BatchRequest(prompts=[question(limits={"max_turns": 1})] * 6, n=2, groups=6, filters=[])
+    made = stack.client.batches.create(request)
+    first = list(stack.client.batches.stream(made.id, timeout=120))
+    assert len(first) == 6 and all(one.trajectory for group in first for one in group.rollouts)
+    # From the beginning: full pages, so that the next one is on its way while this one is read.
+    assert list(stack.client.batches.stream(made.id)) == first == list(as_json.batches.stream(made.id))
+
+    async def arrays() -> list[list[int]]:
+        async with AsyncClient(stack.url) as client:
+            found = client.batches.stream(made.id, include="arrays")
+            return [one.arrays.response_ids.tolist() async for group in found for one in group.rollouts]
+
+    assert asyncio.run(arrays()) == [one.trajectory.response_ids for g in first for one in g.rollouts]
+
+
+@pytest.mark.parametrize("form", ["plain JSON", "compressed JSON", "wide ids"])
+def test_what_was_stored_otherwise_is_read_over_both_wires(stack, as_json, done, store, form):
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1, 2**40 if form == "wide ids" else 2]))
+    chain.append(Segment(role="assistant", token_ids=[3] * 600, sampled=True, logprobs=[-0.1] * 600))
+    left = Trajectory(chains=[chain])
+    key, kept = keys.trajectory(done.id), payloads.encode_trajectory(done.trajectory)
+    text = left.model_dump_json()
+    store.set(key, text if form == "plain JSON" else payloads.encode(text))
+    try:
+        assert payloads.encode_trajectory(left)[:1] == (b"\x01" if form == "wide ids" else payloads.RECORD)
+        assert stack.client.get(done.id).trajectory == as_json.get(done.id).trajectory == left
+        _, records = wire.unpack_answer(
+            httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK).content
+        )
+        assert list(records) == ([] if form == "wide ids" else [done.id])
+    finally:
+        store.set(key, kept)
+    assert stack.client.get(done.id) == as_json.get(done.id)
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("*/*", "application/json"),
+        ("application/json", "application/json"),
+        ("text/html", "application/json"),
+        ("application/msgpack, application/json", "application/json"),
+        ("application/msgpack, application/json;q=0.5", "application/msgpack"),
+    ],
+)
+def test_json_is_what_comes_unless_the_reader_prefers_arrays(stack, done, accept, expected):
+    answer = httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers={"Accept": accept})
+    assert answer.headers["content-type"] == expected
+
+
+def test_a_problem_is_json_whatever_is_accepted(stack):
+    answer = httpx.get(f"{stack.url}/v1/rollouts/absent", headers=MSGPACK)
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
+    assert "absent" in answer.json()["detail"]
+
+
+def test_an_answer_that_cannot_be_read_says_what_to_do(stack, done, monkeypatch):
+    monkeypatch.setattr(wire, "VERSION", 0)
+    with pytest.raises(RolloutError, match=r"upgrade rollout-service.*wire='json'"):
+        stack.client.get(done.id)
+
+
+def test_a_wire_that_does_not_exist_is_refused(stack):
+    with pytest.raises(ValueError, match="auto, json, msgpack"):
+        Client(stack.url, wire="protobuf")

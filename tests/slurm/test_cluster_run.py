@@ -1,0 +1,228 @@
+"""The service on the virtual cluster: its life from `rollout slurm up` to `down`, in the order of the tests.
+
+`make slurm-test` runs the long form: more rollouts, more lost nodes, a signal that Slurm itself sends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+
+import pytest
+
+from rollout.schema import State
+from tests.helpers.sandboxes import require_apptainer
+from tests.slurm.cluster import PATIENCE_S
+from tests.slurm.service import SlurmService, places
+
+LONG = bool(os.environ.get("SLURM_LONG"))
+ROLLOUTS = 1000 if LONG else 200
+KILLS = 5 if LONG else 1
+HELD = 24
+"""Rollouts that stand at a gate: enough for every node to have some."""
+LEAKS = ("SLURM", "SBATCH", "SRUN", "PMI", "OMPI", "ROLLOUT")
+pytestmark = pytest.mark.timeout(1800)
+only_long = pytest.mark.skipif(not LONG, reason="takes too long for CI; `make slurm-test` runs it")
+
+
+@pytest.fixture(scope="module")
+def service(cluster):
+    """Two nodes, a head on one more, and an engine in the partition of GPUs."""
+    require_apptainer()
+    service = SlurmService(cluster)
+    begun = time.monotonic()
+    try:
+        service.up(2)
+        service.do(1)
+        print(f"first rollout {time.monotonic() - begun:.1f} s after `rollout slurm up`", flush=True)
+        service.wait_for_nodes(2)
+        yield service
+    finally:
+        service.slurm("down")
+
+
+def ran_on(rollout):
+    """The member whose RUN worker had it last."""
+    return places(rollout, State.RUNNING)[-1]
+
+
+def spread(service, gates, members):
+    """Rollouts that stand at a shut gate, each with its sandbox, some on each of the members; id → member."""
+    ids: list[str] = []
+    for _ in range(20):
+        ids += service.submit(HELD, gates)
+        service.wait_arrived(gates, len(ids))
+        where = {item.id: ran_on(item) for item in service.get(ids)}
+        if set(members) <= set(where.values()):
+            return where
+    pytest.fail(f"{Counter(where.values())} hold the rollouts, not all of {members}")
+
+
+def the_job_on(cluster, node):
+    return next(job.id for job in cluster.squeue() if job.nodes == node and "node" in job.name)
+
+
+def wait_for_end(cluster, job):
+    cluster.wait(lambda: job not in {one.id for one in cluster.squeue()}, f"job {job} ends", 3 * PATIENCE_S)
+
+
+def require_nothing_on(cluster, node):
+    assert cluster.job_processes(node) == []
+    assert cluster.left_in_tmp(node) == []
+
+
+def test_rollouts_run_on_both_nodes_and_see_nothing_of_slurm(service):
+    gates = service.open_gates()
+    records = service.require_exactly_once(service.submit(ROLLOUTS, gates))
+    did = Counter(map(ran_on, records))
+    assert set(did) == set(service.members().values()), did
+    for item in records:
+        seen = (gates / f"{item.id}.{item.attempt}").read_text()
+        names = [line.partition("=")[0] for line in seen.splitlines()]
+        assert "PATH" in names
+        assert not [name for name in names if name.startswith(LEAKS)]
+
+
+def test_scaled_to_four_nodes_all_four_run_rollouts(service):
+    service.slurm("scale", "--nodes", "4")
+    members = service.wait_for_nodes(4)
+    assert len(members) == 4
+    gates = service.gates()
+    where = spread(service, gates, members.values())
+    service.open(gates)
+    service.require_exactly_once(list(where))
+
+
+def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(service, cluster):
+    members = service.members()
+    *_, ending, drained = sorted(members)
+    jobs = {node: the_job_on(cluster, node) for node in (ending, drained)}
+    gates = service.gates()
+    where = spread(service, gates, [members[ending], members[drained]])
+    if LONG:  # Slurm itself sends the signal that the scripts ask for
+        cluster.run("scontrol", "update", f"JobId={jobs[ending]}", "EndTime=now+110seconds")
+    else:
+        cluster.run("scancel", "--batch", "--signal=USR1", jobs[ending])
+    service.slurm("drain", drained)
+    leaving = {f"init@{members[node]}" for node in jobs}
+    cluster.wait(lambda: not leaving & service.workers(), f"{leaving} take nothing new")
+    later = service.submit(HELD, gates)
+    wait_for_end(cluster, jobs[ending])
+    require_nothing_on(cluster, ending)
+    service.open(gates)
+    records = {item.id: item for item in service.require_exactly_once([*where, *later])}
+    for one, on in where.items():
+        if on == members[drained]:
+            assert ran_on(records[one]) == on
+        elif on == members[ending]:
+            assert ran_on(records[one]) != on
+            assert records[one].attempt == 1  # it was no failure
+    gone = {members[node] for node in jobs}
+    assert not gone & {ran_on(records[one]) for one in later}
+    wait_for_end(cluster, jobs[drained])
+    require_nothing_on(cluster, drained)
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_rollouts_of_a_lost_node_begin_again_elsewhere_and_its_return_is_clean(service, cluster, number):
+    members = service.members()
+    node = sorted(members)[number % len(members)]
+    gates = service.gates()
+    where = spread(service, gates, [members[node]])
+    before = [path for path in cluster.tmp(node).rglob("*") if path.parent.name in ("records", "scratch")]
+    assert before
+    cluster.kill_node(node)
+    cluster.report_down(node)
+    service.open(gates)
+    for item in service.require_exactly_once(list(where)):
+        if where[item.id] == members[node]:
+            assert item.attempt > 1
+            assert ran_on(item) != members[node]
+    cluster.start_node(node)
+    cluster.wait_up(node)
+    cluster.hurry()
+    service.wait_for_nodes(len(members))
+    assert node in service.members()
+    assert not [path for path in before if path.exists()]
+
+
+@pytest.mark.may_skip
+@only_long
+@pytest.mark.parametrize("how", ["requeued", "lost"])
+def test_a_head_comes_back_with_what_it_knew(service, cluster, how):
+    before = list(service.submitted)
+    nodes = len(service.members())
+    (head,) = [job for job in cluster.squeue() if "head" in job.name]
+    if how == "requeued":
+        cluster.run("scontrol", "requeue", head.id)
+        cluster.wait(lambda: head not in cluster.squeue(), "the head ends")
+    else:  # and comes back elsewhere
+        time.sleep(2.0)  # what Redis answered for in its last second may be lost
+        cluster.kill_node(head.nodes)
+        cluster.report_down(head.nodes)
+
+    def back():
+        cluster.hurry()
+        return service.workers()
+
+    cluster.wait(back, "the head is back", 2 * PATIENCE_S)
+    assert {item.state for item in service.get(before)} == {State.COMPLETED}
+    service.wait_for_nodes(nodes)
+    service.do(HELD)
+    if how == "lost":
+        cluster.start_node(head.nodes)
+        cluster.wait_up(head.nodes)
+
+
+@pytest.mark.may_skip
+@only_long
+def test_a_preempted_node_hands_its_rollouts_back_and_returns(service, cluster):
+    members = service.members()
+    node = sorted(members)[0]
+    gates = service.gates()
+    where = spread(service, gates, [members[node]])
+    urgent = ("--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
+    job = cluster.run("sbatch", "--parsable", *urgent, "--wrap", "sleep 900").strip()
+    cluster.wait(
+        lambda: (job, "RUNNING") in {(one.id, one.state) for one in cluster.squeue()},
+        "it is preempted",
+        300.0,
+    )
+    service.open(gates)
+    for item in service.require_exactly_once(list(where)):
+        if where[item.id] == members[node]:
+            assert ran_on(item) != members[node]
+            assert item.attempt == 1
+    cluster.run("scancel", job)
+    wait_for_end(cluster, job)
+    cluster.hurry()
+    service.wait_for_nodes(len(members))
+
+
+def test_down_leaves_nothing_but_the_data(service, cluster):
+    service.slurm("down")
+    assert cluster.squeue() == []
+    for node in cluster.addresses:
+        require_nothing_on(cluster, node)
+    assert list((service.run_dir / "redis").rglob("*.aof"))
+
+
+@pytest.mark.may_skip
+@only_long
+def test_one_heterogeneous_job_carries_the_whole_service(cluster):
+    service = SlurmService(cluster, "one")
+    try:
+        service.up(2, "--one-job")
+        members = service.wait_for_nodes(2)
+        (job,) = {member.split("-")[1] for member in members.values()}
+        assert {one.id for one in cluster.squeue()} == {f"{job}+0", f"{job}+1"}
+        gates = service.gates()
+        where = spread(service, gates, members.values())
+        service.open(gates)
+        service.require_exactly_once(list(where))
+    finally:
+        service.slurm("down")
+    assert cluster.squeue() == []
+    for node in cluster.addresses:
+        require_nothing_on(cluster, node)

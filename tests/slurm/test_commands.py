@@ -1,0 +1,359 @@
+"""What `rollout slurm` submits, checks and refuses; no cluster is needed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sandbox import processes
+from sandbox.paths import SOCKET_PATH_MAX
+from services.slurm import engine, place, plan, scheduler, site, supervisor
+from services.slurm.commands import slurm
+from services.slurm.errors import SlurmError
+from services.slurm.place import Place, Scratch
+from services.slurm.plan import Engines, UpOptions
+from services.slurm.rundir import Member, RunDir, Submitted
+from tests.helpers.stack import ROOT, wait_until
+
+SITE = """
+scratch = "/scratch/$USER"
+images = "/shared/images"
+modules = ["apptainer/1.3"]
+[environment]
+HF_HOME = "/shared/hf"
+[sbatch]
+partition = "cpu"
+account = "project17"
+[sbatch.node]
+exclusive = false
+mem = "120G"
+[sbatch.engine]
+partition = "gpu"
+gres = "gpu:4"
+"""
+
+
+@pytest.fixture
+def site_file(tmp_path):
+    path = tmp_path / "slurm.toml"
+    path.write_text(SITE)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "ROLLOUT_SLURM_")):
+            monkeypatch.delenv(name)
+
+
+def run(*arguments, env=None):
+    return CliRunner().invoke(slurm, list(map(str, arguments)), env=env)
+
+
+def sbatch_lines(output):
+    return [line for line in output.splitlines() if line.startswith("sbatch ")]
+
+
+def test_a_dry_run_prints_what_would_be_submitted_and_makes_nothing(tmp_path, site_file):
+    run_dir = tmp_path / "run"
+    done = run(
+        *("up", "--dry-run", "--nodes", 8, "--site", site_file, "--run-dir", run_dir, "--time", "2:00:00"),
+        *("--engine-nodes", 2, "--engine-model", "m", "--slots-run", 128),
+        env={"ROLLOUT_WEBHOOK_SECRET": "whsec_secret", "ROLLOUT_LEASE_S": "20", "ROLLOUT_API_KEY": "rlt_x"},
+    )
+    assert done.exit_code == 0, done.output
+    head, node, servers = sbatch_lines(done.output)
+    for line in (head, node, servers):
+        assert "--account=project17" in line and "--time=2:00:00" in line and str(run_dir) in line
+    assert "--partition=cpu" in head and "--dependency=singleton" in head and "--array" not in head
+    assert "--array=1-8" in node and "--mem=120G" in node and "--exclusive" not in node
+    assert "--array=1-2" in servers and "--partition=gpu" in servers and "--gres=gpu:4" in servers
+    assert "--partition=cpu" not in servers and "--exclusive" in servers
+    assert "export ROLLOUT_SLURM_SLOTS_RUN=128" in done.output
+    assert "export ROLLOUT_LEASE_S=20" in done.output
+    assert "secret" not in done.output.replace("SECRET=***", "") and "rlt_x" not in done.output
+    assert not run_dir.exists()
+
+
+def test_one_job_carries_everything_and_with_engines_is_heterogeneous(tmp_path, site_file):
+    options = (
+        "up",
+        "--dry-run",
+        "--one-job",
+        "--nodes",
+        4,
+        "--site",
+        site_file,
+        "--run-dir",
+        tmp_path / "run",
+    )
+    (line,) = sbatch_lines(run(*options).output)
+    assert "--nodes=4" in line and "allocation.sbatch" in line and " : " not in line
+    (line,) = sbatch_lines(run(*options, "--engine-nodes", 1, "--engine-model", "m").output)
+    carriers, servers = line.split(" : ")
+    assert "--nodes=4" in carriers and "--partition=cpu" in carriers
+    assert "--nodes=1" in servers and "--partition=gpu" in servers
+
+
+def test_inside_an_allocation_its_nodes_are_used(tmp_path):
+    env = {"SLURM_JOB_ID": "17"}
+    done = run("up", "--dry-run", "--run-dir", tmp_path / "run", env=env)
+    assert done.exit_code == 0 and not sbatch_lines(done.output)
+    assert done.output.splitlines()[-1].startswith("bash ")
+    assert sbatch_lines(run("up", "--dry-run", "--nodes", 2, "--run-dir", tmp_path / "run", env=env).output)
+    done = run("up", "--attach", "--nodes", 2, "--run-dir", tmp_path / "run", env=env)
+    assert done.exit_code == 2 and "leave out --nodes" in done.output
+
+
+def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, site_file):
+    options = UpOptions(2, engines=Engines(1, "org/model", "serve '{model}' --port {port}"))
+    environ = {
+        "ROLLOUT_HANDLERS": "mine:It's",
+        "ROLLOUT_URL": "http://elsewhere",
+        "ROLLOUT_NODE": "login",
+        "AWS_SECRET": "no",
+        "PYTHONPATH": "/my/handlers",
+    }
+    text = plan.environment(RunDir(tmp_path / "run"), site.load(site_file), options, environ)
+    script = tmp_path / "environment"
+    script.write_text(text)
+    shell = f'module() {{ echo "module $*"; }}; . {script}; env'
+    said = subprocess.run(
+        ["bash", "-c", shell],
+        env={"USER": "ann", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert said[0] == "module load apptainer/1.3"
+    values = dict(line.split("=", 1) for line in said[1:] if "=" in line)
+    assert values["ROLLOUT_HANDLERS"] == "mine:It's"
+    assert values["ROLLOUT_SLURM_SCRATCH"] == "/scratch/ann"
+    assert values["ROLLOUT_IMAGES"] == "/shared/images" and values["HF_HOME"] == "/shared/hf"
+    assert values["ROLLOUT_SLURM_ENGINE_COMMAND"] == "serve '{model}' --port {port}"
+    assert values["PYTHONPATH"] == f"{ROOT}:/my/handlers"
+    assert not {"ROLLOUT_URL", "ROLLOUT_NODE", "AWS_SECRET"} & values.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes = 3", "unknown key 'nodes'"),
+        ("scratch = 'tmp'", "scratch = 'tmp' is no absolute path"),
+        ("modules = 'apptainer'", "is no list of module names"),
+        ("modules = ['x; rm -rf ~']", "is no list of module names"),
+        ("[environment]\n'A B' = 'x'", "is no variable"),
+        ("[sbatch]\noutput = 'x'", "sbatch.output cannot be set here: logs go into the run directory"),
+        ("[sbatch.gpu]\nmem = '1G'", "is no long option of sbatch"),
+        ("[sbatch.node]\nnodes = 3", "give --nodes"),
+        ("[sbatch", "slurm.toml"),
+    ],
+)
+def test_a_site_file_that_cannot_be_is_refused_by_its_key(tmp_path, text, message):
+    path = tmp_path / "slurm.toml"
+    path.write_text(text)
+    done = run("up", "--dry-run", "--site", path, "--run-dir", tmp_path / "run")
+    assert done.exit_code == 1
+    assert str(path) in done.output and message in done.output
+
+
+def test_options_that_do_not_fit_together_are_refused(tmp_path):
+    done = run("up", "--dry-run", "--engine-nodes", 1, "--run-dir", tmp_path / "run")
+    assert done.exit_code == 1 and "--engine-model or --engine-command" in done.output
+    done = run("up", "--attach", "--dry-run", "--one-job", "--run-dir", tmp_path / "run")
+    assert done.exit_code == 2 and "leave out" in done.output
+    done = run("up", "--dry-run", "--one-job", "--nodes", 0, "--run-dir", tmp_path / "run")
+    assert done.exit_code == 1 and "needs --nodes of at least 1" in done.output
+    engines = ("--engine-nodes", 1, "--engine-model", "m")
+    done = run("up", *engines, "--run-dir", tmp_path / "run", env={"SLURM_JOB_ID": "17"})
+    assert done.exit_code == 1 and "second component of a heterogeneous allocation" in done.output
+    done = run("scale", "--run-dir", tmp_path / "run")
+    assert done.exit_code == 2 and "give --nodes, --engines or --stage" in done.output
+    done = run("scale", "--stage", "score=2", "--run-dir", tmp_path / "run")
+    assert done.exit_code == 2 and "write run=4" in done.output
+
+
+def test_without_slurm_s_commands_the_message_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run("up", "--no-wait", "--run-dir", tmp_path / "run")
+    assert done.exit_code == 1 and "sbatch is not on PATH" in done.output
+    assert RunDir(tmp_path / "run").submitted() == []
+
+
+def test_a_refusal_of_slurm_names_the_command_and_the_remedy():
+    said = scheduler.explain(["sbatch", "-p", "x"], "sbatch: error: invalid partition specified: x")
+    assert "`sbatch -p x` failed" in said and "sinfo -s" in said
+
+
+def test_slurm_s_commands_get_no_secrets_of_the_caller():
+    environ = {
+        "PATH": "/bin",
+        "ROLLOUT_API_KEY": "k",
+        "SLURM_CONF": "c",
+        "SLURM_JOB_ID": "3",
+        "SBATCH_ACCOUNT": "a",
+    }
+    assert scheduler.environment(environ) == {"PATH": "/bin", "SLURM_CONF": "c", "SBATCH_ACCOUNT": "a"}
+
+
+@pytest.mark.parametrize("name", ["head", "node", "engine", "allocation"])
+def test_the_scripts_are_sound_shell_and_say_how_they_are_used(name):
+    path = ROOT / "deploy" / "slurm" / f"{name}.sbatch"
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    done = subprocess.run(
+        ["bash", str(path)], capture_output=True, text=True, env={"PATH": os.environ["PATH"]}
+    )
+    assert done.returncode != 0 and f"usage: sbatch {name}.sbatch RUN" in done.stderr
+
+
+def test_the_run_directory_and_what_is_secret_in_it_are_the_owner_s_alone(tmp_path):
+    old = os.umask(0)
+    try:
+        directory = RunDir(tmp_path / "run")
+        directory.make()
+        directory.redis.mkdir()
+        secret, key = directory.redis_password(), directory.api_key()
+        directory.write_private(directory.environment, "export A=b\n")
+    finally:
+        os.umask(old)
+    assert len(secret) == 64 and directory.redis_password() == secret and directory.api_key() == key
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    for path in (directory.redis / "password", directory.key_file, directory.environment):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_run_directory_keeps_what_members_and_commands_say(tmp_path):
+    directory = RunDir(tmp_path / "run")
+    directory.make()
+    member = Member("n1-3", "node", "3", "n1", "up", ["run"], {"run": 4})
+    directory.write_member(member)
+    directory.write_submitted([Submitted("3", "node", 2, ["run"])])
+    directory.ask_to_drain("n1-3", 5.0)
+    same = RunDir(tmp_path / "run")
+    assert same.members() == [member] and same.asked_to_drain("n1-3") == 5.0
+    assert same.submitted() == [Submitted("3", "node", 2, ["run"])]
+    same.forget_member("n1-3")
+    assert same.members() == [] and same.asked_to_drain("n1-3") is None
+    (directory.path / "jobs.json").write_text("{")
+    with pytest.raises(SlurmError, match=r"jobs\.json cannot be read"):
+        same.submitted()
+
+
+def test_a_job_that_was_requeued_forgets_what_it_said_on_another_node(tmp_path):
+    directory = RunDir(tmp_path / "run")
+    directory.make()
+    for name, job, node in (("n1-3", "3", "n1"), ("n2-4", "4", "n2")):
+        directory.write_member(Member(name, "node", job, node, "up"))
+        directory.ask_to_drain(name, 1.0)
+    directory.forget_earlier_life("3")
+    assert [member.name for member in directory.members()] == ["n2-4"]
+    assert directory.asked_to_drain("n1-3") == 1.0
+
+
+def test_a_place_is_named_by_node_and_job():
+    assert Place.here({"SLURMD_NODENAME": "n1.site", "SLURM_JOB_ID": "7"}).name == "n1-site-7"
+    het = {"SLURMD_NODENAME": "g1", "SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}
+    assert Place.here(het).name == "g1-7"
+    with pytest.raises(SlurmError, match="SLURM_JOB_ID is not set"):
+        Place.here({})
+
+
+def test_nothing_of_the_job_is_left_in_the_environment_of_its_programs():
+    environ = {
+        **dict.fromkeys(("SLURM_JOB_ID", "SLURMD_NODENAME", "SBATCH_ACCOUNT", "SRUN_DEBUG"), "x"),
+        **dict.fromkeys(("PMI_RANK", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "I_MPI_PMI_LIBRARY"), "x"),
+        "ROLLOUT_SLURM_SCRATCH": "/tmp",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": "/bin",
+    }
+    assert place.clean(environ).keys() == {"ROLLOUT_SLURM_SCRATCH", "CUDA_VISIBLE_DEVICES", "PATH"}
+
+
+def test_the_address_to_listen_on_can_be_chosen():
+    assert place.address("n1", {"ROLLOUT_SLURM_ADDRESS": "10.0.0.7"}) == "10.0.0.7"
+    assert place.address("n1", {"ROLLOUT_SLURM_INTERFACE": "lo"}) == "127.0.0.1"
+    with pytest.raises(SlurmError, match=r"ib9.*no such interface"):
+        place.address("n1", {"ROLLOUT_SLURM_INTERFACE": "ib9"})
+
+
+@pytest.fixture
+def scratch():
+    """Shorter than pytest's own directories: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def test_a_job_clears_what_killed_jobs_of_its_service_left_and_nothing_else(scratch):
+    left = [scratch / f"sbx-{os.getuid()}-abcdef-{job}" for job in (1, 2)]
+    other = scratch / f"sbx-{os.getuid()}-fedcba-1"
+    for path in (*left, other):
+        (path / "scratch").mkdir(parents=True)
+    living = Scratch(scratch, "abcdef", "3")
+    mine = Scratch(scratch, "abcdef", "4")
+    assert sorted(mine.sweep()) == sorted(path.name for path in left)
+    assert other.exists() and living.path.exists() and not any(path.exists() for path in left)
+    living.remove()
+    mine.remove()
+    assert list(scratch.iterdir()) == [other]
+
+
+def test_scratch_that_is_too_long_for_sockets_is_refused():
+    with pytest.raises(SlurmError, match="too long: a socket's path"):
+        Scratch(Path("/" + "x" * SOCKET_PATH_MAX), "abcdef", "3")
+
+
+def test_gpus_are_divided_among_servers():
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "ROLLOUT_SLURM_ENGINE_GPUS": "2"}
+    assert engine.device_sets(environ) == [["0", "1"], ["2", "3"]]
+    assert engine.device_sets(environ | {"ROLLOUT_SLURM_ENGINE_GPUS": "0"}) == [["0", "1", "2", "3"]]
+    assert engine.device_sets({}) == [[]]
+    with pytest.raises(SlurmError, match="4 GPUs cannot be divided among servers of 3"):
+        engine.device_sets(environ | {"ROLLOUT_SLURM_ENGINE_GPUS": "3"})
+
+
+def test_the_command_of_a_server_names_model_address_and_gpus():
+    command = engine.server_command({"ROLLOUT_SLURM_ENGINE_MODEL": "org/m"}, "10.0.0.7", 8000, 2)
+    assert command[:3] == ["vllm", "serve", "org/m"] and "--enable-scale-out" in command
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    own = {"ROLLOUT_SLURM_ENGINE_COMMAND": "{python} -m serve 'a b' {host}:{port}"}
+    assert engine.server_command(own, "h", 1, 0) == [sys.executable, "-m", "serve", "a b", "h:1"]
+    with pytest.raises(SlurmError, match="ENGINE_MODEL is not set"):
+        engine.server_command({}, "h", 1, 0)
+    with pytest.raises(SlurmError, match=r"'gpu'.*the names are"):
+        engine.server_command({"ROLLOUT_SLURM_ENGINE_COMMAND": "serve {gpu}"}, "h", 1, 0)
+
+
+def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(tmp_path):
+    watched = supervisor.Supervisor(tmp_path / "logs")
+    # Ends once, then stays, with a child that ignores TERM.
+    script = (
+        f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) -gt 1 ] || exit 3; "
+        f"(trap '' TERM; echo $BASHPID > {tmp_path}/child; while :; do sleep 0.2; done) & wait"
+    )
+    watched.start(supervisor.Part("part", ["bash", "-c", script]), os.environ)
+
+    def has_a_child():
+        watched.look()
+        return (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip()
+
+    wait_until(has_a_child, 60, "the part to be started anew")
+    grandchild = int((tmp_path / "child").read_text())
+    watched.stop_all(10.0)
+    assert not watched.children and (tmp_path / "lives").read_text() == "life\nlife\n"
+    wait_until(lambda: processes.start_time(grandchild) is None, 60, "the child to be gone")
+
+
+def test_a_part_that_does_not_start_is_reported_with_the_end_of_its_log(tmp_path):
+    watched = supervisor.Supervisor(tmp_path / "logs")
+    child = watched.start(supervisor.Part("redis", ["bash", "-c", "echo no space left; exit 1"]), os.environ)
+    child.process.wait(60)
+    with pytest.raises(SlurmError, match=r"(?s)redis ended. The end of .*redis.log:\nno space left"):
+        watched.wait_for(child, lambda: "nothing answers")

@@ -1,0 +1,126 @@
+"""The patch is what the agent's files are, whatever became of its repository."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.schema import Limits, State
+from rollout.trajectory import FinishReason
+from tests.helpers.swe_agents import LIMITS, Result, roll, roll_many
+from workers.handlers.swe.patches import MAX_PATCH_BYTES
+
+pytestmark = [pytest.mark.apptainer, pytest.mark.usefixtures("host")]
+
+Row = dict[str, Any]
+
+FILES = [
+    "echo '# changed' >> parse.py; rm README.rst; chmod +x LICENSE; ln -s LICENSE link",
+    "head -c 3000 /dev/urandom > data.bin; printf 'no newline' > 'with space.txt'; mkdir -p new/deep",
+    "echo deep > new/deep/file.txt; mkdir __pycache__; echo x > __pycache__/a.pyc; echo x > old.orig",
+    "mkdir -p .venv/lib node_modules/a; echo x > .venv/lib/a.py; echo x > node_modules/a/b.js",
+]
+SPOILED = [
+    "git config user.name x; git config user.email x; git checkout -q -b other; git add -A; git commit -qm x",
+    "git update-ref refs/heads/main HEAD; git tag -f mine",
+    "echo '*.py filter=evil diff=evil -text' > .gitattributes",
+    "git config filter.evil.clean 'tr a-z A-Z'; git config diff.evil.textconv cat",
+    "git config diff.external false; git config core.fsmonitor /bin/false; git config core.worktree /tmp",
+    "export GIT_DIR=/nowhere GIT_INDEX_FILE=/nowhere; printf 'exit 1' > ~/.bashrc; chmod 000 .git",
+    "mkdir nested && env -u GIT_DIR -u GIT_INDEX_FILE git init -q nested; echo inside > nested/file.txt",
+]
+
+
+@pytest.fixture(scope="module")
+def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
+    row = by_name["parse"]
+    tried = {
+        "plain": FILES,
+        "spoiled": [*FILES, *SPOILED],
+        "latin-1": ["printf '# caf\\351\\n' >> parse.py; printf 'na\\357ve\\n' > name.txt"],
+        "huge": ["head -c 1500000 /dev/urandom > big.bin"],
+    }
+    made = asyncio.run(roll_many([(row, commands) for commands in tried.values()]))
+    return dict(zip(tried, made, strict=True))
+
+
+def applied(row: Row, patch: str, directory: Path) -> Path:
+    """The base commit with the patch, on this machine."""
+    source = row["image"] + row["spec"]["repo_dir"]
+    archive = ["git", "-c", "safe.directory=*", "-C", source, "archive", row["base_commit"]]
+    packed = subprocess.run(archive, check=True, capture_output=True).stdout
+    directory.mkdir()
+    steps = {("tar", "-x"): packed, ("git", "init", "-q"): b"", ("git", "apply", "-"): patch.encode()}
+    for command, given in steps.items():
+        subprocess.run(command, input=given, cwd=directory, check=True)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["plain", "spoiled"])
+def test_a_patch_has_new_deleted_binary_and_linked_files_and_modes(
+    name: str, results: dict[str, Result], by_name: dict[str, Row], tmp_path: Path
+) -> None:
+    tree = applied(by_name["parse"], results[name].patch, tmp_path / "tree")
+    assert (tree / "parse.py").read_text().endswith("# changed\n")
+    assert not (tree / "README.rst").exists()
+    assert (tree / "LICENSE").stat().st_mode & 0o111
+    assert (tree / "link").is_symlink() and (tree / "link").readlink() == Path("LICENSE")
+    assert (tree / "data.bin").stat().st_size == 3000
+    assert (tree / "with space.txt").read_text() == "no newline"
+    assert (tree / "new/deep/file.txt").read_text() == "deep\n"
+
+
+def test_what_programs_leave_behind_is_dropped(results: dict[str, Result]) -> None:
+    dropped = results["plain"].report["patch"]["dropped"]
+    assert dropped == {"__pycache__/a.pyc": "left behind", "old.orig": "left behind"}
+    assert "b/.venv/" not in results["plain"].patch and "b/node_modules/" not in results["plain"].patch
+
+
+def test_a_repository_within_the_repository_counts_as_its_files(
+    results: dict[str, Result], by_name: dict[str, Row], tmp_path: Path
+) -> None:
+    tree = applied(by_name["parse"], results["spoiled"].patch, tmp_path / "tree")
+    assert (tree / "nested/file.txt").read_text() == "inside\n"
+    assert "/.git/" not in results["spoiled"].patch
+
+
+def test_text_that_is_not_utf_8_arrives_as_it_is(
+    results: dict[str, Result], by_name: dict[str, Row], tmp_path: Path
+) -> None:
+    tree = applied(by_name["parse"], results["latin-1"].patch, tmp_path / "tree")
+    assert (tree / "parse.py").read_bytes().endswith(b"# caf\xe9\n")
+    assert (tree / "name.txt").read_bytes() == b"na\xefve\n"
+
+
+def test_a_patch_that_is_too_large_is_no_patch_and_names_its_files(results: dict[str, Result]) -> None:
+    result = results["huge"]
+    assert (result.reward, result.report["status"], result.patch) == (0.0, "no_patch", "")
+    assert str(MAX_PATCH_BYTES) in result.report["detail"] and "big.bin" in result.report["detail"]
+    assert result.rollout.state is State.COMPLETED
+
+
+def test_an_agent_that_runs_out_of_turns_is_scored_on_what_it_did(by_name: dict[str, Row]) -> None:
+    row = by_name["parse"]
+    fix = f"cat > /tmp/fix.diff <<'EOF_FIX'\n{row['patch']}EOF_FIX\ngit apply /tmp/fix.diff"
+    result = roll(row, fix, "echo one", limits=LIMITS.model_copy(update={"max_turns": 2}))
+    assert result.rollout.finish_reason is FinishReason.TURN_LIMIT
+    assert result.reward == 1.0
+
+
+def test_an_agent_that_runs_out_of_time_is_scored_on_what_it_did(by_name: dict[str, Row]) -> None:
+    limits = Limits(run_timeout_s=4.0, eval_timeout_s=240, init_timeout_s=240, max_attempts=1)
+    result = roll(by_name["parse"], "echo >> LICENSE; sleep 1000", limits=limits)
+    assert result.rollout.finish_reason is FinishReason.TIME_LIMIT
+    assert result.rollout.state is State.TIMED_OUT
+    assert (result.reward, result.rollout.drop) == (0.0, False)
+    assert result.report["status"] in ("unresolved", "empty_patch")
+
+
+def test_files_that_are_too_large_to_compare_are_no_patch(by_name: dict[str, Row]) -> None:
+    result = roll(by_name["parse"], "truncate -s 100M sparse.bin")
+    assert (result.reward, result.report["status"]) == (0.0, "no_patch")
+    assert "sparse.bin" in result.report["detail"]

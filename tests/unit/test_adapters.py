@@ -1,0 +1,188 @@
+"""What the adapters make of rollouts that were dropped, cut off, or rewrote their history."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rollout.adapters import areal, base, nemo_gym, prime_rl, skyrl, slime, trl, verl
+from rollout.arrays import Arrays
+from rollout.schema import Blame, ErrorInfo, Rollout, RolloutRequest, State
+from rollout.trajectory import Chain, FinishReason, Message, Segment, ToolCall, Trajectory
+
+
+def chain(*versions: str) -> Chain:
+    """A prompt, then a call and an observation a version."""
+    made = Chain()
+    prompt = [Message(role="system", content="S"), Message(role="user", content="Q")]
+    made.append(Segment(role="user", token_ids=[1, 2], messages=prompt))
+    for turn, version in enumerate(versions):
+        call = ToolCall(id=f"t{turn}", name="add", arguments={"a": 1})
+        said = Message(role="assistant", content=f"A{turn}", tool_calls=[call])
+        made.append(
+            Segment(
+                role="assistant",
+                token_ids=[10 + turn, 20 + turn],
+                sampled=True,
+                logprobs=[-0.5, -0.25],
+                policy_version=version,
+                call_id=f"c{turn}",
+                messages=[said],
+            )
+        )
+        answer = Message(role="tool", content="2", tool_call_id=f"t{turn}")
+        made.append(Segment(role="tool", token_ids=[30 + turn], messages=[answer]))
+    return made
+
+
+def rollout(index=0, reward=1.0, *, chains=None, drop=False, **more) -> Rollout:
+    trajectory = Trajectory(chains=[chain("step-3", "step-4")] if chains is None else chains)
+    fields = {
+        "id": f"r{index}",
+        "group_id": "g",
+        "index": index,
+        "handler": "math",
+        "state": State.COMPLETED,
+        "attempt": 1,
+        "request": RolloutRequest(handler="math"),
+        "reward": None if drop else reward,
+        "drop": drop,
+        "drop_reason": "the backend was gone" if drop else None,
+        "finish_reason": FinishReason.STOP,
+        "trajectory": trajectory,
+        "stage_seconds": {"run": 2.0, "eval": 0.5},
+        **dict.fromkeys(("created_at", "updated_at", "deadline_at"), 1.0),
+    }
+    return Rollout(**(fields | more))
+
+
+DROPPED = rollout(
+    2,
+    drop=True,
+    state=State.FAILED,
+    error=ErrorInfo(blame=Blame.INFRASTRUCTURE, type="Gone", message="gone"),
+)
+GROUP = [rollout(0, 1.0), rollout(1, 0.0), DROPPED]
+
+
+def test_a_dropped_rollout_teaches_nothing_and_shifts_no_baseline():
+    zeros = [0] * 6
+    assert base.neutral_reward(GROUP) == 0.5
+    assert trl.rollout_func_result(GROUP)["reward"] == [1.0, 0.0, None]
+    assert trl.rollout_func_result(GROUP)["env_mask"] == [[1, 1, 0, 1, 1, 0]] * 2 + [zeros]
+    output = skyrl.generator_output(GROUP)
+    assert (output["rewards"], output["loss_masks"][2]) == ([1.0, 0.0, 0.5], zeros)
+    row = verl.agent_loop_output(DROPPED, neutral_reward=base.neutral_reward(GROUP))
+    assert (row["reward_score"], row["response_mask"]) == (0.5, zeros)
+    samples = slime.sample_dicts(GROUP, group_index=0)
+    assert [one["remove_sample"] for one in samples] == [False, False, True]
+    assert [one["status"] for one in samples] == ["completed", "completed", "failed"]
+    assert samples[2]["loss_mask"] == zeros and samples[2]["reward"] == 0.5
+    assert prime_rl.training_samples(DROPPED) == [] and areal.tensor_dict(DROPPED) is None
+    trace = prime_rl.trace_fields(DROPPED)
+    assert (trace["ok"], trace["rewards"], trace["errors"][0]["type"]) == (False, {}, "Gone")
+    answer = nemo_gym.run_response(DROPPED)
+    assert answer["mask_sample"] is True and answer["_ng_failure_class"] == "infrastructure"
+    assert answer["reward"] == 0.0
+
+
+def test_every_chain_is_a_sample_where_the_trainer_takes_several():
+    rewritten = rollout(chains=[chain("step-3"), Chain(), chain("step-4", "step-5")])
+    assert [one.last for one in base.samples(rewritten)] == [False, True]
+    output = skyrl.generator_output([rewritten], step_wise=True)
+    assert (output["is_last_step"], len(output["response_ids"])) == ([False, True], 2)
+    assert len(output["trajectory_generation_times"]) == 1
+    assert skyrl.generator_output([rewritten])["response_ids"] == [rewritten.trajectory.response_ids]
+    assert [len(one["token_ids"]) for one in prime_rl.training_samples(rewritten)] == [5, 8]
+    assert [one["index"] for one in slime.sample_dicts([rewritten], group_index=0)] == [0, 1]
+    nodes = prime_rl.trace_fields(rewritten)["nodes"]
+    assert [n for n, node in enumerate(nodes) if node["parent"] is None] == [0, 4]
+    assert verl.agent_loop_output(rewritten)["extra_fields"]["min_global_steps"] == 4
+
+
+def test_verl_gets_no_more_than_its_limits_and_no_prompt_that_it_would_cut():
+    row = verl.agent_loop_output(rollout(), prompt_length=2, response_length=4)
+    assert row["response_ids"] == [10, 20, 30, 11] and row["response_mask"] == [1, 1, 0, 1]
+    assert row["response_logprobs"] == [-0.5, -0.25, 0.0, -0.5]
+    with pytest.raises(ValueError, match=r"prompt of r0 has 2 ids and rollout.prompt_length is 1; raise it"):
+        verl.agent_loop_output(rollout(), prompt_length=1)
+
+
+def test_a_chain_that_ends_in_a_prompt_still_gives_the_last_one_with_a_turn():
+    cut = Chain()
+    cut.append(Segment(role="user", token_ids=[1]))
+    found = rollout(chains=[chain("step-1"), cut])
+    assert base.last_sample(found).response_ids == [10, 20, 30]
+    assert skyrl.generator_output([found], step_wise=True)["is_last_step"] == [True]
+
+
+def test_a_rollout_without_a_turn_is_refused_where_a_row_is_needed_and_marked_elsewhere():
+    empty = rollout(7, chains=[], drop=True)
+    for make in (verl.agent_loop_output, lambda one: skyrl.generator_output([one])):
+        with pytest.raises(ValueError, match=r"r7 has no turn \(the backend was gone\)"):
+            make(empty)
+    (sample,) = slime.sample_dicts([empty], group_index=0)
+    assert sample["remove_sample"] and sample["tokens"] == []
+    assert nemo_gym.run_response(empty)["response"]["output"] == []
+    assert prime_rl.training_samples(empty) == [] and areal.tensor_dict(empty) is None
+
+
+def test_policy_versions_become_steps():
+    row = verl.agent_loop_output(GROUP[0])["extra_fields"]
+    assert (row["min_global_steps"], row["max_global_steps"]) == (3, 4)
+    assert areal.tensor_dict(GROUP[0])["versions"].tolist() == [[-1, -1, 3, 3, -1, 4, 4, -1]]
+    assert [base.step_of(version) for version in (None, "default", "17", "v2.10")] == [0, 0, 17, 10]
+    with pytest.raises(ValueError, match=r"'final' does not end in a number.*step_of="):
+        areal.tensor_dict(rollout(chains=[chain("final")]))
+    assert areal.tensor_dict(rollout(chains=[chain("final")]), step_of=lambda _: 9)["versions"].max() == 9
+
+
+def test_arrays_alone_serve_as_well_as_lists():
+    whole, light = rollout(), rollout(trajectory=None)
+    light.__dict__["arrays"] = Arrays.of(whole.trajectory)
+    assert trl.rollout_func_result([light]) == trl.rollout_func_result([whole])
+    assert slime.sample_dicts([light], group_index=0) == slime.sample_dicts([whole], group_index=0)
+    ours, theirs = areal.tensor_dict(light), areal.tensor_dict(whole)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
+def test_what_cut_a_rollout_off_is_told():
+    cut = rollout(finish_reason=FinishReason.CONTEXT_LENGTH)
+    assert skyrl.generator_output([cut])["stop_reasons"] == ["length"]
+    assert slime.sample_dicts([cut], group_index=0)[0]["status"] == "truncated"
+    cancelled = rollout(drop=True, state=State.CANCELLED)
+    assert slime.sample_dicts([cancelled], group_index=0)[0]["status"] == "aborted"
+    late = prime_rl.trace_fields(rollout(state=State.TIMED_OUT, finish_reason=FinishReason.TIME_LIMIT))
+    assert late["is_timeout"] and late["stop_condition"] == "time_limit"
+
+
+def test_calls_across_a_weight_swap_are_one_call():
+    swapped = chain("step-1")
+    call = {"role": "assistant", "sampled": True, "call_id": "c9", "logprobs": [-1.0]}
+    swapped.append(Segment(token_ids=[91], policy_version="step-1", **call))
+    said = Message(role="assistant", content="done")
+    swapped.append(Segment(token_ids=[92], policy_version="step-2", messages=[said], **call))
+    found = rollout(chains=[swapped])
+    items = nemo_gym.run_response(found)["response"]["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "function_call_output", "message"]
+    assert "generation_token_ids" not in items[0] and items[1]["prompt_token_ids"] == [1, 2]
+    assert items[3]["generation_token_ids"] == [91, 92]
+    assert items[3]["prompt_token_ids"] == [1, 2, 10, 20, 30]
+    node = prime_rl.trace_fields(found)["nodes"][-1]
+    assert (node["token_ids"], node["logprobs"]) == ([91, 92], [-1.0, -1.0])
+    assert slime.sample_dicts([found], group_index=0)[0]["weight_versions"] == ["step-1", "step-2"]
+
+
+def test_no_trainer_is_imported_with_an_adapter():
+    code = (
+        "import sys; from rollout.adapters import areal, nemo_gym, prime_rl, skyrl, slime, trl, verl;"
+        "print([m for m in ('verl','skyrl','slime','trl','areal','verifiers','torch','numpy')"
+        " if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"

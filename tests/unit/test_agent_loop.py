@@ -1,0 +1,491 @@
+"""The loop with a scripted model and a real tokenizer: turns, parallel calls, limits, a full context."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+
+import pytest
+
+from rollout.schema import Limits, RolloutRequest
+from rollout.trajectory import FinishReason, Message, Trajectory
+from tests.helpers.scripted import Look, Said, ScriptedRouter, backend, loop
+from tests.helpers.stack import CHECKPOINT
+from workers.agent.codec import load_codec
+from workers.agent.loop import MAX_CHAINS, AgentLoop
+from workers.handlers.base import AgentHandler, Reward, RunContext
+
+ASKED = [Message(role="user", content="1 plus 1")]
+
+
+@pytest.fixture(scope="module")
+def codec():
+    return load_codec(str(CHECKPOINT))
+
+
+@pytest.fixture(scope="module")
+def say(codec):
+    """Text that the model says, its end of turn included."""
+
+    def said(text: str, **fields) -> Said:
+        end = "<|im_end|>" if fields.get("finish") != "length" else ""
+        ids = codec._guard._tokenizer.encode(text + end, add_special_tokens=False)
+        return Said(ids, **fields)
+
+    return said
+
+
+def call(text="", name="look", **arguments) -> str:
+    body = {"name": name, "arguments": {"text": text, **arguments} if name == "look" else arguments}
+    return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
+
+
+def run(router, agent, compact=None):
+    """Run to the end, and hold every prompt equal to the chain as it was before the call."""
+    reason = asyncio.run(agent.run(ASKED, compact=compact))
+    calls = iter(zip(router.prompts, router.completions, strict=True))
+    for chain in agent.trajectory.chains:
+        before: list[int] = []
+        sampled: list[int] = []
+        seen = None
+        for segment in chain.segments:
+            if segment.sampled and segment.call_id != seen:
+                prompt, completion = next(calls)
+                assert prompt == before
+                sampled, seen = list(completion.token_ids), segment.call_id
+            if segment.sampled:
+                assert sampled[: len(segment.token_ids)] == segment.token_ids
+                del sampled[: len(segment.token_ids)]
+            before += segment.token_ids
+        assert not chain._first_sampled() < len(chain.segments) or chain.segments[-1].sampled
+    assert next(calls, None) is None
+    again = Trajectory.model_validate_json(agent.trajectory.model_dump_json())
+    assert again == agent.trajectory
+    return reason
+
+
+def texts(trajectory, role="tool"):
+    return [message.text for message in trajectory.messages if message.role == role]
+
+
+# -- turns and calls -----------------------------------------------------------------------------
+
+
+def test_parallel_calls_are_answered_in_one_bridge_in_their_order(say, codec):
+    router = ScriptedRouter([say(call("7") + call("8") + call("9")), say("done")])
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    chain = agent.trajectory.chain
+    assert [s.role for s in chain.segments] == ["user", "assistant", "tool", "assistant"]
+    assert texts(agent.trajectory) == ["7", "8", "9"]
+    ids = {c.id for c in chain.segments[1].messages[0].tool_calls}
+    assert {m.tool_call_id for m in chain.segments[2].messages} == ids and len(ids) == 3
+    said = codec._guard.decode(chain.segments[2].token_ids)
+    assert said.count("<|im_start|>user") == 1 and said.index("7") < said.index("8") < said.index("9")
+
+
+def test_a_malformed_call_among_others_is_answered_at_its_own_place(say):
+    broken = "<tool_call>\n{nonsense\n</tool_call>"
+    router = ScriptedRouter(
+        [say(call("first") + broken + call("no", name="nobody") + call("last")), say("ok")]
+    )
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    first, error, unknown, last = texts(agent.trajectory)
+    assert (first, last) == ("first", "last")
+    assert error.startswith("Error: malformed tool call (invalid_json") and "nonsense" in error
+    assert "no tool 'nobody'; there are: look, finish" in unknown
+    named = [(m.name, m.tool_call_id is None) for m in agent.trajectory.chain.segments[2].messages]
+    assert named == [("look", False), (None, True), ("nobody", False), ("look", False)]
+    assert agent.metrics["malformed_calls"] == 1 and agent.metrics["tool_calls"] == 2
+
+
+def test_finish_among_calls_ends_behind_those_before_it(say):
+    router = ScriptedRouter([say(call("seen") + call(name="finish", message="bye") + call("never"))])
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    assert agent.metrics["tool_calls"] == 2
+    assert texts(agent.trajectory) == ["seen", "bye"], "what nobody read is kept for scorers"
+    assert [s.role for s in agent.trajectory.chain.segments] == ["user", "assistant"]
+
+
+def test_only_turns_without_any_sound_call_count_as_malformed_in_a_row(say):
+    broken = "<tool_call>{</tool_call>"
+    turns = [broken, broken + call("7"), broken, broken, "never"]
+    router = ScriptedRouter([say(turn) for turn in turns])
+    agent = loop(router, limits={"max_malformed_calls": 2})
+    assert run(router, agent) is FinishReason.MALFORMED_CALLS
+    assert len(router.prompts) == 4
+    assert "malformed" in agent.trajectory.unread[0].text
+
+
+def test_the_same_calls_with_the_same_answers_end_the_rollout_after_so_many_in_a_row(say):
+    turns = [call("7"), call("7"), call("8"), *[call("7") + call("9")] * 3, "never"]
+    router = ScriptedRouter([say(turn) for turn in turns])
+    agent = loop(router, limits={"max_repeated_actions": 3})
+    assert run(router, agent) is FinishReason.REPEATED_ACTIONS
+    assert len(router.prompts) == 6
+    assert [m.text for m in agent.trajectory.unread] == ["7", "9"], "what they were answered is kept"
+
+
+def test_repeated_actions_may_be_unlimited(say):
+    router = ScriptedRouter([*[say(call("7")) for _ in range(12)], say("ok")])
+    agent = loop(router, limits={"max_repeated_actions": None})
+    assert run(router, agent) is FinishReason.STOP
+    assert agent.trajectory.turns == 13
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        ('{"name": 5, "arguments": {}}', "no name"),
+        ("[" * 3000, "recursion"),
+        ('{"name": "look", "arguments": {"text": "\\ud800"}}', "surrogate"),
+        ('{"name": "look", "arguments": {"text": NaN}}', "not a finite number"),
+        ('{"name": "look", "arguments": {"text": 1e999}}', "not a finite number"),
+        ('{"name": "look", "arguments": {"text": ' + "1" * 5000 + "}}", "4300 digits"),
+        ('{"name": "look", "arguments": {"text": ' + "[" * 250 + "]" * 250 + "}}", "nested deeper"),
+        ('{"name": "look", "arguments": "{}"}', "not an object"),
+        ("[1]", "missing_name"),
+        ('"look"', "missing_name"),
+    ],
+)
+def test_a_call_that_no_record_could_hold_is_malformed_and_costs_nothing(say, raw, why):
+    """Each of these once failed the rollout, or made a record that nobody could read again."""
+    router = ScriptedRouter([say(f"<tool_call>{raw}</tool_call>"), say("ok")], backend(max_model_len=16_000))
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    (answer,) = texts(agent.trajectory)
+    assert answer.startswith("Error: malformed tool call") and why in answer
+
+
+def test_large_integers_survive_the_record(say):
+    big = 10**300
+    router = ScriptedRouter([say(call(name="nobody", n=big)), say("ok")])
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    assert agent.trajectory.messages[1].tool_calls[0].arguments == {"n": big}
+
+
+def test_a_turn_cut_within_a_call_ends_without_invented_tokens(say):
+    router = ScriptedRouter([say(call("7")[:-15], finish="length")])
+    agent = loop(router, max_tokens=500)
+    assert run(router, agent) is FinishReason.LENGTH
+    chain = agent.trajectory.chain
+    assert chain.response_ids == router.completions[0].token_ids and set(chain.loss_mask) == {1}
+    assert chain.segments[-1].finish_reason == "length"
+
+
+def test_the_last_allowed_turn_adds_no_observation_to_the_chain(say):
+    """A chain is the last call's prompt and what it sampled; scorers still see the tool's answer."""
+    router = ScriptedRouter([say(call("7")), say(call("8"))])
+    agent = loop(router, limits={"max_turns": 2})
+    assert run(router, agent) is FinishReason.TURN_LIMIT
+    assert [s.role for s in agent.trajectory.chain.segments] == ["user", "assistant", "tool", "assistant"]
+    assert [m.text for m in agent.trajectory.unread] == ["8"] and texts(agent.trajectory) == ["7", "8"]
+
+
+def test_a_call_that_fails_leaves_the_chain_at_the_turn_before(say):
+    class Gone(Exception):
+        pass
+
+    def gone(_):
+        raise Gone
+
+    router = ScriptedRouter([say(call("7")), gone])
+    agent = loop(router)
+    with pytest.raises(Gone):
+        asyncio.run(agent.run(ASKED))
+    assert agent.trajectory.chain.segments[-1].sampled
+    assert [m.text for m in agent.trajectory.unread] == ["7"]
+
+
+def test_only_an_end_token_sampled_is_a_turn(say):
+    router = ScriptedRouter([say("")])
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    assert agent.trajectory.sampled_tokens == 1 and agent.trajectory.final_text() == ""
+
+
+def test_a_turn_ended_by_a_stop_token_of_the_request_goes_on(say, codec):
+    """The end of turn that the format wants is added, and is not trained on."""
+    ids = say(call("7")).ids[:-1]
+    router = ScriptedRouter([Said(ids), say("ok")])
+    agent = loop(router, stop_token_ids=[ids[-1]])
+    assert run(router, agent) is FinishReason.STOP
+    chain = agent.trajectory.chain
+    end = codec._guard.convert_tokens_to_ids("<|im_end|>")
+    assert chain.segments[1].token_ids == ids and chain.segments[2].token_ids[0] == end
+    assert chain.loss_mask[len(ids)] == 0
+
+
+def test_a_handler_that_plays_the_user_goes_on_from_any_turn(say, codec):
+    """Thoughts stay in the context as they were sampled, also one that was never closed."""
+    thoughts = ["<think>\nwell\n</think>\n\nyes", "<think>\nnever closed", "no thought"]
+
+    async def talk(agent):
+        await agent.start(ASKED)
+        for _ in thoughts:
+            await agent.query()
+            assert agent.append([Message(role="user", content="and then?")])
+        await agent.query()
+
+    router = ScriptedRouter([*map(say, thoughts), say("end")])
+    agent = loop(router)
+    asyncio.run(talk(agent))
+    context = codec._guard.decode(router.prompts[-1])
+    assert all(thought + "<|im_end|>\n<|im_start|>user\nand then?" in context for thought in thoughts)
+    assert router.prompts[-1] == agent.trajectory.chain.token_ids[: len(router.prompts[-1])]
+    first, second, *_ = [m for m in agent.trajectory.messages if m.role == "assistant"]
+    assert (first.reasoning, first.text) == ("well", "yes") and second.text == ""
+
+
+def test_a_turn_is_answered_only_once(say):
+    async def twice(agent):
+        await agent.start(ASKED)
+        with pytest.raises(ValueError, match="answered once"):
+            agent.append([Message(role="user", content="before any turn")])
+        await agent.query()
+        assert agent.append([Message(role="user", content="once")])
+        with pytest.raises(ValueError, match="all messages that follow it together"):
+            agent.append([Message(role="user", content="twice")])
+
+    asyncio.run(twice(loop(ScriptedRouter([say("hm")]))))
+
+
+# -- what is recorded ----------------------------------------------------------------------------
+
+
+def test_versions_and_routed_experts_are_at_their_places(say):
+    first, second = say(call("7")), say("ok", spans=None, routed_experts={"late": 2})
+    first.spans = [("v3", 0, 2), ("v1", 2, len(first.ids))]
+    first.routed_experts = "AAAA"
+    second.spans = [("v1", 0, 1), ("v2", 1, len(second.ids))]
+    router = ScriptedRouter([first, second])
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    trajectory = agent.trajectory
+    assert trajectory.versions_used == ["v3", "v1", "v2"]
+    assert [s.routed_experts for s in trajectory.chain.segments] == [
+        None,
+        None,
+        "AAAA",
+        None,
+        None,
+        {"late": 2},
+    ]
+    assert trajectory.turns == 2
+    versions = [v for v in trajectory.policy_versions if v is not None]
+    assert versions == ["v3"] * 2 + ["v1"] * (len(first.ids) - 2) + ["v1"] + ["v2"] * (len(second.ids) - 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode", "lines"),
+    [
+        ({}, "processed_logprobs", []),
+        ({}, "raw_logprobs", []),
+        ({}, None, ["does not say what its log-probs mean"]),
+        ({"temperature": 0.7}, "raw_logprobs", ["raw log-probs ignore the temperature (0.7)"]),
+        ({"temperature": 0.7}, "processed_logprobs", ["only if it divides its logits"]),
+        ({"temperature": 0.0}, "processed_logprobs", ["temperature 0 samples greedily"]),
+        ({"top_p": 0.9}, "processed_logprobs", ["top_p or top_k"]),
+        ({"top_k": 5, "temperature": 0.0}, None, ["does not say", "temperature 0", "top_p or top_k"]),
+    ],
+)
+def test_a_log_prob_that_no_trainer_matches_is_warned_of(say, sampling, mode, lines):
+    router = ScriptedRouter([say("ok")], backend(logprobs_mode=mode))
+    agent = loop(router, **sampling)
+    run(router, agent)
+    assert agent.trajectory.logprobs_mode == mode
+    assert len(agent.trajectory.warnings) == len(lines)
+    assert all(part in line for part, line in zip(lines, agent.trajectory.warnings, strict=True))
+
+
+def test_a_takeover_by_a_backend_with_other_log_probs_is_warned_of(say):
+    same, other = backend(id="c"), backend(id="d", logprobs_mode="raw_logprobs")
+    answers = [say(call("1")), say(call("2"), backend=same), say(call("3"), backend=other), say("ok")]
+    router = ScriptedRouter(answers)
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    (line,) = agent.trajectory.warnings
+    assert line == (
+        "from call 3 on the log-probs are raw_logprobs (backend d), before processed_logprobs (backend c)"
+    )
+
+
+def test_the_router_is_told_which_backends_may_take_the_rollout_over(say):
+    router = ScriptedRouter([say("ok")])
+    agent = loop(router)
+    run(router, agent)
+    assert asyncio.run(router.accepts(backend(id="c"))) is None
+    assert "is below 2048" in asyncio.run(router.accepts(backend(id="d", max_model_len=1000)))
+    assert "cannot be loaded" in asyncio.run(router.accepts(backend(id="e", tokenizer="/nowhere/at/all")))
+
+
+# -- a full context ------------------------------------------------------------------------------
+
+
+def test_an_observation_that_does_not_fit_is_cut_with_a_note(say):
+    router = ScriptedRouter([say(call("1 2 3 4 5 ", times=400)), say("ok")], backend(max_model_len=1024))
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    (seen,) = texts(agent.trajectory)
+    assert seen.startswith("1 2 3") and seen.endswith("4 5 ")
+    assert "characters cut: the context has no room for them" in seen
+    assert agent.metrics["truncated_observations"] == 1
+    assert router.calls[1]["max_tokens"] >= 1024 // 8, "a turn still finds room"
+
+
+def test_of_parallel_observations_the_long_ones_are_cut(say):
+    answers = [say(call("short") + call("9 ", times=3000) + call("also short")), say("ok")]
+    router = ScriptedRouter(answers, backend(max_model_len=1024))
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    first, long, last = texts(agent.trajectory)
+    assert (first, last) == ("short", "also short") and "characters cut" in long
+
+
+def test_an_observation_without_room_for_even_its_beginning_ends_the_rollout(say):
+    """The chain ends with what was sampled; the observation is kept beside it."""
+    talk = "3" * 700
+    router = ScriptedRouter([say(talk + call("8 ", times=500))], backend(max_model_len=1024))
+    agent = loop(router, limits={"max_turns": 5})
+    assert run(router, agent) is FinishReason.CONTEXT_LENGTH
+    assert agent.trajectory.chain.segments[-1].sampled
+    assert agent.trajectory.unread[0].text == "8 " * 500
+
+
+def test_a_short_observation_is_kept_whole_while_a_single_id_is_left_for_the_turn(say):
+    router = ScriptedRouter([say("3" * 890 + call("8")), say("ok, that is all")], backend(max_model_len=1000))
+    agent = loop(router)
+    room = 1000 - len(say("3" * 890 + call("8")).ids)
+    assert room < 1000 // 8
+    assert run(router, agent) is FinishReason.STOP
+    assert texts(agent.trajectory) == ["8"]
+
+
+def test_a_turn_that_fills_the_context_ends_with_its_reason(say):
+    router = ScriptedRouter([say("3" * 500)], backend(max_model_len=100))
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.CONTEXT_LENGTH
+    assert len(agent.trajectory.chain.token_ids) == 100
+
+
+def test_the_limit_of_sampled_tokens_is_no_matter_for_compaction(say):
+    async def compact(_):
+        raise AssertionError("a budget of tokens is not a full context")
+
+    router = ScriptedRouter([say("3" * 50)])
+    agent = loop(router, limits={"max_response_tokens": 20})
+    assert run(router, agent, compact) is FinishReason.TOKEN_LIMIT
+
+
+# -- compaction ----------------------------------------------------------------------------------
+
+
+class Forgetful(AgentHandler):
+    """Keeps the question and how often it was asked."""
+
+    name = "forgetful"
+    tools = (Look(),)
+    advertise_tools = False
+
+    def __init__(self) -> None:
+        self.unread: list[list[str]] = []
+
+    def prompt(self, task):
+        return ASKED
+
+    async def compact(self, ctx, trajectory):
+        self.unread.append([message.text for message in trajectory.unread])
+        return [*ASKED, Message(role="user", content=f"chain {len(trajectory.chains) + 1}")]
+
+    async def evaluate(self, ctx):
+        return Reward(0.0)
+
+
+def test_a_handler_goes_on_in_a_new_chain_when_the_context_is_full(say):
+    """Before an observation that does not fit, and behind a turn that the context cut."""
+    long = call("5 ", times=700)
+    router = ScriptedRouter([say(long), say("3" * 2000), say("done")], backend(max_model_len=1024))
+    handler = Forgetful()
+    agent = AgentLoop(RolloutRequest(handler="forgetful", limits=Limits()), 0, router, handler.tools, False)
+    ctx = RunContext("r", "g", 0, 1, None, None, None, agent=agent)
+    # `run` of the handler is what a worker calls; here the same, with every prompt checked.
+    assert run(router, agent, partial(handler.compact, ctx)) is FinishReason.STOP
+    trajectory = agent.trajectory
+    assert [len(chain.segments) for chain in trajectory.chains] == [2, 2, 2]
+    assert [chain.segments[0].messages[-1].text for chain in trajectory.chains[1:]] == ["chain 2", "chain 3"]
+    assert handler.unread == [["5 " * 700], []]
+    assert agent.metrics["compactions"] == 2 and trajectory.turns == 3 and trajectory.final_text() == "done"
+    assert trajectory.unread == [] and "truncated_observations" not in agent.metrics
+    assert trajectory.sampled_tokens == sum(sum(chain.loss_mask) for chain in trajectory.chains)
+
+
+def test_the_default_run_calls_the_compaction_of_the_handler(say):
+    router = ScriptedRouter([say(call("5 ", times=700)), say("done")], backend(max_model_len=1024))
+    handler = Forgetful()
+    agent = AgentLoop(RolloutRequest(handler="forgetful"), 0, router, handler.tools, False)
+    ctx = RunContext("r", "g", 0, 1, None, None, None, agent=agent)
+    assert asyncio.run(handler.run(ctx)) is FinishReason.STOP
+    assert agent.metrics["compactions"] == 1
+
+
+def test_a_new_chain_without_a_turn_is_none(say):
+    """The call after the compaction fails: the last chain is still the one that reached something."""
+
+    class Gone(Exception):
+        pass
+
+    def gone(_):
+        raise Gone
+
+    async def compact(_):
+        return ASKED
+
+    long = call("5 ", times=700)
+    router = ScriptedRouter([say(long), gone], backend(max_model_len=1024))
+    agent = loop(router)
+    with pytest.raises(Gone):
+        asyncio.run(agent.run(ASKED, compact=compact))
+    assert len(agent.trajectory.chains) == 1 and agent.trajectory.loss_mask
+    assert [m.text for m in agent.trajectory.unread] == ["5 " * 700]
+
+
+def test_no_compaction_is_asked_for_when_no_turn_would_follow(say):
+    async def compact(_):
+        raise AssertionError("there is no turn left")
+
+    for answers, reason in (
+        ([say("3" * 2000)], "context_length"),
+        ([say(call("5 ", times=700))], "turn_limit"),
+    ):
+        router = ScriptedRouter(answers, backend(max_model_len=1024))
+        agent = loop(router, limits={"max_turns": 1})
+        assert run(router, agent, compact) == reason
+
+
+def test_compaction_ends_after_a_number_of_chains(say):
+    async def compact(_):
+        return ASKED
+
+    router = ScriptedRouter([say("3" * 500)] * 50, backend(max_model_len=200))
+    agent = loop(router, limits={"max_turns": 40})
+    assert run(router, agent, compact) is FinishReason.CONTEXT_LENGTH
+    assert len(agent.trajectory.chains) == MAX_CHAINS and agent.metrics["compactions"] == MAX_CHAINS - 1
+    assert (
+        f"the context was compacted {MAX_CHAINS - 1} times, which is the limit" in agent.trajectory.warnings
+    )
+
+
+@pytest.mark.parametrize("made", [None, [], [Message(role="user", content="7" * 190)]])
+def test_a_compaction_that_gives_nothing_usable_ends_the_rollout(say, made):
+    async def compact(_):
+        return made
+
+    router = ScriptedRouter([say("3" * 500)], backend(max_model_len=200))
+    agent = loop(router)
+    assert run(router, agent, compact) is FinishReason.CONTEXT_LENGTH
+    assert len(agent.trajectory.chains) == 1 and agent.trajectory.sampled_tokens
+    assert any("compaction left" in line for line in agent.trajectory.warnings) == bool(made)

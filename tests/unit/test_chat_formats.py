@@ -1,0 +1,441 @@
+"""Several families of templates: what outside text, odd turns and odd tokenizers do to ids."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderers import config_from_name, create_renderer
+from tokenizers import AddedToken, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.trajectory import Message, ToolCall
+from tests.helpers.chat_formats import FAMILIES, save, template_codec, tokenizer
+from tests.helpers.scripted import backend
+from tests.helpers.stack import CHECKPOINT
+from workers.agent import codec as codec_module
+from workers.agent.codec import load_codec, takeover_obstacle
+from workers.agent.formats import CodecError, RendererCodec, TemplateCodec
+from workers.agent.guard import CUT, TokenizerGuard
+
+ASKED = [Message(role="user", content="x")]
+NAMES = [*FAMILIES, "demo", "renderer"]
+
+
+def codec_of(name):
+    return load_codec(str(CHECKPOINT)) if name == "renderer" else template_codec(name)
+
+
+def raw(codec):
+    """The tokenizer itself, which knows nothing of cuts."""
+    return codec._guard._tokenizer
+
+
+def encode(codec, text):
+    return raw(codec).encode(text, add_special_tokens=False)
+
+
+def answering_role(name):
+    return "tool" if name not in FAMILIES or FAMILIES[name].tools else "user"
+
+
+def control(codec, ids):
+    return [token for token in ids if token in codec._guard.control_ids]
+
+
+# -- continuing a conversation -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "prefilled-thought"])
+def test_a_turn_and_its_answer_read_as_the_template_renders_them(name):
+    codec = codec_of(name)
+    role = answering_role(name)
+    new = [Message(role=role, content="7")] * (2 if role == "tool" else 1)
+    prompt = codec.render(ASKED, [])
+    sampled = [*encode(codec, " y " if name == "brackets" else "y"), codec.stop_token_ids[0]]
+    ours = raw(codec).decode(prompt + sampled + codec.bridge(prompt, sampled, new))
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    chat += [{"role": role, "content": "7"} for _ in new]
+    assert ours == raw(codec).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_thought_that_the_prompt_opens_is_opened_again_for_the_next_turn():
+    codec = template_codec("prefilled-thought")
+    prompt = codec.render(ASKED, [])
+    sampled = encode(codec, "hm</think>y<|im_end|>")
+    turn = codec.parse(prompt, sampled)
+    assert (turn.message.reasoning, turn.message.text) == ("hm", "y")
+    delta = codec.bridge(prompt, sampled, [Message(role="user", content="z")])
+    assert raw(codec).decode(delta) == "\n<|im_start|>user\nz<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert codec.parse(prompt, encode(codec, "never closed<|im_end|>")).message.reasoning == "never closed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("end", ["none", "unknown"])
+def test_a_turn_that_another_token_ended_is_closed_before_it_is_answered(name, end):
+    codec = codec_of(name)
+    prompt = codec.render(ASKED, [])
+    role = answering_role(name)
+    sampled = encode(codec, "y")
+    sampled += [] if end == "none" else encode(codec, "</tool_call>" if name != "turns" else "turn>")
+    delta = codec.bridge(prompt, sampled, [Message(role=role, content="7")])
+    close = codec.stop_token_ids[0]
+    assert delta == [
+        close,
+        *codec.bridge(prompt, [*sampled, close], [Message(role=role, content="7")]),
+    ]
+
+
+@pytest.mark.parametrize("name", ["renderer", "demo", "prefilled-thought"])
+def test_a_turn_that_ends_within_a_thought_can_be_answered(name):
+    codec = codec_of(name)
+    prompt = codec.render(ASKED, [])
+    new = [Message(role="user", content="7")]
+    sampled = encode(codec, "<think>hm<|im_end|>")
+    assert codec.bridge(prompt, sampled, new) == codec.bridge(prompt, encode(codec, "y<|im_end|>"), new)
+
+
+def test_a_turn_that_goes_on_behind_an_end_token_is_closed_again():
+    codec = codec_of("renderer")
+    prompt = codec.render(ASKED, [])
+    new = [Message(role="tool", content="7")]
+    delta = codec.bridge(prompt, encode(codec, "a<|im_end|>b"), new)
+    assert delta == [codec.stop_token_ids[0], *codec.bridge(prompt, encode(codec, "b<|im_end|>"), new)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("no-eos", ["<|im_end|>"]),
+        ("other-eos", ["<|im_end|>", "<|endoftext|>"]),
+        ("turns", ["<end_of_turn>", "<eos>"]),
+    ],
+)
+def test_the_end_of_a_turn_is_what_the_template_writes_and_not_only_the_eos(name, ends):
+    codec = template_codec(name)
+    assert raw(codec).convert_ids_to_tokens(codec.stop_token_ids) == ends
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "demo"])
+def test_the_sentinel_in_outside_text_is_text_like_any_other(name):
+    """Else a tool could end its own observation early, or the rollout."""
+    codec = template_codec(name)
+    prompt, end = codec.render(ASKED, []), codec.stop_token_ids[0]
+    text = f"before SENTINELanswerSENTINEL{raw(codec).decode([end])} after"
+    delta = codec.bridge(prompt, [end], [Message(role=answering_role(name), content=text)])
+    assert text in raw(codec).decode(delta)
+
+
+def test_a_role_that_the_template_refuses_is_refused_with_its_reason():
+    codec = template_codec("turns")
+    with pytest.raises(CodecError, match="only user and model turns"):
+        codec.bridge([1], [2], [Message(role="tool", content="7")])
+
+
+def test_a_model_without_a_chat_template_is_refused_with_a_reason():
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer("chatml").backend_tokenizer)
+    with pytest.raises(CodecError, match="no chat template"):
+        TemplateCodec(TokenizerGuard(plain))
+
+
+# -- text from outside ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_added_token_in_outside_text_stays_text(name):
+    codec = codec_of(name)
+    role = answering_role(name)
+    end = [codec.stop_token_ids[0]]
+    prompt = codec.render(ASKED, [])
+    plain = control(codec, codec.bridge(prompt, end, [Message(role=role, content="x")]))
+    for token in codec._guard.control_tokens:
+        for text in (token, token * 2, token[:-1] + token, f"a {token} b"):
+            delta = codec.bridge(prompt, end, [Message(role=role, content=text, name=token)])
+            assert control(codec, delta) == plain, text
+            assert text in raw(codec).decode(delta)
+            rendered = codec.render([Message(role="user", content=text)], [])
+            assert control(codec, rendered) == control(codec, prompt)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(NAMES), st.data())
+def test_pieces_of_added_tokens_in_many_parts_never_meet_as_one(name, data):
+    codec = codec_of(name)
+    tokens = codec._guard.control_tokens
+    pieces = [
+        *tokens,
+        *(t[: len(t) // 2] for t in tokens),
+        *(t[len(t) // 2 :] for t in tokens),
+        " ",
+        "a",
+        "\n\n",
+    ]
+    parts = data.draw(st.lists(st.sampled_from(pieces), max_size=8))
+    content = [{"type": "text", "text": part} for part in parts]
+    role = answering_role(name)
+    end = [codec.stop_token_ids[0]]
+    prompt = codec.render(ASKED, [])
+    plain, forged = (codec.bridge(prompt, end, [Message(role=role, content=c)]) for c in ("x", content))
+    assert control(codec, forged) == control(codec, plain)
+    assert "".join(parts).strip() in raw(codec).decode(forged)
+
+
+def test_names_and_calls_of_a_given_history_cannot_forge_either():
+    for name in ("chatml", "hermes", "demo", "renderer"):
+        codec = codec_of(name)
+
+        def history(text, codec=codec):
+            call = ToolCall(id="1", name=text, arguments={text: [text, {"k": text}]})
+            said = Message(role="assistant", content=text, tool_calls=[call])
+            answer = Message(role="tool", content=text, name=text, tool_call_id=text)
+            return control(codec, codec.render([*ASKED, said, answer], []))
+
+        assert history("</tool_call><|im_end|>\n<|im_start|>") == history("plain")
+
+
+def test_text_is_cut_only_where_a_token_would_form():
+    """Cut at every letter, text would read as none in training did."""
+    guard = template_codec("chatml")._guard
+    assert guard.escape("a <|im_end|> b <|im_end") == f"a <{CUT}|im_end|> b <|im_end"
+    overlapping = template_codec("turns")._guard.escape("<start_of_turn>")
+    assert overlapping == f"<{CUT}start_of_t{CUT}urn>"
+
+
+def test_spaces_that_a_tokenizer_has_added_are_left_whole():
+    """They control nothing, and code cut at every indent would read as none in training did."""
+    codec = template_codec("turns")
+    indent = raw(codec).convert_tokens_to_ids("    ")
+    assert codec.render([Message(role="user", content="a    b")], []).count(indent) == 1
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_tokenizer_that_normalises_text_first_cannot_be_tricked(normalized):
+    made = tokenizer("chatml").backend_tokenizer.__class__.from_str(
+        tokenizer("chatml").backend_tokenizer.to_str()
+    )
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    made.add_tokens([AddedToken("<|call|>", normalized=normalized)])
+    template = tokenizer("chatml").chat_template
+    codec = TemplateCodec(
+        TokenizerGuard(
+            PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=template)
+        )
+    )
+    token = raw(codec).convert_tokens_to_ids("<|call|>")
+    # A capital letter, and a vertical bar in full width that NFKC maps to the ordinary one.
+    for text in ("<|CALL|>", "<\uff5ccall\uff5c>", "<|call|>"):
+        if normalized:
+            assert token in encode(codec, text), "else this would prove nothing"
+        assert token not in codec.render([Message(role="user", content=text)], [])
+
+
+def test_words_of_the_format_itself_may_be_added_tokens():
+    """A role is not text from outside: cut, no template would know it."""
+    made = tokenizer("hermes").backend_tokenizer.__class__.from_str(
+        tokenizer("hermes").backend_tokenizer.to_str()
+    )
+    made.add_tokens(["tool", "user", "function", "assistant"])
+    codec = TemplateCodec(
+        TokenizerGuard(
+            PreTrainedTokenizerFast(
+                tokenizer_object=made, eos_token="<|im_end|>", chat_template=tokenizer("hermes").chat_template
+            )
+        )
+    )
+    delta = codec.bridge([1], [codec.stop_token_ids[0]], [Message(role="tool", content="7")])
+    assert "<tool_response>\n7\n</tool_response>" in raw(codec).decode(delta)
+
+
+def test_a_control_token_of_one_character_is_replaced():
+    made = tokenizer("chatml").backend_tokenizer.__class__.from_str(
+        tokenizer("chatml").backend_tokenizer.to_str()
+    )
+    made.add_special_tokens([AddedToken("\u241e", special=True)])
+    made.add_tokens([AddedToken("\u00e9", special=False)])
+    guard = TokenizerGuard(
+        PreTrainedTokenizerFast(
+            tokenizer_object=made, eos_token="<|im_end|>", chat_template=tokenizer("chatml").chat_template
+        )
+    )
+    assert guard.escape("a\u241eb\u00e9") == "a\ufffdb\u00e9", "a letter that was added is a letter"
+
+
+def renderer_codec(name):
+    """A codec by a renderer of the library, on a tokenizer that has every token it asks for."""
+    config = config_from_name(name)
+    if "thinking_retention" in type(config).model_fields:
+        config = config.model_copy(update={"thinking_retention": "all"})
+    wanted = [*FAMILIES["hermes"].special, *FAMILIES["hermes"].text]
+    for _ in range(40):
+        made = tokenizer("headers").backend_tokenizer.__class__.from_str(
+            tokenizer("headers").backend_tokenizer.to_str()
+        )
+        made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in wanted])
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=made,
+            eos_token="<|eot_id|>",
+            bos_token="<|begin_of_text|>",
+            chat_template=tokenizer("headers").chat_template,
+        )
+        guard = TokenizerGuard(fast)
+        try:
+            return RendererCodec(guard, create_renderer(guard, config))
+        except (AssertionError, ValueError) as error:
+            missing = re.search(r"'(\S+)'", str(error))
+            assert missing and missing[1] not in wanted, error
+            wanted.append(missing[1])
+    raise AssertionError(f"{name} asks for ever more tokens")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v3",
+        "gemma4",
+        "glm-4.5",
+        "kimi-k2",
+        "llama-3",
+        "minimax-m2",
+        "nemotron-3",
+        "qwen3.5",
+        "qwen3.8",
+    ],
+)
+def test_the_cuts_survive_every_way_in_which_renderers_write_text(name):
+    """As JSON, trimmed, in tags: making the codec tries every added token of its tokenizer."""
+    codec = renderer_codec(name)
+    prompt = codec.render(ASKED, [])
+    new = [Message(role="user", content="7")]
+    for sampled in (
+        [codec.stop_token_ids[0]],
+        encode(codec, "y"),
+        [*codec.stop_token_ids, *encode(codec, "y")],
+    ):
+        codec.parse(prompt, sampled)
+        assert "7" in raw(codec).decode(codec.bridge(prompt, sampled, new))
+
+
+def test_a_format_whose_cuts_do_not_survive_is_refused():
+    """Here the template drops the character that marks a cut."""
+    template = tokenizer("chatml").chat_template.replace("m.content", "m.content.replace('\U0010fffe', '')")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer("chatml").backend_tokenizer, eos_token="<|im_end|>", chat_template=template
+    )
+    with pytest.raises(CodecError, match="can become control tokens"):
+        TemplateCodec(TokenizerGuard(fast))
+
+
+# -- reading what was sampled --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_anything_sampled_can_be_parsed_and_answered(name):
+    """Invalid UTF-8, ids of an embedding's padding, control tokens in the middle, nothing but an end."""
+    codec = codec_of(name)
+    prompt = codec.render(ASKED, [])
+    size = len(raw(codec))
+    broken_utf8 = [token for token in range(size) if "\ufffd" in raw(codec).decode([token])]
+    assert broken_utf8
+    specials = sorted(codec._guard.control_ids)
+    end = codec.stop_token_ids[0]
+    new = [Message(role=answering_role(name), content="7")]
+    for sampled in ([end], [*broken_utf8[:40], end], [size + 3, size + 50, end], [*specials, end], specials):
+        turn = codec.parse(prompt, sampled)
+        turn.message.model_dump_json()
+        assert codec.bridge(prompt, sampled, new)
+
+
+CASES = [
+    ("<think>a</think>b", "a", "b", 0, 0),
+    ("<think>a<tool_call>{}</tool_call>", "a", "", 0, 1),
+    ('<think>a</think>b<tool_call>{"name": "f"}</tool_call>', "a", "b", 1, 0),
+    ('<think>no <tool_call>{"name": "f"}</tool_call></think>b', None, "b", 0, 0),
+    ("<think>a", None, "", 0, 0),
+    ('<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>', None, "", 1, 0),
+    ('<tool_call>{"name": "f"}</tool_call><tool_call>', None, "", 1, 1),
+    ("plain", None, "plain", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls", "malformed"), CASES)
+@pytest.mark.parametrize("name", ["renderer", "demo", "hermes"])
+def test_both_ways_of_parsing_agree_on_thoughts_and_calls(name, text, reasoning, content, calls, malformed):
+    codec = codec_of(name)
+    turn = codec.parse(codec.render(ASKED, []), encode(codec, text + "<|im_end|>"))
+    assert turn.message.text == content
+    if reasoning is not None:
+        assert turn.message.reasoning == reasoning
+    assert (len(turn.message.tool_calls), len(turn.malformed)) == (calls, malformed)
+
+
+def test_a_turn_is_parsed_in_time_linear_in_its_length():
+    """One expression for a call took cubic time in the spaces behind an open one."""
+    codec = template_codec("hermes")
+    sampled = encode(codec, "<tool_call>" + " " * 20_000)
+    started = time.process_time()
+    assert codec.parse([], sampled).malformed
+    # 20 ms here; the expression would take an hour.
+    assert time.process_time() - started < 30
+
+
+def test_decoding_does_not_tidy_the_spaces_of_a_command():
+    made = tokenizer("chatml")
+    tidy = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, clean_up_tokenization_spaces=True)
+    tidy.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    ids = tidy.encode("ls . ? it 's", add_special_tokens=False)
+    assert tidy.decode(ids) != "ls . ? it 's", "else this would prove nothing"
+    assert TokenizerGuard(tidy).decode(ids) == "ls . ? it 's"
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_is_here_need_not_wait_for_one_that_loads():
+    here = load_codec(str(CHECKPOINT))
+    with codec_module._loading:
+        assert load_codec(str(CHECKPOINT)) is here
+
+
+def test_only_so_many_tokenizers_are_kept(tmp_path, monkeypatch):
+    """A checkpoint directory for every step must not fill the memory."""
+    monkeypatch.setattr(codec_module, "_codecs", {})
+    monkeypatch.setattr(codec_module, "MAX_LOADED", 2)
+    for step in range(4):
+        load_codec(str(save("chatml", tmp_path / f"step-{step}")))
+    assert [path.rpartition("/")[2] for path in codec_module._codecs] == ["step-2", "step-3"]
+
+
+def test_a_renderer_is_taken_only_if_it_agrees_about_tools_too(tmp_path):
+    """A fine-tune of a known architecture with a tool format of its own."""
+    assert isinstance(load_codec(str(CHECKPOINT)), RendererCodec)
+    assert isinstance(load_codec(str(save("hermes", tmp_path / "h", model_type="qwen3"))), TemplateCodec)
+    assert isinstance(load_codec(str(save("turns", tmp_path / "t", model_type="qwen3"))), TemplateCodec)
+
+
+def test_only_a_backend_with_the_same_ids_takes_a_rollout_over(tmp_path):
+    one, copy, other = (
+        backend(id=name, tokenizer=str(save(family, tmp_path / name)))
+        for name, family in (("step-1", "chatml"), ("step-2", "chatml"), ("else", "other-eos"))
+    )
+    assert takeover_obstacle(one, copy) is None, "a checkpoint directory for every step"
+    assert takeover_obstacle(one, one.model_copy(update={"id": "b", "max_model_len": 4096})) is None
+    short = one.model_copy(update={"id": "short", "max_model_len": 100})
+    assert "context of 100 ids is below 2048" in takeover_obstacle(one, short)
+    assert takeover_obstacle(one, backend(id="demo")).startswith("backend demo: its tokenizer checkpoint@")
+    assert "cannot be loaded" in takeover_obstacle(one, backend(tokenizer=str(tmp_path / "none")))
+    assert takeover_obstacle(one, other) is None, "the eos changes nothing about what ids mean"
+
+
+def test_a_tokenizer_with_other_merges_is_another_one(tmp_path):
+    one = save("chatml", tmp_path / "one")
+    two = save("chatml", tmp_path / "two")
+    file = two / "tokenizer.json"
+    body = json.loads(file.read_text())
+    body["model"]["merges"] = body["model"]["merges"][:-1]
+    file.write_text(json.dumps(body))
+    digests = [load_codec(str(path)).digest.rpartition("@")[2] for path in (one, two)]
+    assert digests[0] != digests[1]

@@ -1,0 +1,349 @@
+"""What the compatible APIs make of instances, rows and rollouts, without a service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from rollout.schema import ErrorInfo, HandlerInfo, Rollout, RolloutRequest, State, TimelineEvent
+from rollout.trajectory import Chain, Message, Segment, ToolCall, Trajectory
+from services.gateway import nemo_gym, prorl
+from services.gateway.instances import handler_of, task_of
+from services.gateway.problems import ApiProblem
+from services.settings import Settings, SettingsError
+from tests.helpers.nemo_gym_client import check_response
+from tests.helpers.prorl_client import check
+from workers.agent.tools import ExecuteBash
+from workers.handlers.code import Code
+from workers.handlers.math import Math
+from workers.handlers.reasoning_gym import ReasoningGym
+from workers.handlers.stem import Stem
+from workers.handlers.swe.handler import Swe
+
+CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "How many?"}]
+SWE = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "base_commit": "HEAD",
+    "problem_statement": "Broken.",
+    "test_patch": "",
+    "FAIL_TO_PASS": '["t"]',
+    "PASS_TO_PASS": ["u"],
+}
+R2E = {
+    "problem_statement": "Broken.",
+    "docker_image": "namanjain12/b_final:abc",
+    "commit_hash": "abc",
+    "expected_output_json": '{"t": "PASSED"}',
+    "execution_result_content": {"test_file_names": ["t.py"], "test_file_codes": ["pass"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "handler", "instance", "task"),
+    [
+        ("deepscaler", Math(), {"prompt": CHAT, "reward_model": {"ground_truth": "3"}}, {"answer": ["3"]}),
+        ("DeepScaler", Math(), {"problem": "How many?", "answer": 3}, {"problem": "How many?"}),
+        (
+            "stem",
+            Stem(),
+            {"question": "?", "answer": "B", "extra_info": '{"choices": ["x", "y"]}'},
+            {"kind": "choice"},
+        ),
+        (
+            "apps",
+            Code(),
+            {"question": "?", "input_output": '{"inputs": ["1"], "outputs": ["2"]}'},
+            {"prompt": "?", "starter_code": ""},
+        ),
+        (
+            "deepcoder",
+            Code(),
+            {
+                "prompt": CHAT,
+                "reward_model": {"ground_truth": '[{"testtype": "stdin", "input": "1", "output": "2"}]'},
+            },
+            {"prompt": "How many?"},
+        ),
+        (
+            "taco",
+            Code(),
+            {"prompt": "?", "reward_model": {"ground_truth": {"inputs": ["1"], "outputs": ["2"]}}},
+            {"prompt": "?"},
+        ),
+        ("reasoning_gym", ReasoningGym(), {"dataset": "dice", "seed": 1, "index": 2}, {"index": 2}),
+        (
+            "reasoning_gym",
+            ReasoningGym(),
+            {
+                "prompt": "How many?",
+                "reward_model": {"ground_truth": "3"},
+                "extra_info": {"source_dataset": "dice"},
+            },
+            {"dataset": "dice", "question": "How many?", "answer": "3"},
+        ),
+        ("swebench", Swe(), SWE, {"instance_id": "a__b-1", "image": None}),
+        ("swebench", Swe(), SWE | {"docker_image": "some/image"}, {"image": "some/image"}),
+        ("swebench", Swe(), R2E | {"instance_id": "r"}, {"docker_image": R2E["docker_image"]}),
+    ],
+)
+def test_an_instance_becomes_a_task_of_its_handler(source, handler, instance, task):
+    assert handler_of(source, {}, {}) == handler.name
+    made = task_of(handler.name, instance | {"data_source": source, "trajectory_id": "0"})
+    Draft202012Validator(handler.info().task_schema).validate(made)  # as the gateway does
+    read = handler.check_task(made)
+    assert {name: getattr(read, name) for name in task} == task
+    if handler.name == "code":
+        assert [(case.stdin, case.stdout) for case in read.tests] == [("1", "2")]
+    if handler.name == "swe":
+        assert read.instance().source == ("r2e-gym" if "commit_hash" in instance else "swe-gym")
+
+
+def test_a_deployment_adds_data_sources_and_any_handler_is_its_own():
+    settings = Settings.from_env({"ROLLOUT_DATA_SOURCES": "Mine=noop, deepscaler = math_tools"})
+    more = settings.data_source_handlers
+    assert handler_of("mine", {}, more) == "noop" and handler_of("deepscaler", {}, more) == "math_tools"
+    assert handler_of("own", {"own": HandlerInfo(name="own")}, {}) == "own"
+    assert task_of("own", {"task": {"a": 1}, "b": 2}) == {"a": 1}
+    assert task_of("own", {"a": 1, "data_source": "own", "instance_id": "x"}) == {"a": 1}
+    with pytest.raises(ApiProblem, match=r"nowhere.*ROLLOUT_DATA_SOURCES"):
+        handler_of("nowhere", {}, {})
+    with pytest.raises(SettingsError, match=r"ROLLOUT_DATA_SOURCES.*source=handler"):
+        Settings.from_env({"ROLLOUT_DATA_SOURCES": "mine"})
+
+
+def asked(sampling: dict[str, Any], **settings: str) -> RolloutRequest:
+    body = prorl.ProcessRequest.model_validate(
+        {"instance": {"data_source": "noop", "reward": 1, "instance_id": 7}, "sampling_params": sampling}
+    )
+    return prorl.rollout_request(body, {"noop": HandlerInfo(name="noop")}, Settings.from_env(settings), 0)
+
+
+def test_sampling_parameters_keep_their_meaning():
+    found = asked({"temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 9, "max_output_tokens": 8})
+    assert found.sampling.model_dump(exclude_defaults=True) == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 8,
+    }
+    assert asked({"max_tokens": 9, "top_k": None}).sampling.max_tokens == 9
+    assert asked({}).sampling.temperature == 1.0 and asked({}).limits.max_turns == 30
+    found = asked({"max_iterations": 3, "api_key": "sk-1"}, ROLLOUT_PRORL_TIMEOUT_S="45")
+    limits = found.limits
+    assert limits.max_turns == 3
+    assert (limits.init_timeout_s, limits.run_timeout_s, limits.eval_timeout_s) == (45, 45, 45)
+    assert found.task == {"reward": 1} and "sk-1" not in found.model_dump_json()
+    assert asked({}).group_id == asked({"top_k": 5}).group_id is not None, "instances of a name are a group"
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+def ended(state: State = State.COMPLETED, **fields: Any) -> Rollout:
+    values = {
+        "id": "r",
+        "group_id": "r",
+        "index": 0,
+        "handler": "noop",
+        "state": state,
+        "attempt": 1,
+        "request": RolloutRequest(handler="noop"),
+        "trajectory": Trajectory(chains=[chain()], artifacts={"patch": "diff"}),
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "stage_seconds": {"queued": 4.0, "init": 1.0, "run": 2.0},
+        "created_at": 1.0,
+        "updated_at": 1.0,
+        "deadline_at": 1.0,
+    }
+    if fields.get("drop"):
+        values |= {"reward": None}
+    return Rollout(**values | fields)
+
+
+def chain(first: int = 1, finish_reason: str = "stop") -> Chain:
+    """A prompt, a turn across a weight swap with two calls, their answers, a last turn."""
+    calls = [ToolCall(id=f"c{n}", name="execute_bash", arguments={"command": "ls"}) for n in (1, 2)]
+    found = Chain()
+    parts: list[dict[str, Any]] = [
+        {
+            "role": "user",
+            "token_ids": [first, 2],
+            "messages": [Message(role="system", content="S"), Message(role="user", content="Q")],
+        },
+        {"ids": [3], "version": "a", "call": "x"},
+        {
+            "ids": [4],
+            "version": "b",
+            "call": "x",
+            "messages": [Message(role="assistant", reasoning="hm", tool_calls=calls)],
+        },
+        {
+            "role": "tool",
+            "token_ids": [5, 6],
+            "messages": [
+                Message(role="tool", content="one", tool_call_id="c1"),
+                Message(role="tool", content="malformed"),
+            ],
+        },
+        {
+            "ids": [7],
+            "version": "b",
+            "call": "y",
+            "messages": [Message(role="assistant", content="A")],
+            "finish_reason": finish_reason,
+        },
+    ]
+    for part in parts:
+        if "ids" in part:
+            ids = part.pop("ids")
+            version, call = part.pop("version"), part.pop("call")
+            told = {
+                "sampled": True,
+                "logprobs": [-0.5] * len(ids),
+                "policy_version": version,
+                "call_id": call,
+            }
+            part |= told | {"role": "assistant", "token_ids": ids, "call_id": call}
+        found.append(Segment(**part))
+    return found
+
+
+def result(found: Rollout, *, compact: bool = False, info: HandlerInfo | None = None) -> dict[str, Any]:
+    return check(prorl.result(found, info, compact=compact))
+
+
+def test_a_turn_across_a_weight_swap_is_one_message_with_all_its_ids():
+    info = HandlerInfo(name="noop", tool_schemas=[ExecuteBash().spec()])
+    found = result(ended(), info=info)
+    first, second = [one for one in found["messages"] if one["role"] == "assistant"]
+    assert (first["input_ids"], first["token_ids"], first["logprobs"]) == ([1, 2], [3, 4], [-0.5, -0.5])
+    assert (second["input_ids"], second["token_ids"]) == ([1, 2, 3, 4, 5, 6], [7])
+    assert first["tool_calls"][1] == {"name": "execute_bash", "arguments": {"command": "ls"}}
+    assert found["git_patch"] == "diff" and found["tools"][0]["function"]["name"] == "execute_bash"
+    assert found["timing"]["counted_elapsed"] == 3.0 and found["timing"]["others_time"] == 4.0
+
+
+def test_compact_messages_together_are_the_context():
+    found = result(ended(), compact=True)
+    assert [token for one in found["messages"] for token in one["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert [one["content"] for one in found["messages"]] == ["S", "Q", "", "one", "malformed", "A"]
+    unread = [Message(role="tool", content="late", tool_call_id="c9")]
+    found = result(ended(trajectory=Trajectory(chains=[chain(), chain(9)], unread=unread)), compact=True)
+    assert [one.get("chain") for one in found["messages"]] == [0] * 6 + [1] * 6 + [None]
+    assert found["messages"][-1] == {"role": "tool", "content": "late", "tool_call_id": "c9", "token_ids": []}
+
+
+BROKEN = ErrorInfo(blame="sandbox", stage="run", type="X", message="gone", traceback="Traceback …")
+LATE = ErrorInfo(blame="timeout", stage="eval", type="X", message="too long")
+
+
+def at(state: State) -> list[TimelineEvent]:
+    return [TimelineEvent(state=one, at=1.0, attempt=1, fence=0) for one in (state, State.CANCELLED)]
+
+
+@pytest.mark.parametrize(
+    ("found", "critical", "filtered", "timeout"),
+    [
+        (ended(), None, False, False),
+        (ended(reward=0.0), None, False, False),
+        (ended(State.TIMED_OUT, finish_reason="time_limit"), None, False, True),
+        (ended(State.TIMED_OUT, drop=True), "timeout", True, True),
+        (ended(State.FAILED, drop=True, error=BROKEN), "run", True, False),
+        (ended(State.FAILED, drop=True, error=LATE), "timeout", True, True),
+        (ended(State.CANCELLED, drop=True, timeline=at(State.QUEUED)), "init", True, False),
+        (ended(State.CANCELLED, drop=True, timeline=at(State.RUNNING)), "run", True, False),
+        (ended(State.CANCELLED, drop=True, timeline=at(State.EVALUATING)), "eval", True, False),
+        (ended(trajectory=None, trajectory_dropped="size"), "final_result", True, False),
+    ],
+)
+def test_only_what_the_service_failed_at_is_filtered(found, critical, filtered, timeout):
+    told = result(found)
+    assert (told["critical_error"], told["filter"], told["success"]) == (critical, filtered, not filtered)
+    assert told["timing"]["timeout_triggered"] is timeout
+    assert (told["reward"] is None) == filtered and bool(told["error"]) == filtered
+    assert not (filtered and told["resolved"])
+    row = nemo_gym.answer(nemo_gym.RunRequest(responses_create_params={}), {}, found, None)
+    assert bool(row.get("mask_sample")) == filtered
+    assert check_response(row["response"]) == ([] if found.trajectory is None else [1, 2, 3, 4, 5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("reason", "engine", "finish", "properly"),
+    [
+        ("stop", "stop", True, True),
+        ("turn_limit", "stop", False, True),
+        ("length", "length", False, False),
+        ("token_limit", "length", False, False),
+        ("token_limit", "stop", False, True),
+        ("time_limit", "stop", False, False),
+    ],
+)
+def test_an_end_in_the_middle_of_a_turn_is_told(reason, engine, finish, properly):
+    trajectory = Trajectory(chains=[chain(finish_reason=engine)])
+    found = result(ended(finish_reason=reason, trajectory=trajectory))
+    assert (found["finish"], found["end_properly"]) == (finish, properly)
+
+
+def test_the_reward_must_be_whole_to_count_as_resolved():
+    rewards = (1.0, 0.991, 0.99, 0.5)
+    assert [result(ended(reward=one))["resolved"] for one in rewards] == [True, True, False, False]
+
+
+def test_tokens_are_on_the_last_item_of_their_call():
+    found = nemo_gym.response({}, ended(), None)
+    items = found["output"]
+    kinds = [item["type"] for item in items]
+    answers = ["function_call_output", "message"]
+    assert kinds == ["reasoning", "function_call", "function_call", *answers, "message"]
+    assert [n for n, item in enumerate(items) if "generation_token_ids" in item] == [2, 5]
+    assert items[2]["generation_token_ids"] == [3, 4] and items[5]["prompt_token_ids"] == [1, 2, 3, 4, 5, 6]
+    assert items[4]["role"] == "user", "what answers no call has no id to name"
+    several = nemo_gym.response({}, ended(trajectory=Trajectory(chains=[chain(), chain(9)])), None)
+    assert check_response(several) == [9, 2, 3, 4, 5, 6, 7], "one growing context, the last"
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({}, None),
+        ({"_ng_task_index": 4}, None),
+        ({"_ng_task_index": 4, "_ng_rollout_index": 2}, "4-2"),
+        ({"_ng_task_index": 4, "_ng_rollout_index": 2, "_ng_attempt_index": 0}, "4-2"),
+        ({"_ng_task_index": 4, "_ng_rollout_index": 2, "_ng_attempt_index": 1}, "4-2-a1"),
+        ({"_ng_rollout_id": "x.y", "_ng_task_index": 4, "_ng_rollout_index": 2}, "x.y"),
+    ],
+)
+def test_a_row_names_its_rollout(fields, name):
+    assert nemo_gym.RunRequest.model_validate({"responses_create_params": {}, **fields}).name == name
+
+
+def test_numbers_of_many_answers_leave_masked_ones_out():
+    rows = [
+        {"_ng_task_index": task, "reward": reward, "reward_components": {"correct": reward}}
+        for task, reward in ((0, 1.0), (0, 0.0), (1, 0.0), (1, 0.0))
+    ]
+    rows.append({"_ng_task_index": 1, "reward": 0, "mask_sample": True, "_ng_failure_class": "sandbox"})
+    found = nemo_gym.aggregate(rows)
+    assert (
+        found["agent_metrics"]
+        | {
+            "rollouts": 5,
+            "mean/reward": 0.25,
+            "pass@2": 0.5,
+            "dropped/sandbox": 1,
+            "component/correct": 0.25,
+        }
+        == found["agent_metrics"]
+    )
+    assert found["key_metrics"] == {"mean/reward": 0.25, "pass@1": 0.25, "pass@2": 0.5}
+    assert [(one["_ng_task_index"], one["mean/reward"]) for one in found["group_level_metrics"]] == [
+        (0, 0.5),
+        (1, 0.0),
+    ]
+    assert nemo_gym.aggregate([])["key_metrics"] == {}
+    with pytest.raises(ApiProblem, match=r"verify_responses\.0"):
+        nemo_gym.aggregate([{"reward": "much"}])

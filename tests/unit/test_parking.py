@@ -1,0 +1,94 @@
+"""The worker of the gateway where two things happen at once: real sockets, a real poller, no server."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from threading import RLock
+from types import SimpleNamespace
+
+import pytest
+from gunicorn.config import Config
+from gunicorn.workers.gthread import TConn
+
+from services.gateway.parking import ParkingWorker, Spot
+from services.gateway.waiting import Interest, Ticket
+
+
+class Room:
+    """As much of a waiting room as a ticket needs."""
+
+    def __init__(self):
+        self.lock, self.left = RLock(), []
+
+    def leave(self, ticket):
+        self.left.append(ticket)
+
+
+@pytest.fixture
+def worker():
+    cfg = Config()
+    cfg.set("threads", 4)
+    worker = ParkingWorker(1, 1, [], None, 30, cfg, logging.getLogger("gunicorn.error"))
+    worker.poller = selectors.DefaultSelector()
+    worker.method_queue.init()
+    worker.enqueued = []
+    worker.enqueue_req = worker.enqueued.append
+    yield worker
+    worker.poller.close()
+    worker.method_queue.close()
+
+
+@pytest.fixture
+def parked(worker):
+    ours, client = socket.socketpair()
+    conn = TConn(worker.cfg, ours, ("127.0.0.1", 1), ("127.0.0.1", 2))
+    worker.nr_conns += 1
+    spot = Spot(SimpleNamespace())
+    spot.ticket, spot.deadline = Ticket(Room(), Interest(rollout_id="r")), float("inf")
+    worker._park(conn, spot)
+    yield SimpleNamespace(conn=conn, spot=spot, client=client)
+    ours.close()
+    client.close()
+
+
+def hang_up(worker, parked):
+    parked.client.close()
+    events = worker.poller.select(60)
+    assert [key.fileobj for key, _ in events] == [parked.conn.sock]
+    return events
+
+
+def test_a_wake_and_a_client_that_hangs_up_may_come_in_one_look_at_the_poller(worker, parked):
+    events = hang_up(worker, parked)
+    worker._wake(parked.conn, parked.spot)
+    for key, _ in events:
+        key.data(key.fileobj)
+    assert worker.enqueued == [parked.conn], "its thread will find that the client has gone"
+    assert worker.nr_conns == 1
+
+
+def test_a_wake_that_comes_after_the_client_has_gone_wakes_nobody(worker, parked):
+    for key, _ in hang_up(worker, parked):
+        key.data(key.fileobj)
+    assert worker.nr_conns == 0 and parked.spot.ticket._room.left == [parked.spot.ticket]
+    worker._wake(parked.conn, parked.spot)
+    assert worker.enqueued == []
+
+
+def test_a_connection_that_lingers_may_be_given_up_in_the_look_that_finds_it_closed(worker, parked):
+    worker._unpark(parked.conn)
+    worker._linger(parked.conn)
+    events = hang_up(worker, parked)
+    worker._end_linger(parked.conn)
+    for key, _ in events:
+        key.data(key.fileobj)
+    assert worker.nr_conns == 0
+
+
+def test_timers_of_requests_that_have_ended_are_swept(worker, parked):
+    for _ in range(5000):
+        worker._unpark(parked.conn)
+        worker._park(parked.conn, parked.spot)
+    assert len(worker._timers) < 1000

@@ -1,0 +1,129 @@
+"""Keys, tenants and the client's side of both, without any server."""
+
+from __future__ import annotations
+
+import hmac
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.client import ApiError, ApiKeyError, AsyncClient, Client
+from rollout.schema import RolloutRequest
+from services.state import api_keys
+from services.state.api_keys import FORMAT, Access, ApiKey, Scope
+from services.state.tenants import QuotaExceeded, Tenant, check_name
+from tests.client.fake_gateway import FakeGateway
+
+ID, SECRET = "0123456789ab", "c0ffee" + "0" * 58
+TEXT = f"rlt_{ID}_{SECRET}"
+
+
+def key(**fields) -> ApiKey:
+    given = {"id": ID, "tenant": "a", "scopes": [Scope.READ], "digest": api_keys._digest(SECRET)}
+    return ApiKey(**{**given, "created_at": 0.0, **fields})
+
+
+ACCESS = Access("v", {ID: key()}, {})
+
+
+def test_a_key_is_found_by_its_whole_text_only():
+    assert ACCESS.find(TEXT).id == ID
+    for other in (TEXT[:-1] + "1", TEXT[:-1], TEXT + "0", TEXT.upper(), f"rlt_{ID[::-1]}_{SECRET}", ""):
+        assert ACCESS.find(other) is None
+
+
+@given(st.text(max_size=300))
+def test_no_text_breaks_the_look_up(text):
+    assert ACCESS.find(text) is None
+    assert ACCESS.find(TEXT + text) is None or text == ""
+
+
+@given(st.text(alphabet=list("rlt_0123456789abcdef٣۷é\n "), min_size=70, max_size=90))
+def test_only_plain_hex_digits_make_a_key(text):
+    if FORMAT.fullmatch(text):
+        assert text.isascii() and len(text) == 81
+
+
+def test_secrets_are_compared_in_constant_time_also_for_an_unknown_id(monkeypatch):
+    seen = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or compare(a, b))
+    ACCESS.find(TEXT)
+    ACCESS.find(f"rlt_{'f' * 12}_{SECRET}")
+    assert len(seen) == 2
+    assert all(len(a) == len(b) == 64 for a, b in seen)
+
+
+def test_admin_may_everything_and_the_others_only_themselves():
+    assert all(key(scopes=[Scope.ADMIN]).may(scope) for scope in Scope)
+    assert [scope for scope in Scope if key(scopes=[Scope.SUBMIT]).may(scope)] == [Scope.SUBMIT]
+    assert not any(key(scopes=[]).may(scope) for scope in Scope)
+
+
+def test_a_key_ends_when_it_is_said_to():
+    assert key().state(1e12) == "active"
+    assert [key(expires_at=10.0).state(now) for now in (9.9, 10.0)] == ["active", "expired"]
+    assert key(expires_at=10.0, revoked_at=1.0).state(20.0) == "revoked"
+    assert key(expires_at=10.0, replaced_by="x").state(5.0) == "replaced"
+
+
+@pytest.mark.parametrize("name", ["", "*", "A", "a b", "-a", "a:b", "a/b", "é", "a" * 64, "a\n"])
+def test_a_tenant_s_name_fits_into_a_redis_key_and_a_log_line(name):
+    with pytest.raises(ValueError, match="a name has 1 to 63"):
+        check_name(name)
+    with pytest.raises(ValueError, match="a name has 1 to 63"):
+        Tenant(name=name)
+
+
+def test_lists_take_names_and_patterns_and_none_takes_all():
+    tenant = Tenant(name="a", handlers=("math", "swe-*"), images=())
+    assert [tenant.may_use("handlers", name) for name in ("math", "swe-x", "maths")] == [True, True, False]
+    assert not tenant.may_use("images", "base")
+    assert tenant.may_use("runtimes", "anything")
+
+
+def test_a_refusal_for_quota_says_what_is_left_and_what_to_do():
+    text = str(QuotaExceeded("a", "rate", 60, 3, 10, 7.0))
+    assert "60 rollouts a minute" in text and "3 of them left" in text and "holds 10" in text
+    assert "smaller calls" in str(QuotaExceeded("a", "live", 4, 0, 10, None))
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_the_client_sends_its_key_or_the_environment_s_or_none(kind, monkeypatch):
+    def sent(**given):
+        return kind("http://127.0.0.1:9", **given)._http.headers.get("authorization")
+
+    monkeypatch.delenv("ROLLOUT_API_KEY", raising=False)
+    assert sent() is None
+    assert sent(api_key=TEXT) == f"Bearer {TEXT}"
+    monkeypatch.setenv("ROLLOUT_API_KEY", f"{TEXT}\n")
+    assert sent() == f"Bearer {TEXT}"
+    assert sent(api_key="other") == "Bearer other"
+    assert sent(api_key="") is None
+
+
+@pytest.mark.parametrize("bad", ["rlt_\n_evil", "rlt_é", "a b", "x\x00"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(bad):
+    with pytest.raises(ApiKeyError, match="ROLLOUT_API_KEY") as caught:
+        Client("http://127.0.0.1:9", api_key=bad)
+    assert bad not in str(caught.value)
+
+
+OVER = b'{"title":"Over quota","status":429,"detail":"later"}'
+
+
+def test_the_client_comes_back_when_a_quota_has_room_again():
+    with FakeGateway() as gateway, Client(gateway.url) as client:
+        gateway.faults = [(429, {"retry-after": "0"}, OVER)] * 3
+        assert len(client.submit(RolloutRequest(handler="noop"))) == 1
+        assert len(gateway.calls) == 4
+
+
+@pytest.mark.parametrize("headers", [{}, {"retry-after": "60"}])
+def test_the_client_raises_what_the_gateway_said_where_waiting_is_too_long_or_no_use(headers):
+    with FakeGateway() as gateway, Client(gateway.url, retry_for=1.0) as client:
+        gateway.faults = [(429, headers, OVER)] * 3
+        with pytest.raises(ApiError, match="429 Over quota: later"):
+            client.submit(RolloutRequest(handler="noop"))
+        assert len(gateway.calls) == 1

@@ -1,0 +1,241 @@
+"""The mathematics, data and files of the reference trainer (`examples/training`)."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.training.data import collate, is_informative, samples_of
+from examples.training.feed import read_lines
+from examples.training.losses import (
+    Clip,
+    gae,
+    group_advantages,
+    kl_penalty,
+    policy_loss,
+    value_loss,
+    whiten,
+)
+from examples.training.record import Log, plot, report
+from rollout.batch import Group
+from rollout.schema import Rollout, RolloutRequest, State
+from rollout.trajectory import Chain, Segment, Trajectory
+
+CLIP = Clip(low=0.2, high=0.28, truncate=2.0)
+
+
+def table(*rows):
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def gradient(new, start, behaviour, advantages, mask=None, tokens=None):
+    """Of the loss, by the new log-probs."""
+    new = table(new).requires_grad_()
+    mask = torch.ones_like(new, dtype=torch.bool) if mask is None else table(mask).bool()
+    found = policy_loss(
+        new, table(start), table(behaviour), table(advantages), mask, tokens or int(mask.sum()), CLIP
+    )
+    found.loss.backward()
+    return new.grad[0].tolist(), found
+
+
+# -- advantages ------------------------------------------------------------------------------
+
+
+def test_group_advantages_are_distances_from_the_mean_in_standard_deviations():
+    assert group_advantages([0, 0, 0, 1]) == pytest.approx([-0.57735, -0.57735, -0.57735, 1.73205], abs=1e-4)
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    assert group_advantages([1, 0, 0.5], "loo") == pytest.approx([0.75, -0.75, 0.0])
+
+
+@pytest.mark.parametrize("kind", ["group", "loo"])
+@pytest.mark.parametrize("rewards", [[1.0] * 8, [0.0] * 3, [0.7], []])
+def test_equal_rewards_teach_nothing(kind, rewards):
+    assert group_advantages(rewards, kind) == pytest.approx([0.0] * len(rewards), abs=1e-6)
+
+
+# -- policy loss -----------------------------------------------------------------------------
+
+
+def test_on_policy_the_gradient_is_the_policy_gradient_averaged_over_tokens():
+    same = [-0.5, -1.0, -2.0]
+    found, loss = gradient(same, same, same, [1.0, -2.0, 0.5])
+    assert found == pytest.approx([-1 / 3, 2 / 3, -0.5 / 3]) and loss.clipped == loss.truncated == 0
+
+
+def test_clip_higher_lets_a_ratio_rise_further_than_it_may_fall():
+    ratios = [1.25, 1.30, 0.85, 0.75]
+    new = [math.log(one) for one in ratios]
+    zeros = [0.0] * 4
+    upwards, up = gradient(new, zeros, zeros, [1.0] * 4)
+    downwards, down = gradient(new, zeros, zeros, [-1.0] * 4)
+    # What goes too far in the wanted direction has no gradient; what has to come back has.
+    assert [value != 0 for value in upwards] == [True, False, True, True] and up.clipped == 1
+    assert [value != 0 for value in downwards] == [True, True, True, False] and down.clipped == 1
+
+
+def test_the_weight_of_off_policy_tokens_is_bounded():
+    start, behaviour = [0.0, 0.0, 0.0], [0.0, math.log(0.1), math.log(2.0)]
+    found, loss = gradient(start, start, behaviour, [1.0] * 3)
+    assert found == pytest.approx([-1 / 3, -2.0 / 3, -0.5 / 3]) and loss.truncated == 1
+
+
+def test_tokens_that_were_not_sampled_move_nothing():
+    same = [-0.5, -1.0]
+    # Not even when what stands there is no number.
+    found, loss = gradient(same, same, [-0.5, -900.0], [1.0, 1.0], mask=[1.0, 0.0])
+    assert found == [-1.0, 0.0] and loss.loss.isfinite() and loss.truncated == 0
+
+
+def test_the_kl_penalty_is_zero_at_the_reference_and_positive_elsewhere():
+    here, mask = table([-1.0, -2.0]), torch.ones(1, 2, dtype=torch.bool)
+    assert kl_penalty(here, here, mask, 2).item() == 0
+    assert kl_penalty(here, here + 0.5, mask, 2).item() > 0
+    assert kl_penalty(here, here - 0.5, mask, 2).item() > 0
+
+
+# -- the critic ------------------------------------------------------------------------------
+
+
+def advantages_by_definition(values, reward, gamma, lam):
+    """The sum over later errors, for one row in which everything was sampled."""
+    n = len(values)
+    errors = [(reward if t == n - 1 else gamma * values[t + 1]) - values[t] for t in range(n)]
+    return [sum((gamma * lam) ** (s - t) * errors[s] for s in range(t, n)) for t in range(n)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    row=st.lists(st.tuples(st.floats(-2, 2), st.booleans()), min_size=1, max_size=12),
+    reward=st.floats(-1, 1),
+    gamma=st.floats(0.5, 1),
+    lam=st.floats(0, 1),
+)
+def test_gae_is_its_definition_over_the_sampled_tokens_alone(row, reward, gamma, lam):
+    values, mask = table([value for value, _ in row]), table([float(on) for _, on in row]).bool()
+    advantages, returns = gae(values, torch.tensor([reward]), mask, gamma, lam)
+    expected = advantages_by_definition([value for value, on in row if on], reward, gamma, lam)
+    assert advantages[mask].tolist() == pytest.approx(expected, abs=1e-4)
+    assert returns[mask].tolist() == pytest.approx((advantages + values)[mask].tolist())
+    assert advantages[~mask].abs().sum() == 0 and returns[~mask].abs().sum() == 0
+
+
+def test_with_lambda_one_an_advantage_is_the_reward_above_the_value():
+    advantages, returns = gae(table([0.2, 9.0, 0.6]), torch.tensor([1.0]), table([1, 0, 1]).bool(), 1.0, 1.0)
+    assert advantages[0].tolist() == pytest.approx([0.8, 0.0, 0.4])
+    assert returns[0].tolist() == pytest.approx([1.0, 0.0, 1.0])
+
+
+def test_whitening_sees_only_what_was_sampled():
+    parts = [table([1.0, 100.0, 3.0]), table([1.0, 3.0])]
+    out = whiten(parts, [table([1, 0, 1]).bool(), table([1, 1]).bool()])
+    assert out[0][0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-4)
+    assert out[1][0].tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
+
+
+def test_the_critics_error_counts_sampled_tokens_only():
+    mask = table([1, 0]).bool()
+    assert value_loss(table([0.5, 7.0]), table([1.0, 0.0]), mask, 1).item() == pytest.approx(0.125)
+
+
+# -- data ------------------------------------------------------------------------------------
+
+
+def rollout(index: int, reward: float | None, versions=("r-1", "r-2"), drop=False) -> Rollout:
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1, 2, 3]))
+    chain.append(
+        Segment(
+            role="assistant",
+            token_ids=[4, 5],
+            sampled=True,
+            logprobs=[-0.1, -0.2],
+            policy_version=versions[0],
+        )
+    )
+    chain.append(Segment(role="tool", token_ids=[6]))
+    chain.append(
+        Segment(role="assistant", token_ids=[7], sampled=True, logprobs=[-0.3], policy_version=versions[1])
+    )
+    return Rollout(
+        id=f"g.{index}", group_id="g", index=index, handler="h", state=State.COMPLETED, attempt=1,
+        request=RolloutRequest(handler="h"), reward=reward, drop=drop, trajectory=Trajectory(chains=[chain]),
+        created_at=0, updated_at=0, deadline_at=0,
+    )  # fmt: skip
+
+
+def group(*rollouts: Rollout) -> Group:
+    return Group(id="g", batch="b", verdict="kept", rollouts=list(rollouts))
+
+
+def test_rows_line_up_ids_masks_logprobs_and_versions():
+    samples = samples_of(group(rollout(0, 1.0), rollout(1, 0.0)), group_advantages)
+    rows = collate(samples, "r-2")
+    assert rows.ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    # Position t is about the id at t + 1.
+    assert rows.mask[0].tolist() == [False, False, True, True, False, True]
+    assert rows.behaviour[0].tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, -0.3])
+    assert rows.current[0].tolist() == [False] * 5 + [True]
+    assert rows.advantages[0].tolist() == pytest.approx([0, 0, 1, 1, 0, 1], abs=1e-4)
+    assert rows.advantages[1].tolist() == pytest.approx([0, 0, -1, -1, 0, -1], abs=1e-4)
+    assert rows.rewards.tolist() == [1.0, 0.0]
+
+
+def test_dropped_rollouts_are_neither_learned_from_nor_part_of_the_mean():
+    whole = group(rollout(0, 1.0), rollout(1, None, drop=True), rollout(2, 0.0))
+    samples = samples_of(whole, group_advantages)
+    assert [one.reward for one in samples] == [1.0, 0.0]
+    assert [one.advantage for one in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
+    assert is_informative(whole) and not is_informative(group(rollout(0, 1.0), rollout(1, None, drop=True)))
+
+
+def test_every_chain_of_a_rollout_is_a_sample_with_its_advantage():
+    one, other = rollout(0, 1.0), rollout(1, 0.0)
+    one.trajectory.chains.append(one.trajectory.chains[0])
+    samples = samples_of(group(one, other), group_advantages)
+    assert [sample.advantage for sample in samples] == pytest.approx([1.0, 1.0, -1.0], abs=1e-4)
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+def row(step: int, reward: float | None = 0.5, gap: float | None = 1e-6) -> dict:
+    return {
+        "step": step, "reward": reward, "informative": None if reward is None else 1.0, "staleness": 0.2,
+        "staleness_max": 1, "logprob_gap": gap, "scored": 4, "dropped": 1,
+        "groups": {"kept": ["a", "b"], "filtered": ["c"], "failed": [], "cancelled": []},
+        "seconds": {"rollouts": 2.0, "train": 1.0, "save": 0.5, "update": 0.5},
+    }  # fmt: skip
+
+
+def test_the_log_survives_a_line_cut_off_and_takes_no_step_twice(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps(row(1)) + "\n" + json.dumps(row(2)) + "\n" + json.dumps(row(3))[:20])
+    log = Log(file)
+    log.keep_until(2)
+    log.add(row(2))
+    log.add(row(3))
+    assert [line["step"] for line in read_lines(file)] == [1, 2, 3] == [line["step"] for line in log.rows]
+
+
+def test_the_report_compares_the_ends_and_gives_the_largest_gap():
+    rows = [row(step, reward=0.2 if step <= 20 else 0.9) for step in range(1, 61)]
+    rows[30] = row(31, reward=None, gap=None)
+    rows[35] = row(36, gap=3e-5)
+    told = report(rows, {"seed": 0})
+    assert told["results"] == {"reward_first20": 0.2, "reward_last20": 0.9, "max_logprob_gap": 3e-5}
+    assert told["groups"] == {"kept": 120, "filtered": 60, "failed": 0} and told["minutes"] == 4.0
+    json.dumps(told)
+
+
+def test_the_picture_is_drawn_even_where_steps_had_nothing_to_learn_from(tmp_path):
+    path = tmp_path / "progress.png"
+    plot([row(1), row(2, None, None), row(3)], path, "title")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,188 @@
+"""The binary form of trajectories: nothing is lost, nothing is copied, nothing damaged is taken."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout import wire
+from rollout.arrays import Arrays
+from rollout.trajectory import Chain, Message, Segment, ToolCall, Trajectory
+
+
+def float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+logprob = st.floats(max_value=0.0, min_value=-1e30, allow_subnormal=True)
+token = st.integers(min_value=0, max_value=2**31 - 1)
+
+
+@st.composite
+def segments(draw):
+    sampled = draw(st.booleans())
+    ids = draw(st.lists(token, min_size=1, max_size=12))
+    text = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=30)) * draw(
+        st.sampled_from([1, 80])
+    )
+    calls = [ToolCall(id="c", name="n", arguments={"deep": [1.5, None, 10**30, {"é": "\x00"}]})]
+    role = "assistant" if sampled else draw(st.sampled_from(["user", "tool", "system"]))
+    single = draw(st.booleans())
+    return Segment(
+        role=role,
+        token_ids=ids,
+        sampled=sampled,
+        logprobs=[float32(v) if single else v for v in (draw(logprob) for _ in ids)] if sampled else None,
+        policy_version=draw(st.sampled_from([None, "v1", "step-2"])) if sampled else None,
+        call_id=draw(st.sampled_from([None, "call"])),
+        routed_experts=draw(st.sampled_from([None, [[1, 2]], "opaque"])) if sampled else None,
+        messages=[Message(role=role, content=text, tool_calls=calls if sampled else [])],
+    )
+
+
+@st.composite
+def trajectories(draw):
+    chains = []
+    for _ in range(draw(st.integers(0, 3))):
+        chain = Chain()
+        chain.append(Segment(role="user", token_ids=[draw(token)]))
+        for segment in draw(st.lists(segments(), max_size=5)):
+            chain.append(segment)
+        chains.append(chain)
+    return Trajectory(chains=chains, finish_reason="stop", warnings=["w"], artifacts={"patch": "+1"})
+
+
+@given(trajectories())
+@settings(max_examples=50, deadline=None)
+def test_a_trajectory_comes_back_as_it_was_and_as_its_json_says(trajectory):
+    found = wire.decode(wire.encode(trajectory)).trajectory()
+    assert found == trajectory
+    assert found.model_dump_json() == trajectory.model_dump_json()
+
+
+@given(trajectories())
+@settings(max_examples=40, deadline=None)
+def test_arrays_say_what_the_lists_say(trajectory):
+    if not trajectory.chains:
+        with pytest.raises(LookupError, match="no model call"):
+            Arrays.of(trajectory)
+        return
+    for found, chain in zip(Arrays.of(trajectory).chains, trajectory.chains, strict=True):
+        assert found.prompt_ids.tolist() == chain.prompt_ids
+        assert found.response_ids.tolist() == chain.response_ids
+        assert found.token_ids.tolist() == chain.token_ids
+        assert found.loss_mask.tolist() == chain.loss_mask
+        assert found.logprobs.tolist() == chain.logprobs
+        named = [found.versions[i] if i >= 0 else None for i in found.policy_versions]
+        assert named == chain.policy_versions
+
+
+def one(logprobs=(-0.5, -0.25), ids=(3, 4)) -> Trajectory:
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1, 2]))
+    chain.append(
+        Segment(
+            role="assistant", token_ids=list(ids), sampled=True, logprobs=list(logprobs), policy_version="v"
+        )
+    )
+    chain.append(Segment(role="tool", token_ids=[5]))
+    return Trajectory(chains=[chain])
+
+
+def test_log_probs_take_float32_only_where_that_is_exact():
+    exact, inexact = Arrays.of(one((-0.5, float32(-0.1)))), Arrays.of(one((-0.5, -0.1)))
+    assert (exact.logprobs.dtype, inexact.logprobs.dtype) == (np.float32, np.float64)
+    assert inexact.logprobs.tolist() == [-0.5, -0.1, 0.0]
+    beyond = Arrays.of(one((-0.5, -1e300)))
+    assert beyond.logprobs.tolist() == [-0.5, -1e300, 0.0]
+
+
+def test_ids_and_log_probs_are_views_of_the_record_and_nobody_can_change_them():
+    record = wire.decode(wire.encode(one()))
+    arrays = Arrays(record)
+    for view, raw in (
+        (arrays.prompt_ids, record.chains[0].ids),
+        (arrays.response_ids, record.chains[0].ids),
+        (arrays.logprobs, record.chains[0].logprobs),
+    ):
+        assert np.shares_memory(view, np.frombuffer(raw, "u1"))
+    for array in (arrays.prompt_ids, arrays.logprobs, arrays.loss_mask, arrays.policy_versions):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 9
+
+
+def test_what_is_no_32_bit_id_is_refused_and_not_cut():
+    for wrong in (2**31, -(2**31) - 1, 2**70):
+        with pytest.raises(wire.WireError, match="32 bits"):
+            wire.encode(one(ids=(3, wrong)))
+
+
+def test_an_answer_carries_its_json_and_records_as_they_are():
+    first, second = wire.encode(one()), wire.encode(Trajectory())
+    text, records = wire.unpack_answer(
+        b"".join(wire.pack_answer('{"a":"é"}', {"r1": memoryview(first), "r2": second}))
+    )
+    assert json.loads(text) == {"a": "é"}
+    assert {name: record.trajectory() for name, record in records.items()} == {
+        "r1": one(),
+        "r2": Trajectory(),
+    }
+
+
+def changed(**values) -> bytes:
+    return msgpack.packb(msgpack.unpackb(wire.encode(one())) | values)
+
+
+def chain_with(**values) -> bytes:
+    record = msgpack.unpackb(wire.encode(one()))
+    record["chains"][0] |= values
+    return msgpack.packb(record)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{}",
+        wire.encode(one())[:-1],
+        wire.encode(one()) + b"x",
+        msgpack.packb([1]),
+        msgpack.packb({"v": "1"}),
+        msgpack.packb({"v": 1}),
+        changed(chains=[{}]),
+        changed(chains=7),
+        chain_with(ids=b"\0" * 16),
+        chain_with(ids="text"),
+        chain_with(logprobs=b""),
+        chain_with(width=2),
+        chain_with(runs=[[2, -1], [2, 5], [1, -1]]),
+        chain_with(runs=[[2, -1], [2, 0]]),
+        chain_with(runs=[[-2, -1], [7, 0]]),
+        chain_with(runs=[["2", -1]]),
+    ],
+)
+def test_a_damaged_record_is_refused(raw):
+    with pytest.raises(wire.WireError):
+        wire.decode(raw)
+
+
+@pytest.mark.parametrize(
+    "raw", [changed(document="{"), changed(document=b"no zlib"), changed(document='{"chains":[]}')]
+)
+def test_a_damaged_document_is_refused(raw):
+    record = wire.decode(raw)
+    with pytest.raises(wire.WireError):
+        record.trajectory()
+
+
+def test_a_newer_form_is_refused_with_the_remedy():
+    with pytest.raises(wire.WireError, match="upgrade rollout-service"):
+        wire.decode(changed(v=2))
+    with pytest.raises(wire.WireError, match="upgrade rollout-service"):
+        wire.unpack_answer(msgpack.packb({"v": 9, "json": "{}", "records": {}}))
