@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 # Most tests wait for something, so more processes than the two processors of CI make them faster.
 PYTEST_PROCESSES ?= 4
+# Images of containers often set it; each of a hundred short-lived processes would compile its imports again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test lint bench soak chaos slurm-dev slurm-test clean
@@ -41,7 +43,7 @@ up: setup ## start the whole service on this machine
 down: ## end what `make up` started
 	@if [ -x $(BIN)/rollout ]; then $(BIN)/rollout down; else echo "nothing is installed, so nothing runs"; fi
 
-setup-tests: setup ## all of these: what the tests need
+setup-tests: ## all of these: what the tests need
 	@deploy/setup/setup.sh tests
 
 test: setup-tests lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)

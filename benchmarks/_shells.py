@@ -24,6 +24,7 @@ from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
 
 LIMIT_S = 60.0
+RETRIES = 5
 BASH = ["bash", "--noprofile", "--norc", "--noediting"]
 
 
@@ -115,10 +116,19 @@ class SweRex:
         self._await(self._runtime.create_session(CreateBashSessionRequest(startup_timeout=LIMIT_S)))
 
     def run(self, command: str) -> str:
-        """Output of the command."""
-        from swerex.runtime.abstract import BashAction
+        """Output of the command. It waits 0.1 s for its last prompt, whatever limit is set: a loaded machine may
+        miss that, and the session is lost then. A new one takes the command again; medians do not see it."""
+        from swerex.exceptions import CommandTimeoutError
+        from swerex.runtime.abstract import BashAction, CloseBashSessionRequest
 
-        return self._await(self._runtime.run_in_session(BashAction(command=command, timeout=LIMIT_S))).output
+        action = BashAction(command=command, timeout=LIMIT_S)
+        for _ in range(RETRIES):
+            try:
+                return self._await(self._runtime.run_in_session(action)).output
+            except CommandTimeoutError:
+                self._await(self._runtime.close_session(CloseBashSessionRequest()))
+                self.start()
+        return self._await(self._runtime.run_in_session(action)).output
 
     def close(self) -> None:
         """End bash."""

