@@ -116,8 +116,11 @@ class SweRex:
         self._await(self._runtime.create_session(CreateBashSessionRequest(startup_timeout=LIMIT_S)))
 
     def run(self, command: str) -> str:
-        """Output of the command. It waits 0.1 s for its last prompt, whatever limit is set: a loaded machine may
-        miss that, and the session is lost then. A new one takes the command again; medians do not see it."""
+        """Output of the command.
+
+        SWE-ReX waits 0.1 s for its last prompt, whatever limit is set. A loaded machine may miss that, and the
+        session is lost then: a new one takes the command again, which medians do not see.
+        """
         from swerex.exceptions import CommandTimeoutError
         from swerex.runtime.abstract import BashAction, CloseBashSessionRequest
 
