@@ -118,8 +118,8 @@ class SweRex:
     def run(self, command: str) -> str:
         """Output of the command.
 
-        SWE-ReX waits 0.1 s for its last prompt, whatever limit is set. A loaded machine may miss that, and the
-        session is lost then: a new one takes the command again, which medians do not see.
+        SWE-ReX waits 0.1 s for its last prompt, whatever limit is set. A loaded machine may miss that, and
+        the session is lost then: a new one takes the command again, which medians do not see.
         """
         from swerex.exceptions import CommandTimeoutError
         from swerex.runtime.abstract import BashAction, CloseBashSessionRequest
