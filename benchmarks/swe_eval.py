@@ -111,9 +111,9 @@ def agrees(row: dict[str, Any], result: Result) -> bool:
     return same_tests and official["resolved"] is result.report["resolved"]
 
 
-async def measure(rounds: int) -> tuple[list[dict[str, float]], list[bool]]:
+async def measure(rows: list[dict[str, Any]], rounds: int) -> tuple[list[dict[str, float]], list[bool]]:
     """Turns of all instances, and whether the grading of each patch agrees."""
-    rows, host = instances(), HostClient()
+    host = HostClient()
     turns, agreeing = [], []
     try:
         # What a worker does once: start a process that grades.
@@ -144,7 +144,7 @@ def main() -> None:
         directory.chmod(0o711)
         os.environ["ROLLOUT_SANDBOX_DIR"] = str(directory / "state")
         os.environ["ROLLOUT_SANDBOX_WARM"] = str(WARM)
-        turns, agreeing = asyncio.run(measure(rounds))
+        turns, agreeing = asyncio.run(measure(instances(), rounds))
     differences = [turn["ours"] - turn["by_hand"] for turn in turns]
     spread = summary(differences)
     report(
