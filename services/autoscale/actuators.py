@@ -12,7 +12,6 @@ from celery import Celery
 from services.autoscale.policy import STAGES, NodeState, share_out
 from services.slurm.errors import SlurmError
 from services.slurm.plan import NODE, UpOptions
-from services.slurm.rundir import UP
 from services.slurm.stack import DRAIN_GRACE_S, JobView, SlurmStack
 from services.state.fleet import Worker
 
@@ -109,15 +108,7 @@ class SlurmNodes:
         return f"draining {', '.join(names)}"
 
     def _active(self, kind: Kind) -> list[JobView]:
-        run = self._stack.run
-        return [
-            view
-            for view in self._stack.status().jobs
-            if view.role == NODE
-            and tuple(view.stages) == kind.stages
-            and (view.job.pending or view.job.running)
-            and not (view.member and (view.member.state != UP or run.asked_to_drain(view.member.name)))
-        ]
+        return self._stack.active(NODE, list(kind.stages))
 
     def _slots(self, stage: str) -> int:
         saved = self._stack.run.options()

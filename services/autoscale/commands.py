@@ -93,7 +93,8 @@ def autoscale(
     stack = SlurmStack(run_dir or paths.home() / "slurm-run") if kinds else None
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+        # By a thread: the code that a signal interrupts may hold the event's lock.
+        signal.signal(number, lambda *_: threading.Thread(target=stopping.set).start())
     while True:
         try:
             settings = _settings(stack)
@@ -103,13 +104,11 @@ def autoscale(
                 hold_s=settings.autoscale_hold_s if hold_s is None else hold_s,
             )
             options = Options(goal, live, kinds, settings.autoscale_interval_s, dry_run)
-            app = make_celery(settings)
-            with connect(settings.redis_url) as client:
+            with make_celery(settings) as app, connect(settings.redis_url) as client:
                 owner = f"{socket.gethostname()}/{os.getpid()}"
                 pool = SlurmNodes(stack, grace) if stack else None
                 scaler = Autoscaler(client, options, LiveSlots(app), pool, owner=owner, say=click.echo)
                 scaler.run(stopping, once)
-            app.close()
             return
         except (SettingsError, SlurmError) as error:
             raise click.ClickException(str(error)) from error

@@ -189,7 +189,8 @@ class Autoscaler:
                 target, stage = policy.target(now, asked, busy, nodes)
                 seen[kind.name] = {"up": nodes.up, "coming": nodes.coming, "target": target}
                 change = target - nodes.total
-                if change == 0 or (change > 0 and now < self._ordered_at.get(kind, now) + self._settle(kind)):
+                settled = now >= self._ordered_at.get(kind, float("-inf")) + SETTLE_S
+                if change == 0 or (change > 0 and not settled):
                     continue
                 why = _why(loads[stage]) if stage else ""
                 self._tell(
@@ -210,9 +211,6 @@ class Autoscaler:
         else:
             self._refused = 0
         return seen
-
-    def _settle(self, kind: Kind) -> float:
-        return SETTLE_S if kind in self._ordered_at else 0.0
 
     def _tell(self, text: str) -> None:
         log.info(text)
