@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rollout.errors import RolloutError
@@ -197,11 +198,13 @@ def _show_plan(run: RunDir, where: site.Site, options: UpOptions) -> None:
 def status(as_json: bool, run_dir: Path | None) -> None:
     """Show the jobs, where they are, and what their workers do."""
     with _guarded():
-        found = _stack(run_dir).status()
-    if as_json:
-        click.echo(json.dumps(asdict(found)))
-    else:
-        _show_status(found)
+        stack = _stack(run_dir)
+        found = stack.status()
+        if as_json:
+            click.echo(json.dumps(asdict(found)))
+        else:
+            _show_status(found)
+            _show_failures(stack, found)
     if found.head_job is None:
         raise click.exceptions.Exit(1)
 
@@ -219,7 +222,7 @@ def _show_status(status: Status) -> None:
             f"head: {head.state} on {head.node}, job {head.job}, {status.head_job.left} left, {head.url}"
         )
         if status.trouble:
-            out.print(f"[yellow]the gateway does not answer:[/] {status.trouble}")
+            out.print(f"[yellow]the gateway does not answer:[/] {escape(status.trouble)}")
     table = Table("job", "role", "node", "state", "left", "what", box=None)
     for view in status.jobs:
         member = view.member
@@ -228,9 +231,8 @@ def _show_status(status: Status) -> None:
         if member:
             slots = ", ".join(f"{stage} {count}" for stage, count in member.slots.items())
             what = "; ".join(filter(None, (slots, ", ".join(member.backends), _short(member.sandbox))))
-        table.add_row(
-            view.job.id, view.role, member.name if member else view.job.nodes, state, view.job.left, what
-        )
+        place = member.name if member else view.job.nodes
+        table.add_row(*map(escape, (view.job.id, view.role, place, state, view.job.left, what)))
     if status.jobs:
         out.print(table)
     if status.lost:
@@ -241,7 +243,14 @@ def _show_status(status: Status) -> None:
         out.print(f"rollouts: {live or 'none'}\nqueues: {queues or 'empty'}")
         for backend in status.service["backends"]:
             health = "healthy" if backend["healthy"] else f"not healthy: {backend['error']}"
-            out.print(f"backend {backend['id']} {backend['url']}: {backend['model']}, {health}")
+            out.print(escape(f"backend {backend['id']} {backend['url']}: {backend['model']}, {health}"))
+
+
+def _show_failures(stack: SlurmStack, status: Status) -> None:
+    stack.tell(status.failures)
+    if status.head_job is None and not status.failures and stack.run.submitted():
+        # Slurm has forgotten it.
+        click.echo(f"what was submitted has ended. {stack.last_words()}")
 
 
 def _short(sandbox: str) -> str:

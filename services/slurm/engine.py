@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import structlog
@@ -17,11 +16,12 @@ from services.local import ports
 from services.local.plan import Part
 from services.local.stack import answers
 from services.slurm import place as places
+from services.slurm.base import MemberJob
 from services.slurm.errors import SlurmError
-from services.slurm.node import DRAIN_S
-from services.slurm.place import Place, Scratch
-from services.slurm.rundir import DRAINING, UP, Head, Member, RunDir
-from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
+from services.slurm.place import Place
+from services.slurm.plan import ENGINE
+from services.slurm.rundir import UP, Head, RunDir
+from services.slurm.supervisor import LOOK_S
 
 log = structlog.get_logger("slurm")
 
@@ -33,50 +33,27 @@ START_S = 1800.0
 """For a server to answer: a large model is read from a parallel file system."""
 CHECK_EVERY_S = 15.0
 """Between two looks whether the gateway still knows our servers."""
+CALL_S, LAST_CALL_S = 30.0, 4.0
+"""For a call to the gateway; the second once TERM came."""
 STOP_S = 20.0
 """For servers to end; Slurm kills after KillWait (30 s)."""
 
 
-class EngineJob:
+class EngineJob(MemberJob):
     """An engine job's life."""
 
     def __init__(self, run: RunDir, place: Place) -> None:
-        self.run_dir = run
-        self.place = place
-        self.supervisor = Supervisor(run.logs / place.name)
-        self.member = Member(place.name, "engine", place.job, place.node, UP)
+        super().__init__(run, place, ENGINE)
         self._urls: dict[str, str] = {}
+        self._checked = float("-inf")
 
-    def run(self) -> int:
-        """Serve until a signal or `rollout slurm drain` says to end; the exit status of the job."""
-        self.supervisor.listen()
-        root = Path(os.environ.get("ROLLOUT_SLURM_SCRATCH") or "/tmp")
-        scratch = Scratch(root, self.run_dir.service, self.place.job)
-        renews = False
-        try:
-            if not self.place.step:
-                self.run_dir.forget_earlier_life(self.place.job)
-            scratch.sweep()
-            self._start(scratch)
-            asked = self._serve()
-            renews = asked is None and not self.supervisor.ends_now
-            self._drain(asked)
-        except Interrupted:
-            pass
-        finally:
-            self._end()
-            scratch.remove()
-        if renews:
-            self.place.requeue_if_wanted()
-        return 0
-
-    def _start(self, scratch: Scratch) -> None:
+    def _start_programs(self) -> None:
         address = places.address(self.place.node)
         env = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
         for name in ("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_REDIS_URL"):
             env.pop(name, None)
         # torch would make one in /tmp and leave it there.
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch.path / "torchinductor"))
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.scratch.path / "torchinductor"))
         patience_s = float(os.environ.get("ROLLOUT_SLURM_ENGINE_START_S") or START_S)
         taken: set[int] = set()
         parts = []
@@ -89,20 +66,13 @@ class EngineJob:
             self._urls[f"{self.place.name}-{number}"] = f"http://{address}:{port}"
         for (_, child), url in zip(parts, self._urls.values(), strict=True):
             self.supervisor.wait_for(child, lambda url=url: answers(f"{url}/health"), patience_s)
-        self.run_dir.write_member(self.member)
+        self._publish()
 
-    def _serve(self) -> float | None:
-        checked = float("-inf")
-        while True:
-            self.supervisor.note_end(self.place.step and self.run_dir.job_ends(self.place.job))
-            asked = self.run_dir.asked_to_drain(self.place.name)
-            if asked is not None or self.supervisor.signal is not None:
-                return asked
-            self.supervisor.look()
-            if time.monotonic() - checked > (CHECK_EVERY_S if self.member.backends else LOOK_S):
-                self._register()
-                checked = time.monotonic()
-            self.supervisor.wake.wait(LOOK_S)
+    def _tend(self) -> None:
+        super()._tend()
+        if time.monotonic() - self._checked > (CHECK_EVERY_S if self.member.backends else LOOK_S):
+            self._register()
+            self._checked = time.monotonic()
 
     def _register(self) -> None:
         """Have the gateway know every server of ours; again when a head came back without its data."""
@@ -125,7 +95,7 @@ class EngineJob:
             return
         if self.member.backends != self._urls:
             self.member.backends = dict(self._urls)
-            self.run_dir.write_member(self.member)
+            self._publish()
 
     def _is_of_an_earlier_life(self, backend: str) -> bool:
         """Whether it is a server of this job from before it was requeued, on the node that was lost."""
@@ -133,31 +103,23 @@ class EngineJob:
         ours = backend.endswith(f"-{self.place.job}-{number}") and number.isdecimal()
         return ours and backend not in self._urls and not self.place.step
 
-    def _drain(self, asked: float | None) -> None:
-        """No new rollouts on our servers; then wait for those there are."""
+    def _is_drained(self) -> bool:
+        """No new rollouts on our servers, and none left that has its calls here."""
         head = self._head()
-        if self.supervisor.ends_now or head is None:
-            return
-        grace_s = float(os.environ.get("ROLLOUT_SLURM_DRAIN_S") or DRAIN_S) if asked is None else asked
-        log.info("draining", grace_s=grace_s)
-        self.member.state = DRAINING
-        self.run_dir.write_member(self.member)
-        deadline = time.monotonic() + grace_s
-        with self._client(head) as client:
-            while time.monotonic() < deadline and not self.supervisor.ends_now:
-                try:
-                    ours = [backend for backend in client.backends() if backend.id in self._urls]
-                    for backend in ours:
-                        if not backend.draining:
-                            client.drain_backend(backend.id)
-                    if not any(backend.live_rollouts for backend in ours):
-                        return
-                except (RolloutError, httpx.HTTPError) as error:
-                    log.warning("the gateway does not answer; the drain goes on", error=str(error))
-                self.supervisor.look()
-                time.sleep(LOOK_S)
+        if head is None:
+            return True
+        try:
+            with self._client(head) as client:
+                ours = [backend for backend in client.backends() if backend.id in self._urls]
+                for backend in ours:
+                    if not backend.draining:
+                        client.drain_backend(backend.id)
+        except (RolloutError, httpx.HTTPError) as error:
+            log.warning("the gateway does not answer; the drain goes on", error=str(error))
+            return False
+        return not any(backend.live_rollouts for backend in ours)
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         """Off the list, so that no rollout begins a call here; those under way move at their next call."""
         head = self._head()
         if head is not None and self.member.backends:
@@ -168,15 +130,14 @@ class EngineJob:
                     except (RolloutError, httpx.HTTPError) as error:
                         log.warning("not taken off the list", backend=name, error=str(error))
         self.supervisor.stop_all(STOP_S)
-        self.run_dir.forget_member(self.place.name)
-        log.info("the engine job has ended in order")
 
     def _head(self) -> Head | None:
         head = self.run_dir.head()
         return head if head is not None and head.state == UP else None
 
     def _client(self, head: Head) -> Client:
-        return Client(head.url, api_key=self.run_dir.api_key(), timeout=30.0, retry_for=2.0)
+        timeout_s = LAST_CALL_S if self.supervisor.ends_now else CALL_S
+        return Client(head.url, api_key=self.run_dir.api_key(), timeout=timeout_s, retry_for=2.0)
 
 
 def device_sets(environ: os._Environ[str] | dict[str, str]) -> list[list[str]]:

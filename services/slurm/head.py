@@ -12,16 +12,16 @@ import structlog
 
 from services import flower
 from services.local import plan, ports, redis
-from services.local.errors import StackError
 from services.local.stack import answers
 from services.settings import settings
 from services.slurm import place as places
 from services.slurm import scheduler
+from services.slurm.base import ServiceJob
 from services.slurm.errors import SlurmError
 from services.slurm.place import Place
 from services.slurm.plan import HEAD
 from services.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
-from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
+from services.slurm.supervisor import LOOK_S
 from services.state.api_keys import KeyProblem, KeyStore, Scope
 from services.state.redis import connect
 from services.state.tenants import DEFAULT_TENANT
@@ -36,38 +36,17 @@ REDIS_STOP_S = 15.0
 """For Redis to write its last second to disk. Together they stay below Slurm's KillWait (30 s)."""
 
 
-class HeadJob:
+class HeadJob(ServiceJob):
     """The head job's life, from start to end."""
 
     def __init__(self, run: RunDir, place: Place) -> None:
-        self.run_dir = run
-        self.place = place
-        self.supervisor = Supervisor(run.logs / f"head-{place.job}")
+        super().__init__(run, place, HEAD, run.logs / f"{HEAD}-{place.job}")
         self._taken: set[int] = set()
-        self._asked = False
-        """Whether `rollout slurm down` asked it to end."""
 
-    def run(self) -> int:
-        """Serve until a signal says to end; the exit status of the job."""
-        self.supervisor.listen()
-        self._refuse_second()
-        try:
-            self._start()
-            self._serve()
-        except Interrupted:
-            pass
-        except (StackError, KeyProblem) as error:
-            raise SlurmError(str(error)) from error
-        finally:
-            self._end()
-        if not self.supervisor.ends_now and not self._asked:
-            self.place.requeue_if_wanted()
-        return 0
-
-    def _refuse_second(self) -> None:
+    def _prepare(self) -> None:
         """A head that was submitted by hand beside another would share its append-only file."""
         old = self.run_dir.head()
-        if old is None or old.job == self.place.job:
+        if old is None or old.job == self.place.job or old.state == DOWN:
             return
         if any(job.raw_id == old.job and job.running for job in scheduler.jobs([old.job])):
             raise SlurmError(
@@ -155,20 +134,17 @@ class HeadJob:
         self.supervisor.start(plan.flower(port), env | variables)
         return {flower.URL_VARIABLE: f"http://127.0.0.1:{port}"}
 
-    def _serve(self) -> None:
-        while self.supervisor.signal is None and not self._asked:
-            self.supervisor.look()
-            self.supervisor.wake.wait(LOOK_S)
-            self.supervisor.note_end(self.place.step and self.run_dir.job_ends(self.place.job))
-            self._asked = self.run_dir.asked_to_drain(HEAD) is not None
+    def _drain(self, asked: float | None) -> None:
+        """The nodes hand back first. Their limits are as near as ours, as a rule."""
+        if asked is not None or self.supervisor.ends_now:
+            return
+        log.info("the end is near: the nodes hand back first")
         deadline = time.monotonic() + LAST_S
-        if not self._asked:
-            log.info("the end is near: the nodes hand back first")
-        # Their limits are as near as ours, as a rule.
-        while not (self._asked or self.supervisor.ends_now) and time.monotonic() < deadline:
-            if not self.run_dir.members():
-                return
-            self.supervisor.look()
+        while not self.supervisor.ends_now and time.monotonic() < deadline:
+            with self._going_on():
+                if not self.run_dir.members():
+                    return
+                self.supervisor.look()
             time.sleep(LOOK_S)
 
     def _end(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from services import logs
+from services.local.errors import StackError
 from services.queues import STAGES
 from services.settings import SettingsError, settings
 from services.slurm.errors import SlurmError
@@ -50,7 +51,7 @@ def main() -> int:
         from services.slurm.node import NodeJob
 
         return NodeJob(run, place, args.stages).run()
-    except (SlurmError, SettingsError) as error:
+    except (SlurmError, StackError, SettingsError) as error:
         log.error(str(error))
         print(f"rollout slurm: {error}", file=sys.stderr, flush=True)
         return 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import redis
@@ -18,17 +17,18 @@ from services.local.redis import ping
 from services.queues import EVAL, INIT, RUN, Ref, make_celery, queue_for
 from services.settings import Settings
 from services.slurm import place as places
-from services.slurm.place import Place, Scratch
-from services.slurm.rundir import DOWN, DRAINING, UP, Head, Member, RunDir
-from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
+from services.slurm.base import MemberJob
+from services.slurm.place import Place
+from services.slurm.plan import HEAD, NODE
+from services.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
+from services.slurm.supervisor import LOOK_S, Interrupted
 from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import RolloutStore
 
 log = structlog.get_logger("slurm")
 
-DRAIN_S = 75.0
-"""For rollouts to end when the time limit is near: of the 120 s that `#SBATCH --signal` gives."""
+INIT_FLEET = f"{INIT} fleet"
 HAND_BACK_S = 15.0
 """Beyond its own grace, for a worker to hand back and end."""
 FAST_S = 20.0
@@ -43,59 +43,38 @@ CHECK_S = 600.0
 """For the first sandbox: the image is unpacked."""
 
 
-class NodeJob:
+class NodeJob(MemberJob):
     """A node job's life."""
 
     def __init__(self, run: RunDir, place: Place, stages: list[str]) -> None:
-        self.run_dir = run
-        self.place = place
+        super().__init__(run, place, NODE, stages)
         self.stages = stages
-        self.supervisor = Supervisor(run.logs / place.name)
-        self.member = Member(place.name, "node", place.job, place.node, UP, stages)
         self.member.slots = {stage: _slots(stage) for stage in stages}
-        self._drained = False
-        """Whether the node was seen without any rollout."""
+        self._idle_looks = 0
+        self._check: subprocess.Popen[str] | None = None
         self._url = ""
         self._env: dict[str, str] = {}
 
-    def run(self) -> int:
-        """Work until a signal or `rollout slurm drain` says to end; the exit status of the job."""
-        self.supervisor.listen()
-        root = Path(os.environ.get("ROLLOUT_SLURM_SCRATCH") or "/tmp")
-        scratch = Scratch(root, self.run_dir.service, self.place.job)
-        renews = False
-        try:
-            if not self.place.step:
-                self.run_dir.forget_earlier_life(self.place.job)
-            for name in scratch.sweep():
-                log.info("swept what an earlier job left", directory=name)
-            head = self.wait_for_head()
-            self._env = self._environment(root, scratch.path)
-            self._start_workers(self.run_dir.redis_url(head))
-            self.run_dir.write_member(self.member)
-            if INIT in self.stages:
-                threading.Thread(target=self._check_sandbox, name="sandbox check", daemon=True).start()
-            asked = self._serve()
-            renews = asked is None and not self.supervisor.ends_now
-            self._drain(asked)
-        except Interrupted:
-            pass
-        finally:
-            self._end(scratch)
-        if renews:
-            self.place.requeue_if_wanted()
-        return 0
-
     # -- life --------------------------------------------------------------------------------
 
-    def wait_for_head(self) -> Head:
+    def _start_programs(self) -> None:
+        head = self._wait_for_head()
+        self._env = self._environment()
+        self._start_workers(self.run_dir.redis_url(head))
+        self._publish()
+        if INIT in self.stages:
+            self._check_sandbox()
+
+    def _wait_for_head(self) -> Head:
         """Wait, for as long as the job lasts, until the head answers.
 
         Raises:
-            Interrupted: The job is to end.
+            Interrupted: The job is to end, or the service goes down.
         """
         said = ""
-        while self.supervisor.signal is None:
+        while self.supervisor.signal is None and self._asked() is None:
+            if self.run_dir.asked_to_drain(HEAD) is not None:
+                break
             head = self.run_dir.head()
             reason = "it has not started yet" if head is None else f"it is {head.state}"
             if head is not None and head.state != DOWN:
@@ -105,10 +84,11 @@ class NodeJob:
             if reason != said:
                 log.info("waiting for the head", reason=reason)
                 said = reason
-            self.supervisor.wake.wait(LOOK_S)
+            self.supervisor.pause(LOOK_S)
         raise Interrupted
 
-    def _environment(self, root: Path, sandboxes: Path) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
+        root, sandboxes = self.scratch.root, self.scratch.path
         env = places.clean(os.environ)
         for name in ("ROLLOUT_URL", "ROLLOUT_API_KEY"):
             env.pop(name, None)
@@ -122,49 +102,46 @@ class NodeJob:
         return env
 
     def _start_workers(self, url: str) -> None:
-        self._url = url
         for stage in self.stages:
             part = plan.fleet(stage, self.member.slots[stage], self.place.name)
             self.supervisor.start(part, self._env | {"ROLLOUT_REDIS_URL": url})
+        self._url = url
 
     def _check_sandbox(self) -> None:
         """Start a sandbox and end it: says what works here, and unpacks the image before the first
         rollout."""
-        settings = Settings.from_env(self._env)
-        try:
-            done = subprocess.run(
-                plan.sandbox_check(settings, None).command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=self._env,
-                cwd=paths.REPO,
-                timeout=CHECK_S,
-            )
-            self.member.sandbox = (done.stdout + done.stderr).strip()
-            works = done.returncode == 0
-        except subprocess.TimeoutExpired:
-            self.member.sandbox, works = f"none has started within {CHECK_S:.0f} s", False
-        if works:
-            log.info("sandboxes work", sandbox=self.member.sandbox)
-        else:
-            self.member.sandbox = f"NO SANDBOX WORKS: {self.member.sandbox}"
-            log.error(self.member.sandbox)
-        if self.supervisor.signal is None:
-            self.run_dir.write_member(self.member)
+        self._check = subprocess.Popen(
+            plan.sandbox_check(Settings.from_env(self._env), None).command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._env,
+            cwd=paths.REPO,
+        )
+        threading.Thread(target=self._note_check, args=[self._check], daemon=True).start()
 
-    def _serve(self) -> float | None:
-        """Until the end is near. Seconds of grace if somebody asked for it, None for the time limit."""
-        while True:
-            self.supervisor.note_end(self.place.step and self.run_dir.job_ends(self.place.job))
-            asked = self.run_dir.asked_to_drain(self.place.name)
-            if asked is not None or self.supervisor.signal is not None:
-                return asked
-            self.supervisor.look()
-            head = self.run_dir.head()
-            if head is not None and head.state != DOWN and self.run_dir.redis_url(head) != self._url:
-                self._follow(head)
-            self.supervisor.wake.wait(LOOK_S)
+    def _note_check(self, check: subprocess.Popen[str]) -> None:
+        try:
+            said = "".join(check.communicate(timeout=CHECK_S)).strip()
+        except subprocess.TimeoutExpired:
+            check.kill()
+            said = f"none has started within {CHECK_S:.0f} s"
+        if self._check is None:  # ended by `_stop`
+            return
+        if check.returncode == 0:
+            self.member.sandbox = said
+            log.info("sandboxes work", sandbox=said)
+        else:
+            self.member.sandbox = f"{NO_SANDBOX}: {said}"
+            log.error(self.member.sandbox)
+        self._publish()
+
+    def _tend(self) -> None:
+        super()._tend()
+        head = self.run_dir.head()
+        if head is not None and head.state != DOWN and self.run_dir.redis_url(head) != self._url:
+            self._follow(head)
 
     def _follow(self, head: Head) -> None:
         """The head came back elsewhere. Rollouts in hand are taken from their workers when their leases run
@@ -176,30 +153,19 @@ class NodeJob:
 
     # -- end ---------------------------------------------------------------------------------
 
-    def _drain(self, asked: float | None) -> None:
-        """Take nothing new, then let the rollouts of this node end, for as long as there is time."""
-        if self.supervisor.ends_now:
-            return
-        grace_s = float(os.environ.get("ROLLOUT_SLURM_DRAIN_S") or DRAIN_S) if asked is None else asked
-        log.info("draining", grace_s=grace_s)
-        self.member.state = DRAINING
-        self.run_dir.write_member(self.member)
-        deadline = time.monotonic() + grace_s
+    def _take_nothing_new(self) -> None:
+        self.supervisor.dismiss([INIT_FLEET])
+
+    def _is_drained(self) -> bool:
         # What INIT has in hand goes on to this node's own queues, or back.
-        self.supervisor.stop(
-            [f"{INIT} fleet"], min(grace_s, Settings.from_env(self._env).shutdown_grace_s) + HAND_BACK_S
-        )
-        idle = 0
-        while idle < IDLE_LOOKS and time.monotonic() < deadline and not self.supervisor.ends_now:
-            try:
-                self._take_only_own()
-                idle = idle + 1 if self._is_idle() else 0
-            except (redis.RedisError, OperationalError, OSError) as error:
-                log.warning("Redis does not answer; the drain goes on", error=str(error))
-            self.supervisor.look()
-            time.sleep(LOOK_S)
-        self._drained = idle >= IDLE_LOOKS
-        log.info("drained" if self._drained else "time is up: what is left is handed back")
+        if self.supervisor.lives(INIT_FLEET):
+            return False
+        try:
+            self._take_only_own()
+            self._idle_looks = self._idle_looks + 1 if self._is_idle() else 0
+        except (redis.RedisError, OperationalError, OSError) as error:
+            log.warning("Redis does not answer; the drain goes on", error=str(error))
+        return self._idle_looks >= IDLE_LOOKS
 
     def _take_only_own(self) -> None:
         """Have RUN and EVAL serve only those whose sandboxes are here. Again and again: a worker may start
@@ -232,18 +198,20 @@ class NodeJob:
     def _settings(self) -> Settings:
         return Settings.from_env(self._env | {"ROLLOUT_REDIS_URL": self._url})
 
-    def _end(self, scratch: Scratch) -> None:
-        """End what is left, give back what waits for this node, leave nothing on it."""
+    def _stop(self) -> None:
+        """End what is left, and give back what waits for this node."""
+        if (check := self._check) is not None:
+            # It would start the sandbox host anew after its end.
+            self._check = None
+            check.kill()
+            check.wait()
         if self.supervisor.children:
-            if not (self._drained or self.supervisor.ends_now):
+            if not (self.drained or self.supervisor.ends_now):
                 # RUN first: what it finishes meanwhile is scored here.
                 own_grace_s = Settings.from_env(self._env).shutdown_grace_s
                 self.supervisor.stop([f"{RUN} fleet"], own_grace_s + HAND_BACK_S)
             self.supervisor.stop_all(FAST_S)
             self._vacate()
-        scratch.remove()
-        self.run_dir.forget_member(self.place.name)
-        log.info("the node has ended in order")
 
     def _vacate(self) -> None:
         """Rollouts that wait for this node's workers begin anew on others; the reaper would see to it

@@ -7,8 +7,10 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import IO
 
@@ -113,7 +115,9 @@ def address(node: str, environ: Mapping[str, str] | None = None) -> str:
         )
     name = scheduler.node_address(node) or node
     try:
-        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        found = [str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        # Many a node's /etc/hosts says 127.0.1.1 of its own name.
+        return next((one for one in found if not ip_address(one.partition("%")[0]).is_loopback), found[0])
     except OSError as error:
         raise SlurmError(
             f"node {node}: its address {name!r} cannot be resolved ({error}); set ROLLOUT_SLURM_INTERFACE or "
@@ -140,8 +144,12 @@ class Scratch:
         try:
             root.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
+            found = self.path.lstat()
         except OSError as error:
             raise SlurmError(f"scratch {self.path} cannot be made: {error}") from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            # Everybody can write to /tmp, and foresee the name.
+            raise SlurmError(f"scratch {self.path} was there already, and others may write to it")
         self._lock = _hold(self.path)
         if self._lock is None:
             raise SlurmError(f"scratch {self.path} is in use by another process of this job")

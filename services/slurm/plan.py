@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,7 +83,9 @@ class UpOptions:
         site.check_options("sbatch", self.given)
 
     def to_json(self, where: Site) -> dict[str, Any]:
-        return {"up": asdict(self), "site": where.to_json()}
+        # What the environment of `up` decided holds for whoever submits more, or counts slots.
+        slots = {stage: self.slots_of(stage) for stage in STAGES}
+        return {"up": asdict(self) | {"slots": slots}, "site": where.to_json()}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> tuple[UpOptions, Site]:
@@ -194,13 +196,32 @@ def environment(
         values["ROLLOUT_SLURM_ENGINE_MODEL"] = options.engines.model or ""
         values["ROLLOUT_SLURM_ENGINE_GPUS"] = str(options.engines.gpus)
     lines = ["# Written by `rollout slurm up`; every job of the service reads it when it starts."]
-    lines += [f"module load {shlex.quote(name)}" for name in where.modules]
+    lines += _module_lines(where.modules)
     sites = {"ROLLOUT_SLURM_SCRATCH": where.scratch, **where.environment}
     if where.images:
         sites["ROLLOUT_IMAGES"] = where.images
     for name, value in sorted({**values, **sites}.items()):
         lines.append(f"export {name}={_quoted(value, of_the_site=name in sites)}")
     return "\n".join(lines) + "\n"
+
+
+def _module_lines(modules: Sequence[str]) -> list[str]:
+    """Shell that loads modules, or ends the job with a word why not.
+
+    A batch shell reads no profile, and gets no functions of the caller's: `module` may have to be defined
+    first. What defines it, and modules, need not stand `set -u`.
+    """
+    if not modules:
+        return []
+    return [
+        "case $- in *u*) unset_is_error=1 ;; *) unset_is_error= ;; esac",
+        "set +u",
+        # Profiles set PATH as if nobody had before.
+        "type module > /dev/null 2>&1 || { before=$PATH; . /etc/profile || :; PATH=$PATH:$before; }",
+        *(f"module load {name} || {{ echo 'module load {name} failed' >&2; exit 1; }}" for name in modules),
+        '[ -z "$unset_is_error" ] || set -u',
+        "unset unset_is_error",
+    ]
 
 
 def _quoted(value: str, *, of_the_site: bool) -> str:

@@ -7,7 +7,8 @@ options.json     what `up` was asked; `scale` submits the same
 jobs.json        what was submitted
 head.json        where the head listens now
 members/         NODE-JOB.json: what runs there
-control/         NODE-JOB.json, head.json: what they are asked to do
+control/         NODE-JOB.json, head.json: what they are asked to do; of a job that carries everything
+                 JOB.ends: its time limit is near, ROLE-JOB….step: exit status of a step, empty while it runs
 redis/           configuration with the password, append-only file
 api.key          key of the scope admin                        (0600)
 flower.auth      user:password of Flower                       (0600)
@@ -19,11 +20,14 @@ Files are replaced as a whole, so a reader never sees half of one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,9 @@ from services.slurm.errors import SlurmError
 STARTING, UP, DRAINING, DOWN = "starting", "up", "draining", "down"
 """States of a head or member. A head that starts has its Redis already, which is all that nodes need. A job
 that was killed leaves `up` behind: Slurm knows better."""
+NO_SANDBOX = "NO SANDBOX WORKS"
+"""How `Member.sandbox` begins where none does."""
+_STALE_READS = 3
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class Member:
     """Id → URL of the LLM servers of an engine job that rollouts use."""
     sandbox: str = ""
     """Which runtime the sandboxes get, or why none works."""
+    failing: dict[str, str] = field(default_factory=dict)
+    """Part → how it ends again and again."""
 
 
 @dataclass
@@ -78,6 +87,20 @@ class Submitted:
     stages: list[str] = field(default_factory=list)
     attached: bool = False
     """It is an allocation of the user's own."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a job that carries the whole service."""
+
+    name: str
+    """`node-12-n1`, as its log is called."""
+    role: str
+    node: str
+    """Empty for the head's, which is on the first."""
+    status: int | None
+    """Exit status; None while it runs."""
+    log: Path
 
 
 class RunDir:
@@ -104,6 +127,11 @@ class RunDir:
             SlurmError: It belongs to somebody else, or cannot be made.
         """
         try:
+            if set(str(self.path)) & set("%\\\n"):
+                raise SlurmError(
+                    f"run directory {str(self.path)!r}: Slurm reads %, \\ and line ends in the name of a log "
+                    "otherwise; choose one with --run-dir"
+                )
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.stat().st_uid != os.geteuid():
                 raise SlurmError(
@@ -148,15 +176,14 @@ class RunDir:
         """The key of the operator, made at the first call."""
         return self._secret(self.key_file, lambda: f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}")
 
-    def _secret(self, path: Path, make: Any) -> str:
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return path.read_text().strip()
-        with os.fdopen(handle, "w") as file:
-            text = make()
-            file.write(text + "\n")
-        return text
+    def _secret(self, path: Path, make: Callable[[], str]) -> str:
+        if not path.exists():
+            draft = self._draft(path, make() + "\n")
+            # Whoever is first wins, and nobody sees half of it.
+            with suppress(FileExistsError):
+                os.link(draft, path)
+            draft.unlink()
+        return path.read_text().strip()
 
     # -- members -----------------------------------------------------------------------------
 
@@ -194,6 +221,21 @@ class RunDir:
         """Whether the script of a job that carries the whole service was told that its time limit is near."""
         return (self.path / "control" / f"{job}.ends").exists()
 
+    def steps(self, job: str) -> list[Step]:
+        """Steps of a job that carries the whole service, as its script notes them."""
+        pattern = re.compile(rf"(\w+)-{re.escape(job)}(?:-(.+))?")
+        found = []
+        for path in sorted((self.path / "control").glob("*.step")):
+            if name := pattern.fullmatch(path.stem):
+                text = path.read_text().strip()
+                log = self.logs / f"{path.stem}.log"
+                found.append(Step(path.stem, name[1], name[2] or "", int(text) if text else None, log))
+        return found
+
+    def forget_steps(self) -> None:
+        for path in (self.path / "control").glob("*.step"):
+            path.unlink(missing_ok=True)
+
     # -- what was submitted ------------------------------------------------------------------
 
     def submitted(self) -> list[Submitted]:
@@ -212,25 +254,33 @@ class RunDir:
 
     def write_private(self, path: Path, text: str) -> None:
         """Write a file that only its owner can read, as a whole."""
+        self._draft(path, text).replace(path)
+
+    def _draft(self, path: Path, text: str) -> Path:
         draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # other nodes read it
-        draft.replace(path)
+        return draft
 
     def _write(self, name: str, value: Any) -> None:
         self.write_private(self.path / name, json.dumps(value, indent=1) + "\n")
 
     def _read(self, name: str) -> Any:
-        try:
-            return json.loads((self.path / name).read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError) as error:
-            raise SlurmError(f"{self.path / name} cannot be read: {error}; delete it") from None
+        for left in reversed(range(_STALE_READS)):
+            try:
+                return json.loads((self.path / name).read_text())
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except (OSError, ValueError) as error:
+                # On NFS a file that another node replaces while it is read.
+                if left and isinstance(error, OSError) and error.errno == errno.ESTALE:
+                    continue
+                raise SlurmError(f"{self.path / name} cannot be read: {error}; delete it") from None
+        return None
 
 
-def all_logs(run: RunDir, name: str) -> Iterator[Path]:
-    """Logs of a member's parts, by name."""
-    yield from sorted((run.logs / name).glob("*.log"))
+def part_log(directory: Path, part: str) -> Path:
+    """What a program of a job says, in the job's directory of logs."""
+    return directory / f"{part.replace(' ', '-')}.log"

@@ -16,12 +16,17 @@ PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LD_LIBRARY_PATH", "SLUR
 """All of the caller's environment that sbatch sees, with SBATCH_*: jobs inherit it, and it may hold secrets.
 What else jobs need is in the run directory's `environment`."""
 _FORMAT = "%i|%A|%F|%T|%N|%r|%L"
+_ENDS = {"COMPLETING", "STAGE_OUT"}
+_ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+}
 GONE = ("Invalid job id", "already completing or completed", "Job/step already completing")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has not ended, as squeue shows it."""
+    """A job as squeue shows it; one that has ended, while Slurm remembers it (MinJobAge, 5 minutes)."""
 
     id: str
     """As Slurm shows it: `12`, `12_3` of an array, `12+1` of a heterogeneous job."""
@@ -52,6 +57,15 @@ class Job:
     @property
     def running(self) -> bool:
         return self.state == "RUNNING"
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits, runs, or its nodes are being set up."""
+        return not self.ended and self.state not in _ENDS
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -113,13 +127,13 @@ def submit(command: Sequence[str]) -> str:
 
 
 def jobs(base_ids: Iterable[str]) -> list[Job]:
-    """Which of our jobs have not ended, tasks of arrays one by one."""
+    """Those of our jobs that Slurm knows, tasks of arrays one by one."""
     wanted = set(base_ids)
     if not wanted:
         return []
     # Asked for by id, Slurm fails when one has long ended.
     lines = call(
-        ["squeue", "--noheader", "--array", f"--user={os.geteuid()}", f"--format={_FORMAT}"]
+        ["squeue", "--noheader", "--array", "--states=all", f"--user={os.geteuid()}", f"--format={_FORMAT}"]
     ).splitlines()
     found = (Job(*line.split("|")) for line in lines if line.count("|") == _FORMAT.count("|"))
     return [job for job in found if job.base_id in wanted or job.het_id in wanted]
@@ -151,9 +165,21 @@ def requeue(job: str) -> None:
 
 def node_address(node: str) -> str | None:
     """The address by which Slurm reaches a node; None if it does not say."""
-    try:
-        said = call(["scontrol", "--oneliner", "show", "node", node])
-    except SlurmError:
+    return _show("node", node).get("NodeAddr")
+
+
+def exit_status(job: str) -> int | None:
+    """How a job ended: its exit status, below 0 the signal that ended it; None if Slurm has forgotten it."""
+    status, _, number = _show("job", job).get("ExitCode", "").partition(":")
+    if not (status.isdecimal() and number.isdecimal()):
         return None
-    fields = dict(word.split("=", 1) for word in said.split() if "=" in word)
-    return fields.get("NodeAddr")
+    return -int(number) or int(status)
+
+
+def _show(kind: str, name: str) -> dict[str, str]:
+    """What scontrol says of a node or job; nothing if it knows none."""
+    try:
+        said = call(["scontrol", "--oneliner", "show", kind, name])
+    except SlurmError:
+        return {}
+    return dict(word.split("=", 1) for word in said.split() if "=" in word)

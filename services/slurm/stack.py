@@ -13,8 +13,9 @@ from services.local.plan import STAGES
 from services.local.processes import tail
 from services.slurm import plan, scheduler
 from services.slurm.errors import SlurmError
+from services.slurm.failures import LAST_LINES, Failure
 from services.slurm.plan import ALLOCATION, ENGINE, HEAD, NODE, Submission, UpOptions
-from services.slurm.rundir import DOWN, Head, RunDir, Submitted
+from services.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir, Submitted
 from services.slurm.site import Site
 from services.slurm.view import JobView, Status, job_views, missing, status_of
 
@@ -28,7 +29,8 @@ END_S = 90.0
 """For a job to end beyond its grace: workers hand back, sandboxes are ended, Slurm cleans up."""
 GONE_LOOKS = 3
 """A job just submitted may not be listed yet."""
-LAST_LINES = 25
+MOST_TOLD = 3
+"""Failures of which the log is shown; of a hundred nodes that fail alike three say enough."""
 Say = Callable[[str], None]
 
 
@@ -38,6 +40,8 @@ class SlurmStack:
     def __init__(self, path: Path, say: Say = lambda text: None) -> None:
         self.run = RunDir(path)
         self.say = say
+        self._script: subprocess.Popen[bytes] | None = None
+        """Of the allocation that we began steps in."""
 
     # -- up ----------------------------------------------------------------------------------
 
@@ -71,6 +75,7 @@ class SlurmStack:
         for member in self.run.members():
             self.run.forget_member(member.name)
         self.run.forget_member(HEAD)
+        self.run.forget_steps()
 
     def _submit(self, one: Submission) -> str:
         job = scheduler.submit(one.command)
@@ -92,7 +97,7 @@ class SlurmStack:
                 "salloc --nodes=4 -p cpu : --nodes=1 -p gpu --gres=gpu:4"
             )
         with (self.run.logs / f"{ALLOCATION}-{job}.log").open("ab") as output:
-            subprocess.Popen(
+            self._script = subprocess.Popen(
                 ["bash", *plan.allocation_script(self.run)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -110,19 +115,24 @@ class SlurmStack:
             nodes: How many nodes must be there.
 
         Raises:
-            SlurmError: A job ended instead, with the end of its log; or the time is over.
+            SlurmError: Nothing can come of it, for the head or all nodes have ended; or the time is over.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         said, missed = "", 0
+        told: set[str] = set()
         while True:
             status = self.status()
+            self._tell_news(status, told)
             lacking = missing(self.run, status, nodes)
             if not lacking:
                 assert status.head is not None
                 return status.head
-            missed = missed + 1 if status.head_job is None else 0
+            over = [role for role in (HEAD, NODE) if role in status.gone and (nodes or role == HEAD)]
+            missed = missed + 1 if over else 0
             if missed >= GONE_LOOKS:
-                raise SlurmError(f"the head's job has ended. {self._last_words()}")
+                raise SlurmError(self._why_gone(over[0], status))
+            if self._script is not None and self._script.poll() is not None:
+                raise SlurmError(f"the steps in the allocation have ended. {self.last_words(ALLOCATION)}")
             if lacking != said:
                 self.say(lacking)
                 said = lacking
@@ -133,8 +143,33 @@ class SlurmStack:
                 )
             time.sleep(POLL_S)
 
-    def _last_words(self) -> str:
-        found = [path for role in (HEAD, ALLOCATION) for path in self.run.logs.glob(f"{role}-*.log")]
+    def _tell_news(self, status: Status, told: set[str]) -> None:
+        """Say what failed since the last look."""
+        news = [one for one in status.failures if one.what not in told]
+        self.tell(news, max(0, MOST_TOLD - len(told)))
+        for member in (view.member for view in status.jobs if view.member):
+            if member.sandbox.startswith(NO_SANDBOX) and member.name not in told:
+                self.say(f"{member.name}: {member.sandbox}")
+                told.add(member.name)
+        told.update(one.what for one in news)
+
+    def tell(self, failures: list[Failure], most: int = MOST_TOLD) -> None:
+        """Say what failed: of so many the end of the log, the others in a line."""
+        for one in failures[:most]:
+            self.say(one.told())
+        if rest := failures[most:]:
+            self.say(f"and {len(rest)} more: {'; '.join(one.shown() for one in rest)}")
+
+    def _why_gone(self, role: str, status: Status) -> str:
+        which = "the head's job has" if role == HEAD else f"all {role} jobs have"
+        advice = "; `rollout slurm down` ends the others" if status.head_job or status.jobs else ""
+        if any(one.role in (role, ALLOCATION) for one in status.failures):
+            return f"{which} ended, as said above{advice}"
+        return f"{which} ended{advice}. {self.last_words(role)}"
+
+    def last_words(self, role: str = HEAD) -> str:
+        """The end of the latest log of a role."""
+        found = [path for name in (role, ALLOCATION) for path in self.run.logs.glob(f"{name}-*.log")]
         if not found:
             ids = ",".join(job.id for job in self.run.submitted())
             return (
@@ -152,15 +187,16 @@ class SlurmStack:
 
     def count(self, stages: Iterable[str] = STAGES, role: str = NODE) -> int:
         """Jobs of a kind that wait or run and were not asked to end."""
-        return len(self._active(role, list(stages)))
+        return len(self.active(role, list(stages)))
 
-    def _active(self, role: str, stages: list[str]) -> list[JobView]:
+    def active(self, role: str, stages: list[str]) -> list[JobView]:
+        """Those jobs."""
         return [
             one
             for one in job_views(self.run)
             if one.role == role
             and (role != NODE or one.stages == stages)
-            and (one.job.pending or one.job.running)
+            and one.job.active
             and not one.ends(self.run)
         ]
 
@@ -191,7 +227,7 @@ class SlurmStack:
         if not 0 <= target <= plan.MOST_NODES:
             raise SlurmError(f"{target} is not between 0 and {plan.MOST_NODES}")
         chosen = list(stages)
-        active = self._active(role, chosen)
+        active = self.active(role, chosen)
         change = target - len(active)
         if change > 0:
             self.add(change, chosen, role)
@@ -279,13 +315,15 @@ class SlurmStack:
         return [one.name for one in views]
 
     def _end_heads(self, heads: list[JobView]) -> None:
+        if heads:
+            # Not only for steps: a head near its time limit would queue again.
+            self.run.ask_to_drain(HEAD, 0.0)
         scheduler.cancel(
             one.job.id for one in heads if not one.step or (one.job.pending and not one.attached)
         )
         steps = [one for one in heads if one.step and not one.job.pending]
         if not steps:
             return
-        self.run.ask_to_drain(HEAD, 0.0)
         deadline = time.monotonic() + END_S
         while (head := self.run.head()) is not None and head.state != DOWN and time.monotonic() < deadline:
             time.sleep(POLL_S)

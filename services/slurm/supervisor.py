@@ -11,7 +11,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from services.local import paths
 from services.local.plan import Part
 from services.local.processes import tail
 from services.slurm.errors import SlurmError
+from services.slurm.rundir import part_log
 
 log = structlog.get_logger("slurm")
 
@@ -35,12 +35,16 @@ KILL_S = 5.0
 POLL_S = 0.1
 LOOK_S = 1.0
 """Between two looks at the parts."""
+KEEPS_ENDING = 2
+"""Ends in a row from which on somebody should be told."""
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+"""Loaded here: little is safe between fork and exec, where other threads may have held locks."""
 
 
 def _die_with_parent() -> None:
     """A Redis that outlived a killed supervisor would write beside the next one."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
@@ -54,6 +58,8 @@ class Child:
     started: float
     failures: int = 0
     """Ends in a row without having settled."""
+    exit: int = 0
+    """Status of the last of them; below 0 = the signal that ended it."""
     again_at: float | None = None
     """When it is to be started anew; None while it runs."""
     wanted: bool = True
@@ -70,7 +76,6 @@ class Supervisor:
         self.logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         self.children: dict[str, Child] = {}
-        self.wake = threading.Event()
         self.signal: int | None = None
         """The gravest signal so far: TERM before USR1."""
 
@@ -84,7 +89,15 @@ class Supervisor:
     def _hear(self, number: int, _frame: object) -> None:
         if self.signal != signal.SIGTERM:
             self.signal = signal.SIGTERM if number == signal.SIGINT else number
-        self.wake.set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait, until a signal came at most.
+
+        No event of `threading`: its lock may be held by the very code that a signal interrupts.
+        """
+        end = time.monotonic() + seconds
+        while self.signal is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(POLL_S, left))
 
     def note_end(self, near: bool) -> None:
         """What USR1 says, for a step: Slurm's signals to steps reach every process in them."""
@@ -92,11 +105,16 @@ class Supervisor:
             self.signal = signal.SIGUSR1
 
     @property
+    def near_limit(self) -> bool:
+        """Whether all that is known is that the end is near."""
+        return self.signal == signal.SIGUSR1
+
+    @property
     def ends_now(self) -> bool:
         return self.signal == signal.SIGTERM
 
     def start(self, part: Part, env: Mapping[str, str]) -> Child:
-        path = self.logs / f"{part.name.replace(' ', '-')}.log"
+        path = part_log(self.logs, part.name)
         child = self.children[part.name] = Child(
             part, dict(env), path, self._spawn(part, env, path), time.monotonic()
         )
@@ -124,18 +142,28 @@ class Supervisor:
                 continue
             if child.again_at is None:
                 child.failures = 0 if now - child.started > SETTLED_S else child.failures + 1
+                child.exit = child.process.returncode
                 pause = min(LONGEST_PAUSE_S, 2.0**child.failures)
                 child.again_at = now + pause
                 log.error(
                     "ended by itself and will be started anew",
                     part=child.part.name,
-                    exit=child.process.returncode,
+                    exit=child.exit,
                     in_s=pause,
                     log=str(child.log),
                 )
             elif now >= child.again_at and self.signal is None:
                 child.process, child.started = self._spawn(child.part, child.env, child.log), now
                 child.again_at = None
+
+    def failing(self) -> dict[str, str]:
+        """Parts that keep ending, and how."""
+        now = time.monotonic()
+        return {
+            name: f"{ended(child.exit)}, {child.failures} times in a row"
+            for name, child in self.children.items()
+            if child.failures >= KEEPS_ENDING and not (child.alive and now - child.started > SETTLED_S)
+        }
 
     def wait_for(self, child: Child, missing: Callable[[], str | None], patience_s: float = START_S) -> None:
         """Wait until `missing` gives None.
@@ -151,15 +179,24 @@ class Supervisor:
             if not child.alive or time.monotonic() > deadline:
                 what = f"is not ready after {patience_s:.0f} s ({reason})" if child.alive else "ended"
                 raise SlurmError(f"{child.part.name} {what}. The end of {child.log}:\n{tail(child.log)}")
-            self.wake.wait(POLL_S)
+            self.pause(POLL_S)
+
+    def lives(self, name: str) -> bool:
+        """Whether there is such a part and it runs."""
+        return name in self.children and self.children[name].alive
+
+    def dismiss(self, names: list[str]) -> None:
+        """TERM to all of these at once; they are not started anew. `stop` still has to be called."""
+        for name in names:
+            if child := self.children.get(name):
+                child.wanted = False
+                if child.alive:
+                    child.process.terminate()
 
     def stop(self, names: list[str], grace_s: float) -> None:
         """TERM to all of these at once, KILL after `grace_s`; with each goes its session."""
+        self.dismiss(names)
         chosen = [self.children[name] for name in names if name in self.children]
-        for child in chosen:
-            child.wanted = False
-            if child.alive:
-                child.process.terminate()
         deadline = time.monotonic() + grace_s
         while any(child.alive for child in chosen) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -176,6 +213,11 @@ class Supervisor:
     def stop_all(self, grace_s: float) -> None:
         """End whatever is left."""
         self.stop(list(self.children), grace_s)
+
+
+def ended(status: int) -> str:
+    """How a process ended, for people."""
+    return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
 def _kill_group(leader: int) -> None:

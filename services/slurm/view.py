@@ -8,7 +8,8 @@ from typing import Any
 
 from rollout.client import Client, RolloutError
 from services.local.plan import STAGES
-from services.slurm import scheduler
+from services.slurm import failures, scheduler
+from services.slurm.failures import Failure
 from services.slurm.plan import ALLOCATION, HEAD, NODE
 from services.slurm.rundir import DOWN, STARTING, UP, Head, Member, RunDir, Submitted
 from services.slurm.scheduler import Job
@@ -64,6 +65,11 @@ class Status:
     trouble: str = ""
     lost: list[str] = field(default_factory=list)
     """Members that did not end in order."""
+    failures: list[Failure] = field(default_factory=list)
+    ended: list[Job] = field(default_factory=list)
+    """What was submitted and has ended, however it did, while Slurm remembers it."""
+    gone: list[str] = field(default_factory=list)
+    """Roles of which something was submitted and nothing waits or runs."""
 
 
 def job_views(run: RunDir) -> list[JobView]:
@@ -73,9 +79,15 @@ def job_views(run: RunDir) -> list[JobView]:
         SlurmError: Slurm does not answer.
     """
     submitted = {one.id: one for one in run.submitted()}
+    return _views(run, submitted, scheduler.jobs(submitted))
+
+
+def _views(run: RunDir, submitted: dict[str, Submitted], jobs: list[Job]) -> list[JobView]:
     members = run.members()
     found: list[JobView] = []
-    for job in scheduler.jobs(submitted):
+    for job in jobs:
+        if job.ended:
+            continue
         one = submitted.get(job.base_id) or submitted[job.het_id]
         if one.role != ALLOCATION:
             mine = [one for one in members if (one.job, one.node) == (job.raw_id, job.nodes)]
@@ -104,7 +116,9 @@ def status_of(run: RunDir) -> Status:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    views = job_views(run)
+    submitted = {one.id: one for one in run.submitted()}
+    jobs = scheduler.jobs(submitted)
+    views = _views(run, submitted, jobs)
     head_job = next((view.job for view in views if view.role == HEAD), None)
     head = run.head()
     living = {view.member.name for view in views if view.member}
@@ -114,6 +128,11 @@ def status_of(run: RunDir) -> Status:
         head_job,
         [view for view in views if view.role != HEAD],
         lost=[member.name for member in run.members() if member.name not in living],
+        failures=failures.of_jobs(run, submitted, jobs)
+        + failures.of_steps(run, submitted)
+        + failures.of_members(run, [view.member for view in views if view.member]),
+        ended=[job for job in jobs if job.ended],
+        gone=_gone(run, submitted, views),
     )
     if head is not None and head.state == UP and head_job is not None and head.job == head_job.raw_id:
         try:
@@ -124,10 +143,25 @@ def status_of(run: RunDir) -> Status:
     return status
 
 
+def _gone(run: RunDir, submitted: dict[str, Submitted], views: list[JobView]) -> list[str]:
+    wanted = {one.role for one in submitted.values() if one.role != ALLOCATION}
+    living = {view.role for view in views if not view.step}
+    for one in submitted.values():
+        if one.role == ALLOCATION:
+            steps = run.steps(one.id)
+            wanted |= {HEAD, *(step.role for step in steps)}
+            if any(view.step for view in views):
+                # Its script notes its steps when it begins.
+                living |= {step.role for step in steps if step.status is None} if steps else {HEAD}
+    return sorted(wanted - living)
+
+
 def missing(run: RunDir, status: Status, nodes: int) -> str:
     """What is still to come before rollouts can be worked on by so many nodes; "" = nothing."""
     job, head = status.head_job, status.head
-    if job is None or job.pending:
+    if job is None:
+        return "the head's job is not in Slurm's queue"
+    if job.pending:
         return f"the head's job waits in the queue: {_reason(job)}"
     if head is None or head.job != job.raw_id or head.state not in (UP, STARTING):
         return f"the head starts on {job.nodes}; its log: {run.logs}/head-{job.raw_id}.log"
@@ -161,8 +195,8 @@ _REASONS = {
 """Of Slurm's words those that say little by themselves."""
 
 
-def _reason(job: Job | None) -> str:
-    if job is None or job.reason in ("None", ""):
+def _reason(job: Job) -> str:
+    if job.reason in ("None", ""):
         return "not looked at yet"
     more = _REASONS.get(job.reason) or (
         "a limit of your account or QOS" if job.reason.startswith(("QOS", "Assoc", "MaxJobs")) else ""

@@ -61,12 +61,16 @@ class SlurmService:
 
     def slurm(self, *arguments: str, timeout: float = 4 * PATIENCE_S) -> str:
         """Output of `rollout slurm …`."""
-        command = [str(Path(sys.executable).with_name("rollout")), "slurm", *arguments]
-        done = subprocess.run(
-            command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout
-        )
+        done = self.try_slurm(*arguments, timeout=timeout)
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
+
+    def try_slurm(self, *arguments: str, timeout: float = 4 * PATIENCE_S) -> subprocess.CompletedProcess[str]:
+        """The same, however it ends."""
+        command = [str(Path(sys.executable).with_name("rollout")), "slurm", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout
+        )
 
     def up(self, nodes: int, *options: str) -> None:
         """Head, nodes and one engine; returns when rollouts can be worked on."""

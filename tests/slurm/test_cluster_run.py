@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -207,6 +209,25 @@ def test_down_leaves_nothing_but_the_data(service, cluster):
     for node in cluster.addresses:
         require_nothing_on(cluster, node)
     assert list((service.run_dir / "redis").rglob("*.aof"))
+
+
+def test_up_says_why_the_head_ends_at_once_and_does_not_wait_for_it(cluster):
+    service = SlurmService(cluster, "broken")
+    site = cluster.directory / "broken.toml"
+    site.write_text('modules = ["nonsuch/1"]\n')
+    begun = time.monotonic()
+    done = service.try_slurm("up", "--nodes", "2", "--site", str(site))
+    print(f"`up` gave up after {time.monotonic() - begun:.1f} s", flush=True)
+    try:
+        assert done.returncode == 1
+        assert "the head's job has ended, as said above" in done.stderr
+        told = re.search(r"head job \d+ failed on (\w+) \(exit code 1\)\. The end of (\S+):", done.stdout)
+        assert told and told[1] in cluster.nodes, done.stdout
+        assert Path(told[2]).read_text().splitlines()[-1] == "module load nonsuch/1 failed"
+        assert "module load nonsuch/1 failed" in done.stdout
+    finally:
+        service.slurm("down")
+    assert cluster.squeue() == []
 
 
 @pytest.mark.may_skip

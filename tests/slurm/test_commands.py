@@ -143,6 +143,43 @@ def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, sit
     assert not {"ROLLOUT_URL", "ROLLOUT_NODE", "AWS_SECRET"} & values.keys()
 
 
+def test_a_module_that_is_not_there_ends_the_job_with_a_word_why(tmp_path):
+    text = plan.environment(
+        RunDir(tmp_path / "run"), site.parse({"modules": ["nonsuch/1"]}), UpOptions(1), {}
+    )
+    (tmp_path / "environment").write_text(text)
+    shell = f". {tmp_path}/environment; echo goes on"
+    env = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-euc", shell], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1] == "module load nonsuch/1 failed"
+
+
+def test_a_module_may_use_what_is_not_set_and_what_follows_may_not(tmp_path):
+    text = plan.environment(RunDir(tmp_path / "run"), site.parse({"modules": ["m"]}), UpOptions(1), {})
+    (tmp_path / "environment").write_text(text)
+    shell = (
+        f"module() {{ echo loaded$NOT_SET; }}; . {tmp_path}/environment; case $- in *u*) echo strict ;; esac"
+    )
+    env = {"PATH": os.environ["PATH"]}
+    said = subprocess.run(["bash", "-euc", shell], env=env, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["loaded", "strict"]
+
+
+def test_slots_stay_those_that_up_was_given_whoever_submits_more(monkeypatch):
+    monkeypatch.setenv("ROLLOUT_WORKER_SLOTS", "128")
+    saved = UpOptions(2, slots={"eval": 4}).to_json(site.Site())
+    monkeypatch.delenv("ROLLOUT_WORKER_SLOTS")
+    again = UpOptions.from_json(saved)[0]
+    assert [again.slots_of(stage) for stage in plan.STAGES] == [16, 128, 4]
+
+
+def test_a_run_directory_that_slurm_would_misread_is_refused(tmp_path):
+    with pytest.raises(SlurmError, match="otherwise; choose one with --run-dir"):
+        RunDir(tmp_path / "50%j").make()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -349,6 +386,30 @@ def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(tmp_path):
     watched.stop_all(10.0)
     assert not watched.children and (tmp_path / "lives").read_text() == "life\nlife\n"
     wait_until(lambda: processes.start_time(grandchild) is None, 60, "the child to be gone")
+
+
+def test_a_part_that_keeps_ending_is_told_until_it_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.01)
+    watched = supervisor.Supervisor(tmp_path / "logs")
+    script = f"[ -e {tmp_path}/mended ] && exec sleep 900; kill -9 $$"
+    child = watched.start(supervisor.Part("part", ["bash", "-c", script]), os.environ)
+
+    def told():
+        watched.look()
+        return watched.failing().get("part", "").startswith("signal 9, 2 times")
+
+    wait_until(told, 60, "it to be told")
+    (tmp_path / "mended").touch()
+
+    def lives():
+        watched.look()
+        return child.alive and Path(f"/proc/{child.process.pid}/comm").read_text().strip() == "sleep"
+
+    wait_until(lives, 60, "it to live")
+    assert watched.failing()  # it has not settled
+    child.started -= 2 * supervisor.SETTLED_S
+    assert watched.failing() == {}
+    watched.stop_all(10.0)
 
 
 def test_a_part_that_does_not_start_is_reported_with_the_end_of_its_log(tmp_path):

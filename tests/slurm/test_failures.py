@@ -1,0 +1,216 @@
+"""What `up` and `status` say of jobs and programs that end; Slurm's commands are scripts that say what a test
+wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+
+from services.slurm import stack
+from services.slurm.commands import slurm
+from services.slurm.rundir import NO_SANDBOX, UP, Head, Member, RunDir, Step, Submitted, part_log
+from tests.helpers.stack import ROOT
+
+HEAD_RUNS = "10|10|10|RUNNING|n9|None|1:00"
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    """A run directory whose jobs are those that the file `jobs` has; job 10 is the head, 11 the nodes."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "ROLLOUT_")):
+            monkeypatch.delenv(name)
+    found = RunDir(tmp_path / "run")
+    found.make()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "jobs").touch()
+    (tmp_path / "later").mkdir()
+    bodies = {
+        "squeue": f"cat {tmp_path}/jobs",
+        # What the jobs write comes with the first of them: `up` begins with an empty directory of members.
+        "sbatch": f"cp -r {tmp_path}/later/. {found.path}/\n"
+        'case "$*" in *head.sbatch*) echo 10 ;; *) echo 11 ;; esac',
+        "scontrol": "echo JobId=12 JobState=FAILED ExitCode=3:0",
+        "scancel": ":",
+    }
+    for name, body in bodies.items():
+        script = tmp_path / "bin" / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(stack, "POLL_S", 0.01)
+    return found
+
+
+def slurm_knows(service, *lines):
+    (service.path.parent / "jobs").write_text("".join(f"{line}\n" for line in lines))
+
+
+def say(service, job, text):
+    path = service.logs / f"{job}.log"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def run(service, *arguments):
+    done = CliRunner().invoke(slurm, [*map(str, arguments), "--run-dir", str(service.path)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def submitted(service):
+    service.write_submitted([Submitted("10", "head"), Submitted("11", "node", 2, ["init", "run", "eval"])])
+
+
+def test_up_tells_why_a_node_job_ended_and_gives_up_when_none_is_left(service):
+    slurm_knows(
+        service,
+        HEAD_RUNS,
+        "11_1|12|11|FAILED|n1|NonZeroExitCode|0:00",
+        "11_2|11|11|FAILED|n2|NonZeroExitCode|0:00",
+    )
+    log = say(service, "node-12", "noise\nImportError: no module of that name\n")
+    done = run(service, "up", "--nodes", 2)
+    assert done.exit_code == 1
+    assert f"node job 11_1 failed on n1 (exit code 3). The end of {log}:\nnoise\nImportError" in done.output
+    assert "node job 11_2 failed on n2 (exit code 3). It left no log" in done.output
+    assert done.output.count("ImportError") == 1
+    assert "all node jobs have ended, as said above; `rollout slurm down` ends the others" in done.output
+
+
+def test_up_goes_on_with_the_nodes_that_are_left(service):
+    slurm_knows(
+        service,
+        HEAD_RUNS,
+        "11_1|12|11|FAILED|n1|NonZeroExitCode|0:00",
+        "11_2|11|11|RUNNING|n2|None|1:00",
+    )
+    say(service, "node-12", "disk full\n")
+    done = run(service, "up", "--nodes", 2, "--timeout", 0.3)
+    assert done.exit_code == 1
+    assert done.output.count("node job 11_1 failed on n1") == 1 and "disk full" in done.output
+    assert "not up after" in done.output and "have ended" not in done.output
+
+
+def test_without_a_head_up_gives_up_with_the_end_of_its_log(service):
+    slurm_knows(service, "10|10|10|CANCELLED|n9|None|0:00", "11_[1-2]|11|11|PENDING||Resources|1:00")
+    log = say(service, "head-10", "no space left\n")
+    done = run(service, "up", "--nodes", 2)
+    assert done.exit_code == 1
+    assert "the head's job has ended; `rollout slurm down` ends the others" in done.output
+    assert f"The end of {log}:\nno space left" in done.output
+
+
+def test_of_many_failures_three_are_told_at_length(service):
+    jobs = [f"11_{number}|{11 + number}|11|NODE_FAIL|n{number}|None|0:00" for number in range(1, 6)]
+    slurm_knows(service, HEAD_RUNS, *jobs)
+    for number in range(1, 6):
+        say(service, f"node-{11 + number}", "lost\n")
+    done = run(service, "up", "--nodes", 5)
+    assert done.output.count("The end of") == 3
+    assert "and 2 more: node job 11_4 lost its node on n4; node job 11_5 lost its node on n5" in done.output
+
+
+def test_up_tells_of_programs_that_keep_ending_and_of_nodes_without_sandboxes(service):
+    slurm_knows(service, HEAD_RUNS, "11_1|12|11|RUNNING|n1|None|1:00")
+    member = Member("n1-12", "node", "12", "n1", UP, ["init", "run", "eval"])
+    member.failing = {"run fleet": "exit code 1, 2 times in a row"}
+    member.sandbox = f"{NO_SANDBOX}: no apptainer"
+    later = RunDir(service.path.parent / "later")
+    later.make()
+    later.write_member(member)
+    log = say(service, "n1-12/run-fleet", "ModuleNotFoundError: handlers\n")
+    assert log == part_log(service.logs / "n1-12", "run fleet")
+    done = run(service, "up", "--nodes", 1, "--timeout", 0.3)
+    assert done.exit_code == 1 and "not up after" in done.output
+    said = f"run fleet of n1-12 keeps ending (exit code 1, 2 times in a row) on n1. The end of {log}"
+    assert done.output.count(said) == 1 and "ModuleNotFoundError: handlers" in done.output
+    assert done.output.count("n1-12: NO SANDBOX WORKS: no apptainer") == 1
+
+
+def test_status_tells_what_failed_while_slurm_remembers_it_and_the_last_words_afterwards(service):
+    submitted(service)
+    log = say(service, "head-10", "address in use\n")
+    slurm_knows(service, "10|10|10|FAILED|n9|NonZeroExitCode|0:00")
+    done = run(service, "status")
+    assert done.exit_code == 1
+    assert f"head job 10 failed on n9 (exit code 3). The end of {log}:\naddress in use" in done.output
+    (failure,) = json.loads(run(service, "status", "--json").output)["failures"]
+    assert (failure["what"], failure["node"], failure["log"]) == ("head job 10", "n9", str(log))
+    slurm_knows(service)
+    done = run(service, "status")
+    assert f"what was submitted has ended. The end of {log}:\naddress in use" in done.output
+
+
+def test_jobs_that_ended_in_order_or_were_cancelled_are_no_failures(service):
+    submitted(service)
+    slurm_knows(
+        service,
+        HEAD_RUNS,
+        "11_1|12|11|COMPLETED|n1|None|0:00",
+        "11_2|11|11|CANCELLED||None|0:00",
+        "99|99|99|FAILED|n3|None|0:00",
+    )
+    done = run(service, "status", "--json")
+    assert done.exit_code == 0
+    found = json.loads(done.output)
+    assert found["failures"] == [] and found["jobs"] == [] and found["gone"] == ["node"]
+
+
+def test_a_job_that_carries_everything_notes_how_its_steps_end(service, tmp_path):
+    """Its script, with an srun that fails for one node."""
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text('#!/bin/sh\ncase "$*" in *node-7-n2.log*) exit 3;; esac\n')
+    srun.chmod(0o755)
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho n1; echo n2\n")
+    earlier = service.path / "control" / "node-7-n3.step"
+    earlier.write_text("1\n")
+    scripts = ROOT / "deploy" / "slurm"
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    command = ["bash", str(scripts / "allocation.sbatch"), str(service.path), str(scripts)]
+    subprocess.run(command, env=env, check=True, timeout=60)
+    assert service.steps("7") == [
+        Step("head-7", "head", "", 0, service.logs / "head-7.log"),
+        Step("node-7-n1", "node", "n1", 0, service.logs / "node-7-n1.log"),
+        Step("node-7-n2", "node", "n2", 3, service.logs / "node-7-n2.log"),
+    ]
+    assert service.steps("77") == []
+    service.forget_steps()
+    assert service.steps("7") == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (["head-7"], "the head's job has ended, as said above"),
+        (["node-7-n1", "node-7-n2"], "all node jobs have ended, as said above"),
+        (["node-7-n1"], "not up after"),
+    ],
+)
+def test_up_gives_up_when_the_head_s_step_or_those_of_all_nodes_have_ended(service, ended, said):
+    slurm_knows(service, "7|7|7|RUNNING|n[1-2]|None|1:00")
+    (service.path.parent / "bin" / "sbatch").write_text(
+        f"#!/bin/sh\ncp -r {service.path.parent}/later/. {service.path}/; echo 7\n"
+    )
+    control = service.path.parent / "later" / "control"
+    control.mkdir()
+    for step in ("head-7", "node-7-n1", "node-7-n2"):
+        (control / f"{step}.step").write_text("2\n" if step in ended else "")
+        say(service, step, f"{step} says why\n")
+    done = run(service, "up", "--one-job", "--nodes", 2, "--timeout", 0.5)
+    assert done.exit_code == 1 and said in done.output
+    for step in ended:
+        assert f"{step} failed (exit code 2)" in done.output and f"{step} says why" in done.output
+
+
+def test_head_that_is_up_without_a_gateway_is_shown_whatever_is_in_its_error(service):
+    submitted(service)
+    slurm_knows(service, HEAD_RUNS)
+    service.write_head(Head("10", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 1))
+    done = run(service, "status")
+    assert done.exit_code == 0 and "the gateway does not answer" in done.output

@@ -1,0 +1,204 @@
+"""The life of a job, from its signals to its end; no cluster and no Redis are needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.slurm import base, place
+from services.slurm.base import MemberJob
+from services.slurm.errors import SlurmError
+from services.slurm.node import NodeJob
+from services.slurm.place import Place, Scratch
+from services.slurm.plan import HEAD
+from services.slurm.rundir import DRAINING, Member, RunDir
+from tests.helpers.stack import wait_until
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+BUSY_S = 60.0
+
+
+@pytest.fixture
+def scratch():
+    """Shorter than pytest's own directories: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def run_dir(tmp_path, scratch, monkeypatch):
+    """The job's own; `requeued` beside it has what was queued again."""
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    scontrol.chmod(0o755)
+    (tmp_path / "requeued").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("ROLLOUT_SLURM_SCRATCH", str(scratch))
+    monkeypatch.setenv("ROLLOUT_SLURM_RENEW", "1")
+    monkeypatch.setattr(base, "LOOK_S", 0.01)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    run = RunDir(tmp_path / "run")
+    run.make()
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Job(MemberJob):
+    """Carries nothing, and is never idle."""
+
+    looks = 0
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(run, Place("n1", "7"), "node")
+
+    def _start_programs(self) -> None:
+        self._publish()
+
+    def _is_drained(self) -> bool:
+        self.looks += 1
+        return False
+
+    def _stop(self) -> None:
+        pass
+
+
+def requeued(run):
+    return (run.path.parent / "requeued").read_text().splitlines()
+
+
+def send(*numbers):
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def later(what, *arguments):
+    """From another thread: the job runs in this one."""
+    threading.Timer(0.3, what, arguments).start()
+
+
+def test_near_its_time_limit_a_job_drains_leaves_nothing_and_queues_again(run_dir, scratch, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_SLURM_DRAIN_S", "0.2")
+    job = Job(run_dir)
+    later(send, signal.SIGUSR1)
+    assert job.run() == 0
+    assert job.looks > 0 and job.member.state == DRAINING
+    assert requeued(run_dir) == ["requeue 7"]
+    assert run_dir.members() == [] and list(scratch.iterdir()) == []
+
+
+def test_a_node_whose_limit_is_near_while_there_is_no_head_queues_again(run_dir):
+    later(send, signal.SIGUSR1)
+    assert NodeJob(run_dir, Place("n1", "7"), ["run"]).run() == 0
+    assert requeued(run_dir) == ["requeue 7"]
+
+
+def test_a_node_that_waits_for_a_head_ends_when_the_service_goes_down(run_dir):
+    later(run_dir.ask_to_drain, HEAD, 0.0)
+    assert NodeJob(run_dir, Place("n1", "7", step=True), ["run"]).run() == 0
+    assert requeued(run_dir) == []
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
+def test_a_job_that_is_cancelled_ends_at_once_and_does_not_queue_again(run_dir, numbers):
+    job = Job(run_dir)
+    later(send, *numbers)
+    assert job.run() == 0
+    assert requeued(run_dir) == [] and run_dir.members() == []
+
+
+def test_a_job_that_is_asked_to_end_does_so_within_its_grace_and_does_not_queue_again(run_dir):
+    job = Job(run_dir)
+    later(run_dir.ask_to_drain, job.name, 0.1)
+    assert job.run() == 0
+    assert job.looks > 0 and requeued(run_dir) == []
+    assert run_dir.asked_to_drain(job.name) is None
+
+
+def test_whoever_asks_last_says_how_long_a_drain_may_take(run_dir):
+    job = Job(run_dir)
+    run_dir.ask_to_drain(job.name, BUSY_S)
+    later(run_dir.ask_to_drain, job.name, 0.0)
+    with_limit = threading.Timer(BUSY_S / 2, send, [signal.SIGALRM])
+    with_limit.start()
+    assert job.run() == 0
+    assert with_limit.is_alive()
+    with_limit.cancel()
+
+
+def test_a_step_is_told_of_its_time_limit_by_a_file_and_leaves_the_queue_to_its_job(run_dir, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_SLURM_DRAIN_S", "0.1")
+    job = Job(run_dir)
+    job.place = Place("n1", "7", step=True)
+    later((run_dir.path / "control" / "7.ends").touch)
+    assert job.run() == 0
+    assert job.looks > 0 and requeued(run_dir) == []
+
+
+def test_a_job_goes_on_while_the_run_directory_cannot_be_read(run_dir):
+    job = Job(run_dir)
+    (run_dir.path / "control" / "n1-7.json").write_text("{")
+    later(send, signal.SIGTERM)
+    assert job.run() == 0
+
+
+def test_a_job_that_has_ended_says_nothing_of_itself_any_more(run_dir):
+    job = Job(run_dir)
+    job._publish()
+    assert [member.name for member in run_dir.members()] == ["n1-7"]
+    job._end()
+    job._publish()
+    assert run_dir.members() == []
+
+
+def test_a_member_tells_of_programs_that_keep_ending(run_dir, monkeypatch):
+    monkeypatch.setattr(base.Supervisor, "failing", lambda self: {"run fleet": "exit code 1"})
+    job = Job(run_dir)
+    seen: list[Member] = []
+
+    def look():
+        wait_until(lambda: any(member.failing for member in run_dir.members()), BUSY_S, "it is told")
+        seen.extend(run_dir.members())
+        send(signal.SIGTERM)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    assert job.run() == 0
+    watcher.join()
+    assert [member.failing for member in seen] == [{"run fleet": "exit code 1"}]
+
+
+def test_a_directory_that_somebody_else_could_have_made_is_refused_as_scratch(scratch):
+    name = f"sbx-{os.getuid()}-abcdef"
+    (scratch / f"{name}-1").mkdir(mode=0o777)
+    (scratch / f"{name}-1").chmod(0o777)
+    (scratch / "elsewhere").mkdir(mode=0o700)
+    (scratch / f"{name}-2").symlink_to(scratch / "elsewhere")
+    for job in ("1", "2"):
+        with pytest.raises(SlurmError, match="others may write to it"):
+            Scratch(scratch, "abcdef", job)
+    assert list((scratch / "elsewhere").iterdir()) == []
+
+
+def test_a_job_that_was_killed_finds_its_directory_again_as_the_sandbox_host_left_it(scratch):
+    left = scratch / f"sbx-{os.getuid()}-abcdef-1"
+    left.mkdir()
+    left.chmod(0o711)
+    held = Scratch(scratch, "abcdef", "1")
+    held.remove()
+    assert list(scratch.iterdir()) == []
+
+
+def test_of_a_name_with_several_addresses_one_that_others_reach_is_taken(monkeypatch):
+    monkeypatch.setattr(place.scheduler, "node_address", lambda node: "n1")
+    found = [(2, 1, 6, "", (address, 0)) for address in ("127.0.1.1", "10.0.0.7")]
+    monkeypatch.setattr(place.socket, "getaddrinfo", lambda *_, **__: found)
+    assert place.address("n1", {}) == "10.0.0.7"
+    del found[1]
+    assert place.address("n1", {}) == "127.0.1.1"
