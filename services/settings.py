@@ -74,6 +74,11 @@ class Settings(BaseModel):
         description="Resident memory from which on a worker hands its rollouts back and starts anew: "
         "a handler may leak; 0 = any.",
     )
+    preload_tokenizers: bool = Field(
+        True,
+        description="A RUN worker imports at its start what loading a tokenizer takes (seconds of CPU "
+        "time, and memory): 0 where handlers ask no model.",
+    )
     stop_patience_s: float = Field(
         60.0,
         gt=0,

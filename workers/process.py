@@ -163,7 +163,7 @@ class WorkerProcess:
         for thread in self._threads:
             thread.start()
         self.metrics.serve(self.settings, self.loop, self.stopping)
-        if Stage.RUN in self.stages:
+        if Stage.RUN in self.stages and self.settings.preload_tokenizers:
             threading.Thread(target=preload, name="preload", daemon=True).start()
         log.info("worker ready", worker=self.name, stages=self.stages, node=self.settings.node)
 

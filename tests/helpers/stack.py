@@ -40,8 +40,10 @@ FAST = {
     "ROLLOUT_SHUTDOWN_GRACE_S": "1",
     "ROLLOUT_BACKEND_WAIT_S": "20",
     "ROLLOUT_LOG_LEVEL": "INFO",
+    # Three seconds of a processor for each RUN worker, of which most meet no tokenizer.
+    "ROLLOUT_PRELOAD_TOKENIZERS": "0",
 }
-"""Recovery in seconds instead of half minutes."""
+"""Recovery in seconds instead of half minutes, and workers that start fast."""
 
 
 def free_port() -> int:

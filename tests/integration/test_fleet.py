@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from rollout.schema import RolloutRequest, State
 from tests.helpers.stack import NODE, wait_until
 
 
 def test_a_worker_started_by_hand_joins_and_takes_work(stack, client):
-    """No option but the queue: the pool and its size come from the application's own settings."""
+    """No option but the queue: the pool and its size come from the application's own settings. Nor does a
+    rollout wait for the import of tokenizers: a worker that has taken none has them."""
     argv = [
         sys.executable,
         "-m",
@@ -22,8 +24,10 @@ def test_a_worker_started_by_hand_joins_and_takes_work(stack, client):
         "-n",
         f"byhand@{NODE}",
     ]
-    worker = stack.start("byhand", argv)
+    worker = stack.start("byhand", argv, {"ROLLOUT_PRELOAD_TOKENIZERS": "1"})
+    maps = Path(f"/proc/{worker.pid}/maps")
     try:
+        wait_until(lambda: "/tokenizers" in maps.read_text(), 60, "tokenizers", worker)
         wait_until(lambda: f"byhand@{NODE}" in client.status()["workers"]["run"], 30, "it to join", worker)
         done = client.run([RolloutRequest(handler="noop", task={"run_s": 0.2}) for _ in range(40)])
     finally:

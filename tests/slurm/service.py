@@ -31,6 +31,7 @@ VARIABLES = {
     "ROLLOUT_HANDLERS": "tests.slurm.handlers:all_handlers",
     # A node that is lost shall be missed soon, but a loaded one not be taken for lost.
     "ROLLOUT_LEASE_S": "10",
+    "ROLLOUT_PRELOAD_TOKENIZERS": "0",
     "ROLLOUT_REQUEUE_S": "5",
     "ROLLOUT_RETRY_DELAY_S": "0.5",
     "ROLLOUT_SHUTDOWN_GRACE_S": "2",
