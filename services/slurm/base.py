@@ -19,6 +19,7 @@ import structlog
 
 from services.slurm.errors import SlurmError
 from services.slurm.place import Place, Scratch
+from services.slurm.plan import HEAD
 from services.slurm.rundir import DRAINING, UP, Member, RunDir
 from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
 
@@ -159,6 +160,12 @@ class MemberJob(ServiceJob):
             self.member.failing = failing
             self._publish()
 
+    def _is_wanted(self) -> bool:
+        """Whether a job that still starts is to go on: nobody asked it to end, nor the whole service."""
+        with self._going_on():
+            return self._asked() is None and self.run_dir.asked_to_drain(HEAD) is None
+        return True
+
     # -- end ---------------------------------------------------------------------------------
 
     def _drain(self, asked: float | None) -> None:
@@ -172,11 +179,11 @@ class MemberJob(ServiceJob):
         self._take_nothing_new()
         # What is asked may change meanwhile: `down` has less patience than `drain`.
         while time.monotonic() < begun + self._grace_s(asked) and not self.supervisor.ends_now:
-            self.drained = self._is_drained()
+            with self._going_on():
+                self.drained = self._is_drained()
+                self.supervisor.look()
             if self.drained:
                 break
-            with self._going_on():
-                self.supervisor.look()
             time.sleep(LOOK_S)
         log.info("drained" if self.drained else "time is up: what is left is handed back")
 

@@ -21,7 +21,7 @@ from services.slurm.errors import SlurmError
 from services.slurm.place import Place
 from services.slurm.plan import ENGINE
 from services.slurm.rundir import UP, Head, RunDir
-from services.slurm.supervisor import LOOK_S
+from services.slurm.supervisor import LOOK_S, Interrupted
 
 log = structlog.get_logger("slurm")
 
@@ -56,17 +56,27 @@ class EngineJob(MemberJob):
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.scratch.path / "torchinductor"))
         patience_s = float(os.environ.get("ROLLOUT_SLURM_ENGINE_START_S") or START_S)
         taken: set[int] = set()
-        parts = []
+        servers = []
         for number, devices in enumerate(device_sets(os.environ)):
             port = ports.pick(0, taken, address)
             name = f"engine-{number}"
             command = server_command(os.environ, address, port, len(devices))
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-            parts.append((name, self.supervisor.start(Part(name, command), env | visible)))
+            servers.append(self.supervisor.start(Part(name, command), env | visible))
             self._urls[f"{self.place.name}-{number}"] = f"http://{address}:{port}"
-        for (_, child), url in zip(parts, self._urls.values(), strict=True):
-            self.supervisor.wait_for(child, lambda url=url: answers(f"{url}/health"), patience_s)
+        for server, url in zip(servers, self._urls.values(), strict=True):
+            self.supervisor.wait_for(server, lambda url=url: self._why_not(url), patience_s)
         self._publish()
+
+    def _why_not(self, url: str) -> str | None:
+        """Why a server cannot be used yet; None = it can.
+
+        Raises:
+            Interrupted: The job is to end.
+        """
+        if not self._is_wanted():
+            raise Interrupted
+        return answers(f"{url}/health")
 
     def _tend(self) -> None:
         super()._tend()
@@ -121,15 +131,23 @@ class EngineJob(MemberJob):
 
     def _stop(self) -> None:
         """Off the list, so that no rollout begins a call here; those under way move at their next call."""
-        head = self._head()
-        if head is not None and self.member.backends:
-            with self._client(head) as client:
-                for name in self._urls:
-                    try:
-                        client.remove_backend(name)
-                    except (RolloutError, httpx.HTTPError) as error:
-                        log.warning("not taken off the list", backend=name, error=str(error))
+        if self.member.backends:
+            with self._going_on():
+                self._unregister()
         self.supervisor.stop_all(STOP_S)
+
+    def _unregister(self) -> None:
+        head = self._head()
+        if head is None:
+            return
+        with self._client(head) as client:
+            for name in self._urls:
+                try:
+                    client.remove_backend(name)
+                except (RolloutError, httpx.HTTPError) as error:
+                    log.warning("not taken off the list", backend=name, error=str(error))
+                    if self.supervisor.ends_now:  # little time, and the others would fare no better
+                        return
 
     def _head(self) -> Head | None:
         head = self.run_dir.head()

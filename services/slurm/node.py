@@ -19,7 +19,7 @@ from services.settings import Settings
 from services.slurm import place as places
 from services.slurm.base import MemberJob
 from services.slurm.place import Place
-from services.slurm.plan import HEAD, NODE
+from services.slurm.plan import NODE
 from services.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
 from services.slurm.supervisor import LOOK_S, Interrupted
 from services.state.fleet import FleetStore
@@ -69,12 +69,10 @@ class NodeJob(MemberJob):
         """Wait, for as long as the job lasts, until the head answers.
 
         Raises:
-            Interrupted: The job is to end, or the service goes down.
+            Interrupted: The job is to end.
         """
         said = ""
-        while self.supervisor.signal is None and self._asked() is None:
-            if self.run_dir.asked_to_drain(HEAD) is not None:
-                break
+        while self.supervisor.signal is None and self._is_wanted():
             head = self.run_dir.head()
             reason = "it has not started yet" if head is None else f"it is {head.state}"
             if head is not None and head.state != DOWN:
@@ -157,12 +155,11 @@ class NodeJob(MemberJob):
         self.supervisor.dismiss([INIT_FLEET])
 
     def _is_drained(self) -> bool:
-        # What INIT has in hand goes on to this node's own queues, or back.
-        if self.supervisor.lives(INIT_FLEET):
-            return False
         try:
             self._take_only_own()
-            self._idle_looks = self._idle_looks + 1 if self._is_idle() else 0
+            # What INIT has in hand goes on to this node's own queues, or back.
+            idle = not self.supervisor.lives(INIT_FLEET) and self._is_idle()
+            self._idle_looks = self._idle_looks + 1 if idle else 0
         except (redis.RedisError, OperationalError, OSError) as error:
             log.warning("Redis does not answer; the drain goes on", error=str(error))
         return self._idle_looks >= IDLE_LOOKS

@@ -12,6 +12,7 @@ import pytest
 
 from services.slurm import base, place
 from services.slurm.base import MemberJob
+from services.slurm.engine import EngineJob
 from services.slurm.errors import SlurmError
 from services.slurm.node import NodeJob
 from services.slurm.place import Place, Scratch
@@ -103,6 +104,15 @@ def test_a_node_that_waits_for_a_head_ends_when_the_service_goes_down(run_dir):
     later(run_dir.ask_to_drain, HEAD, 0.0)
     assert NodeJob(run_dir, Place("n1", "7", step=True), ["run"]).run() == 0
     assert requeued(run_dir) == []
+
+
+def test_an_engine_that_still_starts_ends_when_the_service_goes_down(run_dir, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_SLURM_ENGINE_COMMAND", "sleep 900")
+    monkeypatch.setenv("ROLLOUT_SLURM_ADDRESS", "127.0.0.1")
+    job = EngineJob(run_dir, Place("g1", "7", step=True))
+    later(run_dir.ask_to_drain, HEAD, 0.0)
+    assert job.run() == 0
+    assert job.supervisor.children == {} and requeued(run_dir) == []
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
