@@ -13,8 +13,8 @@ from services.slurm.rundir import Member, RunDir, Submitted, part_log
 from services.slurm.scheduler import Job
 from services.slurm.supervisor import ended
 
-LAST_LINES = 25
-"""Of a log that are shown: a traceback."""
+LAST_LINES = 15
+"""Of a log that are shown: most of a traceback."""
 _IN_ORDER = ("COMPLETED", "CANCELLED")
 _HOW = {
     "TIMEOUT": "ran into its time limit",
@@ -36,11 +36,15 @@ class Failure:
     log: str
     """Path of what it said."""
     job: str = ""
-    """Of a job that has ended: its id, by which Slurm knows its exit status."""
+    """Of a job that has ended: its id as squeue shows it. The other one may stand for its whole array."""
 
     def shown(self) -> str:
         """In one line."""
         return f"{self.what} {self.how}" + (f" on {self.node}" if self.node else "")
+
+    def reason(self) -> str:
+        """What it said last: where many failures say the same, one is worth telling."""
+        return tail(self.log, 1)
 
     def told(self) -> str:
         """With the exit status and the end of the log. Asks Slurm."""
@@ -59,7 +63,7 @@ def of_jobs(run: RunDir, submitted: Mapping[str, Submitted], jobs: Iterable[Job]
             role = (submitted.get(job.base_id) or submitted[job.het_id]).role
             log = run.logs / f"{role}-{job.raw_id}.log"
             how = _HOW.get(job.state, job.state.lower())
-            found.append(Failure(f"{role} job {job.id}", role, job.nodes, how, str(log), job.raw_id))
+            found.append(Failure(f"{role} job {job.id}", role, job.nodes, how, str(log), job.id))
     return found
 
 

@@ -30,7 +30,7 @@ END_S = 90.0
 GONE_LOOKS = 3
 """A job just submitted may not be listed yet."""
 MOST_TOLD = 3
-"""Failures of which the log is shown; of a hundred nodes that fail alike three say enough."""
+"""Failures of which the log is shown; none whose log ends as an earlier one: a hundred nodes fail alike."""
 Say = Callable[[str], None]
 
 
@@ -40,6 +40,8 @@ class SlurmStack:
     def __init__(self, path: Path, say: Say = lambda text: None) -> None:
         self.run = RunDir(path)
         self.say = say
+        self._reasons: set[str] = set()
+        """Last lines of the logs that were shown."""
         self._script: subprocess.Popen[bytes] | None = None
         """Of the allocation that we began steps in."""
 
@@ -146,18 +148,24 @@ class SlurmStack:
     def _tell_news(self, status: Status, told: set[str]) -> None:
         """Say what failed since the last look."""
         news = [one for one in status.failures if one.what not in told]
-        self.tell(news, max(0, MOST_TOLD - len(told)))
+        self.tell(news)
         for member in (view.member for view in status.jobs if view.member):
             if member.sandbox.startswith(NO_SANDBOX) and member.name not in told:
                 self.say(f"{member.name}: {member.sandbox}")
                 told.add(member.name)
         told.update(one.what for one in news)
 
-    def tell(self, failures: list[Failure], most: int = MOST_TOLD) -> None:
-        """Say what failed: of so many the end of the log, the others in a line."""
-        for one in failures[:most]:
-            self.say(one.told())
-        if rest := failures[most:]:
+    def tell(self, failures: list[Failure]) -> None:
+        """Say what failed: of a few the end of the log, the others in a line."""
+        rest = []
+        for one in failures:
+            reason = one.reason()
+            if reason in self._reasons or len(self._reasons) >= MOST_TOLD:
+                rest.append(one)
+            else:
+                self._reasons.add(reason)
+                self.say(one.told())
+        if rest:
             self.say(f"and {len(rest)} more: {'; '.join(one.shown() for one in rest)}")
 
     def _why_gone(self, role: str, status: Status) -> str:

@@ -221,7 +221,9 @@ def test_up_says_why_the_head_ends_at_once_and_does_not_wait_for_it(cluster):
     try:
         assert done.returncode == 1
         assert "the head's job has ended, as said above" in done.stderr
-        told = re.search(r"head job \d+ failed on (\w+) \(exit code 1\)\. The end of (\S+):", done.stdout)
+        told = re.search(
+            r"(?:head|node) job \S+ failed on (\w+) \(exit code 1\)\. The end of (\S+):", done.stdout
+        )
         assert told and told[1] in cluster.nodes, done.stdout
         assert Path(told[2]).read_text().splitlines()[-1] == "module load nonsuch/1 failed"
         assert "module load nonsuch/1 failed" in done.stdout

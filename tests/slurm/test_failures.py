@@ -34,7 +34,7 @@ def service(tmp_path, monkeypatch):
         # What the jobs write comes with the first of them: `up` begins with an empty directory of members.
         "sbatch": f"cp -r {tmp_path}/later/. {found.path}/\n"
         'case "$*" in *head.sbatch*) echo 10 ;; *) echo 11 ;; esac',
-        "scontrol": "echo JobId=12 JobState=FAILED ExitCode=3:0",
+        "scontrol": f"echo $@ >> {tmp_path}/asked; echo JobId=12 JobState=FAILED ExitCode=3:0",
         "scancel": ":",
     }
     for name, body in bodies.items():
@@ -80,6 +80,8 @@ def test_up_tells_why_a_node_job_ended_and_gives_up_when_none_is_left(service):
     assert f"node job 11_1 failed on n1 (exit code 3). The end of {log}:\nnoise\nImportError" in done.output
     assert "node job 11_2 failed on n2 (exit code 3). It left no log" in done.output
     assert done.output.count("ImportError") == 1
+    asked = (service.path.parent / "asked").read_text().splitlines()
+    assert asked == ["--oneliner show job 11_1", "--oneliner show job 11_2"]
     assert "all node jobs have ended, as said above; `rollout slurm down` ends the others" in done.output
 
 
@@ -106,14 +108,18 @@ def test_without_a_head_up_gives_up_with_the_end_of_its_log(service):
     assert f"The end of {log}:\nno space left" in done.output
 
 
-def test_of_many_failures_three_are_told_at_length(service):
+@pytest.mark.parametrize(
+    ("reasons", "told"), [(["a", "b", "c", "d", "e"], 3), (["a", "a", "b", "a", "b"], 2)]
+)
+def test_of_many_failures_three_that_differ_are_told_at_length(service, reasons, told):
     jobs = [f"11_{number}|{11 + number}|11|NODE_FAIL|n{number}|None|0:00" for number in range(1, 6)]
     slurm_knows(service, HEAD_RUNS, *jobs)
-    for number in range(1, 6):
-        say(service, f"node-{11 + number}", "lost\n")
+    for number, reason in enumerate(reasons, 1):
+        say(service, f"node-{11 + number}", f"noise {number}\n{reason}\n")
     done = run(service, "up", "--nodes", 5)
-    assert done.output.count("The end of") == 3
-    assert "and 2 more: node job 11_4 lost its node on n4; node job 11_5 lost its node on n5" in done.output
+    assert done.output.count("The end of") == told
+    assert f"and {5 - told} more: node job 11_" in done.output
+    assert "node job 11_4 lost its node on n4; node job 11_5 lost its node on n5" in done.output
 
 
 def test_up_tells_of_programs_that_keep_ending_and_of_nodes_without_sandboxes(service):
