@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from pydantic import BaseModel
 
+from rollout import bodies
 from rollout.batch import GroupPage
 from rollout.calls import Call, Operation, send
 from rollout.errors import RolloutError
@@ -33,7 +34,7 @@ def fetch_rollouts(
 
 
 def _read(response: httpx.Response, model: type[M], *, arrays_only: bool) -> M:
-    text, records = response.content, {}
+    text, records = bodies.content(response), {}
     if response.headers.get("content-type", "").startswith("application/msgpack"):
         from rollout.wire import WireError, unpack_answer
 

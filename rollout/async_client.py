@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from rollout import bodies
 from rollout import operations as op
 from rollout import policy_operations as policy_op
 from rollout.batch import BatchRequest, Group
@@ -65,7 +66,11 @@ class AsyncClient(Base):
         if isinstance(step, Join):
             return await step.begun
         try:
-            return await self._http.request(**self._request(step))
+            if not step.typed:
+                return await self._http.request(**self._request(step))
+            async with self._http.stream(**self._request(step)) as response:
+                await bodies.aread(response)
+            return response
         except httpx.TransportError as error:
             return error
 

@@ -117,12 +117,12 @@ def stream(
     full, the next ones are on their way while the caller works on this one.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    begun: deque[tuple[str, Any]] = deque()
+    begun: deque[tuple[str, Any, bool]] = deque()
     while True:
         left = poll_s if end is None else min(poll_s, max(0.0, end - time.monotonic()))
         asked = time.monotonic()
         # What was begun did not wait; should it have to be sent again, it does not either.
-        start, handle = begun.popleft() if begun else (cursor, None)
+        start, handle, over = begun.popleft() if begun else (cursor, None, False)
         call = _groups_call(batch_id, start, 0.0 if handle else left, PAGE, include, every)
         page = yield from fetch_rollouts(call, GroupPage, include, retry_for, handle)
         cursor = page.cursor
@@ -131,9 +131,11 @@ def stream(
         if len(page.groups) == PAGE:
             # The pages begun are the first of these.
             for start in [cursor, *page.ahead][len(begun) : AHEAD]:
-                begun.append((start, (yield Begin(_groups_call(batch_id, start, 0.0, PAGE, include, every)))))
+                call = _groups_call(batch_id, start, 0.0, PAGE, include, every)
+                begun.append((start, (yield Begin(call)), page.batch.state.ended))
         yield from page.groups
-        if page.groups or handle:
+        # An empty page that was begun is the last one only if the batch had ended by then.
+        if page.groups or begun or (handle and not over):
             continue
         if page.batch.state.ended or (end is not None and time.monotonic() >= end):
             return page.batch

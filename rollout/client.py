@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from rollout import bodies
 from rollout import operations as op
 from rollout import policy_operations as policy_op
 from rollout.async_client import AsyncClient
@@ -104,7 +105,11 @@ class Client(Base):
         if isinstance(step, Join):
             return step.begun.result()
         try:
-            return self._http.request(**self._request(step))
+            if not step.typed:
+                return self._http.request(**self._request(step))
+            with self._http.stream(**self._request(step)) as response:
+                bodies.read(response)
+            return response
         except httpx.TransportError as error:
             return error
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -218,22 +218,36 @@ def _record(found: dict[str, Any]) -> Record:
 # ---------------------------------------------------------------------------------- answers
 
 
-def pack_answer(document: str, records: Mapping[str, bytes | memoryview]) -> list[bytes]:
-    """An answer, in the pieces that it is made of: joining them would copy every trajectory once more.
+class PackedAnswer:
+    """The bytes of an answer, in pieces that are made one by one as they are sent.
 
-    Args:
-        document: The JSON answer without trajectories.
-        records: By rollout id, as `encode` made them: they are passed on as they are.
+    Each holds a record. To join them all would copy every trajectory once more, into memory that is new: that
+    takes several times as long as to copy into memory that was in use just before.
     """
-    pack = msgpack.Packer(autoreset=False)
-    pack.pack_map_header(3)
-    for item in ("v", VERSION, "json", document, "records"):
-        pack.pack(item)
-    pack.pack_map_header(len(records))
-    parts = [pack.bytes()]
-    for rollout_id, record in records.items():
-        parts.append(b"".join((msgpack.packb(rollout_id), record)))
-    return parts
+
+    def __init__(self, document: str, records: Mapping[str, bytes | memoryview]) -> None:
+        """
+        Args:
+            document: The JSON answer without trajectories.
+            records: By rollout id, as `encode` made them: they are passed on as they are.
+        """
+        pack = msgpack.Packer(autoreset=False)
+        pack.pack_map_header(3)
+        for item in ("v", VERSION, "json", document, "records"):
+            pack.pack(item)
+        pack.pack_map_header(len(records))
+        self._head = pack.bytes()
+        self._records = [(msgpack.packb(rollout_id), record) for rollout_id, record in records.items()]
+        self.nbytes = len(self._head) + sum(len(name) + len(record) for name, record in self._records)
+
+    def __len__(self) -> int:
+        """The number of pieces."""
+        return 1 + len(self._records)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._head
+        for pair in self._records:
+            yield b"".join(pair)
 
 
 def unpack_answer(raw: bytes) -> tuple[str, dict[str, Record]]:

@@ -48,9 +48,9 @@ class Answer:
         """The response."""
         body = model.model_dump_json()
         if self._msgpack:
-            parts = wire.pack_answer(body, self._records)
-            response = Response(parts, content_type=wire.MEDIA_TYPE)
-            response.content_length = sum(map(len, parts))
+            packed = wire.PackedAnswer(body, self._records)
+            response = Response(packed, content_type=wire.MEDIA_TYPE)
+            response.content_length = packed.nbytes
         else:
             response = Response(body, content_type=JSON)
         response.vary.add("Accept")

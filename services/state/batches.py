@@ -266,19 +266,15 @@ class BatchStore:
 
     def group(self, group_id: str) -> GroupRecord | None:
         """One group."""
-        fields = self._redis.hgetall(keys.batch_group(group_id))
-        if not fields:
-            return None
-        return GroupRecord(
-            group_id,
-            fields["batch"],
-            fields["state"],
-            int(fields["size"]),
-            int(fields["sent"]),
-            fields["request"],
-            fields.get("reason") or None,
-            fields.get("carried") == "1",
-        )
+        return self.group_many([group_id])[0]
+
+    def group_many(self, group_ids: Sequence[str]) -> list[GroupRecord | None]:
+        """Groups in the order of the ids; None for those that are not there."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for group_id in group_ids:
+                pipe.hgetall(keys.batch_group(group_id))
+            replies = pipe.execute()
+        return [_group(group_id, fields) for group_id, fields in zip(group_ids, replies, strict=True)]
 
     def open_groups(self, batch_id: str) -> list[str]:
         """Ids of the groups that are not decided."""
@@ -338,3 +334,18 @@ class BatchStore:
             for group in groups:
                 pipe.pexpire(keys.batch_group(group), self._retention_ms)
             pipe.execute()
+
+
+def _group(group_id: str, fields: dict[str, str]) -> GroupRecord | None:
+    if not fields:
+        return None
+    return GroupRecord(
+        group_id,
+        fields["batch"],
+        fields["state"],
+        int(fields["size"]),
+        int(fields["sent"]),
+        fields["request"],
+        fields.get("reason") or None,
+        fields.get("carried") == "1",
+    )

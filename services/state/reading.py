@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import redis
+from pydantic_core import from_json
 
 from rollout.schema import (
     ErrorInfo,
@@ -57,14 +57,15 @@ class RolloutReader:
             for rollout_id in ids:
                 pipe.hgetall(keys.record(rollout_id))
                 pipe.lrange(keys.timeline(rollout_id), 0, -1)
-                if trajectory:
-                    payloads.get(pipe, keys.trajectory(rollout_id))
-            replies = iter(pipe.execute())
+            if trajectory and ids:
+                payloads.get_many(pipe, [keys.trajectory(rollout_id) for rollout_id in ids])
+            replies = pipe.execute()
+        trajectories = replies.pop() if trajectory and ids else [None] * len(ids)
         # The members of a group have one and the same request.
         requests: dict[str, RolloutRequest] = {}
-        for rollout_id in ids:
-            record, events = next(replies), next(replies)
-            stored = next(replies) if trajectory else None
+        for rollout_id, record, events, stored in zip(
+            ids, replies[::2], replies[1::2], trajectories, strict=True
+        ):
             if record and tenant in (None, record.get("tenant", DEFAULT_TENANT)):
                 text = record["request"]
                 request = requests.get(text) or RolloutRequest.model_validate_json(text)
@@ -145,7 +146,7 @@ def _event(line: str) -> dict[str, Any]:
 
 def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest) -> Rollout:
     """All but the trajectory."""
-    box = json.loads(record["sandbox"])["record"] if record.get("sandbox") else None
+    box = from_json(record["sandbox"])["record"] if record.get("sandbox") else None
     return Rollout(
         id=rollout_id,
         group_id=record["group"],
@@ -156,7 +157,7 @@ def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request
         attempt=int(record["attempt"]),
         request=request,
         reward=float(record["reward"]) if record.get("reward") else None,
-        reward_components=json.loads(record.get("reward_components") or "{}"),
+        reward_components=from_json(record.get("reward_components") or "{}"),
         drop=record.get("drop") == "1",
         drop_reason=record.get("drop_reason"),
         finish_reason=record.get("finish_reason") or None,
@@ -165,9 +166,9 @@ def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request
         completion=record.get("completion"),
         acknowledged_at=_seconds(record.get("acked")),
         backend=record.get("backend"),
-        policy_versions=json.loads(record.get("policy_versions") or "[]"),
+        policy_versions=from_json(record.get("policy_versions") or "[]"),
         sandbox=SandboxRecord.model_validate(box) if box else None,
-        metrics=json.loads(record.get("metrics") or "{}"),
+        metrics=from_json(record.get("metrics") or "{}"),
         stage_seconds={
             name: int(record[f"ms_{name}"]) / 1000
             for name in ("queued", "init", "run", "eval")

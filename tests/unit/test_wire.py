@@ -125,9 +125,11 @@ def test_what_is_no_32_bit_id_is_refused_and_not_cut():
 
 def test_an_answer_carries_its_json_and_records_as_they_are():
     first, second = wire.encode(one()), wire.encode(Trajectory())
-    text, records = wire.unpack_answer(
-        b"".join(wire.pack_answer('{"a":"é"}', {"r1": memoryview(first), "r2": second}))
-    )
+    packed = wire.PackedAnswer('{"a":"é"}', {"r1": memoryview(first), "r2": second})
+    pieces = list(packed)
+    assert (len(packed), packed.nbytes) == (len(pieces), sum(map(len, pieces)))
+    assert all(type(piece) is bytes for piece in pieces)  # WSGI takes nothing else
+    text, records = wire.unpack_answer(b"".join(pieces))
     assert json.loads(text) == {"a": "é"}
     assert {name: record.trajectory() for name, record in records.items()} == {
         "r1": one(),

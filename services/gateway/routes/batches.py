@@ -40,9 +40,9 @@ blueprint = Blueprint("batches", __name__, url_prefix="/v1")
 
 INCLUDE = ("trajectory", "summary", "verdicts")
 MAX_GROUPS = 100
+"""Groups of one page: each is up to 1,000 rollouts."""
 AHEAD = 4
 """Pages after the next one whose beginnings an answer tells."""
-"""Groups of one page: each is up to 1,000 rollouts."""
 
 
 def _json(model: BaseModel, status: int = 200) -> Response:
@@ -154,47 +154,48 @@ def groups(batch_id: str) -> Response:
     if not CURSOR.fullmatch(cursor):
         raise invalid("cursor", f"{cursor!r} is no cursor; use one from an earlier answer, or '0'")
     page: list[Decided] = []
+    later: list[Decided] = []
+    batch: Batch | None = None
 
     def look() -> bool:
-        nonlocal cursor
-        # Its state first: what is decided until it has ended is then in what is read after it.
-        ended = gate.batches.get(batch_id, tenant).state.ended
+        nonlocal batch, cursor
+        # It first: what is decided until it has ended is then in what is read after it.
+        batch = gate.batches.get(batch_id, tenant)
         while len(page) < limit:
-            found = gate.batches.groups(batch_id, cursor, limit)
+            # What comes after the page tells where those ahead begin.
+            found = gate.batches.groups(batch_id, cursor, limit * (1 + AHEAD))
             if not found:
                 break
             for one in found:
-                if len(page) == limit:
-                    break
-                cursor = one.cursor
+                full = len(page) == limit
+                if not full:
+                    cursor = one.cursor
                 if verdict == "all" or one.verdict == "kept":
-                    page.append(one)
-        return bool(page) or ended
+                    (later if full else page).append(one)
+        return bool(page) or batch.state.ended
 
     try:
         gate.waiting.wait(look, wait, Interest(batch_id=batch_id), waiter())
     except NoSuchBatch as error:
         raise _absent(error) from None
+    if page and not batch.state.ended:
+        # Its counters with these groups in them. Behind an empty page it must not have ended since: more
+        # groups may have been decided until then.
+        batch = _get(batch_id, tenant)
     answer = Answer()
     found = GroupPage(
         groups=_groups(answer, page, include),
         cursor=cursor,
-        ahead=_ahead(batch_id, cursor, limit, verdict) if len(page) == limit else [],
-        batch=_get(batch_id, tenant),
+        # Each after a page that is full.
+        ahead=[one.cursor for one in later[limit - 1 :: limit]],
+        batch=batch,
     )
     return answer.send(found)
 
 
-def _ahead(batch_id: str, cursor: str, limit: int, verdict: str) -> list[str]:
-    """Where the pages after the next one begin: at most `AHEAD`, each after a page that is full."""
-    found = gateway().batches.groups(batch_id, cursor, limit * AHEAD)
-    wanted = [one.cursor for one in found if verdict == "all" or one.verdict == "kept"]
-    return wanted[limit - 1 :: limit]
-
-
 def _groups(answer: Answer, page: Sequence[Decided], include: str) -> list[Group]:
     gate = gateway()
-    records = [(one, gate.batches.group(one.group_id)) for one in page]
+    records = list(zip(page, gate.batches.group_many([one.group_id for one in page]), strict=True))
     members: dict[str, Rollout] = {}
     if include != "verdicts":
         # All of the page at once: a round trip for each group is most of what short ones cost.
