@@ -95,7 +95,7 @@ def test_many_claims_at_once_each_get_a_sandbox_of_their_own(pool, spec):
 def test_warm_ones_end_with_the_host_and_with_their_kinds_use(pool, spec, state):
     async def scenario():
         # Long enough for both to start on a loaded machine before the first one ends.
-            host = pool(warm_idle_s=8)
+        host = pool(warm_idle_s=8)
         await host.start(spec)
         await warm(host, 2)
         await warm(host, 0)
