@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.sandboxes import leftovers, stop_host
-from tests.helpers.stack import Stack
+from tests.helpers.stack import RedisServer, Stack
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +30,11 @@ def stack(tmp_path_factory, embedded):
 @pytest.fixture
 def client(stack):
     return stack.client
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A Redis of the file's own, for tests of what is kept there."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()

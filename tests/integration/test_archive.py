@@ -17,16 +17,8 @@ from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts import RolloutStore
-from tests.helpers.stack import RedisServer
 from tests.integration.test_retention import ended, submitted, trajectory
 from workers import archive as writer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -23,19 +23,12 @@ from services.state.autoscale import AutoscaleStore
 from services.state.fleet import FleetStore, NodeAdmission
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
-from tests.helpers.stack import NODE, RedisServer, wait_until
+from tests.helpers.stack import NODE, wait_until
 
 PATIENCE_S = 60
 GOAL = Goal(wait_s=10.0, spare=0.0, hold_s=100.0)
 NODES = Kind()
 PER_NODE = {"init": 4, "run": 8, "eval": 4}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -20,13 +20,6 @@ from services.state.rollouts import Finish, RolloutStore
 from tests.helpers.stack import RedisServer
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
 @pytest.fixture
 def client(server):
     client = connect(server.url)

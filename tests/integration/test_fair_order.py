@@ -15,16 +15,9 @@ from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts import Claim, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
-from tests.helpers.stack import RedisServer, wait_until
+from tests.helpers.stack import wait_until
 
 NODE = "n1"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 class World:

@@ -9,22 +9,16 @@ from rollout.schema import RolloutRequest, State
 from tests.helpers.stack import NODE, wait_until
 
 
+def run_worker(name: str) -> list[str]:
+    """What an operator types."""
+    command = f"-m celery -A workers.app worker -Q run -n {name}@{NODE}"
+    return [sys.executable, *command.split()]
+
+
 def test_a_worker_started_by_hand_joins_and_takes_work(stack, client):
     """No option but the queue: the pool and its size come from the application's own settings. Nor does a
     rollout wait for the import of tokenizers: a worker that has taken none has them."""
-    argv = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "workers.app",
-        "worker",
-        "-Q",
-        "run",
-        "-n",
-        f"byhand@{NODE}",
-    ]
-    worker = stack.start("byhand", argv, {"ROLLOUT_PRELOAD_TOKENIZERS": "1"})
+    worker = stack.start("byhand", run_worker("byhand"), {"ROLLOUT_PRELOAD_TOKENIZERS": "1"})
     maps = Path(f"/proc/{worker.pid}/maps")
     try:
         wait_until(lambda: "/tokenizers" in maps.read_text(), 60, "tokenizers", worker)
@@ -39,18 +33,6 @@ def test_a_worker_started_by_hand_joins_and_takes_work(stack, client):
 
 
 def test_a_worker_that_cannot_start_ends_and_says_why(stack):
-    argv = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "workers.app",
-        "worker",
-        "-Q",
-        "run",
-        "-n",
-        f"broken@{NODE}",
-    ]
-    worker = stack.start("broken", argv, {"ROLLOUT_HANDLERS": "no_such_module:Handler"})
+    worker = stack.start("broken", run_worker("broken"), {"ROLLOUT_HANDLERS": "no_such_module:Handler"})
     assert worker.popen.wait(30) != 0
     assert "No module named 'no_such_module'" in worker.log.read_text()

@@ -11,7 +11,6 @@ import os
 import random
 from collections import Counter
 
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,7 +33,6 @@ from services.state.rollouts import MAX_REQUEUE_S, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.fair_model import FairOrder
 from tests.helpers.lifecycle_model import WAITS_FOR, Lifecycle
-from tests.helpers.stack import RedisServer
 
 LONG = bool(os.environ.get("CHAOS_LONG"))
 REPLAYS = 10_000
@@ -77,13 +75,6 @@ for i = 2, #ARGV do
 end
 for _, id in ipairs(redis.call('ZRANGE', due, 0, -1)) do redis.call('ZINCRBY', due, -ms, id) end
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 def store_of(client, server):

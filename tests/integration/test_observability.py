@@ -26,16 +26,9 @@ from services.state.fleet import FleetStore, NodeAdmission
 from services.state.observations import BUCKETS_S, Observations
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
-from tests.helpers.stack import NODE, ROOT, RedisServer, Stack, free_port, wait_until
+from tests.helpers.stack import NODE, ROOT, Stack, free_port, wait_until
 
 DOCUMENTED = ROOT / "docs" / "observability.md"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from rollout.schema import Backend
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.state.backends import BackendStore
 from services.state.redis import connect
-from tests.helpers.stack import RedisServer
 from workers.agent.placement import Placements, PromptSizes
 from workers.agent.router import BackendRouter
 from workers.errors import InfrastructureError
@@ -32,13 +31,6 @@ class Counting(BackendStore):
         if self.broken:
             raise redis.ConnectionError("Redis is away")
         return super().many(calls)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

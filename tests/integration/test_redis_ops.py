@@ -26,7 +26,7 @@ from services.state.migration import SchemaError, ensure
 from services.state.redis import connect
 from services.state.startup import UnfitRedis, prepare, risks
 from tests.helpers.sentinel import PASSWORD, RedisGroup
-from tests.helpers.stack import Process, RedisServer, Stack, free_port, redis_binary, wait_until
+from tests.helpers.stack import Process, Stack, free_port, redis_binary, wait_until
 
 GOOD = {
     "redis_version": "7.0.15",
@@ -35,13 +35,6 @@ GOOD = {
     "maxmemory_policy": "noeviction",
     "aof_enabled": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -16,14 +16,7 @@ from services.state.results import CompletionStore
 from services.state.retention import ResultStore
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import DEFAULT_TENANT
-from tests.helpers.stack import RedisServer, wait_until
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
+from tests.helpers.stack import wait_until
 
 
 @pytest.fixture

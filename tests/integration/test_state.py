@@ -12,14 +12,6 @@ from services.dispatch import _expand
 from services.settings import Settings
 from services.state.redis import connect
 from services.state.rollouts import TRANSITIONS, Finish, RolloutStore
-from tests.helpers.stack import RedisServer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -6,14 +6,6 @@ import pytest
 
 from services.state.redis import connect
 from tests.helpers.batch_world import World
-from tests.helpers.stack import RedisServer
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture

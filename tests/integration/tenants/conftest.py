@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway import auth
-from tests.helpers.stack import RedisServer
 from tests.helpers.tenants import World
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
 
 
 @pytest.fixture
