@@ -23,18 +23,19 @@ COMMAND = ["-m", "tests.slurm.cluster", "--nodes", "2", "--gpu-nodes", "0"]
 
 def test_nodes_differ_in_name_address_processes_and_tmp(cluster):
     script = (
-        "echo $(hostname) $(getent hosts $(hostname) | cut -d' ' -f1) $$; echo $SLURMD_NODENAME >> /tmp/mine"
+        "echo $(hostname) $(getent hosts $(hostname) | cut -d' ' -f1) $(readlink /proc/self/ns/pid); "
+        "echo $SLURMD_NODENAME >> /tmp/mine"
     )
     said = cluster.run("srun", "--nodes=2", "--nodelist=n1,n2", "bash", "-c", script).split("\n")
     names = {line.split()[0]: line.split()[1:] for line in said if line}
     for name in ("n1", "n2"):
-        address, pid = names[name]
-        assert address == cluster.addresses[name]
-        assert int(pid) < 1000  # its own numbers, which began at 1
         mine = cluster.tmp(name) / "mine"
-        assert mine.read_text() == f"{name}\n"
         assert cluster.left_in_tmp(name) == [mine]
+        assert mine.read_text() == f"{name}\n"
         mine.unlink()
+        assert names[name][0] == cluster.addresses[name]
+    numbered = {names["n1"][1], names["n2"][1], str(Path("/proc/self/ns/pid").readlink())}
+    assert len(numbered) == 3  # namespaces of process ids
 
 
 def test_a_heterogeneous_job_gets_nodes_of_both_partitions(cluster):

@@ -21,7 +21,7 @@ def service(cluster, request):
     if not os.environ.get("SLURM_LONG"):
         pytest.skip("only in the long form: make slurm-test")
     require_apptainer()
-    service = SlurmService(cluster, request.node.name.split("_")[1])
+    service = SlurmService(cluster, f"form-{request.node.name.split('_')[1]}")
     yield service
     service.slurm("down")
 
