@@ -58,18 +58,25 @@ class ChainArrays:
     @cached_property
     def policy_versions(self) -> np.ndarray:
         """Parallel to `response_ids`, int32: index into `versions`, -1 where not sampled."""
-        np = _numpy()
-        runs = np.array(self._record.runs, "<i4").reshape(-1, 2)
-        spread = np.repeat(runs[:, 1], runs[:, 0])[self.prompt_tokens :]
-        spread.flags.writeable = False
-        return spread
+        return self._spread(NOT_SAMPLED, "<i4", [version for _, version in self._record.runs])
 
     @cached_property
     def loss_mask(self) -> np.ndarray:
         """Parallel to `response_ids`, uint8: 1 where the engine sampled the token."""
-        mask = (self.policy_versions != NOT_SAMPLED).view("u1")
-        mask.flags.writeable = False
-        return mask
+        return self._spread(0, "u1", [int(version != NOT_SAMPLED) for _, version in self._record.runs])
+
+    def _spread(self, usual: int, dtype: str, values: list[int]) -> np.ndarray:
+        """The segments' values, one a token of the response. By slices: segments are few and long."""
+        lengths = [tokens for tokens, _ in self._record.runs]
+        spread = _numpy().full(sum(lengths) - self.prompt_tokens, usual, dtype)
+        end = -self.prompt_tokens
+        for tokens, value in zip(lengths, values, strict=True):
+            begin, end = end, end + tokens
+            # The prompt lies before the first sampled token, and is as usual.
+            if value != usual:
+                spread[begin:end] = value
+        spread.flags.writeable = False
+        return spread
 
 
 class Arrays(ChainArrays):

@@ -32,6 +32,8 @@ Seen = Callable[[Batch], None]
 WATCHED_S = 2.0
 """Longest wait of a page while somebody watches the counters."""
 CONFLICT = 409
+LARGE = ("trajectory", "arrays")
+"""Includes with which a page takes long enough for others to be fetched meanwhile."""
 PAGE = 4
 """Groups asked for at once: each holds many trajectories."""
 
@@ -118,6 +120,14 @@ def stream(
     """
     end = None if timeout is None else time.monotonic() + timeout
     begun: deque[tuple[str, Any, bool]] = deque()
+    if include in LARGE:
+        # What is there already, for next to nothing: so the first pages are asked for at once, too.
+        call = _groups_call(batch_id, cursor, 0.0, PAGE, "verdicts", every)
+        there = yield from fetch_rollouts(call, GroupPage, "verdicts", retry_for)
+        if there.ahead:
+            for start in [cursor, there.cursor, *there.ahead][:AHEAD]:
+                call = _groups_call(batch_id, start, 0.0, PAGE, include, every)
+                begun.append((start, (yield Begin(call)), there.batch.state.ended))
     while True:
         left = poll_s if end is None else min(poll_s, max(0.0, end - time.monotonic()))
         asked = time.monotonic()
