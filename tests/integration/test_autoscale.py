@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass, field
 
@@ -206,7 +207,11 @@ def test_slots_of_a_real_worker_follow_the_queue_and_the_metrics_say_so(stack):
         wait_until(lambda: stack.client.status()["states"]["running"] >= 7, PATIENCE_S, "all to run")
         metrics = httpx.get(f"{stack.url}/metrics").text
         assert 'rollout_autoscale_need_slots{stage="run"}' in metrics
-        assert 'rollout_autoscale_actions_total{action="slots_raised"} 5.0' in metrics
+        raised = re.search(
+            r'^rollout_autoscale_actions_total{action="slots_raised"} ([\d.]+)$', metrics, re.M
+        )
+        # Another test's worker of another stage may end meanwhile, which costs an action more.
+        assert float(raised[1]) >= 5
     finally:
         for worker in ("init", "run", "eval"):
             app.control.broadcast(
