@@ -46,8 +46,12 @@ down: ## end what `make up` started
 setup-tests: ## all of these: what the tests need
 	@deploy/setup/setup.sh tests
 
+# Four processes on two processors now and then cost a lease or a time limit. What failed so is said, and runs once
+# more with nothing beside it; what fails again, has failed.
 test: setup-tests lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS) || { \
+	  [ $$? -eq 1 ] && echo "What failed beside others, alone:" && \
+	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 $(PYTEST_ARGS); }
 
 lint: setup ## check style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
