@@ -191,6 +191,8 @@ class GroupPage(BaseModel):
     cursor: str
     """Pass it to get those decided after these; the same cursor gives the same answer again."""
     ahead: list[str] = Field(default_factory=list)
-    """Where further pages of this size begin after the next one, as far as they are full already: so several
-    can be fetched at once."""
+    """Where further pages of this size begin after the next one, as far as there is something in them: so
+    several can be fetched at once."""
     batch: Batch
+    last: bool = False
+    """True: the batch has ended, and no group comes after these."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from rollout.answers import fetch_rollouts
@@ -34,8 +34,9 @@ WATCHED_S = 2.0
 CONFLICT = 409
 LARGE = ("trajectory", "arrays")
 """Includes with which a page takes long enough for others to be fetched meanwhile."""
-PAGE = 4
-"""Groups asked for at once: each holds many trajectories."""
+FIRST, PAGE = 2, 8
+"""Groups asked for at once, at first and at most: each holds many trajectories. With few the caller can begin
+soon, and has something to work on while more are on their way; with more, each costs less."""
 
 
 def _address(batch_id: str, rest: str = "") -> str:
@@ -103,6 +104,42 @@ def groups(
     return fetch_rollouts(call, GroupPage, include, retry_for)
 
 
+class _Place(NamedTuple):
+    """A page that is asked for."""
+
+    at: int
+    """Groups before it."""
+    cursor: str
+    limit: int
+
+
+class _Pages:
+    """Where the next pages begin, as far as that is known, and how long they are to be.
+
+    A page tells where those behind it begin, counted in its own length.
+    """
+
+    def __init__(self, cursor: str) -> None:
+        self._known = {0: cursor}
+        self._asked, self._limit = 0, FIRST
+
+    def next(self) -> _Place | None:
+        """The next one; None = nothing is known yet of where it begins."""
+        cursor = self._known.pop(self._asked, None)
+        if cursor is None:
+            return None
+        place = _Place(self._asked, cursor, self._limit)
+        self._asked += self._limit
+        self._limit = min(PAGE, 2 * self._limit)
+        return place
+
+    def learn(self, place: _Place, page: GroupPage) -> None:
+        """What a full page tells."""
+        for number, cursor in enumerate([page.cursor, *page.ahead], 1):
+            if (at := place.at + number * place.limit) >= self._asked:
+                self._known[at] = cursor
+
+
 def stream(
     batch_id: str,
     cursor: str,
@@ -119,31 +156,34 @@ def stream(
     full, the next ones are on their way while the caller works on this one.
     """
     end = None if timeout is None else time.monotonic() + timeout
-    begun: deque[tuple[str, Any, bool]] = deque()
-    if include in LARGE:
-        # What is there already, for next to nothing: so the first pages are asked for at once, too.
-        call = _groups_call(batch_id, cursor, 0.0, PAGE, "verdicts", every)
-        there = yield from fetch_rollouts(call, GroupPage, "verdicts", retry_for)
-        if there.ahead:
-            for start in [cursor, there.cursor, *there.ahead][:AHEAD]:
-                call = _groups_call(batch_id, start, 0.0, PAGE, include, every)
-                begun.append((start, (yield Begin(call)), there.batch.state.ended))
+    pages = _Pages(cursor)
+    begun: deque[tuple[_Place, Any, bool]] = deque()
     while True:
         left = poll_s if end is None else min(poll_s, max(0.0, end - time.monotonic()))
         asked = time.monotonic()
+        if begun:
+            place, handle, over = begun.popleft()
+        else:
+            if (place := pages.next()) is None:
+                pages = _Pages(cursor)
+                place = pages.next()
+            handle, over = None, False
         # What was begun did not wait; should it have to be sent again, it does not either.
-        start, handle, over = begun.popleft() if begun else (cursor, None, False)
-        call = _groups_call(batch_id, start, 0.0 if handle else left, PAGE, include, every)
+        call = _groups_call(batch_id, place.cursor, 0.0 if handle else left, place.limit, include, every)
         page = yield from fetch_rollouts(call, GroupPage, include, retry_for, handle)
         cursor = page.cursor
         if seen:
             seen(page.batch)
-        if len(page.groups) == PAGE:
-            # The pages begun are the first of these.
-            for start in [cursor, *page.ahead][len(begun) : AHEAD]:
-                call = _groups_call(batch_id, start, 0.0, PAGE, include, every)
-                begun.append((start, (yield Begin(call)), page.batch.state.ended))
+        if len(page.groups) == place.limit and not page.last:
+            pages.learn(place, page)
+            while include in LARGE and len(begun) < AHEAD and (following := pages.next()):
+                call = _groups_call(batch_id, following.cursor, 0.0, following.limit, include, every)
+                begun.append((following, (yield Begin(call)), page.batch.state.ended))
+        elif not begun:
+            pages = _Pages(cursor)
         yield from page.groups
+        if page.last and not begun:
+            return page.batch
         # An empty page that was begun is the last one only if the batch had ended by then.
         if page.groups or begun or (handle and not over):
             continue

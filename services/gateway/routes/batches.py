@@ -42,7 +42,9 @@ INCLUDE = ("trajectory", "summary", "verdicts")
 MAX_GROUPS = 100
 """Groups of one page: each is up to 1,000 rollouts."""
 AHEAD = 4
-"""Pages after the next one whose beginnings an answer tells."""
+"""Pages after the next one whose beginnings an answer tells; more of short ones."""
+LOOKED_AT = 40
+"""Groups, at least, that are looked at for that."""
 
 
 def _json(model: BaseModel, status: int = 200) -> Response:
@@ -156,14 +158,17 @@ def groups(batch_id: str) -> Response:
     page: list[Decided] = []
     later: list[Decided] = []
     batch: Batch | None = None
+    last = False
+    count = max(limit * (1 + AHEAD), LOOKED_AT)
 
     def look() -> bool:
-        nonlocal batch, cursor
+        nonlocal batch, cursor, last
         # It first: what is decided until it has ended is then in what is read after it.
         batch = gate.batches.get(batch_id, tenant)
         while len(page) < limit:
             # What comes after the page tells where those ahead begin.
-            found = gate.batches.groups(batch_id, cursor, limit * (1 + AHEAD))
+            found = gate.batches.groups(batch_id, cursor, count)
+            last = batch.state.ended and len(found) < count
             if not found:
                 break
             for one in found:
@@ -186,9 +191,10 @@ def groups(batch_id: str) -> Response:
     found = GroupPage(
         groups=_groups(answer, page, include),
         cursor=cursor,
-        # Each after a page that is full.
-        ahead=[one.cursor for one in later[limit - 1 :: limit]],
+        # Each after a page that is full, and before a group.
+        ahead=[one.cursor for one in later[limit - 1 : -1 : limit]],
         batch=batch,
+        last=last and not later,
     )
     return answer.send(found)
 
