@@ -34,7 +34,7 @@ def fetch_rollouts(
 
 
 def _read(response: httpx.Response, model: type[M], *, arrays_only: bool) -> M:
-    text, records = bodies.content(response), {}
+    text, records = bodies.take(response), {}
     if response.headers.get("content-type", "").startswith("application/msgpack"):
         from rollout.wire import WireError, unpack_answer
 

@@ -58,23 +58,18 @@ class ChainArrays:
     @cached_property
     def policy_versions(self) -> np.ndarray:
         """Parallel to `response_ids`, int32: index into `versions`, -1 where not sampled."""
-        return self._spread(NOT_SAMPLED, "<i4", [version for _, version in self._record.runs])
+        return self._spread("<i4", [version for _, version in self._record.runs])
 
     @cached_property
     def loss_mask(self) -> np.ndarray:
         """Parallel to `response_ids`, uint8: 1 where the engine sampled the token."""
-        return self._spread(0, "u1", [int(version != NOT_SAMPLED) for _, version in self._record.runs])
+        return self._spread("u1", [int(version != NOT_SAMPLED) for _, version in self._record.runs])
 
-    def _spread(self, usual: int, dtype: str, values: list[int]) -> np.ndarray:
-        """The segments' values, one a token of the response. By slices: segments are few and long."""
-        lengths = [tokens for tokens, _ in self._record.runs]
-        spread = _numpy().full(sum(lengths) - self.prompt_tokens, usual, dtype)
-        end = -self.prompt_tokens
-        for tokens, value in zip(lengths, values, strict=True):
-            begin, end = end, end + tokens
-            # The prompt lies before the first sampled token, and is as usual.
-            if value != usual:
-                spread[begin:end] = value
+    def _spread(self, dtype: str, values: list[int]) -> np.ndarray:
+        """The segments' values, one a token of the response."""
+        np, runs = _numpy(), self._record.runs
+        first = self._record.first_sampled
+        spread = np.repeat(np.array(values[first:], dtype), [tokens for tokens, _ in runs[first:]])
         spread.flags.writeable = False
         return spread
 

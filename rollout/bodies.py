@@ -21,9 +21,12 @@ PIECE_BYTES = 1 << 20
 _BODY = "rollout.body"
 
 
-def content(response: httpx.Response) -> bytes | bytearray:
-    """The body of an answer that `read` or `aread` read."""
-    body: _Body | None = response.extensions.get(_BODY)
+def take(response: httpx.Response) -> bytes | bytearray:
+    """The body of an answer that `read` or `aread` read; a large one can be had once.
+
+    A response is part of a cycle: what it held would stay until Python's collector of garbage comes by.
+    """
+    body: _Body | None = response.extensions.pop(_BODY, None)
     return response.content if body is None else body.whole
 
 

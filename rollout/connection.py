@@ -72,7 +72,7 @@ class Base:
             api_key: None = `$ROLLOUT_API_KEY`; without one nothing is sent, which serves on the machine of a
                 gateway that has no keys.
             wire: How trajectories come: `msgpack` as typed arrays, `json`, or `auto`: as arrays where the
-                package `msgpack` is installed. A gateway that knows only JSON sends that in any case.
+                package `msgspec` is installed. A gateway that knows only JSON sends that in any case.
         """
         self.base_url = (base_url or os.environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
         self.timeout = timeout
@@ -85,7 +85,7 @@ class Base:
             )
         if wire not in get_args(Wire):
             raise ValueError(f"wire = {wire!r} is not one of {', '.join(get_args(Wire))}")
-        self._typed = wire == "msgpack" or (wire == "auto" and find_spec("msgpack") is not None)
+        self._typed = wire == "msgpack" or (wire == "auto" and find_spec("msgspec") is not None)
         # A proxy of the environment cannot reach this machine's own loopback.
         self._local = local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
         self._http_options = {"base_url": self.base_url, "trust_env": not local, "headers": _headers(api_key)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import redis
 from pydantic_core import from_json
@@ -17,6 +17,10 @@ from rollout.schema import (
 )
 from services.state import keys, payloads
 from services.state.tenants import DEFAULT_TENANT
+
+T = TypeVar("T")
+PART_BYTES = 16 << 20
+"""Of records that are asked of Redis at once: so many wait there for a reader that is slow."""
 
 
 class RolloutReader:
@@ -43,34 +47,71 @@ class RolloutReader:
                 found.trajectory = payloads.decode_trajectory(stored)
             yield found
 
-    def get_stored(
+    def get_records(
         self, rollout_ids: Iterable[str], *, tenant: str | None = None
-    ) -> Iterator[tuple[Rollout, bytes | None]]:
-        """As `get_many`, each without its trajectory, and that as it is stored (see `payloads`)."""
-        yield from self._read(rollout_ids, True, tenant)
+    ) -> Iterator[tuple[Rollout, int | bytes | None]]:
+        """As `get_many`, each without its trajectory, and what stands for that.
+
+        That is the number of bytes that `records` will give for it; its record, where one had to be made; or
+        None, where there is none. A trajectory that no record can hold stays where it is.
+        """
+        ids = list(rollout_ids)
+        with self._redis.pipeline(transaction=False) as pipe:
+            self._ask(pipe, ids)
+            replies = pipe.execute()
+        sizes = [record.get("record_bytes") for record in replies[::2]]
+        others = [rollout_id for rollout_id, size in zip(ids, sizes, strict=True) if size is None]
+        names = [keys.trajectory(rollout_id) for rollout_id in others]
+        stored = dict(zip(others, payloads.get_many(self._redis, names) if names else [], strict=True))
+        for found, size in self._found(ids, replies, sizes, tenant):
+            if size is not None:
+                yield found, int(size)
+            elif (there := stored[found.id]) is None:
+                yield found, None
+            else:
+                record = payloads.record(there)
+                if record is None:
+                    found.trajectory = payloads.decode_trajectory(there)
+                yield found, record
+
+    def records(self, sizes: Mapping[str, int]) -> Generator[bytes]:
+        """Records of these rollouts that `get_records` gave these sizes, each read when it is asked for.
+
+        Raises:
+            PayloadError: One is not there any more, or another one by now.
+        """
+        for part in _parts(sizes):
+            names = [keys.trajectory(rollout_id) for rollout_id in part]
+            yield from payloads.stream(self._redis, names, [sizes[rollout_id] for rollout_id in part])
 
     def _read(
         self, rollout_ids: Iterable[str], trajectory: bool, tenant: str | None
     ) -> Iterator[tuple[Rollout, bytes | None]]:
         ids = list(rollout_ids)
         with self._redis.pipeline(transaction=False) as pipe:
-            for rollout_id in ids:
-                pipe.hgetall(keys.record(rollout_id))
-                pipe.lrange(keys.timeline(rollout_id), 0, -1)
+            self._ask(pipe, ids)
             if trajectory and ids:
                 payloads.get_many(pipe, [keys.trajectory(rollout_id) for rollout_id in ids])
             replies = pipe.execute()
         trajectories = replies.pop() if trajectory and ids else [None] * len(ids)
+        return self._found(ids, replies, trajectories, tenant)
+
+    def _ask(self, pipe: Any, ids: list[str]) -> None:
+        for rollout_id in ids:
+            pipe.hgetall(keys.record(rollout_id))
+            pipe.lrange(keys.timeline(rollout_id), 0, -1)
+
+    def _found(
+        self, ids: list[str], replies: list[Any], with_each: Iterable[T], tenant: str | None
+    ) -> Iterator[tuple[Rollout, T]]:
         # The members of a group have one and the same request.
         requests: dict[str, RolloutRequest] = {}
-        for rollout_id, record, events, stored in zip(
-            ids, replies[::2], replies[1::2], trajectories, strict=True
-        ):
+        for rollout_id, record, events, more in zip(ids, replies[::2], replies[1::2], with_each, strict=True):
             if record and tenant in (None, record.get("tenant", DEFAULT_TENANT)):
                 text = record["request"]
                 request = requests.get(text) or RolloutRequest.model_validate_json(text)
                 requests[text] = request
-                yield _rollout(rollout_id, record, events, request), stored
+                yield _rollout(rollout_id, record, events, request), more
 
     def ids(
         self,
@@ -115,6 +156,20 @@ class RolloutReader:
     def totals(self) -> dict[str, int]:
         """Sums for /metrics."""
         return {name: int(value) for name, value in self._redis.hgetall(keys.TOTALS).items()}
+
+
+def _parts(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Ids of at most `PART_BYTES` together, or one."""
+    part: list[str] = []
+    length = 0
+    for name, size in sizes.items():
+        if part and length + size > PART_BYTES:
+            yield part
+            part, length = [], 0
+        part.append(name)
+        length += size
+    if part:
+        yield part
 
 
 def _seconds(millis: str | None) -> float | None:

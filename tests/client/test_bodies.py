@@ -46,7 +46,8 @@ def answer_with(left: Trajectory) -> bytes:
         updated_at=now,
         deadline_at=now + 60,
     )
-    return b"".join(wire.PackedAnswer(rollout.model_dump_json(), {"a": wire.encode(left)}))
+    record = wire.encode(left)
+    return b"".join(wire.PackedAnswer(rollout.model_dump_json(), {"a": len(record)}, [record]))
 
 
 LARGE, SMALL = trajectory(150_000), trajectory(20)

@@ -20,7 +20,7 @@ from services import keys_table
 from services.gateway.app import create_app
 from services.queues import TASK_INIT, make_celery
 from services.settings import Settings
-from services.state import keys, migration
+from services.state import keys, migration, payloads
 from services.state.fleet import FleetStore
 from services.state.migration import SchemaError, ensure
 from services.state.redis import connect
@@ -278,6 +278,12 @@ def test_tls_serves_client_and_broker_and_checks_the_certificate(tmp_path):
         except RuntimeError:
             pytest.skip("this Redis was built without TLS")
         round_trip(trusted)
+        over_tls = connect(trusted)
+        over_tls.set("large", b"x" * 100_000)
+        assert list(payloads.stream(over_tls, ["large"], [100_000])) == [b"x" * 100_000]
+        with pytest.raises(payloads.PayloadError, match="large is not what it was"):
+            list(payloads.stream(over_tls, ["large", "absent"], [99, 9]))
+        assert over_tls.get("large") == "x" * 100_000
         with pytest.raises(redis.ConnectionError, match="certificate verify failed"):
             connect(f"rediss://127.0.0.1:{port}/2", retries=0).ping()
         with pytest.raises(Exception, match="certificate verify failed"):

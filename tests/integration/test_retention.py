@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from rollout import wire
 from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.dispatch import _expand
@@ -116,6 +117,17 @@ def test_another_tenants_results_cannot_be_acknowledged(client):
     assert results.acknowledge([done], DEFAULT_TENANT) == ["acknowledged"]
 
 
+def test_records_are_passed_on_once_a_rollout_has_ended_and_are_there_before(client):
+    store, _ = stores(client)
+    done, live, new = ended(store), submitted(store), submitted(store)
+    run_to_evaluating(store, live, trajectory(70))
+    found = {rollout.id: record for rollout, record in store.get_records([done, live, "nobody", new])}
+    assert found.keys() == {done, live, new} and found[new] is None
+    assert wire.decode(found[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
+    assert [wire.decode(one).trajectory() for one in store.records({done: found[done]})] == [trajectory()]
+    assert list(store.get_records([done], tenant="somebody-else")) == []
+
+
 def test_an_acknowledged_trajectory_is_freed_early_only_where_the_setting_says_so(client):
     store, results = stores(client)
     acked, other = ended(store), ended(store)
@@ -125,6 +137,10 @@ def test_an_acknowledged_trajectory_is_freed_early_only_where_the_setting_says_s
     assert results.sweep() == []
     _, results = stores(client, keep_acked_s=0)
     assert [(one.rollout_id, one.reason) for one in results.sweep()] == [(acked, "acknowledged")]
+    assert [record for _, record in store.get_records([acked, other])] == [
+        None,
+        client.strlen(keys.trajectory(other)),
+    ]
     freed = store.get(acked)
     assert freed.trajectory is None and freed.trajectory_dropped == "acknowledged" and freed.reward == 1.0
     assert store.get(other).trajectory is not None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import httpx
 import numpy as np
 import pytest
+from redis.client import NEVER_DECODE
 
 from rollout import wire
 from rollout.batch import BatchRequest
 from rollout.client import AsyncClient, Client
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, Unavailable
 from rollout.schema import CompletionPage, RolloutRequest
 from rollout.trajectory import Chain, Segment, Trajectory
-from services.state import keys, payloads
+from services.state import keys, payloads, reading
+from services.state.reading import RolloutReader
 from services.state.redis import connect
 
 MSGPACK = {"Accept": "application/msgpack"}
@@ -95,7 +98,7 @@ def test_groups_of_a_batch_are_the_same_over_both_wires_and_read_ahead(stack, as
     assert asyncio.run(arrays()) == [one.trajectory.response_ids for g in first for one in g.rollouts]
 
 
-@pytest.mark.parametrize("form", ["plain JSON", "compressed JSON", "wide ids"])
+@pytest.mark.parametrize("form", ["plain JSON", "compressed JSON", "old record", "wide ids"])
 def test_what_was_stored_otherwise_is_read_over_both_wires(stack, as_json, done, store, form):
     chain = Chain()
     chain.append(Segment(role="user", token_ids=[1, 2**40 if form == "wide ids" else 2]))
@@ -103,9 +106,18 @@ def test_what_was_stored_otherwise_is_read_over_both_wires(stack, as_json, done,
     left = Trajectory(chains=[chain])
     key, kept = keys.trajectory(done.id), payloads.encode_trajectory(done.trajectory)
     text = left.model_dump_json()
-    store.set(key, text if form == "plain JSON" else payloads.encode(text))
+    # A release that stored it in this way left no size in the record.
+    size = store.hget(keys.record(done.id), "record_bytes")
+    store.hdel(keys.record(done.id), "record_bytes")
+    old = {
+        "plain JSON": text,
+        "compressed JSON": payloads.encode(text),
+        "old record": payloads.OLD_RECORD + wire.encode(left) if form == "old record" else "",
+        "wide ids": payloads.encode(text),
+    }
+    store.set(key, old[form])
     try:
-        assert payloads.encode_trajectory(left)[:1] == (b"\x01" if form == "wide ids" else payloads.RECORD)
+        assert wire.is_record(payloads.encode_trajectory(left)) == (form != "wide ids")
         assert stack.client.get(done.id).trajectory == as_json.get(done.id).trajectory == left
         _, records = wire.unpack_answer(
             httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK).content
@@ -113,7 +125,42 @@ def test_what_was_stored_otherwise_is_read_over_both_wires(stack, as_json, done,
         assert list(records) == ([] if form == "wide ids" else [done.id])
     finally:
         store.set(key, kept)
+        store.hset(keys.record(done.id), "record_bytes", size)
     assert stack.client.get(done.id) == as_json.get(done.id)
+
+
+def test_a_trajectory_that_changes_while_it_is_sent_cuts_the_answer_off(stack, done, store):
+    """It is asked for again then, and no half of one is taken for a whole."""
+    size = store.hget(keys.record(done.id), "record_bytes")
+    assert int(size) == store.strlen(keys.trajectory(done.id))
+    store.hset(keys.record(done.id), "record_bytes", int(size) + 8)
+    try:
+        with (
+            Client(stack.url, retry_for=0.5) as client,
+            pytest.raises(Unavailable, match="RemoteProtocolError"),
+        ):
+            client.get(done.id)
+        threading.Timer(0.5, store.hset, (keys.record(done.id), "record_bytes", size)).start()
+        assert stack.client.get(done.id) == done
+    finally:
+        store.hset(keys.record(done.id), "record_bytes", size)
+    assert f"{done.id}}}:trajectory is not what it was" in stack.gateway.log.read_text()
+
+
+def test_records_are_asked_of_redis_in_parts(stack, store, monkeypatch):
+    made = stack.client.batches.create(
+        BatchRequest(prompts=[question(limits={"max_turns": 1})] * 2, n=2, groups=2, filters=[])
+    )
+    groups = list(stack.client.batches.stream(made.id, timeout=120))
+    ids = [one.id for group in groups for one in group.rollouts]
+    reader = RolloutReader(store)
+    kept = [store.execute_command("GET", keys.trajectory(one), **{NEVER_DECODE: True}) for one in ids]
+    found = dict(zip(ids, (size for _, size in reader.get_records(ids)), strict=True))
+    assert found == {one: len(record) for one, record in zip(ids, kept, strict=True)}
+    for most in (1, found[ids[0]] + found[ids[1]], 1 << 30):
+        monkeypatch.setattr(reading, "PART_BYTES", most)
+        assert list(reader.records(found)) == kept
+    assert list(reader.records({})) == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +185,7 @@ def test_a_problem_is_json_whatever_is_accepted(stack):
 
 
 def test_an_answer_that_cannot_be_read_says_what_to_do(stack, done, monkeypatch):
-    monkeypatch.setattr(wire, "VERSION", 0)
+    monkeypatch.setattr(wire, "ANSWER_VERSION", 0)
     with pytest.raises(RolloutError, match=r"upgrade rollout-service.*wire='json'"):
         stack.client.get(done.id)
 

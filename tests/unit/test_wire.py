@@ -123,11 +123,16 @@ def test_what_is_no_32_bit_id_is_refused_and_not_cut():
             wire.encode(one(ids=(3, wrong)))
 
 
+def packed(document: str, records: dict[str, bytes]) -> wire.PackedAnswer:
+    sizes = {name: len(record) for name, record in records.items()}
+    return wire.PackedAnswer(document, sizes, records.values())
+
+
 def test_an_answer_carries_its_json_and_records_as_they_are():
     first, second = wire.encode(one()), wire.encode(Trajectory())
-    packed = wire.PackedAnswer('{"a":"é"}', {"r1": memoryview(first), "r2": second})
-    pieces = list(packed)
-    assert (len(packed), packed.nbytes) == (len(pieces), sum(map(len, pieces)))
+    answer = packed('{"a":"é"}', {"r1": first, "r2": second})
+    pieces = list(answer)
+    assert answer.nbytes == sum(map(len, pieces)) and pieces[1] is first
     assert all(type(piece) is bytes for piece in pieces)  # WSGI takes nothing else
     text, records = wire.unpack_answer(b"".join(pieces))
     assert json.loads(text) == {"a": "é"}
@@ -135,6 +140,64 @@ def test_an_answer_carries_its_json_and_records_as_they_are():
         "r1": one(),
         "r2": Trajectory(),
     }
+
+
+@given(st.lists(trajectories(), min_size=1, max_size=4), st.text(max_size=9))
+@settings(max_examples=30, deadline=None)
+def test_arrays_are_aligned_views_of_the_answer(several, document):
+    records = {f"r{'x' * number}": wire.encode(one) for number, one in enumerate(several)}
+    whole = bytearray(b"".join(packed(json.dumps(document), records)))
+    _, found = wire.unpack_answer(whole)
+    assert list(found) == list(records)
+    for record in found.values():
+        for chain in Arrays(record).chains if record.chains else []:
+            for array in (chain.token_ids, chain.logprobs):
+                assert not len(array) or np.shares_memory(array, np.frombuffer(whole, "u1"))
+                assert array.ctypes.data % wire.ALIGNED == 0
+                with pytest.raises(ValueError, match="read-only"):
+                    array[:1] = 9
+
+
+def test_any_reader_of_msgpack_finds_what_is_documented():
+    """With another library than ours, and by the names of docs/api.md."""
+    answer = packed("{}", {"r1": wire.encode(one()), "r2": wire.encode(Trajectory())})
+    found = msgpack.unpackb(b"".join(answer))
+    assert (found["v"], found["json"], found["ids"]) == (2, "{}", ["r1", "r2"])
+    first, second = found["records"]
+    assert (first["v"], first["versions"], second["chains"]) == (1, ["v"], [])
+    (chain,) = first["chains"]
+    assert struct.unpack("<5i", chain["ids"]) == (1, 2, 3, 4, 5)
+    assert struct.unpack("<3f", chain["logprobs"]) == (-0.5, -0.25, 0.0)
+    assert (chain["width"], chain["runs"]) == (4, [[2, -1], [2, 0], [1, -1]])
+    assert json.loads(first["document"])["chains"][0]["segments"][1]["role"] == "assistant"
+
+
+def test_a_trajectory_of_many_chains_is_a_list_like_any_other():
+    many = Trajectory(chains=one().chains * 20)
+    assert wire.decode(wire.encode(many)).trajectory() == many
+    records = {str(number): wire.encode(one()) for number in range(70_000)}
+    _, found = wire.unpack_answer(b"".join(packed("{}", records)))
+    assert list(found) == list(records)
+
+
+def test_an_answer_is_cut_off_where_a_record_is_another_than_was_said():
+    def records():
+        try:
+            yield first
+            yield first[:-8]
+        finally:
+            ended.append(True)
+
+    first, ended = wire.encode(one()), []
+    answer = wire.PackedAnswer("{}", {"r1": len(first), "r2": len(first)}, records())
+    pieces = iter(answer)
+    assert [next(pieces), next(pieces)][1] == first
+    with pytest.raises(wire.WireError, match=f"r2.*{len(first) - 8} bytes now, and not {len(first)}"):
+        next(pieces)
+    assert not ended
+    answer.close()  # as a WSGI server does
+    assert ended
+    wire.PackedAnswer("{}", {}, []).close()
 
 
 def changed(**values) -> bytes:
@@ -188,3 +251,5 @@ def test_a_newer_form_is_refused_with_the_remedy():
         wire.decode(changed(v=2))
     with pytest.raises(wire.WireError, match="upgrade rollout-service"):
         wire.unpack_answer(msgpack.packb({"v": 9, "json": "{}", "records": {}}))
+    with pytest.raises(wire.WireError, match="no answer that can be read"):
+        wire.unpack_answer(msgpack.packb({"v": 2, "json": "{}", "ids": ["a"], "records": []}))

@@ -28,6 +28,7 @@ local function drop(id, reason, out)
   local size = forget_result(id)
   if not state then return end
   redis.call('HSET', record(id), 'trajectory_dropped', reason)
+  redis.call('HDEL', record(id), 'record_bytes')
   redis.call('HINCRBY', TOTALS, 'dropped_' .. reason, 1)
   redis.call('HINCRBY', TOTALS, 'bytes_' .. reason, size)
   out[#out + 1] = {id, reason, size, acked and 1 or 0}

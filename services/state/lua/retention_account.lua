@@ -4,8 +4,13 @@ local ENDED, ACKED, SIZES, BYTES = 'results:ended', 'results:acked', 'results:si
 
 -- Enters a rollout that has just ended; `expires` is when its keys go by themselves (ms).
 local function count_result(id, expires)
-  local size = redis.call('STRLEN', 'rollout:{' .. id .. '}:trajectory')
+  local key = 'rollout:{' .. id .. '}:trajectory'
+  local size = redis.call('STRLEN', key)
   if size == 0 then return end
+  -- A record (payloads.py) begins with a byte that no text has: readers pass it on without looking at it.
+  if redis.call('GETRANGE', key, 0, 0):byte() >= 0x80 then
+    redis.call('HSET', 'rollout:{' .. id .. '}', 'record_bytes', size)
+  end
   redis.call('ZADD', ENDED, expires, id)
   redis.call('HSET', SIZES, id, size)
   redis.call('INCRBY', BYTES, size)
