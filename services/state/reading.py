@@ -176,32 +176,30 @@ def _seconds(millis: str | None) -> float | None:
     return int(millis) / 1000 if millis else None
 
 
-_NOTE = "note "
+_NOTE = "note"
 """How lines of the timeline begin that are no change of state."""
+_STAGES = {name: f"ms_{name}" for name in ("queued", "init", "run", "eval")}
 
 
-def _note(line: str) -> dict[str, Any]:
-    """A `TimelineNote`, as a dict: made one by one they are most of what reading a rollout takes."""
-    _, at, attempt, fence, text = line.split(" ", 4)
-    return {"at": int(at) / 1000, "attempt": int(attempt), "fence": int(fence), "text": text}
-
-
-def _event(line: str) -> dict[str, Any]:
-    """A `TimelineEvent`, as a dict for the same reason."""
-    state, at, attempt, fence, owner = line.split(" ", 4)
-    owner = None if owner == "-" else owner
-    return {
-        "state": state,
-        "at": int(at) / 1000,
-        "attempt": int(attempt),
-        "fence": int(fence),
-        "owner": owner,
-    }
+def _history(lines: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """`TimelineEvent`s and `TimelineNote`s, as dicts: made one by one they are most of what a rollout takes."""
+    timeline, notes = [], []
+    for line in lines:
+        word, at, attempt, fence, rest = line.split(" ", 4)
+        entry = {"at": int(at) / 1000, "attempt": int(attempt), "fence": int(fence)}
+        if word == _NOTE:
+            entry["text"] = rest
+            notes.append(entry)
+        else:
+            entry["state"], entry["owner"] = word, None if rest == "-" else rest
+            timeline.append(entry)
+    return timeline, notes
 
 
 def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest) -> Rollout:
     """All but the trajectory."""
     box = from_json(record["sandbox"])["record"] if record.get("sandbox") else None
+    timeline, notes = _history(events)
     return Rollout(
         id=rollout_id,
         group_id=record["group"],
@@ -224,15 +222,11 @@ def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request
         policy_versions=from_json(record.get("policy_versions") or "[]"),
         sandbox=SandboxRecord.model_validate(box) if box else None,
         metrics=from_json(record.get("metrics") or "{}"),
-        stage_seconds={
-            name: int(record[f"ms_{name}"]) / 1000
-            for name in ("queued", "init", "run", "eval")
-            if f"ms_{name}" in record
-        },
+        stage_seconds={name: int(record[field]) / 1000 for name, field in _STAGES.items() if field in record},
         created_at=_seconds(record["created"]),
         updated_at=_seconds(record["updated"]),
         finished_at=_seconds(record.get("finished")),
         deadline_at=_seconds(record["deadline"]),
-        timeline=[_event(line) for line in events if not line.startswith(_NOTE)],
-        notes=[_note(line) for line in events if line.startswith(_NOTE)],
+        timeline=timeline,
+        notes=notes,
     )
