@@ -182,7 +182,7 @@ _STAGES = {name: f"ms_{name}" for name in ("queued", "init", "run", "eval")}
 
 
 def _history(lines: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """`TimelineEvent`s and `TimelineNote`s, as dicts: made one by one they are most of what a rollout takes."""
+    """`TimelineEvent`s and `TimelineNote`s, as dicts: made one by one they take most of a rollout's time."""
     timeline, notes = [], []
     for line in lines:
         word, at, attempt, fence, rest = line.split(" ", 4)
