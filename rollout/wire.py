@@ -66,6 +66,10 @@ class ChainRecord(Struct, frozen=True):
     runs: list[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=NOT_SAMPLED)]]]
     """Tokens of each segment, and the index of its policy version or -1."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A view cannot be pickled, and trainers pass rollouts between processes.
+        return type(self), (bytes(self.ids), bytes(self.logprobs), self.width, self.runs)
+
     @property
     def first_sampled(self) -> int:
         """Segments before the first sampled one."""

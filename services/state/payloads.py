@@ -22,6 +22,8 @@ from rollout.trajectory import Trajectory
 
 ZLIB = b"\x01"
 """First byte of a compressed value; no JSON text begins with it."""
+LEAST_REPLY = 3
+"""Bytes of the shortest reply for a value: that there is none."""
 OLD_RECORD = b"\x02"
 """First byte before a trajectory's record as it was kept once; a record begins by itself as no text does."""
 LEAST_BYTES = 1024
@@ -141,14 +143,13 @@ def stream(client: redis.Redis, names: Sequence[str], sizes: Sequence[int]) -> G
         with _Whole(connection._sock) as reply:
             before = b"*%d\r\n" % len(names)
             for name, size in zip(names, sizes, strict=True):
-                if reply.take(len(head := before + b"$%d\r\n" % size)) != head:
+                if not reply.goes_on(before, b"$%d\r\n" % size):
                     raise _changed(name)
                 yield reply.take(size)
                 before = b"\r\n"
             reply.take(len(before))
-    except (
-        BaseException
-    ):  # also when the reader of this has gone: what was not read must not be the next reply
+    except BaseException:
+        # Also when the reader of this has gone: what was not read must not be the next reply.
         connection.disconnect()
         raise
     finally:
@@ -179,6 +180,14 @@ class _Whole:
         whole, rest = divmod(seconds, 1.0)
         packed = struct.pack("ll", int(whole), int(rest * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+
+    def goes_on(self, before: bytes, head: bytes) -> bool:
+        """Whether this comes next. Never waits for more than there is in any reply."""
+        sure = self.take(len(before) + LEAST_REPLY)
+        if sure[:1] == b"-":
+            raise redis.ResponseError("Redis refuses to read trajectories; its log or ACL may say why")
+        head = before + head
+        return head.startswith(sure) and self.take(len(head) - len(sure)) == head[len(sure) :]
 
     def take(self, size: int) -> bytes:
         try:

@@ -43,18 +43,33 @@ def test_values_come_whole_and_the_connection_goes_on_as_before(client, values):
         assert client.echo("next") == "next" and client.strlen(NAMES[1]) == len(values[NAMES[1]])
 
 
-@pytest.mark.parametrize("wrong", ["absent", "longer", "shorter"])
-def test_a_value_that_has_changed_is_an_error_and_what_is_left_is_nobody_elses_reply(client, values, wrong):
+@pytest.mark.parametrize("at", [0, 3, len(NAMES) - 1])
+@pytest.mark.parametrize("wrong", ["absent", "empty", "tiny", "longer", "shorter"])
+def test_a_value_that_has_changed_is_an_error_and_what_is_left_is_nobody_elses_reply(
+    client, values, wrong, at
+):
     names, expected = list(NAMES), sizes(values)
-    if wrong == "absent":
-        names[3] = "no such name"
+    if wrong in ("longer", "shorter"):
+        expected[at] += 1 if wrong == "longer" else -1
     else:
-        expected[3] += 1 if wrong == "longer" else -1
-    found = []
-    with pytest.raises(payloads.PayloadError, match=f"{names[3]} is not what it was"):
+        names[at] = wrong
+        client.mset({"empty": "", "tiny": "1"})
+    found, began = [], time.monotonic()
+    with pytest.raises(payloads.PayloadError, match=f"{names[at]} is not what it was"):
         for value in payloads.stream(client, names, expected):
             found.append(value)
-    assert found == list(values.values())[:3]
+    assert time.monotonic() - began < 5, "it waits for nothing that will not come"
+    assert found == list(values.values())[:at]
+    assert client.echo("next") == "next"
+
+
+def test_a_refusal_is_an_error_and_no_value(client, values):
+    client.execute_command("ACL", "SETUSER", "default", "-mget")
+    try:
+        with pytest.raises(redis.ResponseError, match="refuses"):
+            list(payloads.stream(client, NAMES, sizes(values)))
+    finally:
+        client.execute_command("ACL", "SETUSER", "default", "+@all")
     assert client.echo("next") == "next"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import struct
 
 import msgpack
@@ -115,6 +117,16 @@ def test_ids_and_log_probs_are_views_of_the_record_and_nobody_can_change_them():
     for array in (arrays.prompt_ids, arrays.logprobs, arrays.loss_mask, arrays.policy_versions):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 9
+
+
+@pytest.mark.parametrize("copied", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy])
+def test_arrays_can_be_passed_to_another_process(copied):
+    arrays = Arrays(wire.decode(wire.encode(one())))
+    for found in (copied(arrays), copied(copied(arrays))):
+        assert found.token_ids.tolist() == arrays.token_ids.tolist() and found.token_ids.flags.aligned
+        assert found.logprobs.tolist() == arrays.logprobs.tolist() and found.logprobs.flags.aligned
+        assert found.loss_mask.tolist() == arrays.loss_mask.tolist() and found.versions == ["v"]
+        assert found.trajectory() == one()
 
 
 def test_what_is_no_32_bit_id_is_refused_and_not_cut():
