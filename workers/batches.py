@@ -13,7 +13,7 @@ from contextlib import suppress
 import redis
 import structlog
 
-from rollout.batch import BatchRequest, BatchState, Verdict
+from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from rollout.schema import Rollout, RolloutRequest
 from services.dispatch import Dispatcher
 from services.state.batches import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
@@ -104,12 +104,15 @@ class Batcher:
             if len(pieces) < FILL_AT_ONCE:
                 return
 
-    def _start(self, group_id: str) -> None:
+    def _start(self, piece: str) -> None:
         """Somebody marked rollouts as sent and did not live to say that they are."""
+        # An earlier release wrote the group alone.
+        group_id, *numbers = piece.split()
         group = self._store.group(group_id)
         if group is not None and group.state == "open":
+            first, count = map(int, numbers) if numbers else (0, group.sent)
             tenant = self._tenants.get(self._store.get(group.batch).tenant)
-            self._submit(Starting(group_id, 0, group.sent, group.size, group.prompt), tenant)
+            self._submit(Starting(group_id, first, count, group.size, group.prompt), tenant)
 
     def _submit(self, piece: Starting, tenant: Tenant) -> None:
         prompt = RolloutRequest.model_validate_json(piece.prompt)
@@ -117,7 +120,21 @@ class Batcher:
         request = prompt.model_copy(update={"id": group_id, "n": piece.size, "group_id": group_id})
         members = range(piece.first, piece.first + piece.count)
         self._dispatcher.submit([request], tenant, batch_group=group_id, members=members)
-        self._store.started(group_id, members.stop)
+        if self._store.started(piece):
+            self._cancel_late(piece)
+
+    def _cancel_late(self, piece: Starting) -> None:
+        """The batch had ended before these rollouts were submitted, so its end could not cancel them."""
+        group = self._store.group(piece.group_id)
+        if group is not None and self._is_given_up(self._store.get(group.batch)):
+            for rollout_id in piece.rollout_ids:
+                self._dispatcher.cancel(rollout_id)
+
+    def _is_given_up(self, batch: Batch) -> bool:
+        """Whether it has ended, and what it left under way is for nobody."""
+        if batch.state is BatchState.CANCELLED:
+            return True
+        return batch.state.ended and self._store.config(batch.id).carry == "none"
 
     # -- deciding ----------------------------------------------------------------------------
 
@@ -157,9 +174,8 @@ class Batcher:
     def _end(self, batch_id: str) -> None:
         """What a batch that has ended left under way goes on to be carried over, or is cancelled."""
         batch = self._store.get(batch_id)
-        config = self._store.config(batch_id)
         groups = self._store.open_groups(batch_id)
-        if config.carry == "none" or batch.state is BatchState.CANCELLED:
+        if self._is_given_up(batch):
             for group_id in groups:
                 group = self._store.group(group_id)
                 if group is None:

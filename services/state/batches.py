@@ -44,10 +44,14 @@ class Todo:
     """Something that a worker has taken to do."""
 
     kind: str
-    """`fill` and `end` a batch, `start` and `decide` a group."""
+    """`fill` and `end` a batch, `start` a piece of a group, `decide` a group."""
     subject: str
     token: str
     """Shown when it is done: it may have been asked for again meanwhile."""
+
+
+def _member_ids(group_id: str, size: int, members: range) -> list[str]:
+    return [group_id] if size == 1 else [f"{group_id}.{k}" for k in members]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class Starting:
     """Members that the group is to have."""
     prompt: str
     """The request, as JSON."""
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        """Those of the members to submit."""
+        return _member_ids(self.group_id, self.size, range(self.first, self.first + self.count))
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class GroupRecord:
     @property
     def rollout_ids(self) -> list[str]:
         """Those of the members that were submitted."""
-        return [self.group_id] if self.size == 1 else [f"{self.group_id}.{k}" for k in range(self.sent)]
+        return _member_ids(self.group_id, self.size, range(self.sent))
 
 
 @dataclass(frozen=True)
@@ -307,9 +316,9 @@ class BatchStore:
             for group, first, count, size, prompt in zip(flat, flat, flat, flat, flat, strict=True)
         ]
 
-    def started(self, group_id: str, members: int) -> None:
-        """The first so many rollouts of a group are submitted."""
-        self._call("started", group_id, members)
+    def started(self, piece: Starting) -> bool:
+        """These rollouts of a group are submitted. True: their batch has ended."""
+        return self._call("started", piece.group_id, piece.first, piece.count) == 1
 
     def cut(self, group_id: str) -> None:
         """Submit no more members of a group."""

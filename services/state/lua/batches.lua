@@ -158,18 +158,18 @@ elseif op == 'fill' then
     if first + count == tonumber(g[1]) then redis.call('LPOP', partial_of(batch)) end
     redis.call('HSET', batch_group_key(group), 'sent', first + count)
     redis.call('HINCRBY', key, 'live', count)
-    redis.call('ZADD', 'batches:todo', now + tonumber(ARGV[4]), 'start ' .. group)
+    redis.call('ZADD', 'batches:todo', now + tonumber(ARGV[4]), 'start ' .. group .. ' ' .. first .. ' ' .. count)
     for _, value in ipairs({group, first, count, g[4], g[3]}) do out[#out + 1] = value end
   end
   if #out == 0 then finish_if_exhausted(batch) end
   return out
 
--- started <group> <members>: so many of its rollouts are submitted
+-- started <group> <first> <count>: this piece of it is submitted. Each has a note of its own: the caller with another
+-- piece may have died before it submitted that. Answers 1 if the batch has ended.
 elseif op == 'started' then
-  if redis.call('HGET', batch_group_key(ARGV[2]), 'sent') == ARGV[3] then
-    redis.call('ZREM', 'batches:todo', 'start ' .. ARGV[2])
-  end
-  return 1
+  redis.call('ZREM', 'batches:todo', 'start ' .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4])
+  local batch = redis.call('HGET', batch_group_key(ARGV[2]), 'batch')
+  return (batch and ENDED[redis.call('HGET', batch_key(batch), 'state')]) and 1 or 0
 
 -- cut <group>: what of it was not submitted never will be
 elseif op == 'cut' then

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.schema import Limits, RolloutRequest
-from services.state.batches import BatchConflict, NoSuchBatch
+from rollout.schema import Limits, RolloutRequest, State
+from services.state.batches import BatchConflict, NoSuchBatch, Todo
 from tests.helpers.batch_world import balanced
 
 
@@ -37,6 +38,56 @@ def test_a_worker_that_dies_before_it_submits_leaves_the_group_to_another(world,
         if len(world.live()) == 4:
             break
     assert world.live() == ["b.1.0", "b.1.1", "b.2.0", "b.2.1"]
+
+
+def dying_with_half_a_group(world, monkeypatch):
+    """A batch whose second group lacks its first half: who was to submit that has died."""
+    monkeypatch.setattr("services.state.batches.LEASE_S", 0.3)
+    submit = world.desk.submit
+
+    def dies(requests, tenant, *, batch_group, members):
+        if batch_group == "b.2" and members.start == 0:
+            world.desk.submit = submit
+            raise KeyboardInterrupt
+        submit(requests, tenant, batch_group=batch_group, members=members)
+
+    world.desk.submit = dies
+    with pytest.raises(KeyboardInterrupt):
+        world.create(id="b", n=4, groups=2, prompts=2, max_in_flight=6)
+    world.batches.later(Todo("fill", "b", ""), 0.0)  # what the dead one had taken is due
+    world.end_group("b.1", [0, 1, 0, 1])
+    assert world.live() == ["b.2.2", "b.2.3"], "the second half did not wait for the first"
+
+
+def until(world, look):
+    for _ in range(200):
+        world.settle()
+        if look():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"live: {world.live()}")
+
+
+def test_half_a_group_whose_submitter_died_comes_though_the_other_half_is_there(world, monkeypatch):
+    dying_with_half_a_group(world, monkeypatch)
+    until(world, lambda: len(world.live()) == 4)
+    world.end_group("b.2", [0, 1, 0, 1])
+    assert (world.get("b").kept, world.redis.zcard("batches:todo")) == (2, 0)
+
+
+def test_what_is_submitted_only_after_its_batch_has_ended_is_cancelled(world, monkeypatch):
+    dying_with_half_a_group(world, monkeypatch)
+    world.batches.cancel("b", "default")
+    until(world, lambda: world.get("b").open == 0)
+    assert world.live() == [] and balanced(world.get("b"))
+    assert {world.rollouts.state(f"b.2.{k}") for k in range(4)} == {State.CANCELLED}
+
+
+def test_a_note_of_an_earlier_release_names_the_group_alone(world, monkeypatch):
+    dying_with_half_a_group(world, monkeypatch)
+    world.redis.zrem("batches:todo", "start b.2 0 2")
+    world.redis.zadd("batches:todo", {"start b.2": 0})
+    until(world, lambda: len(world.live()) == 4)
 
 
 def test_nothing_of_an_ended_batch_outlives_its_retention(world):
