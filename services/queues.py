@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NotRequired, TypedDict
 
+import redis
 from celery import Celery, signals
 from kombu.transport.redis import Channel
 
@@ -28,6 +29,10 @@ def _one_client_a_pool(create: Callable[..., Any]) -> Callable[..., Any]:
     def client(channel: Channel, asynchronous: bool = False) -> Any:
         if asynchronous:
             return create(channel, asynchronous)
+        if channel.connection is None:
+            # Another thread lost the connection, and closed it. After what kombu itself would raise, an
+            # AttributeError, it does not try again.
+            raise redis.ConnectionError("the channel was closed: its connection is lost")
         kept = channel.__dict__.get("_kept_client")
         # A lost connection gets the channel another pool.
         if kept is None or kept.connection_pool is not channel.pool:

@@ -1,6 +1,8 @@
 """The router function and the settings of delivery."""
 
 import pytest
+import redis
+from kombu.transport.redis import Channel
 
 from services.queues import TASK_CLEANUP, TASK_EVALUATE, TASK_INIT, TASK_RUN, make_celery, route
 from services.settings import Settings, SettingsError
@@ -46,3 +48,11 @@ def test_a_bad_setting_names_its_variable():
 
 def test_the_page_of_settings_is_the_one_the_code_makes():
     assert (ROOT / "docs" / "settings.md").read_text() == table(), "run python -m services.settings_table"
+
+
+def test_a_channel_that_another_thread_has_closed_is_a_lost_connection_after_which_kombu_tries_again():
+    closed = Channel.__new__(Channel)
+    closed.connection = closed._pool = None
+    with pytest.raises(redis.ConnectionError, match="closed") as refused:
+        closed._create_client()
+    assert isinstance(refused.value, make_celery(Settings()).connection().recoverable_connection_errors)
