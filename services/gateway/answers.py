@@ -1,7 +1,7 @@
 """Answers with trajectories: JSON, or msgpack with typed arrays for those who ask for it (`rollout.wire`).
 
 On the second way no trajectory is read: each goes from Redis to its reader while the answer is sent, so that
-an answer of any length takes the memory of one of them.
+an answer of any length takes the memory of one of them, or of a few where Redis is reached over TLS.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from rollout.trajectory import Trajectory
 
 ZLIB = b"\x01"
 """First byte of a compressed value; no JSON text begins with it."""
-LEAST_REPLY = 3
-"""Bytes of the shortest reply for a value: that there is none."""
 OLD_RECORD = b"\x02"
 """First byte before a trajectory's record as it was kept once; a record begins by itself as no text does."""
+LEAST_REPLY = 3
+"""Bytes of the shortest reply for a value: that there is none."""
 LEAST_BYTES = 1024
 """Shorter values gain next to nothing."""
 LEVEL = 1

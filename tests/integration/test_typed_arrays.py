@@ -16,6 +16,7 @@ from rollout.client import AsyncClient, Client
 from rollout.errors import RolloutError, Unavailable
 from rollout.schema import CompletionPage, RolloutRequest
 from rollout.trajectory import Chain, Segment, Trajectory
+from services.settings import Settings
 from services.state import keys, payloads, reading
 from services.state.reading import RolloutReader
 from services.state.redis import connect
@@ -145,6 +146,27 @@ def test_a_trajectory_that_changes_while_it_is_sent_cuts_the_answer_off(stack, d
     finally:
         store.hset(keys.record(done.id), "record_bytes", size)
     assert f"{done.id}}}:trajectory is not what it was" in stack.gateway.log.read_text()
+
+
+def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, done, store):
+    """More of them than it has connections to Redis: what each had must be given back."""
+    key, kept = keys.trajectory(done.id), payloads.encode_trajectory(done.trajectory)
+    size = store.hget(keys.record(done.id), "record_bytes")
+    chain = Chain()
+    chain.append(Segment(role="user", token_ids=[1] * 4_000_000))  # 16 MB: no buffer of a socket holds it
+    large = payloads.encode_trajectory(Trajectory(chains=[chain]))
+    store.set(key, large)
+    store.hset(keys.record(done.id), "record_bytes", len(large))
+    try:
+        for _ in range(Settings().gateway_threads + 20):
+            with httpx.stream("GET", f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK) as answer:
+                assert int(answer.headers["content-length"]) > len(large)
+                next(answer.iter_raw(1))
+        assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000
+    finally:
+        store.set(key, kept)
+        store.hset(keys.record(done.id), "record_bytes", size)
+    assert stack.client.get(done.id) == done
 
 
 def test_records_are_asked_of_redis_in_parts(stack, store, monkeypatch):
