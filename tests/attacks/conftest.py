@@ -1,0 +1,91 @@
+"""Sandboxes to attack: on each runtime, and with no walls at all for the controls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import BashResult
+from sandbox.host_client import SyncHostClient
+from sandbox.spec import SandboxInfo, SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.sandboxes import leftovers, new_state
+from tests.sandbox.conftest import why_not
+
+CONTROL = "control"
+PATIENCE_S = 60.0
+"""How long an answer may take on a slow machine before a test gives up."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Tell `python -m tests.attacks` of each attack, through xdist as well."""
+    report = yield
+    stopped_by = getattr(item.function, "stopped_by", None)
+    if stopped_by is not None:
+        target = item.funcargs.get("target")
+        place = getattr(target, "place", None) or item.callspec.id
+        report.attack = {
+            "attack": item.originalname.removeprefix("test_").replace("_", " "),
+            "subject": item.path.stem.removeprefix("test_"),
+            "place": place,
+            "control": getattr(target, "control", CONTROL in item.callspec.id),
+            "stopped_by": stopped_by,
+        }
+    return report
+
+
+@dataclass
+class SandboxTarget:
+    """A sandbox, and the host that gave it. The attacker works through `client`, as an agent does."""
+
+    place: str
+    control: bool
+    runtime: str
+    host: SyncHostClient
+    state: Path
+    info: SandboxInfo
+    client: SyncSandboxClient
+
+    def python(self, code: str, timeout: float = PATIENCE_S) -> BashResult:
+        """Run a script with the Python inside."""
+        path = f"{self.info.workspace}/attack.py"
+        self.client.write_file(path, code)
+        return self.client.bash(f"python3 {path}", timeout)
+
+
+@pytest.fixture(scope="module", params=["apptainer", "bubblewrap", CONTROL])
+def attacked_host(request) -> Iterator[tuple[SyncHostClient, Path, str]]:
+    """A host for the attacks of a file, and the runtime to ask it for."""
+    runtime = "local-unsafe" if request.param == CONTROL else request.param
+    if runtime != "local-unsafe" and (reason := why_not(runtime)):
+        pytest.skip(reason)
+    state = new_state()
+    before = dict(os.environ)
+    os.environ.update(getattr(request.module, "HOST_SETTINGS", {}))
+    host = SyncHostClient(state)
+    try:
+        host.release(host.start(SandboxSpec(runtime=runtime)).id)  # has the host read its settings now
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    yield host, state, runtime
+    host.stop()
+    assert leftovers(state) == []
+    shutil.rmtree(state)
+
+
+@pytest.fixture
+def target(attacked_host) -> Iterator[SandboxTarget]:
+    """A sandbox of its own for each attack. Attacks on something else define a `target` in their file."""
+    host, state, runtime = attacked_host
+    info = host.start(SandboxSpec(runtime=runtime))
+    with SyncSandboxClient(info.socket) as client:
+        control = runtime == "local-unsafe"
+        yield SandboxTarget(CONTROL if control else runtime, control, runtime, host, state, info, client)
+    host.release(info.id)
