@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from benchmarks._latency import percentile, say
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
+from tests.helpers.keys import HEADERS, http
 from tests.helpers.stack import Stack, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
@@ -32,7 +32,7 @@ class Others:
     """A client with other wishes: submits a rollout, reads it, asks for the health, cancels."""
 
     def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        self._connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         self.ms: dict[str, list[float]] = {"submit": [], "get": [], "health": [], "cancel": []}
 
     def round(self) -> None:
@@ -44,7 +44,7 @@ class Others:
         self._ask("cancel", "POST", f"/v1/rollouts/{rollout_id}/cancel")
 
     def _ask(self, name: str, method: str, path: str, body: Any = None) -> Any:
-        headers = {"Content-Type": "application/json"} if body else {}
+        headers = HEADERS | ({"Content-Type": "application/json"} if body else {})
         began = time.perf_counter()
         self._connection.request(method, path, json.dumps(body) if body else None, headers)
         response = self._connection.getresponse()
@@ -124,7 +124,7 @@ def measure(directory: Path, seconds: float) -> dict[str, Any]:
 
 
 def _waiting(stack: Stack) -> int:
-    for line in httpx.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text.splitlines():
+    for line in http.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text.splitlines():
         if line.startswith("rollout_gateway_waiters "):
             return int(float(line.split()[1]))
     raise RuntimeError("/metrics has no rollout_gateway_waiters")

@@ -20,6 +20,7 @@ from benchmarks._harness import cpu_seconds, report, summary
 from rollout.client import Client
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
+from tests.helpers.keys import accept_key
 from tests.helpers.stack import NODE, Process, Stack, wait_until
 from workers.handlers.noop import Noop
 
@@ -86,6 +87,7 @@ def submissions_per_s(stack: Stack, client: Client, count: int) -> float:
         client.submit(call)
     elapsed = time.perf_counter() - started
     stack.redis.client.flushall()
+    accept_key(stack.redis.url)
     return count / elapsed
 
 

@@ -31,6 +31,7 @@ from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest
 from rollout.trajectory import Trajectory
+from tests.helpers.keys import HEADERS
 from tests.helpers.stack import Stack
 
 GROUP = 8
@@ -76,7 +77,7 @@ def as_lists(client: Client, batch: str) -> tuple[float, int]:
 def body_bytes(url: str, batch: str, accept: str) -> int:
     """Bytes of all pages of a batch, as they cross the wire without compression."""
     total, cursor = 0, "0"
-    headers = {"Accept": accept, "Accept-Encoding": "identity"}
+    headers = {**HEADERS, "Accept": accept, "Accept-Encoding": "identity"}
     with httpx.Client(base_url=url, headers=headers, timeout=120) as http:
         while True:
             path = f"/v1/batches/{batch}/groups"

@@ -182,7 +182,7 @@ def keys() -> None:
     "scopes",
     type=Scopes(),
     multiple=True,
-    help="submit, read, admin (everything); several by commas. [default: submit,read]",
+    help="submit, read, metrics, admin (everything); several by commas. [default: submit,read]",
 )
 @click.option("--expires", type=Duration(), help="30d, 12h … from now. [default: never]")
 @click.option("--from-env", is_flag=True, help=f"Accept the key in {KEY_VARIABLE}, made elsewhere.")
@@ -228,7 +228,7 @@ def list_(as_json: bool, redis_url: str | None) -> None:
         times = (_when(key["created_at"]), _when(key["expires_at"]))
         scopes = " ".join(key["scopes"])
         table.add_row(key["id"], key["tenant"], scopes, key["state"], *times, key["replaced_by"] or "–")
-    out.print(table if found else "no key: the gateway answers its own machine alone")
+    out.print(table if found else "no key: the gateway refuses every call")
 
 
 @keys.command()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections import OrderedDict
 
 import pytest
@@ -16,6 +19,10 @@ from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_missing,
 os.environ["ROLLOUT_SANDBOX_WARM"] = "0"
 # Nor may INIT stop because the machine of the tests is short of something; tests of that set their own.
 os.environ["ROLLOUT_NODE_MIN_FREE_DISK_MB"] = os.environ["ROLLOUT_NODE_MIN_FREE_MEMORY_MB"] = "0"
+
+# What tests start is nobody's service, and what this account runs is no test's.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rollout-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A run in the background of a shell ignores Ctrl-C, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)

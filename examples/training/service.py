@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollout.client import KEY_VARIABLE
 from services.local.plan import Options
 from services.local.stack import Stack
 
@@ -17,6 +19,8 @@ def own_service(
     backend_url: str | None, sandbox_runtime: str | None, say: Callable[[str], None]
 ) -> Iterator[str]:
     """Start Redis, gateway, three fleets and an LLM backend on free ports; gives the gateway's address.
+
+    Its key is the one in the environment until it ends: a key that is there already is another service's.
 
     Args:
         backend_url: An LLM server of yours with the model that is trained; None = the embedded one, with the
@@ -38,9 +42,15 @@ def own_service(
     keep_logs = False
     try:
         record = stack.up(options)
+        before = os.environ.get(KEY_VARIABLE)
+        os.environ[KEY_VARIABLE] = stack.api_key
         try:
             yield record.url
         finally:
+            if before is None:
+                del os.environ[KEY_VARIABLE]
+            else:
+                os.environ[KEY_VARIABLE] = before
             stack.down()
     except Exception:
         keep_logs = True

@@ -22,7 +22,7 @@ from services.gateway.routes import (
     service,
     webhooks,
 )
-from services.settings import Settings, SettingsError
+from services.settings import Settings
 from services.settings import settings as process_settings
 from services.state.migration import SchemaError
 from services.state.redis import connect
@@ -38,7 +38,6 @@ def create_app(settings: Settings | None = None) -> Flask:
     """Build the gateway. It can start before Redis.
 
     Raises:
-        SettingsError: It would listen beyond this machine, and no API key is configured.
         UnfitRedis, SchemaError: The service must not use this Redis.
     """
     settings = settings or process_settings()
@@ -63,17 +62,17 @@ def create_app(settings: Settings | None = None) -> Flask:
 
 
 def _check_start(gate: Gateway) -> None:
-    """Refuse a Redis that must not be used, and to be open to others without keys.
+    """Refuse a Redis that must not be used, and say so if nobody has a key yet.
 
     A Redis that does not answer yet is checked at the first request.
     """
     try:
         with connect(gate.settings.redis_url, max_connections=1, retries=0) as client:
             StartCheck(client, gate.settings).require()
-        gate.guard.check_start()
+        gate.guard.access()
     except redis.RedisError as error:
         log.warning("Redis does not answer yet; it is checked at the first request", error=str(error))
-    except (UnfitRedis, SchemaError, SettingsError) as error:
+    except (UnfitRedis, SchemaError) as error:
         log.critical("the gateway cannot start", error=str(error))
         raise
     else:

@@ -1,7 +1,6 @@
 """Who calls, and what they may do: API keys, scopes, tenants.
 
-Without any key configured, the gateway answers this machine alone. Once a key was made, every call needs one,
-also when the last of them has been revoked.
+Every call needs a key, wherever it comes from. What is open to all says nothing of the service.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import redis
 import structlog
@@ -19,9 +16,8 @@ from flask import Flask, Response, current_app, g, request
 
 from rollout.schema import FieldError, HandlerInfo, Problem, RolloutRequest
 from services.gateway.problems import ApiProblem, invalid, respond
-from services.settings import Settings, SettingsError
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
-from services.state.tenants import DEFAULT_TENANT, Tenant
+from services.state.tenants import Tenant
 
 log = structlog.get_logger("gateway")
 
@@ -33,23 +29,20 @@ WORKING = ("active", "replaced")
 """States of a key that is accepted."""
 UNSAFE_RUNTIME = "local-unsafe"
 ALL_TENANTS = "*"
-FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
-"""With one of these a proxy passes on a call that may come from anywhere."""
 MAKE_KEY = "make one with `rollout keys create TENANT --scope admin`"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def needs(scope: Scope | None, *, or_loopback: bool = False) -> Callable[[F], F]:
+def needs(scope: Scope | None) -> Callable[[F], F]:
     """Say what a route needs. A route that says nothing needs `read` to read and `admin` for anything else.
 
     Args:
         scope: None = open to everybody.
-        or_loopback: Also open, without a key, to callers on this machine.
     """
 
     def mark(view: F) -> F:
-        view.scope, view.or_loopback = scope, or_loopback  # type: ignore[attr-defined]
+        view.scope = scope  # type: ignore[attr-defined]
         return view
 
     return mark
@@ -60,19 +53,17 @@ class Caller:
     """Whose call it is."""
 
     tenant: Tenant
-    key: ApiKey | None
-    """None: no key is configured, and the caller is on this machine."""
+    key: ApiKey
 
     def may(self, scope: Scope) -> bool:
-        return self.key is None or self.key.may(scope)
+        return self.key.may(scope)
 
 
 class Guard:
     """Checks each call against the keys in Redis, which it reads every `CACHE_S` seconds at most."""
 
-    def __init__(self, store: KeyStore, settings: Settings) -> None:
+    def __init__(self, store: KeyStore) -> None:
         self._store = store
-        self._settings = settings
         self._cached: tuple[float, Access] | None = None
 
     def access(self) -> Access:
@@ -91,29 +82,17 @@ class Guard:
         self._cached = (asked, access)
         return access
 
+    def forget(self) -> None:
+        """Read them anew at the next call."""
+        self._cached = None
+
     def _say(self, access: Access) -> None:
         if access.configured:
             log.info("calls need an API key", keys=len(access.keys))
         else:
-            log.warning(f"no API key is configured: only callers on this machine are answered; {MAKE_KEY}")
+            log.warning(f"no API key is configured, so every call is refused: {MAKE_KEY}")
 
-    def check_start(self) -> None:
-        """Refuse to listen beyond this machine while there is no key.
-
-        Raises:
-            SettingsError: There is none, and the address is not loopback.
-            redis.RedisError: Whether there is one cannot be read. Each call is checked again, so a gateway
-                that starts all the same opens nothing.
-        """
-        access = self.access()
-        host = self._settings.gateway_host
-        if not access.configured and not _loopback_name(host):
-            raise SettingsError(
-                f"ROLLOUT_GATEWAY_HOST={host} is open to other machines and no API key is configured: "
-                f"{MAKE_KEY}, or set it to 127.0.0.1"
-            )
-
-    def identify(self, scope: Scope, *, or_loopback: bool = False) -> Caller:
+    def identify(self, scope: Scope) -> Caller:
         """The caller of the request under way.
 
         Raises:
@@ -121,13 +100,6 @@ class Guard:
         """
         access = self.access()
         header = request.headers.get("Authorization")
-        if not access.configured or (or_loopback and header is None):
-            obstacle = self._not_local()
-            if obstacle is None:
-                return Caller(access.tenant(DEFAULT_TENANT), None)
-            if not access.configured:
-                detail = f"no API key is configured, so only calls from this machine are answered: {obstacle}"
-                raise ApiProblem(403, "Calls from this machine only", f"{detail}; {MAKE_KEY}")
         key = _key(access, header)
         if not key.may(scope):
             held = ", ".join(sorted(key.scopes)) or "none"
@@ -145,46 +117,8 @@ class Guard:
         Raises:
             redis.RedisError: It cannot be told.
         """
-        access = self.access()
-        if caller.key is None:
-            return not access.configured
-        key = access.keys.get(caller.key.id)
+        key = self.access().keys.get(caller.key.id)
         return key is not None and key.state(time.time()) in WORKING
-
-    def _not_local(self) -> str | None:
-        """Why the call under way does not come from this machine, or None."""
-        host = self._settings.gateway_host
-        if not _loopback_name(host):
-            return f"the gateway is set to listen on {host}"
-        if not _loopback_address(request.remote_addr or ""):
-            return f"this one comes from {request.remote_addr or 'an unknown address'}"
-        for name in FORWARDED:
-            if name in request.headers:
-                return f"this one was passed on by a proxy (header {name})"
-        # A web page whose name was made to point here would have the reader's browser call for it.
-        if not _loopback_name(_host_name(request.headers.get("Host", ""))):
-            return "its Host header names another machine"
-        return None
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _loopback_name(host: str) -> bool:
-    return host == "localhost" or host.endswith(".localhost") or _loopback_address(host)
-
-
-def _loopback_address(address: str) -> bool:
-    try:
-        parsed = ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
 
 
 def _challenge(error: str | None = None, scope: Scope | None = None) -> Mapping[str, str]:
@@ -200,6 +134,8 @@ def _challenge(error: str | None = None, scope: Scope | None = None) -> Mapping[
 def _key(access: Access, header: str | None) -> ApiKey:
     """The key that a header carries. What it carries is never repeated: it may be a secret."""
     expected = "send `Authorization: Bearer rlt_…`; the client takes the key from ROLLOUT_API_KEY"
+    if not access.configured:
+        expected += f". No key was ever made here: {MAKE_KEY}"
     if header is None:
         raise ApiProblem(401, "API key missing", expected, headers=_challenge())
     scheme, _, text = header[: MAX_HEADER + 1].partition(" ")
@@ -231,19 +167,14 @@ def register(app: Flask, guard: Guard) -> None:
         if scope is None:
             return
         g.checked_at = time.monotonic()
-        g.caller = guard.identify(scope, or_loopback=getattr(view, "or_loopback", False))
+        g.caller = guard.identify(scope)
         structlog.contextvars.bind_contextvars(tenant=g.caller.tenant.name)
 
     @app.after_request
     def _check_again(response: Response) -> Response:
         # A long-poll whose key was revoked meanwhile must not answer. What a POST did is done.
         me = g.get("caller")
-        if (
-            me is None
-            or me.key is None
-            or request.method != "GET"
-            or time.monotonic() - g.checked_at < CACHE_S
-        ):
+        if me is None or request.method != "GET" or time.monotonic() - g.checked_at < CACHE_S:
             return response
         try:
             if guard.holds(me):

@@ -96,7 +96,7 @@ class Gateway:
             ),
             dispatcher=Dispatcher(celery, rollouts),
             tasks=TaskChecker(fleet),
-            guard=Guard(KeyStore(client), settings),
+            guard=Guard(KeyStore(client)),
             tenants=TenantStore(client),
             jobs=JobStore(client),
             prorl=ProrlStore(client),

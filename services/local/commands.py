@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from rollout.errors import RolloutError
-from services.local import paths, plan
+from services.local import keys, paths, plan
 from services.local.demo import demo as run_demo
 from services.local.errors import StackError
 from services.local.plan import Options
@@ -101,7 +101,10 @@ def up(
     with _guarded():
         record = stack.up(options)
         click.echo(f"up after {time.monotonic() - begun:.1f} s. Logs: {options.state_dir / 'logs'}")
-        click.echo(f"export ROLLOUT_URL={record.url}")
+        click.echo(
+            "Clients of this account find it and its key by themselves; others need\n"
+            f"export ROLLOUT_URL={record.url} ROLLOUT_API_KEY=$(cat {options.state_dir / keys.FILE})"
+        )
         if foreground:
             try:
                 stack.wait()

@@ -47,7 +47,7 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
             Options(directory, private_ports=True, require_sandbox=True, sandbox_runtime=sandbox_runtime)
         )
         try:
-            fine = _run(record.url, requests, console)
+            fine = _run(record.url, stack.api_key, requests, console)
             console.print(f"gateway  {record.url}\nflower   {record.flower_url}", highlight=False)
         finally:
             ended = stack.down()
@@ -66,8 +66,8 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
     return fine
 
 
-def _run(url: str, requests: list[RolloutRequest], console: Console) -> bool:
-    with Client(url) as client:
+def _run(url: str, key: str, requests: list[RolloutRequest], console: Console) -> bool:
+    with Client(url, api_key=key) as client:
         begun = time.monotonic()
         results = client.run(requests, TIMEOUT_S, progress=True)
         seconds = time.monotonic() - begun

@@ -20,7 +20,7 @@ import httpx
 
 from rollout.client import KEY_VARIABLE, Client, RolloutError
 from services import flower
-from services.local import paths, plan, ports, redis
+from services.local import keys, paths, plan, ports, redis
 from services.local.errors import StackError
 from services.local.plan import Options, Part
 from services.local.processes import MARK, SANDBOX_MARK, Process, end, end_marked, spawn, tail
@@ -54,6 +54,8 @@ class Stack:
         self._file = state_dir / "stack.json"
         self._logs = state_dir / "logs"
         self._taken: set[int] = set()
+        self.api_key = ""
+        """Of the scope admin, made by `up`."""
 
     # ------------------------------------------------------------------------------ up
 
@@ -96,6 +98,8 @@ class Stack:
         env = self._environment(options, port)
         self._prepare_flower(options, settings, env)
         env["ROLLOUT_REDIS_URL"] = self._start_redis(env)
+        self.api_key = keys.accepted(env["ROLLOUT_REDIS_URL"], self.dir)
+        keys.announce(self.dir, record.url, self.api_key, private=options.private_ports)
 
         # All at once: most of their time is imports, and each waits for the others by itself.
         begun = time.monotonic()
@@ -235,7 +239,7 @@ class Stack:
     def _register(self, url: str) -> None:
         begun = time.monotonic()
         try:
-            with Client(self.record.url) as client:
+            with Client(self.record.url, api_key=self.api_key) as client:
                 backend = client.add_backend(url)
         except RolloutError as error:
             raise StackError(f"backend {url} could not be registered: {error}") from error
@@ -245,7 +249,7 @@ class Stack:
         return ", ".join(f"{stage} {options.slots_of(stage, settings)}" for stage in plan.STAGES) + " slots"
 
     def _fleets_missing(self) -> str | None:
-        with Client(self.record.url, timeout=5.0) as client:
+        with Client(self.record.url, timeout=5.0, api_key=self.api_key) as client:
             said = client.ready()
         return None if said["ready"] else str(said.get("missing") or said)
 
@@ -309,6 +313,7 @@ class Stack:
 
     def _end(self, record: Record) -> Ended:
         """Fleets first, for they hand back their rollouts through Redis; Redis last."""
+        keys.withdraw(self.dir)
         by_name = {process.name: process for process in record.processes}
         fleets = [process for process in record.processes if process.name.endswith("fleet")]
         rest = [by_name[name] for name in ("flower", "backend", "gateway") if name in by_name]

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from services.slurm.errors import SlurmError
+from services.state.api_keys import new_text
 
 STARTING, UP, DRAINING, DOWN = "starting", "up", "draining", "down"
 """States of a head or member. A head that starts has its Redis already, which is all that nodes need. A job
@@ -174,7 +175,7 @@ class RunDir:
 
     def api_key(self) -> str:
         """The key of the operator, made at the first call."""
-        return self._secret(self.key_file, lambda: f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}")
+        return self._secret(self.key_file, new_text)
 
     def _secret(self, path: Path, make: Callable[[], str]) -> str:
         if not path.exists():

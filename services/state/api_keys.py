@@ -32,6 +32,8 @@ class Scope(StrEnum):
     SUBMIT = "submit"
     """Submit and cancel rollouts."""
     READ = "read"
+    METRICS = "metrics"
+    """Scrape `/metrics`, which tells of all tenants."""
     ADMIN = "admin"
     """Everything, also what all tenants share: backends, policy, metrics, other tenants' rollouts."""
 
@@ -68,6 +70,11 @@ class ApiKey(BaseModel):
         if self.expires_at is not None and now >= self.expires_at:
             return "expired"
         return "replaced" if self.replaced_by else "active"
+
+
+def new_text() -> str:
+    """A key that nobody has."""
+    return f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}"
 
 
 def _digest(secret: str) -> str:
@@ -132,7 +139,7 @@ class KeyStore:
         except ValueError as error:
             raise KeyProblem(str(error)) from None
         given = text is not None
-        text = text or f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}"
+        text = new_text() if text is None else text
         parts = FORMAT.fullmatch(text)
         if parts is None:
             # Not shown: it is a secret, if perhaps one with a typing error.

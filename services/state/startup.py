@@ -38,8 +38,9 @@ def risks(info: dict[str, Any]) -> list[str]:
         )
     if info.get("role") == "slave":
         raise UnfitRedis(
-            f"this Redis is a replica of {info.get('master_host')}:{info.get('master_port')}: give the "
-            "master's address in ROLLOUT_REDIS_URL, or sentinel://… which finds it"
+            # Callers without a key see this: no addresses.
+            "this Redis is a replica: give the master's address in ROLLOUT_REDIS_URL (`redis-cli info "
+            "replication` has it), or sentinel://… which finds it"
         )
     found = []
     policy = info.get("maxmemory_policy", "noeviction")

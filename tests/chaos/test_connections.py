@@ -14,6 +14,7 @@ import redis
 
 from rollout.schema import RolloutRequest, State, new_id
 from tests.chaos.harness import LONG, PATIENCE_S, STAGES
+from tests.helpers.keys import HEADER, http
 from tests.helpers.stack import wait_until
 
 LEASES = 50
@@ -89,7 +90,7 @@ def test_a_gateway_killed_while_it_accepts_creates_nothing_twice_when_asked_agai
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             try:
-                answer = httpx.post(f"{chaos.url}/v1/rollouts", json=body, timeout=10)
+                answer = http.post(f"{chaos.url}/v1/rollouts", json=body, timeout=10)
                 if answer.status_code == 202:
                     assert [one["id"] for one in answer.json()["rollouts"]] == chunk
                     return
@@ -122,9 +123,9 @@ def test_clients_that_leave_their_long_polls_hold_nothing(chaos):
     (rollout_id,) = chaos.submit(1, gates)
     for _ in range(40):
         with socket.create_connection(("127.0.0.1", chaos.port)) as raw:
-            raw.sendall(f"GET /v1/rollouts/{rollout_id}?wait=3 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            raw.sendall(f"GET /v1/rollouts/{rollout_id}?wait=3 HTTP/1.1\r\nHost: x\r\n{HEADER}\r\n".encode())
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    assert httpx.get(f"{chaos.url}/health", timeout=PATIENCE_S).status_code == 200
+    assert http.get(f"{chaos.url}/health", timeout=PATIENCE_S).status_code == 200
     for stage in STAGES:
         (gates / stage).touch()
     chaos.require_exact([rollout_id])

@@ -18,6 +18,7 @@ import httpx
 import redis
 
 from rollout.client import Client
+from tests.helpers.keys import accept_key
 from tests.helpers.llm_servers import end_with_parent
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Stack:
         self.directory = directory
         self.sandbox_dir = sandbox_dir
         self.redis = redis or RedisServer(directory)
+        accept_key(self.redis.url)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.env = {

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from tests.helpers.keys import HEADER
+
 CONNECT_S = 60.0
 
 
@@ -38,7 +40,7 @@ class Waiters:
         """Monotonic time of the last byte of each; None = nothing came yet."""
         for number, path in enumerate(paths):
             one = socket.create_connection((host, port), CONNECT_S)
-            one.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            one.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n{HEADER}\r\n".encode())
             one.setblocking(False)
             self._selector.register(one, selectors.EVENT_READ, number)
             self._sockets.append(one)

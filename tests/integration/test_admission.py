@@ -7,7 +7,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 import structlog
 from click.testing import CliRunner
@@ -23,6 +22,7 @@ from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
+from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
 from workers.admission import LEAST_AHEAD, Admission
@@ -53,7 +53,7 @@ class Service:
 
     def metric(self, line):
         """The value of one line of /metrics."""
-        text = httpx.get(f"{self.stack.url}/metrics").text
+        text = http.get(f"{self.stack.url}/metrics").text
         found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else None
 

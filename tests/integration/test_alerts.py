@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 
-import httpx
 import promql_parser
 import pytest
 import yaml
@@ -14,6 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.schema import RolloutRequest
+from tests.helpers.keys import http
 from tests.helpers.stack import ROOT, wait_until
 from workers.metrics import WorkerMetrics
 
@@ -48,9 +48,9 @@ def metrics(stack):
     url = f"{stack.url}/metrics"
     # Workers pass on what the sandbox hosts say, and the backend's numbers, every few seconds.
     for name in ("rollout_sandbox_events_total", "rollout_backend_generation_tokens_total"):
-        wait_until(lambda name=name: f"{name}{{" in httpx.get(url).text, 60, name)
+        wait_until(lambda name=name: f"{name}{{" in http.get(url).text, 60, name)
     worker = generate_latest(WorkerMetrics(lambda: []).registry).decode()
-    return of_text(httpx.get(url).text) | of_text(worker)
+    return of_text(http.get(url).text) | of_text(worker)
 
 
 @pytest.fixture(scope="module")

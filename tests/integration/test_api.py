@@ -6,17 +6,17 @@ import re
 import threading
 import time
 
-import httpx
 import pytest
 
 from rollout.schema import CompletionPage, RolloutPage, RolloutRequest, State
 from services.gateway.app import create_app
 from services.settings import Settings
+from tests.helpers.keys import http
 from tests.helpers.stack import wait_until
 
 
 def get(stack, path, **params):
-    return httpx.get(stack.url + path, params=params, timeout=70)
+    return http.get(stack.url + path, params=params, timeout=70)
 
 
 def test_a_long_poll_answers_when_the_rollout_ends_and_not_later(stack, client):
@@ -154,7 +154,7 @@ def test_the_openapi_document_has_every_route_and_no_other(stack):
         if rule.endpoint != "static"
     }
     assert described == served
-    refs = set(re.findall(r"#/components/schemas/(\w+)", httpx.get(f"{stack.url}/openapi.json").text))
+    refs = set(re.findall(r"#/components/schemas/(\w+)", http.get(f"{stack.url}/openapi.json").text))
     assert refs <= set(document["components"]["schemas"])
 
 
@@ -174,4 +174,4 @@ def test_a_thousand_rollouts_fit_into_one_call_and_a_thousand_and_one_do_not(cli
     ended = [item.state for item in client.stream(tag="thousand", ids=[one.id for one in submitted])]
     assert ended == [State.COMPLETED] * 1000
     body = {"requests": [{"handler": "noop", "n": 1000}, {"handler": "noop"}]}
-    assert httpx.post(f"{stack.url}/v1/rollouts", json=body).status_code == 400
+    assert http.post(f"{stack.url}/v1/rollouts", json=body).status_code == 400

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -23,6 +22,7 @@ from services.state.autoscale import AutoscaleStore
 from services.state.fleet import FleetStore, NodeAdmission
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
+from tests.helpers.keys import http
 from tests.helpers.stack import NODE, wait_until
 
 PATIENCE_S = 60
@@ -211,7 +211,7 @@ def test_slots_of_a_real_worker_follow_the_queue_and_the_metrics_say_so(stack):
         wait_until(lambda: stack.redis.client.llen("run") == 5, PATIENCE_S, "five that wait for RUN")
         wait_until(lambda: (one.tick(2.0), slots() >= 7)[1], PATIENCE_S, "slots for all")
         wait_until(lambda: stack.client.status()["states"]["running"] >= 7, PATIENCE_S, "all to run")
-        metrics = httpx.get(f"{stack.url}/metrics").text
+        metrics = http.get(f"{stack.url}/metrics").text
         assert 'rollout_autoscale_need_slots{stage="run"}' in metrics
         assert 'rollout_autoscale_actions_total{action="slots_raised"} 5.0' in metrics
     finally:

@@ -12,6 +12,7 @@ from services.gateway.app import create_app
 from services.gateway.context import EXTENSION
 from services.settings import Settings
 from tests.helpers.described import SGLANG, describing
+from tests.helpers.keys import keyed
 from tests.helpers.llm_servers import free_port
 from tests.helpers.stack import RedisServer
 
@@ -35,7 +36,7 @@ def store(app):
 
 @pytest.fixture
 def api(app, store):
-    return app.test_client()
+    return keyed(app)
 
 
 def added(api, url, **fields) -> Backend:

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 
-import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -16,6 +15,7 @@ from rollout.batch import BatchRequest, BatchState, FilterSpec, Verdict
 from rollout.cli import main
 from rollout.client import ApiError, AsyncClient
 from rollout.schema import RolloutRequest, new_id
+from tests.helpers.keys import http
 from tests.helpers.stack import Stack, wait_until
 
 
@@ -89,7 +89,7 @@ def test_an_open_batch_takes_prompts_while_it_runs_each_call_once(stack, batches
     reader.start()
     body = {"id": "first", "prompts": [prompt(rewards=[0, 1]).model_dump(mode="json", exclude_defaults=True)]}
     for _ in range(3):
-        answer = httpx.post(f"{stack.url}/v1/batches/{made.id}/prompts", json=body)
+        answer = http.post(f"{stack.url}/v1/batches/{made.id}/prompts", json=body)
         assert answer.status_code == 200, answer.text
     wait_until(lambda: len(got) == 1, 30, "the first group")
     assert batches.get(made.id).started == 1
@@ -203,7 +203,7 @@ def test_the_same_id_is_the_same_batch_and_another_body_is_refused(batches):
 )
 def test_a_bad_batch_names_the_field_and_starts_nothing(stack, batches, body, field):
     before = len(batches.list(1000))
-    answer = httpx.post(f"{stack.url}/v1/batches", json=body)
+    answer = http.post(f"{stack.url}/v1/batches", json=body)
     assert answer.status_code == 400, answer.text
     assert [error["field"] for error in answer.json()["errors"]] == [field]
     assert len(batches.list(1000)) == before
@@ -217,9 +217,9 @@ def test_a_batch_that_is_not_there_is_404_everywhere(stack):
         ("POST", "/pause"),
         ("POST", "/cancel"),
     ):
-        answer = httpx.request(method, f"{stack.url}/v1/batches/no-such{path}")
+        answer = http.request(method, f"{stack.url}/v1/batches/no-such{path}")
         assert answer.status_code == 404 and answer.json()["title"] == "No such batch"
-    assert httpx.post(f"{stack.url}/v1/batches/no-such/prompts", json={"prompts": []}).status_code == 404
+    assert http.post(f"{stack.url}/v1/batches/no-such/prompts", json={"prompts": []}).status_code == 404
 
 
 def test_a_filter_of_the_workers_is_known_to_the_gateway(stack, batches):
@@ -237,7 +237,7 @@ def test_batches_are_counted_in_metrics_and_shown_by_the_command(stack, batches)
         BatchRequest(prompts=[prompt(rewards=[0, 1]), prompt(rewards=[1, 1])], n=2, groups=2)
     )
     assert batches.get(made.id, wait=30).state is BatchState.EXHAUSTED
-    text = httpx.get(f"{stack.url}/metrics").text
+    text = http.get(f"{stack.url}/metrics").text
     for line in (
         'rollout_batches_ended_total{state="exhausted"}',
         'rollout_batch_groups_total{verdict="kept"}',

@@ -7,12 +7,12 @@ import re
 import socket
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from rollout.schema import Rollout, State
 from services.state.fleet import FleetStore
 from tests.helpers.fake_engine import fake_engine
+from tests.helpers.keys import HEADER, http
 from tests.helpers.nemo_gym_client import GymClient, check_response
 from tests.helpers.policy_script import VARIABLE, Plans
 from tests.helpers.prorl_client import Process, ProrlClient, turns
@@ -173,14 +173,14 @@ def hang_up(stack: Stack, body: str) -> None:
     """Send a `/process`, wait until it is parked, and go."""
     before = waiters(stack)
     with socket.create_connection(("127.0.0.1", stack.port)) as one:
-        head = "POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = "POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + HEADER
         one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         wait_until(lambda: waiters(stack) == before + 1, PATIENCE_S, "it to wait")
     wait_until(lambda: waiters(stack) == before, PATIENCE_S, "its place to be free")
 
 
 def waiters(stack: Stack) -> int:
-    text = httpx.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text
+    text = http.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text
     return next(int(float(found)) for found in re.findall(r"^rollout_gateway_waiters (\S+)$", text, re.M))
 
 
@@ -189,7 +189,7 @@ def waiters(stack: Stack) -> int:
 
 def test_a_prorl_client_gets_every_token_by_changing_the_url_only(service, trainer):
     assert trainer.post("/start").status_code == 400, "it runs, and clients take 400 for fine"
-    assert httpx.get(f"{service.url}/health").status_code == 200
+    assert http.get(f"{service.url}/health").status_code == 200
     assert trainer.status()["llm_servers"] == [service.address]
     instance = {
         "data_source": "deepscaler",
@@ -299,7 +299,7 @@ def test_without_an_llm_server_a_job_is_filtered_and_another_one_helps(service, 
 
 
 def test_a_gym_collector_gets_contiguous_tokens_and_a_reward(service, collector):
-    assert httpx.get(f"{service.url}/").status_code == 200
+    assert http.get(f"{service.url}/").status_code == 200
     text = service.asks("gym-sum", *SOLVED)
     found = collector.run(text, "math", task=1, rollout=2, expected_answer=7)
     assert (found["reward"], found["reward_components"]["correct"]) == (1.0, 1.0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
 from rollout.client import ApiError
 from rollout.schema import RolloutRequest, State, new_id
+from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
 
 
 def post(stack, content, content_type="application/json"):
-    return httpx.post(f"{stack.url}/v1/rollouts", content=content, headers={"Content-Type": content_type})
+    return http.post(f"{stack.url}/v1/rollouts", content=content, headers={"Content-Type": content_type})
 
 
 def problem(response):
@@ -40,7 +40,7 @@ def problem(response):
 )
 def test_a_bad_request_names_the_field_and_enqueues_nothing(stack, client, body, field):
     before = client.status()["states"]
-    response = httpx.post(f"{stack.url}/v1/rollouts", json=body)
+    response = http.post(f"{stack.url}/v1/rollouts", json=body)
     assert response.status_code == 400
     assert field in [error["field"] for error in problem(response)["errors"]]
     assert sum(client.status()["states"].values()) == sum(before.values())
@@ -59,10 +59,10 @@ def test_a_body_over_the_limit_is_refused(stack):
 
 
 def test_paths_and_methods_that_do_not_exist_are_problems_too(stack):
-    assert problem(httpx.get(f"{stack.url}/v1/nothing"))["status"] == 404
-    assert problem(httpx.delete(f"{stack.url}/v1/rollouts"))["status"] == 405
-    assert problem(httpx.get(f"{stack.url}/v1/rollouts/no-such"))["status"] == 404
-    assert problem(httpx.post(f"{stack.url}/v1/rollouts/no-such/cancel"))["status"] == 404
+    assert problem(http.get(f"{stack.url}/v1/nothing"))["status"] == 404
+    assert problem(http.delete(f"{stack.url}/v1/rollouts"))["status"] == 405
+    assert problem(http.get(f"{stack.url}/v1/rollouts/no-such"))["status"] == 404
+    assert problem(http.post(f"{stack.url}/v1/rollouts/no-such/cancel"))["status"] == 404
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_paths_and_methods_that_do_not_exist_are_problems_too(stack):
 )
 def test_a_bad_query_parameter_is_named(stack, client, query):
     (new,) = client.submit(RolloutRequest(handler="noop"))
-    response = httpx.get(f"{stack.url}/v1/rollouts/{new.id}?{query}")
+    response = http.get(f"{stack.url}/v1/rollouts/{new.id}?{query}")
     assert problem(response)["errors"][0]["field"] == query.split("=")[0]
 
 

@@ -10,7 +10,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import httpx
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,6 +25,7 @@ from services.state.fleet import FleetStore, NodeAdmission
 from services.state.observations import BUCKETS_S, Observations
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
+from tests.helpers.keys import http, keyed
 from tests.helpers.stack import NODE, ROOT, Stack, free_port, wait_until
 
 DOCUMENTED = ROOT / "docs" / "observability.md"
@@ -132,7 +132,7 @@ def test_lost_leases_and_reasons_of_drops_are_counted(store, server):
         store.overdue()
     assert store.get(rollout_id).state is State.FAILED
     store.cancel(submitted(store))
-    text = create_app(Settings(redis_url=server.url)).test_client().get("/metrics").text
+    text = keyed(create_app(Settings(redis_url=server.url))).get("/metrics").text
     assert re.search(r'^rollout_leases_lost_total{stage="init"} 2\.0$', text, re.MULTILINE)
     assert re.search(r'^rollout_dropped_total{reason="worker lost"} 1\.0$', text, re.MULTILINE)
     assert re.search(r'^rollout_dropped_total{reason="cancelled"} 1\.0$', text, re.MULTILINE)
@@ -185,7 +185,7 @@ def test_a_redis_that_may_lose_data_shows(store, server):
 
 
 def exposed(settings):
-    text = create_app(settings).test_client().get("/metrics").text
+    text = keyed(create_app(settings)).get("/metrics").text
     families = text_string_to_metric_families(text)
     # When a counter began is no metric of its own.
     return {family.name: family for family in families if not family.name.endswith("_created")}
@@ -348,9 +348,9 @@ def test_every_line_of_a_stage_says_whose_it_is(service):
 
 
 def test_every_request_has_an_id_and_a_line(service):
-    answer = httpx.get(f"{service.url}/v1/rollouts/nobody", headers={"X-Request-ID": "mine-1"})
+    answer = http.get(f"{service.url}/v1/rollouts/nobody", headers={"X-Request-ID": "mine-1"})
     assert answer.headers["X-Request-ID"] == "mine-1"
-    forged = httpx.get(f"{service.url}/v1/status", headers={"X-Request-ID": "x y {"})
+    forged = http.get(f"{service.url}/v1/status", headers={"X-Request-ID": "x y {"})
     assert re.fullmatch(r"[0-9a-f]{16}", forged.headers["X-Request-ID"])
 
     def line():
@@ -367,7 +367,7 @@ def test_a_worker_shows_its_own_metrics(service):
     (new,) = service.client.submit(RolloutRequest(handler="noop", task={"run_s": 600}))
 
     def value(name):
-        found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(url).text, re.MULTILINE)
+        found = re.search(rf"^{re.escape(name)} (\S+)$", http.get(url).text, re.MULTILINE)
         return float(found.group(1)) if found else 0.0
 
     wait_until(lambda: value('rollout_worker_held{stage="run"}') == 1, 60, "the rollout in hand")

@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from services.gateway import openapi
 from services.state.fleet import FleetStore
+from tests.helpers.keys import HEADERS
 from tests.helpers.stack import Stack
 from workers.handlers.noop import Noop
 
@@ -69,7 +70,7 @@ def test_every_answer_is_documented_and_none_is_a_server_error(gateway, method, 
     @given(case=cases)
     def ask(case):
         tame(case)
-        answer = case.call(base_url=stack.url, timeout=60)
+        answer = case.call(base_url=stack.url, timeout=60, headers=HEADERS)
         assert answer.status_code in documented, f"{answer.status_code} is not documented: {answer.text}"
         assert answer.status_code < 500 or path == "/ready", answer.text
         case.validate_response(answer, checks=[content_type_conformance, response_schema_conformance])

@@ -20,6 +20,7 @@ from rollout.schema import Backend, Rollout, RolloutRequest, State
 from services.state.backends import BackendStore
 from tests.helpers import llm_reference
 from tests.helpers.checkpoints import canary, endless_copy
+from tests.helpers.keys import http
 from tests.helpers.llm_servers import LLMServer, embedded_server
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import Process, Stack, free_port, wait_until
@@ -136,7 +137,7 @@ def test_an_update_reaches_every_backend_and_is_checked_against_the_trainer(sett
     assert status.history[0] == update
     # A trainer that lost the answer asks again and gets the same update.
     assert settled.update("step-1", settled.new).id == update.id
-    exposition = httpx.get(settled.stack.url + "/metrics").text
+    exposition = http.get(settled.stack.url + "/metrics").text
     assert 'rollout_policy_info{version="step-1"} 1.0' in exposition
     assert 'rollout_policy_updates_total{outcome="done"}' in exposition
 
@@ -281,10 +282,10 @@ def test_what_cannot_be_is_refused_and_nothing_begins(settled):
     ]
     before = settled.client.policy()
     for body, field in bad:
-        answer = httpx.post(settled.stack.url + "/v1/policy", json=body)
+        answer = http.post(settled.stack.url + "/v1/policy", json=body)
         assert answer.status_code == 400, (body, answer.text)
         assert any(error["field"].startswith(field) for error in answer.json()["errors"]), answer.text
-    assert httpx.get(settled.stack.url + "/v1/policy/updates/none").status_code == 404
+    assert http.get(settled.stack.url + "/v1/policy/updates/none").status_code == 404
     assert settled.client.policy() == before
 
 

@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 import redis
 
@@ -25,6 +24,7 @@ from services.state.fleet import FleetStore
 from services.state.migration import SchemaError, ensure
 from services.state.redis import connect
 from services.state.startup import UnfitRedis, prepare, risks
+from tests.helpers.keys import http, keyed
 from tests.helpers.sentinel import PASSWORD, RedisGroup
 from tests.helpers.stack import Process, Stack, free_port, redis_binary, wait_until
 
@@ -67,7 +67,7 @@ def test_what_endangers_the_data_is_said_with_its_remedy(info, says):
     ("info", "says"),
     [
         ({"redis_version": "6.0.16"}, "6.0.16 is too old: the service needs 6.2 or later"),
-        ({"role": "slave", "master_host": "m", "master_port": 1}, "replica of m:1"),
+        ({"role": "slave", "master_host": "m", "master_port": 1}, "is a replica"),
         ({"cluster_enabled": 1}, "node of a cluster"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_risky_redis_is_a_loud_warning_and_in_strict_mode_a_refusal(client, se
         said = capfd.readouterr().err
         assert "REDIS MAY LOSE DATA: maxmemory-policy is allkeys-lru" in said
         assert "REDIS MAY LOSE DATA: the append-only file is off" in said
-        assert app.test_client().get("/v1/status").status_code == 200
+        assert keyed(app).get("/v1/status").status_code == 200
         with pytest.raises(UnfitRedis, match="ROLLOUT_REDIS_STRICT"):
             create_app(Settings(redis_url=server.url, redis_strict=True))
         with pytest.raises(UnfitRedis, match="ROLLOUT_REDIS_STRICT"):
@@ -140,7 +140,7 @@ def test_a_newer_layout_is_refused_by_the_gateway_and_told_when_it_comes_late(cl
     client.set(keys.SCHEMA_VERSION, 99)
     with pytest.raises(SchemaError, match=r"schema version 99.*newer release"):
         create_app(Settings(redis_url=server.url))
-    assert app.test_client().get("/v1/status").status_code == 200, "it was checked before"
+    assert keyed(app).get("/v1/status").status_code == 200, "it was checked before"
     # One that started before its Redis finds out at the first request.
     gate = late.extensions["rollout"]
     gate.start._client = client
@@ -359,10 +359,10 @@ def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(servic
     wait_until(lambda: len(ids) >= 30, 60, "some to be acknowledged")
     service.redis.kill()
     known = len(ids)
-    answer = httpx.get(f"{service.url}/ready", timeout=60)
+    answer = http.get(f"{service.url}/ready", timeout=60)
     assert answer.status_code == 503
     assert "Redis does not answer" in answer.json()["missing"][0]
-    assert httpx.get(f"{service.url}/health", timeout=60).status_code == 200
+    assert http.get(f"{service.url}/health", timeout=60).status_code == 200
     service.redis = service.redis.restarted()
     thread.join()
     # The process was killed, not the machine: the kernel has every write that was acknowledged.
@@ -370,7 +370,7 @@ def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(servic
     assert known >= 30 and len(ids) == 100
     assert {one.state for one in ended} == {State.COMPLETED}
     assert {one.reward for one in ended} == {1.0}
-    wait_until(lambda: httpx.get(f"{service.url}/ready").status_code == 200, 60, "the gateway to be ready")
+    wait_until(lambda: http.get(f"{service.url}/ready").status_code == 200, 60, "the gateway to be ready")
     assert alive(service)
 
 

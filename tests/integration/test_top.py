@@ -15,7 +15,6 @@ import sys
 import termios
 import time
 
-import httpx
 import pytest
 
 from rollout.client import ApiError, Client
@@ -23,6 +22,7 @@ from rollout.fleet import Fleet
 from rollout.schema import RolloutRequest
 from services.state.api_keys import KeyStore, Scope
 from services.state.fleet import FleetStore, NodeAdmission
+from tests.helpers.keys import http
 from tests.helpers.stack import NODE, ROOT, RedisServer, Stack, wait_until
 
 COMMAND = [sys.executable, "-m", "rollout.cli", "top"]
@@ -210,7 +210,7 @@ def test_the_fleet_tells_of_workers_nodes_and_room(bare):
     store.put_admission("n1", NodeAdmission({"disk": "1 MiB of disk"}, True, 9, 9, 5 << 30, 6 << 30))
     store.put_node("n1", {"claimed": 5, "warm": 1})
     try:
-        fleet = Fleet.model_validate(httpx.get(f"{bare.url}/v1/fleet").json())
+        fleet = Fleet.model_validate(http.get(f"{bare.url}/v1/fleet").json())
     finally:
         for name in ("run@n1", "init@n1", "all@n2"):
             store.leave(name)
@@ -226,7 +226,7 @@ def test_the_fleet_tells_of_workers_nodes_and_room(bare):
     assert (one.stopped, one.waits_for_run) == (["1 MiB of disk"], True)
     assert (two.node, two.stages, two.sandboxes, two.free_disk) == ("n2", ["init", "run", "eval"], None, None)
     assert {worker.name: worker.slots_limit for worker in fleet.workers}["run@n1"] == 16
-    assert httpx.get(f"{bare.url}/v1/fleet?node=n1").status_code == 400
+    assert http.get(f"{bare.url}/v1/fleet?node=n1").status_code == 400
 
 
 def test_a_key_shows_its_own_tenant_and_an_admin_s_all(bare, terminal):

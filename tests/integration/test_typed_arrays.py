@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import httpx
 import numpy as np
 import pytest
 from redis.client import NEVER_DECODE
@@ -20,6 +19,7 @@ from services.settings import Settings
 from services.state import keys, payloads, reading
 from services.state.reading import RolloutReader
 from services.state.redis import connect
+from tests.helpers.keys import http
 
 MSGPACK = {"Accept": "application/msgpack"}
 
@@ -49,7 +49,7 @@ def as_json(stack):
 
 
 def test_a_rollout_is_the_same_over_both_wires(stack, as_json, done):
-    answer = httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK)
+    answer = http.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK)
     assert answer.headers["content-type"] == "application/msgpack" and "Accept" in answer.headers["vary"]
     typed, plain = stack.client.get(done.id), as_json.get(done.id)
     assert typed == plain and typed.trajectory == done.trajectory
@@ -121,7 +121,7 @@ def test_what_was_stored_otherwise_is_read_over_both_wires(stack, as_json, done,
         assert wire.is_record(payloads.encode_trajectory(left)) == (form != "wide ids")
         assert stack.client.get(done.id).trajectory == as_json.get(done.id).trajectory == left
         _, records = wire.unpack_answer(
-            httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK).content
+            http.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK).content
         )
         assert list(records) == ([] if form == "wide ids" else [done.id])
     finally:
@@ -159,7 +159,7 @@ def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, d
     store.hset(keys.record(done.id), "record_bytes", len(large))
     try:
         for _ in range(Settings().gateway_threads + 20):
-            with httpx.stream("GET", f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK) as answer:
+            with http.stream("GET", f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK) as answer:
                 assert int(answer.headers["content-length"]) > len(large)
                 next(answer.iter_raw(1))
         assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000
@@ -196,12 +196,12 @@ def test_records_are_asked_of_redis_in_parts(stack, store, monkeypatch):
     ],
 )
 def test_json_is_what_comes_unless_the_reader_prefers_arrays(stack, done, accept, expected):
-    answer = httpx.get(f"{stack.url}/v1/rollouts/{done.id}", headers={"Accept": accept})
+    answer = http.get(f"{stack.url}/v1/rollouts/{done.id}", headers={"Accept": accept})
     assert answer.headers["content-type"] == expected
 
 
 def test_a_problem_is_json_whatever_is_accepted(stack):
-    answer = httpx.get(f"{stack.url}/v1/rollouts/absent", headers=MSGPACK)
+    answer = http.get(f"{stack.url}/v1/rollouts/absent", headers=MSGPACK)
     assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
     assert "absent" in answer.json()["detail"]
 

@@ -13,7 +13,6 @@ import threading
 import time
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 import pytest
 
@@ -21,6 +20,7 @@ from rollout.client import Client
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
 from tests.helpers.gateways import started_gateway
+from tests.helpers.keys import HEADER, http
 from tests.helpers.stack import Stack, free_port, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
@@ -68,7 +68,7 @@ def submitted(process, count, tag):
 
 
 def waiting(process):
-    text = httpx.get(f"{process.url}/metrics", timeout=PATIENCE_S).text
+    text = http.get(f"{process.url}/metrics", timeout=PATIENCE_S).text
     return next(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(GAUGE))
 
 
@@ -132,7 +132,7 @@ def test_all_that_wait_share_one_connection_to_redis(service, usual):
 
 def test_a_connection_serves_on_after_its_wait_and_a_request_sent_early_is_not_lost(usual):
     (rollout_id,) = submitted(usual, 1, "early")
-    head = f"HTTP/1.1\r\nHost: 127.0.0.1:{usual.port}\r\n\r\n"
+    head = f"HTTP/1.1\r\nHost: 127.0.0.1:{usual.port}\r\n{HEADER}\r\n"
     with socket.create_connection(("127.0.0.1", usual.port), PATIENCE_S) as connection:
         connection.sendall(f"GET /v1/rollouts/{rollout_id}?{WAIT} {head}".encode())
         until_waiting(usual, 1)
@@ -194,7 +194,7 @@ def test_one_more_than_may_wait_is_told_to_come_back(small):
     with wait_at(small, [path] * 40) as waiters:
         until_waiting(small, 40)
         for refused in (path, "/v1/completions/stream"):
-            answer = httpx.get(small.url + refused, timeout=PATIENCE_S)
+            answer = http.get(small.url + refused, timeout=PATIENCE_S)
             assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
             assert "ROLLOUT_GATEWAY_WAITERS" in answer.json()["detail"]
         assert small.client.get(rollout_id).state == "queued", "no wait, no place"

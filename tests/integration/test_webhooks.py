@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 
-import httpx
 import pytest
 
 from rollout import RolloutRequest, State, Webhook, archive, verify_webhook
 from rollout.client import ApiError, Client
 from tests.helpers.gateways import started_gateway
+from tests.helpers.keys import http
 from tests.helpers.stack import free_port, wait_until
 from tests.helpers.webhook_receiver import ADDRESS, RunningReceiver
 
@@ -69,7 +69,7 @@ def run(client, url, **fields):
 
 
 def given_up(gateway):
-    return {one["id"]: one for one in httpx.get(f"{gateway}/v1/webhooks", timeout=60).json()["failures"]}
+    return {one["id"]: one for one in http.get(f"{gateway}/v1/webhooks", timeout=60).json()["failures"]}
 
 
 def test_each_rollout_of_a_group_is_announced_with_a_signature_that_holds(client, receiver):
@@ -102,7 +102,7 @@ def test_what_fails_too_often_is_given_up_shown_and_sent_again_when_asked(client
     done = run(client, f"{receiver.url}/fail/2")
     failure = wait_until(lambda: given_up(gateway).get(done.id), 120, "the webhook to be given up")
     assert (failure["tries"], failure["error"]) == (2, "HTTP 500")
-    again = httpx.post(f"{gateway}/v1/webhooks/redeliver", json={"ids": [done.id, "nobody"]}, timeout=60)
+    again = http.post(f"{gateway}/v1/webhooks/redeliver", json={"ids": [done.id, "nobody"]}, timeout=60)
     assert again.json() == {"redelivering": 1}
     wait_until(lambda: len(receiver.at("/fail/2")) == 3, 120, "the webhook after that")
 
@@ -121,7 +121,7 @@ def test_no_redirect_is_followed(client, receiver, gateway):
 
 def test_an_address_that_is_not_allowed_is_refused_at_submission(client, gateway):
     body = {"handler": "noop", "webhook": {"url": "http://10.0.0.1/x"}}
-    refused = httpx.post(f"{gateway}/v1/rollouts", json=body, timeout=60)
+    refused = http.post(f"{gateway}/v1/rollouts", json=body, timeout=60)
     assert refused.status_code == 400
     assert refused.json()["errors"][0]["field"] == "webhook.url"
     assert "ROLLOUT_WEBHOOK_ALLOW" in refused.json()["detail"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollout import account
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
 from services.local import plan
@@ -58,9 +59,19 @@ def test_up_serves_rollouts_and_down_ends_exactly_what_it_started(state):
         assert "init 2, run 4, eval 16 slots" in up.stdout
 
         started = record(state)
-        assert f"export ROLLOUT_URL={started.url}" in up.stdout
+        assert f"export ROLLOUT_URL={started.url} ROLLOUT_API_KEY=$(cat {state}/api.key)" in up.stdout
         assert len(started.live) == len(started.processes) == 7
         assert (state.stat().st_mode & 0o777) == 0o700
+        # Without a key nobody is answered; client and command line of this account find it by themselves.
+        assert httpx.get(f"{started.url}/v1/status").status_code == 401
+        assert rollout("status").returncode == 0
+        assert (state / "api.key").stat().st_mode & 0o777 == 0o600
+        for process in started.processes:
+            assert (state / "api.key").read_bytes()[:17] not in Path(
+                f"/proc/{process.pid}/environ"
+            ).read_bytes()
+        with Client() as client:
+            assert client.base_url == started.url
         with Client(started.url) as client:
             assert client.ready()["ready"]
             assert [b.url for b in client.backends()] == [started.backend_url]
@@ -88,6 +99,7 @@ def test_up_serves_rollouts_and_down_ends_exactly_what_it_started(state):
         assert list(marked(started.mark)) == []
         assert bystander.poll() is None
         assert "nothing runs" in rollout("down", "--state-dir", str(state)).stdout
+        assert account.services() == [], "what ended is not found any more"
     finally:
         bystander.kill()
         bystander.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import redis
+import structlog
 from flask import Blueprint, Response, jsonify
 
 import rollout
@@ -17,6 +18,7 @@ from services.state.api_keys import Scope
 from services.state.migration import SchemaError
 from services.state.startup import UnfitRedis
 
+log = structlog.get_logger("gateway")
 blueprint = Blueprint("service", __name__)
 
 
@@ -33,10 +35,8 @@ def status() -> Response:
     """Who asks and what they may have; of all tenants, rollouts by state, queues, workers, nodes,
     backends."""
     gate, me = gateway(), caller()
-    access = "keys" if me.key else "loopback only: no API key is configured"
     return jsonify(
         version=rollout.__version__,
-        access=access,
         tenant={**me.tenant.model_dump(), "live": gate.tenants.live(me.tenant.name)},
         states=gate.rollouts.counts(),
         queues=metrics.queue_depths(gate.redis),
@@ -69,14 +69,16 @@ def ready() -> tuple[Response, int]:
         alive = gateway().fleet.alive()
         missing = [f"no live worker of the {stage} fleet" for stage in STAGES if not alive[stage]]
     except redis.RedisError as error:
-        missing = [f"Redis does not answer: {error}"]
+        # Whoever asks may be nobody of ours: addresses are for the log.
+        log.warning("not ready: Redis does not answer", error=str(error))
+        missing = ["Redis does not answer; the gateway's log says more"]
     except (UnfitRedis, SchemaError) as error:
         missing = [str(error)]
     return jsonify(ready=not missing, missing=missing), 503 if missing else 200
 
 
 @blueprint.get("/metrics")
-@needs(Scope.ADMIN, or_loopback=True)
+@needs(Scope.METRICS)
 def prometheus() -> Response:
     """Metrics in the Prometheus text format."""
     return Response(metrics.render(gateway()), content_type=metrics.CONTENT_TYPE)

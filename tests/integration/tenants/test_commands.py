@@ -69,7 +69,7 @@ def test_the_commands_find_the_redis_of_a_running_stack(tmp_path):
     ("args", "said"),
     [
         (("create", "Team A"), "a name has 1 to 63"),
-        (("create", "a", "--scope", "root"), "scopes are submit, read, admin"),
+        (("create", "a", "--scope", "root"), "scopes are submit, read, metrics, admin"),
         (("create", "a", "--expires", "soon"), "write 90s, 15m, 1h or 30d"),
         (("create", "a", "--quota-live", "-1"), "neither a number"),
         (("revoke", "nobody"), "there is no key 'nobody'"),

@@ -1,0 +1,246 @@
+"""The services that this account runs on this machine: where each listens, and its key.
+
+`rollout up` writes a file for its service, and client and command line of the same account find address and
+key in it, together: the key is of no use elsewhere and is sent nowhere else. A file is believed only if it is
+ours and nobody else could have read or written it. A key is sent only while what listens at its address runs
+as ourselves: after a service has died somebody else may take its port.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollout.errors import ApiKeyError
+
+Origin = tuple[str, str, int]
+"""Scheme, host and port."""
+Address = IPv4Address | IPv6Address
+_PORTS = {"http": 80, "https": 443}
+_LISTENING = "0A"
+"""State of a socket in /proc/net/tcp (proc_pid_net(5), tcp_states.h)."""
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service, as its file has it."""
+
+    url: str
+    api_key: str
+    boot: str
+    """Names the machine and its life: after a reboot nothing of it runs."""
+    started: float
+    """Seconds since the epoch."""
+    private: bool = False
+    """Found by its address alone: a demo is nobody's service."""
+
+
+def directory() -> Path:
+    """Where the files are: below `$XDG_STATE_HOME`, else `~/.local/state`."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "rollout" / "services"
+
+
+def boot() -> str:
+    """The machine's life so far, by name; empty where the system gives it none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+# ---------------------------------------------------------------------------------- private files
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, as a whole."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def read_private(path: Path) -> str | None:
+    """What a file holds that only we can have written and read; None when there is no such file.
+
+    Raises:
+        ApiKeyError: It is no plain file, belongs to somebody else, or others may read it.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ApiKeyError(f"{path} is not read for a key: {error.strerror}; delete it") from None
+    with os.fdopen(handle, "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ApiKeyError(f"{path} is no plain file, so it is not read for a key: delete it")
+        if about.st_uid != os.geteuid():
+            raise ApiKeyError(
+                f"{path} belongs to user {about.st_uid}, so it is not read for a key: delete it"
+            )
+        if about.st_mode & 0o077:
+            mode = stat.S_IMODE(about.st_mode)
+            raise ApiKeyError(
+                f"{path} has mode {mode:04o}, so others may know the key in it: make a new one (`rollout "
+                "down`, delete it and the api.key of the run directory, `rollout up`)"
+            )
+        return file.read(_MOST_BYTES).decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------- services
+
+
+def announce(name: str, service: Service) -> Path:
+    """Write the file of a service; `name` is unique to what runs it."""
+    place = directory()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place.chmod(0o700)
+    path = place / f"{name}.json"
+    write_private(path, json.dumps(asdict(service), indent=1) + "\n")
+    return path
+
+
+def withdraw(name: str) -> None:
+    """Forget a service that ended."""
+    (directory() / f"{name}.json").unlink(missing_ok=True)
+
+
+def services() -> list[Service]:
+    """Those of this account that were announced since the machine started, the latest first.
+
+    Raises:
+        ApiKeyError: A file, or the directory, is not ours alone.
+    """
+    place, now = directory(), boot()
+    try:
+        about = place.stat()
+    except OSError:
+        return []
+    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise ApiKeyError(
+            f"{place} belongs to, or can be written by, somebody else, so nothing there is believed: delete "
+            "it, or give the key as api_key or ROLLOUT_API_KEY"
+        )
+    found = []
+    for path in place.glob("*.json"):
+        text = read_private(path)
+        with suppress(ValueError, TypeError):  # half a file, or another version's
+            found.append(Service(**json.loads(text or "")))
+    found = [one for one in found if one.boot == now]
+    return sorted(found, key=lambda one: one.started, reverse=True)
+
+
+def default_url() -> str | None:
+    """Address of the service that this account started last and that runs; None when none does."""
+    for one in services():
+        # Where the system does not say who listens, it is taken for running.
+        if not one.private and owners(origin(one.url)) in ({os.geteuid()}, None):
+            return one.url
+    return None
+
+
+def key_for(url: str) -> str | None:
+    """The key of this account's service at an address; None when there is no such service."""
+    wanted = _numeric(origin(url))
+    return next((one.api_key for one in services() if _numeric(origin(one.url)) == wanted), None)
+
+
+# ---------------------------------------------------------------------------------- addresses
+
+
+def origin(url: str) -> Origin:
+    """Raises ValueError for what is no address."""
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme, 0)
+
+
+def _numeric(of: Origin) -> Origin:
+    """`localhost` is what we call 127.0.0.1; who listens at either is looked at before anything is sent."""
+    scheme, host, port = of
+    return scheme, "127.0.0.1" if host == "localhost" else host, port
+
+
+def owners(of: Origin) -> set[int] | None:
+    """Users whose programs listen at an address of this machine; None where the system does not say.
+
+    Empty for an address of another machine.
+    """
+    _, host, port = of
+    hosts = {"127.0.0.1", "::1"} if host == "localhost" else {host}
+    wanted = {_address(each) for each in hosts} - {None}
+    found = set()
+    try:
+        for uid, address, its_port in _listening():
+            if its_port == port and (address.is_unspecified or address in wanted):
+                found.add(uid)
+    except (OSError, ValueError, IndexError):
+        return None
+    return found
+
+
+def _address(host: str) -> Address | None:
+    try:
+        parsed = ip_address(host)
+    except ValueError:
+        return None
+    return getattr(parsed, "ipv4_mapped", None) or parsed
+
+
+def _listening() -> Iterator[tuple[int, Address, int]]:
+    """User, address and port of each TCP socket that listens in our network namespace."""
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        try:
+            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        except FileNotFoundError:
+            if name == "tcp":
+                raise
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] != _LISTENING:
+                continue
+            packed, _, port = fields[1].partition(":")
+            raw = bytes.fromhex(packed)
+            # The kernel prints words of four bytes in the order of the machine.
+            words = b"".join(
+                int.from_bytes(raw[at : at + 4], "big").to_bytes(4, sys.byteorder)
+                for at in range(0, len(raw), 4)
+            )
+            yield int(fields[7]), _address(socket.inet_ntop(family, words)), int(port, 16)
+
+
+class Owned:
+    """Watches that what listens at the address of a key that was found is ours."""
+
+    def __init__(self, url: str, every_s: float = 1.0) -> None:
+        self._origin = origin(url)
+        self._every_s = every_s
+        self._looked: float | None = None
+
+    def require(self) -> None:
+        """Raise ApiKeyError when another user listens there; looked up once in `every_s` seconds."""
+        now = time.monotonic()
+        if self._looked is not None and now - self._looked < self._every_s:
+            return
+        others = (owners(self._origin) or set()) - {os.geteuid()}
+        if others:
+            _, host, port = self._origin
+            raise ApiKeyError(
+                f"user {min(others)} listens at {host}:{port}, where this account announced a service: its "
+                "key is not sent there. `rollout up` starts yours anew"
+            )
+        self._looked = now

@@ -1,0 +1,151 @@
+"""How clients find this account's service and its key, and whom they do not trust."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import httpx
+import pytest
+
+from rollout import account
+from rollout.client import KEY_VARIABLE, URL_VARIABLE, ApiKeyError, AsyncClient, Client
+
+KEY, OTHER = "rlt_mine", "rlt_other"
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(URL_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def listener():
+    """A port at which this user listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def announced(name: str, url: str, key: str = KEY, **fields):
+    service = account.Service(url, key, fields.pop("boot", account.boot()), time.time(), **fields)
+    return account.announce(name, service)
+
+
+def sent(client: Client | AsyncClient, url: str | None = None) -> str | None:
+    """The key that a call to `url`, or to the gateway, would carry."""
+    request = httpx.Request("GET", url or f"{client.base_url}/v1/status")
+    if client._http.auth is None:
+        return None
+    made = next(client._http.auth.auth_flow(request))
+    return made.headers.get("Authorization", "").removeprefix("Bearer ") or None
+
+
+def test_address_and_key_of_the_running_service_are_found_together(listener):
+    url = f"http://127.0.0.1:{listener}"
+    path = announced("a", url)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    for found in (Client(), AsyncClient(), Client(url), Client(f"http://localhost:{listener}/")):
+        assert found.base_url.endswith(str(listener))
+        assert sent(found) == KEY
+
+
+def test_arguments_and_environment_go_first(listener, monkeypatch):
+    url = f"http://127.0.0.1:{listener}"
+    announced("a", url)
+    assert sent(Client(url, api_key=OTHER)) == OTHER
+    assert sent(Client(url, api_key="")) is None
+    monkeypatch.setenv(KEY_VARIABLE, OTHER)
+    assert sent(Client(url)) == OTHER
+    monkeypatch.setenv(URL_VARIABLE, "http://gateway.example:8080")
+    assert Client().base_url == "http://gateway.example:8080"
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        "http://127.0.0.1:{other}",
+        "http://127.0.0.2:{port}",
+        "http://gateway.example:{port}",
+        "https://127.0.0.1:{port}",
+    ],
+)
+def test_a_key_that_was_found_is_of_its_address_alone(listener, elsewhere):
+    announced("a", f"http://127.0.0.1:{listener}")
+    assert sent(Client(elsewhere.format(port=listener, other=listener - 1))) is None
+    client = Client(f"http://127.0.0.1:{listener}")
+    assert sent(client) == KEY
+    assert sent(client, elsewhere.format(port=listener, other=listener - 1) + "/v1/status") is None
+
+
+def test_the_latest_that_runs_is_the_default_and_a_demo_is_not(listener):
+    with socket.create_server(("127.0.0.1", 0)) as second:
+        port = second.getsockname()[1]
+        announced("a", f"http://127.0.0.1:{listener}")
+        announced("b", f"http://127.0.0.1:{port}")
+        announced("demo", f"http://127.0.0.1:{listener}", private=True)
+        assert Client().base_url == f"http://127.0.0.1:{port}"
+    assert Client().base_url == f"http://127.0.0.1:{listener}", "the other one ended without a word"
+    account.withdraw("a")
+    assert Client().base_url == "http://127.0.0.1:8080"
+
+
+def test_what_was_announced_before_the_machine_started_is_forgotten(listener):
+    announced("a", f"http://127.0.0.1:{listener}", boot="an earlier life, or another machine")
+    assert account.services() == []
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+def test_a_file_that_others_could_read_is_refused(mode):
+    path = announced("a", "http://127.0.0.1:1")
+    path.chmod(mode)
+    with pytest.raises(ApiKeyError, match=rf"{path} has mode {mode:04o}.*make a new one"):
+        Client()
+
+
+def test_a_file_of_somebody_else_is_refused(monkeypatch):
+    path = announced("a", "http://127.0.0.1:1")
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        says = "belongs to user 65534"
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65533)
+        says = "belongs to"
+    with pytest.raises(ApiKeyError, match=says):
+        Client()
+
+
+def test_links_and_directories_that_others_write_are_refused(tmp_path):
+    path = announced("a", "http://127.0.0.1:1")
+    path.rename(tmp_path / "real")
+    path.symlink_to(tmp_path / "real")
+    with pytest.raises(ApiKeyError, match="is not read for a key"):
+        Client()
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ApiKeyError, match="no plain file"):
+        Client()
+    path.unlink()
+    path.parent.chmod(0o777)
+    with pytest.raises(ApiKeyError, match="written by, somebody else"):
+        Client()
+
+
+def test_half_a_file_is_passed_over(listener):
+    announced("a", f"http://127.0.0.1:{listener}")
+    account.write_private(account.directory() / "b.json", '{"url": "http://127')
+    account.write_private(account.directory() / "c.json", '{"url": "http://127.0.0.1:1", "more": 1}')
+    assert sent(Client()) == KEY
+
+
+def test_who_listens_is_told_by_user(listener):
+    assert account.owners(("http", "127.0.0.1", listener)) == {os.geteuid()}
+    assert account.owners(("http", "localhost", listener)) == {os.geteuid()}
+    assert account.owners(("http", "127.0.0.2", listener)) == set()
+    with socket.create_server(("0.0.0.0", 0)) as everywhere:
+        assert account.owners(("http", "127.0.0.2", everywhere.getsockname()[1])) == {os.geteuid()}
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as six:
+        port = six.getsockname()[1]
+        assert account.owners(("http", "::1", port)) == account.owners(("http", "localhost", port)) != set()
