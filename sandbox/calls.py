@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 REPLY_GRACE_S = 15.0
 """Beyond a command's own limit: the server's escalation of signals and a new shell take at most about half of
 it.
 """
+EXEC_GRACE_S = 30.0
+"""Beyond a program's own limit: all processes are ended before it and after it."""
 REQUEST_TIMEOUT_S = 30.0
 KERNEL_START_S = 100.0
 """More than the server gives a kernel to start. It is waited for before the cell's own time begins."""
@@ -97,6 +99,69 @@ def bash(
         "quiet_timeout": quiet_timeout,
     }
     return _bash_result((yield Request(body, timeout + REPLY_GRACE_S)))
+
+
+TRUSTED_PYTHON = "@python"
+"""As first argument of `exec`: the Python that runs the sandbox's own server, mounted read-only. Only the
+standard library is there: no module of the working directory, of a user or of the environment is found.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecResult:
+    """What a program did that the sandbox's server ran alone, with no shell. Only the two outputs are the
+    word of processes in the sandbox: the program's own, and its children's.
+    """
+
+    exit_code: int | None
+    """None when it did not end by itself: killed by a signal, at the time limit, or not started."""
+    signal: int | None
+    """Number of the signal that ended it."""
+    stdout: str
+    """Decoded as UTF-8 with U+FFFD for what is not, cut in the middle when longer than asked for; with
+    `merge_output` both outputs in the order they were written.
+    """
+    stderr: str
+    truncated: bool
+    """Whether one of the outputs was cut."""
+    timed_out: bool
+    interrupted: bool
+    """It was ended by a `reset`."""
+    not_started: str | None
+    """Why it could not be started: no such program or directory, no leave. The agent may have brought that
+    about, so it is a result and no exception.
+    """
+    limit_exceeded: str | None
+    """The sandbox was over a limit and all its processes were ended: which limit, in words."""
+    wall_s: float
+    cpu_s: float
+    """Of the program and of those children that it waited for."""
+
+
+def execute(
+    argv: Sequence[str],
+    timeout: float,
+    cwd: str | None,
+    env: Mapping[str, str] | None,
+    stdin: bytes | str,
+    limits: Mapping[str, float] | None,
+    merge_output: bool,
+    max_output_chars: int,
+) -> Call[ExecResult]:
+    """Run a program alone."""
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    body = {
+        "op": "exec",
+        "argv": list(argv),
+        "timeout": timeout,
+        "cwd": cwd,
+        "env": dict(env or {}),
+        "stdin": base64.b64encode(data).decode(),
+        "limits": dict(limits or {}),
+        "merge": merge_output,
+        "max_chars": max_output_chars,
+    }
+    return ExecResult(**(yield Request(body, timeout + EXEC_GRACE_S)))
 
 
 def send_input(

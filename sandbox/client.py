@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import aio, calls, errors, paths, transfer
-from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, EditorResult, IPythonResult, Request, T
+from sandbox.calls import (
+    MAX_OUTPUT_CHARS,
+    TRUSTED_PYTHON,
+    BashResult,
+    Call,
+    EditorResult,
+    ExecResult,
+    IPythonResult,
+    Request,
+    T,
+)
 from sandbox.transfer import FileInfo, Transfer
 
 __all__ = [
+    "TRUSTED_PYTHON",
     "BashResult",
     "EditorResult",
+    "ExecResult",
     "FileInfo",
     "IPythonResult",
     "SandboxClient",
@@ -51,6 +63,37 @@ class SandboxClient:
         known to wait for input. Raises SandboxRequestError while an earlier command is left running.
         """
         return await self._drive(calls.bash(command, timeout, max_output_chars, on_timeout, quiet_timeout))
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        timeout: float = 30.0,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        limits: Mapping[str, float] | None = None,
+        merge_output: bool = False,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> ExecResult:
+        """Run a program alone for at most `timeout` seconds; an overrun is a result, no exception. What
+        decides a reward is run by this: exit code and times are the server's word, which nobody can forge.
+
+        Every other process of the sandbox, shell and kernel included, is ended before it starts, and all that
+        it leaves behind after it: nothing of the agent's runs meanwhile. The next `bash` has a new shell.
+
+        Args:
+            argv: Program and arguments; no shell takes part. `TRUSTED_PYTHON` is the server's own Python.
+            cwd: A relative one starts at the workspace, which is the default.
+            env: Added to the sandbox's own variables; what the agent exported is not there. HOME is a new,
+                empty directory, unless it is given here.
+            limits: `memory_mb` (address space), `cpu_s`, `file_mb`: of each process, on top of the sandbox's.
+            merge_output: Standard error goes where standard output goes.
+            max_output_chars: Of each output.
+        """
+        return await self._drive(
+            calls.execute(argv, timeout, cwd, env, stdin, limits, merge_output, max_output_chars)
+        )
 
     async def send_input(
         self,

@@ -134,8 +134,8 @@ class Container:
             "workspace": places.workspace,
             "env": self._shell_env() | {"HOME": places.home, "TMPDIR": places.tmp},
             "limits": self._process_limits(),
+            "python": self.runtime.python(launch),
             "bash": None,
-            "subreaper": self.runtime.name == "local-unsafe",
         }
         if launch.interpreter is not None:
             config["bash"] = [

@@ -6,11 +6,20 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox import aio, calls, errors, paths, transfer
-from sandbox.calls import MAX_OUTPUT_CHARS, BashResult, Call, EditorResult, IPythonResult, Request, T
+from sandbox.calls import (
+    MAX_OUTPUT_CHARS,
+    BashResult,
+    Call,
+    EditorResult,
+    ExecResult,
+    IPythonResult,
+    Request,
+    T,
+)
 from sandbox.server import wire
 from sandbox.transfer import FileInfo, Transfer
 
@@ -34,6 +43,23 @@ class SyncSandboxClient:
     ) -> BashResult:
         """See :meth:`SandboxClient.bash`."""
         return self._drive(calls.bash(command, timeout, max_output_chars, on_timeout, quiet_timeout))
+
+    def exec(
+        self,
+        argv: Sequence[str],
+        timeout: float = 30.0,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        limits: Mapping[str, float] | None = None,
+        merge_output: bool = False,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> ExecResult:
+        """See :meth:`SandboxClient.exec`."""
+        return self._drive(
+            calls.execute(argv, timeout, cwd, env, stdin, limits, merge_output, max_output_chars)
+        )
 
     def send_input(
         self,

@@ -53,7 +53,7 @@ class Apptainer(Runtime):
         places = self.places(launch)
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
         # containers).
-        flags = ["--userns", "--containall", "--no-home", "--cleanenv", "--no-privs"]
+        flags = ["--userns", "--containall", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
         overlay, rootfs, launcher = launch.scratch / "overlay", launch.rootfs, []
         if self._upper == OURS:
             flags.append("--writable")

@@ -62,7 +62,8 @@ class Bubblewrap(Runtime):
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
         """`bwrap` with all namespaces; no --die-with-parent, because sandboxes outlive a killed host."""
         places = self.places(launch)
-        flags = ["--unshare-user", "--unshare-all", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+        flags = ["--unshare-user", "--unshare-all", "--new-session", "--as-pid-1"]
+        flags += ["--cap-drop", "ALL", "--clearenv"]
         if launch.network == "host":
             flags.append("--share-net")
         flags += ["--tmpfs", "/", *self._root(launch.rootfs)]

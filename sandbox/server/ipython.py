@@ -44,6 +44,8 @@ class IPython:
         self._may_start = threading.Event()  # not while all processes are being ended, a new kernel with them
         self._may_start.set()
         self._endings = 0
+        self._endings_under_way = 0
+        self._ending = threading.Lock()  # guards the last three
 
     @contextlib.contextmanager
     def while_all_end(self, limit_exceeded=None):
@@ -52,12 +54,29 @@ class IPython:
         """
         if limit_exceeded and self._had_life:
             self._limit_exceeded = limit_exceeded
-        self._may_start.clear()
-        self._endings += 1
+        with self._ending:
+            self._may_start.clear()
+            self._endings += 1
+            self._endings_under_way += 1
         try:
             yield
         finally:
-            self._may_start.set()
+            with self._ending:
+                self._endings_under_way -= 1
+                if not self._endings_under_way:
+                    self._may_start.set()
+
+    @contextlib.contextmanager
+    def absent(self, end_all):
+        """No kernel runs in this block, nor starts. `end_all()` ends all processes, one that starts too."""
+        with self.while_all_end():
+            end_all()
+            while not self._start_lock.acquire(timeout=0.2):
+                end_all()
+            try:
+                yield
+            finally:
+                self._start_lock.release()
 
     def operations(self):
         """Name of each operation → function(request, connection)."""

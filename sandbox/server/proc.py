@@ -6,6 +6,8 @@ import signal
 import struct
 import time
 
+from errors import ServerError
+
 # Calls in which a process waits for input: number → name. On other machines it is not told.
 _CALLS = {
     "x86_64": {0: "read", 19: "read", 23: "select", 270: "select", 7: "poll", 271: "ppoll"},
@@ -145,7 +147,8 @@ def _sleeps(base):
 
 
 def end_all(own_namespace):
-    """Kill every process of the sandbox but this one, and wait until they are gone.
+    """Kill every process of the sandbox but this one, and wait until they are gone. Raises ServerError when
+    some do not end.
 
     `own_namespace`: whether the PID namespace is the sandbox's, so that the kernel itself knows who is meant
     and no fork can escape; else it is all that descends from this process, its subreaper.
@@ -158,7 +161,7 @@ def end_all(own_namespace):
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:
                 return
-            left = [pid for pid in processes() if pid not in (1, os.getpid())]
+            left = [pid for pid in processes() if pid != os.getpid()]
         else:
             left = _descendants(os.getpid())
             for pid in left:
@@ -166,8 +169,11 @@ def end_all(own_namespace):
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
-        if not any(_is_alive(pid) for pid in left) or time.monotonic() > deadline:
+        left = [pid for pid in left if _is_alive(pid)]
+        if not left:
             return
+        if time.monotonic() > deadline:
+            raise ServerError("the processes %s of the sandbox do not end" % left)
         time.sleep(pause)  # a process that exits frees its memory first, which nothing announces
         pause = min(2 * pause, 0.05)
 

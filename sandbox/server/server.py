@@ -1,11 +1,15 @@
 """The server inside a sandbox: a shell, files and tools, on a Unix socket that the host hands in.
 
 `python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes. The
-configuration is a JSON file with `directory, workspace, env, limits, bash, subreaper` (`bash`: command line
-of one of our own, for images without; null = the image's). The listening socket is made outside and its path
-is never visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's
-place. One line goes to standard output when the shell is ready. Each connection is served by a thread, one
-request after the other; a second connection can interrupt or feed a command that the first one runs.
+configuration is a JSON file with `directory, workspace, env, limits, python, bash` (`python`: command line of
+the interpreter that runs us; `bash`: one of our own, for images without; null = the image's). The listening
+socket is made outside and its path is never visible inside, so no process in the sandbox can connect to it,
+replace it or answer in the server's place. One line goes to standard output when the shell is ready. Each
+connection is served by a thread, one request after the other; a second connection can interrupt or feed a
+command that the first one runs.
+
+In a container the server is the init of the PID namespace. So no process inside can kill or stop it, what
+loses its parent comes to it, and there is no other init, in which a process could outlive a reset.
 """
 
 import array
@@ -23,6 +27,7 @@ from editor import Editor
 from errors import RequestError, ServerError
 from files import Files
 from ipython import IPython
+from program import Programs
 from shell import Shell
 from terminal import Terminal
 
@@ -33,12 +38,12 @@ PR_SET_CHILD_SUBREAPER = 36
 class Server:
     """Answers requests by handing each to the part that knows the operation."""
 
-    def __init__(self, shell, ipython, workspace):
+    def __init__(self, shell, ipython, programs, workspace):
         self._shell = shell
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
         terminal = Terminal(shell, ipython.while_all_end)
-        for part in (terminal, ipython, Editor(workspace), Files(workspace)):
+        for part in (terminal, ipython, programs, Editor(workspace), Files(workspace)):
             self._operations.update(part.operations())
 
     def serve_connection(self, connection):
@@ -86,7 +91,10 @@ def _prctl(option, value):
 
 
 def reap_orphans(shell, ipython):
-    """Wait for dead children other than the shell and the kernel, which are waited for elsewhere."""
+    """Wait for dead children other than the shell and the kernel, which are waited for elsewhere.
+
+    What `exec` started is never among them: these are the main thread's children and what lost its parent.
+    """
     try:
         keep = {shell.pid(), *ipython.pids()}
         with open("/proc/self/task/%d/children" % os.getpid()) as file:
@@ -152,8 +160,9 @@ def main(config_path):
     _prctl(PR_SET_DUMPABLE, 0)
     with open(config_path) as file:
         config = json.load(file)
-    # Below the container's init, pid 1 of a namespace of our own? Only then "all processes" are the agent's.
-    config["own_namespace"] = os.getppid() == 1 and not config.get("subreaper")
+    # The init of a namespace of our own? Only then "all processes" are the agent's, and only then can none of
+    # them signal us: the kernel spares an init, stopping and killing included.
+    config["own_namespace"] = os.getpid() == 1
     if not config["own_namespace"]:  # what loses its parent becomes our child, and is found
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(config["workspace"])
@@ -162,9 +171,8 @@ def main(config_path):
     ipython = IPython(config["directory"], config["workspace"], config["env"], config.get("limits"))
 
     def on_child(signum, frame):
-        if not config["own_namespace"]:
-            for shell in holder:
-                reap_orphans(shell, ipython)
+        for shell in holder:
+            reap_orphans(shell, ipython)
 
     signal.signal(signal.SIGCHLD, on_child)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -174,7 +182,16 @@ def main(config_path):
     # The kernel gives SIGCHLD to the thread that started the child, and Python runs the handler only when
     # this one wakes; so the C part of the handler wakes the shell's waiting thread.
     signal.set_wakeup_fd(shell.wake_fd, warn_on_full_buffer=False)
-    server = Server(shell, ipython, config["workspace"])
+    programs = Programs(
+        shell,
+        ipython,
+        config["directory"],
+        config["workspace"],
+        config["env"],
+        config.get("limits"),
+        config["python"],
+    )
+    server = Server(shell, ipython, programs, config["workspace"])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     os.dup2(0, 1)  # the host closes its end of the pipe now

@@ -7,6 +7,7 @@ descriptors; nothing polls, but for a look now and then at whether a silent comm
 was asked for.
 """
 
+import contextlib
 import os
 import select
 import shlex
@@ -44,7 +45,9 @@ class Shell:
         self._killing = threading.Lock()  # to end all processes, or start bash, which that would end
         self._waiter = Waiter()
         self.wake_fd = self._waiter.wake_fd
-        self._resetting = False
+        self._resetting = 0  # threads that are ending all processes, so that no shell is to be started
+        self._resets = 0
+        self._counting = threading.Lock()  # guards the last two
         self._session = None
         self._left = False  # a command runs, or has ended, whose last result nobody got
         self._suspending = False  # C-z was typed to the running command
@@ -80,19 +83,45 @@ class Shell:
     def reset(self, max_chars=DEFAULT_MAX_CHARS):
         """End every process of the sandbox but the server and start a fresh shell in the workspace."""
         began = time.monotonic()
-        self._resetting = True
+        with self._counting:
+            self._resets += 1
+        with self._nobody():
+            self._spawn(os.fsencode(self._home_cwd))
+            self._restarted = True
+            return self._result(Capture(max_chars), began)
+
+    @contextlib.contextmanager
+    def alone(self):
+        """No process of the sandbox runs but what this thread starts in the block, and none of those after.
+        The next command gets a fresh shell. Gives an :class:`Alone`.
+        """
+        with self._nobody():
+            self._session.kill()
+            self._restarted = True
+            alone = Alone(self)
+            try:
+                yield alone
+            finally:
+                self.end_all()
+                alone.close()
+
+    @contextlib.contextmanager
+    def _nobody(self):
+        """Hold the terminal, with every process ended."""
+        with self._counting:
+            self._resetting += 1
         try:
-            self._end_all()
+            self.end_all()
             while not self._lock.acquire(timeout=0.2):
-                self._end_all()  # a command that was waiting for its turn had it
+                self.end_all()  # a command that was waiting for its turn had it
         finally:
-            self._resetting = False
+            with self._counting:
+                self._resetting -= 1
         try:
             with self._unattended():
                 self._left = False
-                self._spawn(os.fsencode(self._home_cwd))
-                self._restarted = True
-                return self._result(Capture(max_chars), began)
+                self.end_all()  # what that command has left behind
+                yield
         finally:
             self._lock.release()
 
@@ -101,7 +130,7 @@ class Shell:
         carries `message`.
         """
         self._limit_exceeded = message
-        self._end_all()
+        self.end_all()
 
     # -- running a command ----------------------------------------------
 
@@ -224,7 +253,7 @@ class Shell:
         result.update(
             exit_code=exit_code,
             timed_out=ending == "timeout",
-            interrupted=ending in ("interrupt", "hangup") or (self._resetting and not alive),
+            interrupted=ending in ("interrupt", "hangup") or bool(self._resetting and not alive),
             suspended=self._suspending and exit_code == 128 + signal.SIGTSTP,
         )
         return result
@@ -304,7 +333,8 @@ class Shell:
             raise ServerError("bash did not become ready (%s); it said: %r" % (ending, said))
         session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
 
-    def _end_all(self):
+    def end_all(self):
+        """End every process of the sandbox but the server. Raises ServerError when one does not end."""
         with self._killing:
             proc.end_all(self._own_namespace)
 
@@ -335,6 +365,34 @@ class Shell:
                     else:
                         self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
             time.sleep(0.001)  # a flood of output must not keep a request from the lock
+
+
+class Alone:
+    """What happens to a thread that has the sandbox for itself (:meth:`Shell.alone`)."""
+
+    def __init__(self, shell):
+        self._shell = shell
+        self._resets = shell._resets
+        # What the agent exceeded before is told with its next command, not with ours.
+        self._earlier, shell._limit_exceeded = shell._limit_exceeded, None
+
+    def end_others(self):
+        """End what was started in the block."""
+        self._shell.end_all()
+
+    @property
+    def interrupted(self):
+        """Whether a reset has ended what was started in the block."""
+        return self._shell._resets != self._resets
+
+    @property
+    def limit_exceeded(self):
+        """Which limit of the sandbox it exceeded and was ended for; None = none."""
+        return self._shell._limit_exceeded
+
+    def close(self):
+        """The block ends."""
+        self._shell._limit_exceeded = self._earlier
 
 
 class _Unattended:

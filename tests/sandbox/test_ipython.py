@@ -93,6 +93,21 @@ def test_a_reset_of_the_shell_ends_the_kernel_and_the_next_cell_says_so(host):
     host.release(info.id)
 
 
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_program_that_runs_alone_ends_the_kernel_also_one_that_is_starting(host, starting):
+    info = host.start(SandboxSpec())
+    with SyncSandboxClient(info.socket) as sandbox:
+        if starting:
+            sandbox.ipython_warm()
+        else:
+            cell(sandbox, "lost = 1")
+        look = "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$p; echo; done 2>/dev/null"
+        assert "kernel.py" not in sandbox.exec(["sh", "-c", f"sleep 0.5; {look}"]).stdout.replace(look, "")
+        result = cell(sandbox, "'lost' in dir()")
+        assert (result.output, result.restarted) == ("False\n", not starting)
+    host.release(info.id)
+
+
 def test_streams_results_displays_and_child_processes_keep_their_order(sandbox):
     code = """
 import subprocess, sys

@@ -1,0 +1,213 @@
+"""`exec`: a program that the server itself starts and waits for, alone in the sandbox."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from sandbox.calls import TRUSTED_PYTHON
+from sandbox.errors import SandboxRequestError
+from sandbox.host_client import SyncHostClient
+from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
+from tests.sandbox.conftest import why_not
+
+
+@pytest.fixture(scope="module", params=["apptainer", "bubblewrap", "local-unsafe"])
+def sandbox(request, shared_state):
+    """A sandbox for all tests of a runtime."""
+    if request.param != "local-unsafe" and (reason := why_not(request.param)):
+        pytest.skip(reason)
+    host = SyncHostClient(shared_state)
+    info = host.start(SandboxSpec(runtime=request.param))
+    yield info
+    host.release(info.id)
+
+
+@pytest.fixture
+def client(sandbox):
+    """A connection to it, of each test's own; the shell starts in the workspace."""
+    with SyncSandboxClient(sandbox.socket) as client:
+        client.reset()
+        yield client
+
+
+def test_a_program_gives_its_exit_code_and_both_outputs(client):
+    result = client.exec(["sh", "-c", "echo out; echo err >&2; exit 3"])
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "out\n", "err\n")
+    assert result.signal is None
+    assert not (result.timed_out or result.truncated or result.interrupted)
+    assert 0 < result.wall_s < 30
+
+
+def test_outputs_can_be_merged_in_the_order_they_were_written(client):
+    result = client.exec(["sh", "-c", "echo 1; echo 2 >&2; echo 3"], merge_output=True)
+    assert (result.stdout, result.stderr) == ("1\n2\n3\n", "")
+
+
+def test_arguments_are_no_shell_words(client):
+    assert client.exec(["echo", "$HOME", "`id`", "a  b", "*"]).stdout == "$HOME `id` a  b *\n"
+
+
+def test_a_signal_is_told_from_an_exit_code(client):
+    result = client.exec(["sh", "-c", "kill -SEGV $$"])
+    assert (result.exit_code, result.signal) == (None, signal.SIGSEGV)
+
+
+def test_what_cannot_be_started_is_a_result(client):
+    result = client.exec(["no-such-program"])
+    assert result.exit_code is None
+    assert "no-such-program" in result.not_started
+    assert "No such file" in client.exec(["true"], cwd="gone").not_started
+
+
+def test_an_overrun_is_ended_at_the_limit(client):
+    result = client.exec(["sh", "-c", "trap '' TERM INT; echo before; sleep 60; exit 0"], timeout=0.5)
+    assert (result.exit_code, result.timed_out, result.stdout) == (None, True, "before\n")
+    assert 0.5 <= result.wall_s < 10
+
+
+def test_processor_time_is_counted(client):
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    assert client.exec([TRUSTED_PYTHON, "-c", burn]).cpu_s >= 0.3
+
+
+def test_standard_input_goes_in_whole_and_is_empty_else(client):
+    text = "x" * 3_000_000
+    assert client.exec(["wc", "-c"], stdin=text).stdout.split() == ["3000000"]
+    assert client.exec(["cat"]).stdout == ""
+    assert client.exec(["true"], stdin=text).exit_code == 0
+
+
+def test_a_long_output_keeps_head_and_tail(client):
+    result = client.exec(["sh", "-c", "echo head; seq 200000; echo tail"], max_output_chars=1000)
+    assert result.truncated
+    assert result.stdout.startswith("head\n")
+    assert result.stdout.endswith("tail\n")
+    assert len(result.stdout) < 1200
+
+
+def test_nothing_of_the_shell_reaches_it(client):
+    client.bash(
+        "export WORD=1 PATH=/nowhere; cd /tmp; ulimit -n 20; umask 777; trap '' TERM; alias env=false"
+    )
+    said = client.exec(["env"]).stdout
+    assert "WORD" not in said
+    assert "/nowhere" not in said
+    result = client.exec(
+        ["sh", "-c", "pwd; umask; ulimit -n; grep SigIgn /proc/self/status; ls /proc/self/fd"]
+    )
+    pwd, mask, files, ignored, *descriptors = result.stdout.split("\n")
+    assert pwd.endswith("/workspace")
+    assert mask == "0022"
+    assert int(files) > 20
+    assert ignored.split()[1] == "0" * 16
+    assert descriptors[:4] == ["0", "1", "2", "3"]  # the last is the directory that `ls` reads
+    assert descriptors[4:] == [""]
+
+
+def test_its_environment_is_the_sandbox_s_and_what_is_given(client):
+    client.setup({"FROM_SETUP": "1"})
+    lines = client.exec(["env"], env={"MINE": "2"}).stdout.splitlines()
+    assert {"FROM_SETUP=1", "MINE=2"} <= set(lines)
+
+
+def test_its_home_is_new_and_empty_and_gone_afterwards(client):
+    first = client.exec(["sh", "-c", "ls -A ~; touch ~/file; echo $HOME"]).stdout.strip()
+    second = client.exec(["sh", "-c", "ls -A ~; echo $HOME"]).stdout.strip()
+    assert first != second
+    assert client.exec(["ls", first]).exit_code != 0
+    assert client.exec(["sh", "-c", "echo $HOME"], env={"HOME": "/mine"}).stdout == "/mine\n"
+
+
+def test_nothing_runs_beside_it_and_nothing_is_left(client):
+    client.bash("setsid sleep 601 >/dev/null 2>&1 & disown; (sleep 602 &)")
+    listing = "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$p; echo; done 2>/dev/null"
+    said = client.exec(["sh", "-c", f"setsid sleep 603 & (sleep 604 &); {listing}"]).stdout
+    assert "sleep 603" in said
+    assert "sleep 604" in said
+    assert "sleep 601" not in said
+    assert "sleep 602" not in said
+    left = client.bash(listing).output
+    assert "sleep 60" not in left
+
+
+def test_the_shell_is_back_after_it(client):
+    client.bash("cd /tmp; word=1")
+    client.exec(["true"])
+    result = client.bash("echo [$word]")
+    assert (result.output, result.shell_restarted) == ("[]\n", True)
+    assert client.bash("true").shell_restarted is False
+
+
+def test_a_running_command_is_ended_for_it(client, sandbox):
+    done = []
+    running = threading.Thread(target=lambda: done.append(client.bash("sleep 600", 600)))
+    running.start()
+    time.sleep(0.5)
+    with SyncSandboxClient(sandbox.socket) as other:
+        assert other.exec(["echo", "mine"]).stdout == "mine\n"
+    running.join(30)
+    assert done[0].interrupted
+
+
+def test_a_reset_ends_it(client, sandbox):
+    done = []
+    running = threading.Thread(target=lambda: done.append(client.exec(["sleep", "600"], 600)))
+    running.start()
+    time.sleep(0.5)
+    with SyncSandboxClient(sandbox.socket) as other:
+        other.reset()
+    running.join(30)
+    assert (done[0].exit_code, done[0].interrupted) == (None, True)
+    assert client.bash("echo back").output == "back\n"
+
+
+def test_two_at_once_take_their_turns(client, sandbox):
+    done = []
+
+    def run():
+        with SyncSandboxClient(sandbox.socket) as mine:
+            done.append(mine.exec(["sh", "-c", "sleep 0.3; echo whole"]))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [result.stdout for result in done] == ["whole\n"] * 3
+    assert not any(result.interrupted for result in done)
+
+
+def test_limits_hold_for_it(client):
+    result = client.exec([TRUSTED_PYTHON, "-c", "x = bytearray(300 << 20)"], limits={"memory_mb": 200})
+    assert result.exit_code == 1
+    assert "MemoryError" in result.stderr
+    result = client.exec([TRUSTED_PYTHON, "-c", "while True: pass"], timeout=30, limits={"cpu_s": 1})
+    assert result.signal in (signal.SIGXCPU, signal.SIGKILL)
+
+
+def test_the_trusted_python_finds_no_module_of_the_agent_s(client):
+    client.bash(
+        "echo 'print(\"taken\")' >json.py; mkdir -p ~/.local/lib/python3.11/site-packages; "
+        "cp json.py ~/.local/lib/python3.11/site-packages/usercustomize.py"
+    )
+    result = client.exec([TRUSTED_PYTHON, "-c", "import json; print(json.dumps(1))"])
+    assert (result.stdout, result.exit_code) == ("1\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"argv": []}, "argv"),
+        ({"argv": ["a\0b"]}, "NUL"),
+        ({"argv": ["true"], "timeout": 0}, "timeout"),
+        ({"argv": ["true"], "limits": {"wishes": 3}}, "wishes"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(client, arguments, complaint):
+    with pytest.raises(SandboxRequestError, match=complaint):
+        client.exec(**arguments)
