@@ -142,7 +142,7 @@ def test_what_one_case_leaves_running_does_not_reach_the_next():
     leave += "    if os.fork() == 0:\n        time.sleep(600)\n    os._exit(0)\n"
     count = "import os\nprint(int(input()) * 2)\n"
     count += "alive = [p for p in os.listdir('/proc') if p.isdigit() and 'solution.py' in "
-    count += "open(f'/proc/{p}/cmdline').read() and int(p) != os.getpid() and 'runner' not in "
+    count += "open(f'/proc/{p}/cmdline').read() and int(p) != os.getpid() and 'call.py' not in "
     count += "open(f'/proc/{p}/cmdline').read()]\nassert not alive, alive\n"
     assert judged(count + leave.replace("print(int(input()) * 2, flush=True)\n", "")).reward == 1.0
 

@@ -1,34 +1,34 @@
-"""Runs a solution on the hidden tests in a fresh sandbox and compares outside of it."""
+"""Runs a solution on the hidden tests in a fresh sandbox and compares outside of it.
+
+Each case is a program that the sandbox's server starts, times and ends (`exec`): no process of ours is inside
+that a solution could stop, kill or imitate.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox.client import SandboxClient
-from workers.errors import InfrastructureError, StageError, TaskError
+from sandbox.client import ExecResult, SandboxClient
+from workers.errors import StageError, TaskError
 from workers.handlers.base import EvalContext
 from workers.handlers.code.compare import same_output, same_value
 from workers.handlers.code.task import Case, CodeTask
 
-RUNNER = Path(__file__).parent / "inside" / "runner.py"
+CALL = Path(__file__).parent / "inside" / "call.py"
 MOST_TIMEOUTS = 3
 """Cases that may run into their limit before the rest is not tried: an endless loop is one in all of them."""
-JOB_CHARS = 16 << 20
-"""Inputs that go to the sandbox at once."""
 OUTPUT_FACTOR = 4
 LEAST_OUTPUT = 1 << 20
 """Bytes that a solution may print: so much, or so many times what is expected."""
-MARGIN_S = 30.0
-"""On top of the cases' own limits: starting Python, and ending what a solution left running."""
+CPU_SLACK_S = 2
+MIB = 1 << 20
+DETAIL_CHARS = 500
 HARMLESS = "print(0)\n"
 PYTHON = "python3"
-READY = "runner ready"
-"""Said by the runner before the solution can do anything about it."""
 
 
 class NoPython(TaskError):
@@ -40,8 +40,8 @@ class Result:
     """What became of one case."""
 
     status: str
-    """`passed`, `wrong`, `error`, `timeout`, `output` (too much of it), `killed` (the runner or the sandbox
-    ended), `skipped` (after too many time-outs)."""
+    """`passed`, `wrong`, `error`, `timeout`, `output` (too much of it), `killed` (the sandbox was over its
+    limits, or ended), `skipped` (after too many time-outs)."""
     seconds: float = 0.0
     detail: str = ""
     """The end of what it said on standard error."""
@@ -78,97 +78,62 @@ async def judge(
 
 async def _cases(box: SandboxClient, task: CodeTask, solution: str) -> list[Result]:
     here = f"/tmp/judge-{secrets.token_hex(8)}"
-    await box.write_file(f"{here}/runner.py", RUNNER.read_bytes())
     await box.write_file(f"{here}/solution.py", solution)
+    await box.write_file(f"{here}/call.py", CALL.read_bytes())
+    started = await box.exec([PYTHON, "-c", ""])
+    if started.not_started:
+        raise NoPython(f"the image has no python3 to run solutions with: {started.not_started}")
     results: list[Result] = []
-    timeouts = 0
-    for batch in _batches(task.tests):
-        while batch:
-            if timeouts >= MOST_TIMEOUTS:
-                results += [Result("skipped")] * len(batch)
-                break
-            found = await _run(box, here, task, batch, MOST_TIMEOUTS - timeouts)
-            results += found
-            timeouts += sum(one.status in ("timeout", "killed") for one in found)
-            batch = batch[len(found) :]
+    overruns = 0
+    for case in task.tests:
+        if overruns >= MOST_TIMEOUTS:
+            results.append(Result("skipped"))
+            continue
+        done = await _run(box, here, task, case)
+        overruns += done.timed_out or done.limit_exceeded is not None
+        results.append(_verdict(done, case))
     return results
 
 
-def _batches(cases: list[Case]) -> Iterator[list[Case]]:
-    batch: list[Case] = []
-    size = 0
-    for case in cases:
-        length = len(case.stdin or "") + (len(json.dumps(case.args)) if case.is_call else 0)
-        if batch and size + length > JOB_CHARS:
-            yield batch
-            batch, size = [], 0
-        batch.append(case)
-        size += length
-    yield batch
-
-
-async def _run(
-    box: SandboxClient, here: str, task: CodeTask, cases: list[Case], most_timeouts: int
-) -> list[Result]:
-    """Results of the first of the cases, at least of one."""
-    wanted = max(len((case.stdout or "").encode()) for case in cases)
-    job = {
-        "solution": f"{here}/solution.py",
-        "fn_name": task.fn_name if cases[0].is_call else None,
-        "time_limit_s": task.time_limit_s,
-        "memory_limit_mb": task.memory_limit_mb,
-        "output_limit": max(LEAST_OUTPUT, OUTPUT_FACTOR * wanted),
-        "most_timeouts": most_timeouts,
-        "inputs": [case.args if case.is_call else case.stdin for case in cases],
-    }
-    await box.write_file(f"{here}/job.json", json.dumps(job))
-    limit = MARGIN_S + task.time_limit_s * len(cases)
-    command = f"rm -f {here}/results; {PYTHON} {here}/runner.py {here}/job.json {here}/results"
-    ended = await box.bash(command, timeout=limit)
-    if ended.exit_code == 127:
-        raise NoPython(f"the image has no python3 to run solutions with: {ended.output[-200:]}")
-    if READY not in ended.output:
-        raise InfrastructureError(
-            f"the runner did not start (exit code {ended.exit_code}): {ended.output[-500:]}"
-        )
-    lines = await _lines(box, f"{here}/results")
-    results = [_verdict(line, case) for line, case in zip(lines, cases, strict=False)]
-    if len(results) < len(cases):
-        # The case under way took the runner along: it killed everything, or the sandbox's limits did.
-        results.append(Result("killed", detail=(ended.limit_exceeded or ended.output)[-500:]))
-    return results
-
-
-async def _lines(box: SandboxClient, path: str) -> list[dict[str, Any]]:
-    there = await box.bash(f"test -f {path}", timeout=30)
-    if there.exit_code != 0:
-        return []
-    lines = []
-    for line in (await box.read_file(path)).decode("utf-8", "replace").splitlines():
-        try:
-            data = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(data, dict):
-            break
-        lines.append(data)
-    return lines
-
-
-def _verdict(line: dict[str, Any], case: Case) -> Result:
-    status = str(line.get("status"))
-    if status == "ok":
-        status = "passed" if _right(line, case) else "wrong"
-    seconds = line.get("seconds")
-    return Result(
-        status,
-        float(seconds) if isinstance(seconds, int | float) else 0.0,
-        str(line.get("stderr", ""))[-500:],
+async def _run(box: SandboxClient, here: str, task: CodeTask, case: Case) -> ExecResult:
+    wanted = json.dumps([case.expected, case.any_of]) if case.is_call else case.stdout or ""
+    output = max(LEAST_OUTPUT, OUTPUT_FACTOR * len(wanted.encode("utf-8", "replace")))
+    if case.is_call:
+        argv = [PYTHON, f"{here}/call.py", f"{here}/solution.py", str(task.fn_name)]
+        given = json.dumps(case.args)
+    else:
+        argv, given = [PYTHON, f"{here}/solution.py"], case.stdin or ""
+    return await box.exec(
+        argv,
+        task.time_limit_s,
+        stdin=given.encode("utf-8", "replace"),
+        limits={
+            "memory_mb": task.memory_limit_mb,
+            "cpu_s": int(task.time_limit_s) + CPU_SLACK_S,
+            "file_mb": -(-output // MIB),
+        },
+        max_output_chars=output,
     )
 
 
-def _right(line: dict[str, Any], case: Case) -> bool:
-    if case.is_call:
-        accepted = [case.expected, *(case.any_of or [])]
-        return "value" in line and any(same_value(line["value"], one) for one in accepted)
-    return isinstance(line.get("stdout"), str) and same_output(line["stdout"], case.stdout or "")
+def _verdict(done: ExecResult, case: Case) -> Result:
+    if done.limit_exceeded:
+        return Result("killed", round(done.wall_s, 3), done.limit_exceeded[-DETAIL_CHARS:])
+    detail = done.not_started or done.stderr
+    if done.truncated:
+        status = "output"
+    elif done.timed_out:
+        status = "timeout"
+    elif done.exit_code != 0:
+        status = "error"
+    elif not case.is_call:
+        status = "passed" if same_output(done.stdout, case.stdout or "") else "wrong"
+    else:
+        try:
+            value = json.loads(done.stdout)
+        except (ValueError, RecursionError):
+            status, detail = "error", "the function gave no result, or none that JSON carries"
+        else:
+            accepted = [case.expected, *(case.any_of or [])]
+            status = "passed" if any(same_value(value, one) for one in accepted) else "wrong"
+    return Result(status, round(done.wall_s, 3), detail[-DETAIL_CHARS:])
