@@ -37,6 +37,8 @@ class FinishReason(StrEnum):
     """The same calls got the same answers too many times in a row."""
     TIME_LIMIT = "time_limit"
     """`Limits.run_timeout_s` passed; the partial trajectory is kept."""
+    SANDBOX_LIMIT = "sandbox_limit"
+    """The agent used more than its sandbox may, and the sandbox was ended for it."""
     ERROR = "error"
     CANCELLED = "cancelled"
 

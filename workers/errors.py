@@ -35,6 +35,15 @@ class HandlerError(StageError):
     blame = Blame.HANDLER
 
 
+class AgentFault(StageError):
+    """The agent brought the end about: it is scored, 0 where the handler has nothing else, and never dropped.
+
+    Were it dropped, an agent could escape a bad reward by breaking what it works in.
+    """
+
+    blame = Blame.AGENT
+
+
 class ModelError(StageError):
     """The engine refused the call, or answered with what cannot be trained on."""
 
@@ -51,12 +60,13 @@ class SandboxFailure(StageError):
 def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
     """A sandbox's error as a stage's, given what its host knows of its end.
 
-    A request that cannot be served is its caller's fault. A sandbox that was ended for going over its limits
-    is the task's: another attempt of the same agent would end the same way.
+    A request that cannot be served is its caller's fault. A sandbox that its host ended for going over its
+    limits is the agent's doing. One that died is not: no process inside can end or stop its server, so the
+    kernel or somebody on the node did, and another attempt may go better.
     """
     message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
     if fate is not None and fate.kind == "limited":
-        return TaskError(message)
+        return AgentFault(message)
     if isinstance(error, NodeShort):
         return InfrastructureError(message)
     kind = HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure

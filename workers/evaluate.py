@@ -8,9 +8,10 @@ from typing import Any
 
 from rollout.schema import State
 from rollout.trajectory import FinishReason, Trajectory
+from sandbox.errors import SandboxError, SandboxGone
 from services.state.payloads import PayloadError
 from services.state.rollouts import Claim, Finish
-from workers.errors import HandlerError, InfrastructureError, StageTimeout, time_limit
+from workers.errors import AgentFault, HandlerError, InfrastructureError, StageTimeout, time_limit
 from workers.handlers.base import AgentHandler, EvalContext, Reward, check_artifacts
 from workers.hooks import consult
 from workers.stage import StageRun, outcome_fields
@@ -29,7 +30,7 @@ async def evaluate(run: StageRun) -> Finish:
     handler = process.handlers.get(claim.request.handler)
     reason = FinishReason(claim.finish_reason) if claim.finish_reason else None
     trajectory = _trajectory(claim)
-    before = dict(trajectory.artifacts)
+    before = dict(trajectory.artifacts), len(trajectory.warnings)
     ctx = run.context(
         EvalContext,
         handler,
@@ -43,12 +44,15 @@ async def evaluate(run: StageRun) -> Finish:
     try:
         async with time_limit(limit, StageTimeout, f"EVAL took longer than eval_timeout_s = {limit:g}"):
             reward = await _score(handler, ctx)
+        _check(reward, handler.name)
+        more = handler.metrics(ctx, reward)
+    except (SandboxError, AgentFault) as error:
+        reward, more = await _without_sandbox(run, ctx, error), {}
     finally:
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
-    _check(reward, handler.name)
     check_artifacts(ctx.artifacts, handler.name)
-    ctx.metrics.update(handler.metrics(ctx, reward))
+    ctx.metrics.update(more)
     return Finish(
         # RUN was cut off by its time limit: the score stands, and the state says how it came about.
         State.TIMED_OUT if reason is FinishReason.TIME_LIMIT else State.COMPLETED,
@@ -58,7 +62,7 @@ async def evaluate(run: StageRun) -> Finish:
             metrics=ctx.metrics,
         ),
         # Written once more only where EVAL has added to it: it may be large.
-        trajectory if trajectory.artifacts != before else None,
+        trajectory if (trajectory.artifacts, len(trajectory.warnings)) != before else None,
     )
 
 
@@ -71,6 +75,21 @@ async def _score(handler: AgentHandler[Any], ctx: EvalContext[Any]) -> Reward:
             raise error from error.__cause__
         ctx.log.info("the handler scores a failed EVAL", error=repr(error), reward=repr(stands_in))
         return stands_in
+
+
+async def _without_sandbox(run: StageRun, ctx: EvalContext[Any], error: SandboxError | AgentFault) -> Reward:
+    """The score of an agent that left nothing to score: 0.
+
+    Raises:
+        StageError: It was not the agent's doing.
+    """
+    fault = await run.blame(error) if isinstance(error, SandboxError) else error
+    ended_in_run = ctx.finish_reason is FinishReason.SANDBOX_LIMIT and isinstance(error, SandboxGone)
+    if not (isinstance(fault, AgentFault) or ended_in_run):
+        raise fault from error
+    ctx.trajectory.warnings.append(f"scored 0 for the agent's own doing: {fault}")
+    ctx.log.warning("scored 0 for the agent's own doing", blame=AgentFault.blame.value, error=str(fault))
+    return Reward(0.0)
 
 
 def _trajectory(claim: Claim) -> Trajectory:

@@ -9,7 +9,7 @@ from rollout.trajectory import FinishReason
 from sandbox.errors import SandboxError
 from services.state.rollouts import Finish
 from workers.agent.loop import AgentLoop
-from workers.errors import StageError, StageTimeout, time_limit
+from workers.errors import AgentFault, StageError, StageTimeout, time_limit
 from workers.handlers.base import RunContext, check_artifacts
 from workers.hooks import consult
 from workers.stage import StageRun, failed, outcome_fields
@@ -48,9 +48,17 @@ async def run_turns(run: StageRun) -> Finish:
         reason = FinishReason.TIME_LIMIT
     except Exception as raised:
         error, answer = await consult(handler.on_run_error, ctx, raised)
-        if isinstance(error, SandboxError) or (isinstance(error, StageError) and error.retry):
+        if isinstance(error, SandboxError):
+            error = await run.blame(error)
+            if not isinstance(error, AgentFault):
+                raise error from raised
+        if isinstance(error, AgentFault):
+            reason = FinishReason.SANDBOX_LIMIT
+            agent.trajectory.warnings.append(f"ended by the agent's own doing: {error}")
+            run.log.warning("ended by the agent's own doing", blame=error.blame.value, error=str(error))
+        elif isinstance(error, StageError) and error.retry:
             raise error from error.__cause__
-        if answer is None:
+        elif answer is None:
             # The partial trajectory is kept for whoever debugs the handler; EVAL will not score it.
             fields = failed(run, error)
         else:

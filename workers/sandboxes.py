@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from rollout.schema import SandboxRecord
 from sandbox.client import SandboxClient
-from sandbox.errors import SandboxError
+from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.host_client import HostClient
 from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
 from services.settings import Settings
 from services.state.rollouts import RolloutStore
 from services.state.tenants import TenantStore
-from workers.errors import from_sandbox
+from workers.errors import AgentFault, from_sandbox
 from workers.permits import check_sandbox
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ class Sandboxes:
         self._fence = fence
         self._deadline_in_s = deadline_in_s
         self.booted = False
+        self.own_id: str | None = None
+        """Of the rollout's own sandbox, where it was booted here."""
 
     async def boot(
         self,
@@ -120,6 +124,7 @@ class Sandboxes:
             isolation_missing=info.isolation_missing,
             start_ms=info.start_ms,
         )
+        self.own_id = info.id
         # Noted before it is used: should this worker die now, the reaper knows where to clean up.
         await note_sandbox(self._store, self._rollout_id, self._fence, record, info.socket)
         ctx.sandbox = SandboxClient(info.socket)
@@ -133,14 +138,33 @@ class Sandboxes:
         image: str | None = None,
         network: str = "none",
         limits: Limits | None = None,
+        workspace_of: SandboxClient | None = None,
     ) -> AsyncIterator[SandboxClient]:
         """A sandbox beside the rollout's own, which nothing of the agent has touched; it ends with the block.
+
+        Args:
+            ctx, image, network, limits: As `boot` has them.
+            workspace_of: Sandbox whose workspace is copied into this one; its processes are ended first.
 
         Raises:
             TaskError: The rollout's tenant may not have such a sandbox.
             SandboxError: It did not start.
+            AgentFault: The workspace cannot be copied.
             StageError: A call on it failed: blame as the host says how it ended.
         """
+        with tempfile.TemporaryDirectory(prefix="rollout-workspace-") as kept:
+            copy = Path(kept) / "workspace"
+            if workspace_of is not None:
+                await _save_workspace(workspace_of, copy)
+            async with self._another(ctx, image, network, limits) as client:
+                if workspace_of is not None:
+                    await client.upload(copy, ".")
+                yield client
+
+    @asynccontextmanager
+    async def _another(
+        self, ctx: Context[Any], image: str | None, network: str, limits: Limits | None
+    ) -> AsyncIterator[SandboxClient]:
         info = await self._start(await self._spec(ctx, image, network, limits))
         client = SandboxClient(info.socket)
         try:
@@ -192,6 +216,17 @@ class Sandboxes:
     async def release(self) -> None:
         """End every sandbox of the attempt, and of those before it; harmless without one."""
         await release_attempts(self._host, self._rollout_id, self._attempt)
+
+
+async def _save_workspace(box: SandboxClient, target: Path) -> None:
+    """Raises:
+    AgentFault: It cannot be read, or is more than can be copied.
+    """
+    await box.exec(["true"])  # nobody is left who could change it meanwhile
+    try:
+        await box.download(".", target)
+    except SandboxRequestError as error:
+        raise AgentFault(f"the workspace cannot be copied: {error}") from error
 
 
 async def release_attempts(host: HostClient, rollout_id: str, attempt: int) -> None:

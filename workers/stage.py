@@ -27,7 +27,16 @@ from services.queues import describe as describe_ref
 from services.state.rollouts import Claim, Finish
 from workers import process as processes
 from workers.agent.router import BackendRouter
-from workers.errors import DeadlinePassed, HandlerError, StageError, describe, from_sandbox, time_limit
+from workers.errors import (
+    AgentFault,
+    DeadlinePassed,
+    HandlerError,
+    StageError,
+    TaskError,
+    describe,
+    from_sandbox,
+    time_limit,
+)
 from workers.handlers.base import AgentHandler, Context
 from workers.process import CANCEL, LOST, OVERDUE, SHUTDOWN, Held, WorkerProcess
 from workers.sandboxes import Sandboxes
@@ -113,14 +122,19 @@ class StageRun:
 
     async def fate(self) -> Fate | None:
         """What the host knows of the end of the rollout's sandbox. Never raises."""
-        if self.claim.sandbox is None:
+        sandbox_id = self.sandboxes.own_id or (self.claim.sandbox and self.claim.sandbox.id)
+        if not sandbox_id:
             return None
         try:
             async with asyncio.timeout(FATE_S):
-                return await self.process.host.fate(self.claim.sandbox.id)
+                return await self.process.host.fate(sandbox_id)
         except Exception as error:
             self.log.warning("the sandbox host does not say how the sandbox ended", error=str(error))
             return None
+
+    async def blame(self, error: SandboxError) -> StageError:
+        """A failure of the rollout's sandbox, laid to whom the host's knowledge of its end points at."""
+        return from_sandbox(error, await self.fate())
 
     async def clean_up(self) -> None:
         """Release what the attempt holds on this node. Never raises: the host's own limit is behind."""
@@ -160,6 +174,8 @@ def failed(run: StageRun, error: Exception) -> dict[str, str]:
 
 def failure(run: StageRun, error: Exception) -> Finish:
     """The outcome of a failed stage: another attempt where that may help, else the end."""
+    if isinstance(error, AgentFault):  # RUN and EVAL score those; in INIT no agent has done anything yet
+        error = TaskError(str(error))
     fields = failed(run, error)
     retry = isinstance(error, StageError) and error.retry
     return Finish("again" if retry else State.FAILED, fields, delay_s=run.retry_delay() if retry else None)
@@ -196,7 +212,7 @@ async def work(run: StageRun, body: Body) -> Finish | None:
             asyncio.current_task().uncancel()
             outcome = _interrupted(run)
     except SandboxError as error:
-        outcome = failure(run, from_sandbox(error, await run.fate()))
+        outcome = failure(run, await run.blame(error))
     except Exception as error:
         outcome = failure(run, error)
     keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)

@@ -35,9 +35,9 @@ LIMITS = {
 class Programs:
     """Runs one program at a time, alone in the sandbox."""
 
-    def __init__(self, shell, ipython, directory, workspace, env, limits=None, python=None):
+    def __init__(self, shell, ipython, directory, workspace, env, limits, python, loader):
         """`directory`: private place for homes. `env`, `limits`: as the shell's. `python`: command line of
-        our own interpreter.
+        our own interpreter. `loader`: see `repair.py`.
         """
         self._shell = shell
         self._ipython = ipython
@@ -45,7 +45,8 @@ class Programs:
         self._workspace = workspace
         self._env = env
         self._limits = limits or {}
-        self._python = [*(python or []), "-IBS"]
+        self._python = [*python, "-IBS"]
+        self._loader = loader
         self._lock = threading.Lock()
 
     def operations(self):
@@ -56,7 +57,8 @@ class Programs:
         argv = _strings("argv", request["argv"])
         if not argv or not argv[0]:
             raise RequestError("argv is %r; it must name a program" % (argv,))
-        if argv[0] == TRUSTED_PYTHON:
+        trusted = argv[0] == TRUSTED_PYTHON
+        if trusted:
             argv = self._python + argv[1:]
         given = request.get("env") or {}
         _strings("env", [*given.keys(), *given.values()])
@@ -72,6 +74,8 @@ class Programs:
             held.enter_context(self._lock)
             held.enter_context(self._ipython.absent(self._shell.end_all))
             alone = held.enter_context(self._shell.alone())
+            if trusted:
+                self._loader.restore()
             env = dict(self._env, HOME=held.enter_context(self._new_home()))
             env.update(given)
             program = _Program(argv, env, cwd, stdin, max_chars, merge, prepare)

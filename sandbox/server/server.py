@@ -28,6 +28,7 @@ from errors import RequestError, ServerError
 from files import Files
 from ipython import IPython
 from program import Programs
+from repair import Loader
 from shell import Shell
 from terminal import Terminal
 
@@ -137,18 +138,21 @@ def take_listener():
     return listener
 
 
-def start_shell(config):
-    """The image's bash, else the one that comes with our interpreter."""
-    program = ["bash"]
-    if config.get("bash") and shutil.which("bash", path=config["env"].get("PATH")) is None:
-        program = config["bash"]
+def start_shell(config, loader):
+    """The image's bash, else, or should the agent break it, the one that comes with our interpreter."""
+    programs = [["bash"]]
+    if config.get("bash"):
+        programs.append(config["bash"])
+        if shutil.which("bash", path=config["env"].get("PATH")) is None:
+            programs.pop(0)
     return Shell(
         config["directory"],
         config["env"],
         config["workspace"],
-        program,
+        programs,
         config.get("limits"),
-        own_namespace=config["own_namespace"],
+        config["own_namespace"],
+        loader,
     )
 
 
@@ -177,7 +181,8 @@ def main(config_path):
     signal.signal(signal.SIGCHLD, on_child)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signum, frame: os._exit(0))
-    shell = start_shell(config)
+    loader = Loader(config["own_namespace"])
+    shell = start_shell(config, loader)
     holder.append(shell)
     # The kernel gives SIGCHLD to the thread that started the child, and Python runs the handler only when
     # this one wakes; so the C part of the handler wakes the shell's waiting thread.
@@ -190,6 +195,7 @@ def main(config_path):
         config["env"],
         config.get("limits"),
         config["python"],
+        loader,
     )
     server = Server(shell, ipython, programs, config["workspace"])
     sys.stdout.write("ready\n")

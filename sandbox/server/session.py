@@ -15,6 +15,7 @@ import framing
 import proc
 from errors import ServerError
 from output import Capture, MarkerScanner
+from repair import write_private
 
 READ_BYTES = 65536
 READ_ROUNDS = 64  # then the caller looks at the clock
@@ -40,7 +41,7 @@ class Session:
         nonce = binascii.hexlify(os.urandom(8)).decode()
         self._command_file = os.path.join(directory, "cmd")
         self._rc_file = rc_file = os.path.join(directory, "rc")
-        _write_private(rc_file, framing.rc_file(nonce))
+        write_private(rc_file, framing.rc_file(nonce))
         argv = [*program, "--noediting", "--noprofile", "--rcfile", rc_file, "-i"]
 
         def prepare():
@@ -77,7 +78,7 @@ class Session:
 
     def start(self, command, capture):
         """Run `command` (text without NUL); its output goes to `capture`."""
-        _write_private(self._command_file, command + "\n")
+        write_private(self._command_file, command + "\n")
         os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
         _set_terminal(self.fd)
         self._drop_input()
@@ -274,14 +275,3 @@ def _set_terminal(fd):
     attributes[1] = 0
     attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
     termios.tcsetattr(fd, termios.TCSANOW, attributes)
-
-
-def _write_private(path, text):
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        fd = os.open(path, flags, 0o600)
-    except OSError:  # the agent put something else there (a pipe without reader would block without the flag)
-        os.unlink(path)
-        fd = os.open(path, flags, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)

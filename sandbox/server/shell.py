@@ -19,10 +19,12 @@ import proc
 from confine import confiner
 from errors import RequestError, ServerError
 from output import Capture
+from repair import usable_directory
 from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
 from waiting import Waiter
 
 START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node is slow
+FIRST_START_TIMEOUT_S = 5.0  # of one that another can stand in for
 SETUP_TIMEOUT_S = 10.0
 DEFAULT_MAX_CHARS = 30000
 
@@ -30,14 +32,18 @@ DEFAULT_MAX_CHARS = 30000
 class Shell:
     """A bash that is started again whenever it dies; one command at a time."""
 
-    def __init__(self, directory, env, cwd, program=("bash",), limits=None, own_namespace=True):
+    def __init__(
+        self, directory, env, cwd, programs=(("bash",),), limits=None, own_namespace=True, loader=None
+    ):
         """`directory`: private place for the rc and command files. `env`: a dict that is also read later,
-        whenever bash is started again. `program`: command line of bash. `limits`: see `confine.py`.
-        `own_namespace`: see `proc.end_all`. Raises ServerError when bash does not start.
+        whenever bash is started again. `programs`: command lines of bash, each tried when the one before does
+        not start. `limits`: see `confine.py`. `own_namespace`: see `proc.end_all`. `loader`: see `repair.py`.
+        Raises ServerError when bash does not start.
         """
         self._directory = directory
         self._env = env
-        self._program = list(program)
+        self._programs = [list(program) for program in programs]
+        self._loader = loader
         self._confine = confiner(limits or {})
         self._home_cwd = cwd
         self._own_namespace = own_namespace
@@ -321,17 +327,30 @@ class Shell:
         old = self._session
         if old is not None:
             old.kill()
-        if not os.path.isdir(cwd) or not os.access(cwd, os.X_OK):
-            cwd = os.fsencode(self._home_cwd)
+        cwd = usable_directory([cwd, os.fsencode(self._home_cwd)])
+        for number, program in enumerate(self._programs):
+            last = number == len(self._programs) - 1
+            try:
+                session = self._start(program, cwd, START_TIMEOUT_S if last else FIRST_START_TIMEOUT_S)
+                break
+            except ServerError:
+                if last:
+                    raise
+                # The agent may have replaced the image's bash, or put something into every program.
+                self._loader.restore()
+        session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
+
+    def _start(self, program, cwd, timeout):
+        """The new session. Raises ServerError."""
         with self._killing:
-            session = Session(self._program, self._directory, self._env, os.fsdecode(cwd), self._confine)
+            session = Session(program, self._directory, self._env, os.fsdecode(cwd), self._confine)
             self._session = session
-            ending = self._waiter.wait(session, time.monotonic() + START_TIMEOUT_S, heed=False)
+            ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
         if ending != "marker":
             said = session.late.text()[0]
             session.kill()
             raise ServerError("bash did not become ready (%s); it said: %r" % (ending, said))
-        session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
+        return session
 
     def end_all(self):
         """End every process of the sandbox but the server. Raises ServerError when one does not end."""

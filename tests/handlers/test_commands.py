@@ -28,7 +28,7 @@ def written(tmp_path) -> Path:
 def test_the_skeletons_own_test_passes(written):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(written)]
     done = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_skeleton_keeps_to_the_rules_of_style(written):

@@ -28,7 +28,7 @@ class ${cls}Task(BaseModel):
     setup: str = "true"
     """Command that prepares the sandbox."""
     check: str
-    """Command that decides, after the agent is through: exit code 0 = solved."""
+    """Command that decides, after the agent is through: exit code 0 = solved. It sees the workspace alone."""
 
 
 class $cls(AgentHandler[${cls}Task]):
@@ -47,7 +47,10 @@ class $cls(AgentHandler[${cls}Task]):
         return [Message(role="user", content=PROMPT.format(instruction=task.instruction))]
 
     async def evaluate(self, ctx: EvalContext[${cls}Task]) -> Reward:
-        result = await ctx.sandbox.bash(ctx.task.check, timeout=60)
+        # Not in the agent's shell, where `test` may be its own function, nor in its sandbox, whose programs
+        # it may have replaced: in a fresh one with a copy of the workspace, and with no shell of the agent's.
+        async with ctx.sandboxes.fresh(ctx, image=self.image, workspace_of=ctx.sandbox) as box:
+            result = await box.exec(["bash", "-c", ctx.task.check], timeout=60)
         return Reward(float(result.exit_code == 0))
 ''')
 
@@ -57,7 +60,7 @@ import json
 from pathlib import Path
 
 from rollout import State
-from workers.agent.replay import Action, read_actions
+from workers.agent.replay import Action, Call, read_actions
 from workers.testing import play
 
 from ${module} import $cls
@@ -69,6 +72,12 @@ TASK = json.loads((HERE / "${name}_tasks.jsonl").read_text().splitlines()[0])
 def test_an_agent_that_solves_the_task_is_rewarded():
     (done,) = play($cls(), TASK, read_actions(HERE / "${name}_actions.jsonl"))
     assert (done.state, done.reward) == (State.COMPLETED, 1.0)
+
+
+def test_an_agent_that_tampers_with_its_shell_is_not():
+    lie = "test() { return 0; }; alias test=true; trap 'exit 0' EXIT; cp /bin/true /usr/local/bin/test"
+    (done,) = play($cls(), TASK, [Action(tool_calls=[Call(name="execute_bash", arguments={"command": lie})])])
+    assert (done.state, done.reward) == (State.COMPLETED, 0.0)
 
 
 def test_an_agent_that_does_nothing_is_not():

@@ -1,0 +1,74 @@
+"""Undoing what would keep the server from its work.
+
+In a container all files are the agent's own, system files of the image included, so it may break its shell by
+accident, or to escape being scored.
+"""
+
+import os
+import shutil
+
+PRELOAD = "/etc/ld.so.preload"  # the dynamic loader reads it for every program, the server's own included
+
+
+def write_private(path, text):
+    """Write a file that only its owner reads, in place of whatever is there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError:  # something else is there (a pipe without reader would block without the flag), or closed
+        _open_directory(os.path.dirname(path))
+        remove(path)
+        fd = os.open(path, flags, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
+
+
+def _open_directory(path):
+    """Have a directory of ours be one that we can work in."""
+    if not os.path.isdir(path):
+        os.makedirs(path, mode=0o700)
+    os.chmod(path, 0o700)
+
+
+def remove(path):
+    """Remove whatever is there, if anything is."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def usable_directory(wanted):
+    """The first of these directories (bytes) that can be entered; the root else."""
+    for path in wanted:
+        if os.path.isdir(path) and os.access(path, os.X_OK):
+            return path
+    return b"/"
+
+
+class Loader:
+    """What the dynamic loader puts into every program, as it was before the agent came."""
+
+    def __init__(self, ours):
+        """`ours`: whether the root directory is the sandbox's own, and not the machine's."""
+        self._ours = ours
+        self._content = _content(PRELOAD)
+
+    def restore(self):
+        """Take back what the agent changed. Raises OSError."""
+        if not self._ours or _content(PRELOAD) == self._content:
+            return
+        remove(PRELOAD)
+        if self._content is not None:
+            with open(PRELOAD, "wb") as file:
+                file.write(self._content)
+
+
+def _content(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return b""  # something is there that cannot be read
