@@ -5,16 +5,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from rollout.schema import MAX_ROLLOUTS_PER_CALL, Identifier, Rollout, RolloutRequest
+from rollout.strict import MAX_INT53, Items, Strict
 
 MAX_PROMPTS_PER_CALL = 1000
 """Prompts that one call may bring; further calls extend the batch."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+MAX_BATCH_ID = 100
+"""Characters of an id that a caller chooses: those of its groups are made from it, and must be ids, too."""
 
 
 class BatchState(StrEnum):
@@ -43,34 +42,34 @@ class Verdict(StrEnum):
     CANCELLED = "cancelled"
 
 
-class FilterSpec(_Strict):
+class FilterSpec(Strict):
     """A filter and its options; `rollout batches filters` lists those that the workers have."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, max_length=100)
 
 
-class BatchRequest(_Strict):
+class BatchRequest(Strict):
     """Groups wanted, the prompts they may come from, and what makes a group worth keeping."""
 
-    id: Identifier | None = None
+    id: Annotated[Identifier, Field(max_length=MAX_BATCH_ID)] | None = None
     """Chosen by the caller, it makes the call idempotent."""
-    prompts: list[RolloutRequest] = Field(default_factory=list)
+    prompts: Items[RolloutRequest] = Field(default_factory=list)
     """One group each, in this order; their `n`, `id` and `group_id` are the batch's to give. A call takes
     1,000 of them; the client makes several calls of more."""
     n: int = Field(default=8, ge=1, le=MAX_ROLLOUTS_PER_CALL)
     """Rollouts of a group."""
     groups: int = Field(ge=1, le=100_000)
     """Groups to keep."""
-    filters: list[FilterSpec] | None = None
+    filters: Annotated[Items[FilterSpec], Field(max_length=32)] | None = None
     """None = `uniform_reward` where `n` > 1, else none; [] = none."""
-    min_scored: int | None = Field(default=None, ge=1)
+    min_scored: int | None = Field(default=None, ge=1, le=MAX_INT53)
     """Rollouts of a group that must have a reward; None = all for `n` <= 2, else half."""
     oversample: float = Field(default=1.5, ge=1.0, le=16.0)
     """Groups under way at once, as a multiple of those that are still missing."""
     max_in_flight: int | None = Field(default=None, ge=1, le=100_000)
     """Rollouts under way at once; None = `n` x `groups` x `oversample`."""
-    max_staleness: int | None = Field(default=None, ge=0)
+    max_staleness: int | None = Field(default=None, ge=0, le=MAX_INT53)
     """Weight updates that a group's oldest tokens may be behind when it is decided; None = any number."""
     closed: bool = True
     """False: further prompts may come with `POST /v1/batches/ID/prompts`."""
@@ -80,7 +79,7 @@ class BatchRequest(_Strict):
     carry_from: Identifier | None = None
     """A batch that has ended: this one takes over its groups under way, finished siblings included, and its
     unused prompts."""
-    max_carried: int | None = Field(default=None, ge=0)
+    max_carried: int | None = Field(default=None, ge=0, le=MAX_INT53)
     """Most groups to take over, those with most of their rollouts ended first; None = all."""
 
     @model_validator(mode="after")
@@ -114,12 +113,12 @@ class BatchRequest(_Strict):
         return self.max_in_flight or self.n * self.open_limit
 
 
-class PromptsRequest(_Strict):
+class PromptsRequest(Strict):
     """More prompts for a batch."""
 
     id: Identifier | None = None
     """Chosen by the caller, it makes the call idempotent: the same one again adds nothing."""
-    prompts: list[RolloutRequest] = Field(default_factory=list)
+    prompts: Items[RolloutRequest] = Field(default_factory=list)
     closed: bool | None = None
     """True: these are the last."""
 

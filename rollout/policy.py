@@ -6,23 +6,20 @@ import math
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from rollout.schema import Identifier
+from rollout.schema import MAX_INT32, Identifier, TokenId
+from rollout.strict import Items, Strict
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of the calls under way: frozen and continued, waited for, or ended and made elsewhere."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Canary(_Strict):
+class Canary(Strict):
     """Fixed token ids, and what the trainer's own forward pass says of them."""
 
-    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2, max_length=4096)
-    logprobs: list[float]
+    token_ids: Items[TokenId] = Field(min_length=2, max_length=4096)
+    logprobs: Items[float] = Field(max_length=4095)
     """Natural log-prob at temperature 1 of each id but the first, given those before it."""
     tolerance: float = Field(default=0.05, gt=0, le=100)
     """Largest absolute difference from the backend's own numbers, in nats, that is accepted."""
@@ -39,14 +36,14 @@ class Canary(_Strict):
         return self
 
 
-class LoraAdapter(_Strict):
+class LoraAdapter(Strict):
     """A LoRA adapter that is exchanged in place of the whole weights."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     """The model name under which the server offers it; backends must be registered with that `model`."""
 
 
-class PolicyRequest(_Strict):
+class PolicyRequest(Strict):
     """Asks for new weights on the backends."""
 
     version: Annotated[str, Field(min_length=1, max_length=128)]
@@ -58,9 +55,9 @@ class PolicyRequest(_Strict):
     """None = the update is not verified."""
     lora: LoraAdapter | None = None
     """Given, `path` is the adapter's directory."""
-    backends: list[Identifier] | None = Field(default=None, min_length=1)
+    backends: Items[Identifier] | None = Field(default=None, min_length=1, max_length=10_000)
     """Only these; the others follow when they are next probed. None = all."""
-    concurrency: int = Field(default=0, ge=0)
+    concurrency: int = Field(default=0, ge=0, le=MAX_INT32)
     """Backends under exchange at once; 0 = all."""
     reset_prefix_cache: bool = False
     """True: nothing computed by the old weights is used again, not even by rollouts under way."""

@@ -10,8 +10,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, computed_field, model_validator
 
+from rollout.strict import MAX_INT53, Items, Name, Strict
 from rollout.trajectory import FinishReason, Trajectory
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ MAX_ROLLOUTS_PER_CALL = 1000
 """Rollouts that one `POST /v1/rollouts` may create, every request's `n` counted."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,159}")
 
 
 def _check_id(value: str) -> str:
@@ -31,7 +33,15 @@ def _check_id(value: str) -> str:
     return value
 
 
+def _check_rollout_id(value: str) -> str:
+    if not _ROLLOUT_ID.fullmatch(value):
+        raise ValueError("not the id of a rollout: those have 1 to 160 letters, digits and . _ : -")
+    return value
+
+
 Identifier = Annotated[str, AfterValidator(_check_id)]
+RolloutId = Annotated[str, AfterValidator(_check_rollout_id)]
+"""A rollout's id is its group's with a number, so it may be longer than what a caller may choose."""
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:/=-]+$")]
 
 
@@ -85,14 +95,10 @@ class Blame(StrEnum):
     TIMEOUT = "timeout"
 
 
-class _Strict(BaseModel):
-    """Unknown keys are errors: a misspelt limit must not be ignored in silence."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 LOWEST_TEMPERATURE = 0.01
 """Below it (but for 0) vLLM takes 0.01 without a word, and so samples from another distribution."""
+MAX_SECONDS = 1e9
+"""Of a limit: some thirty years, which is none."""
 MAX_INT32 = 2**31 - 1
 """Engines keep token ids and counts of tokens in 32 bits."""
 
@@ -106,7 +112,7 @@ def _check_temperature(value: float) -> float:
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 
 
-class SamplingParams(_Strict):
+class SamplingParams(Strict):
     """How the engine samples. The defaults give log-probs that a full-vocabulary trainer reproduces.
 
     What no engine takes is refused here, before anything is enqueued; ids are checked against the model's
@@ -122,35 +128,35 @@ class SamplingParams(_Strict):
     """Most ids sampled in one model call; None = what the context leaves."""
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     """Seed of the first call; each rollout of a group and each turn derives its own from it."""
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    stop_token_ids: Items[TokenId] = Field(default_factory=list, max_length=64)
     """End a turn, beside those of the model's chat format."""
 
 
-class Limits(_Strict):
+class Limits(Strict):
     """Bounds of one rollout. Times are seconds; waiting in a queue counts only against `deadline_s`."""
 
     max_turns: int = Field(default=30, ge=1, le=1000)
-    max_response_tokens: int | None = Field(default=None, ge=1)
+    max_response_tokens: int | None = Field(default=None, ge=1, le=MAX_INT53)
     """Most ids sampled over all turns; None = what the context leaves."""
-    max_malformed_calls: int = Field(default=3, ge=1)
+    max_malformed_calls: int = Field(default=3, ge=1, le=MAX_INT53)
     """Consecutive turns whose every tool call is malformed before the rollout ends."""
-    max_repeated_actions: int | None = Field(default=8, ge=2)
+    max_repeated_actions: int | None = Field(default=8, ge=2, le=MAX_INT53)
     """Consecutive turns with the same tool calls and the same answers before the rollout ends; None = any
     number."""
     max_attempts: int = Field(default=3, ge=1, le=20)
     """Starts from INIT, the first included, when infrastructure fails."""
-    init_timeout_s: float = Field(default=300.0, gt=0)
-    run_timeout_s: float = Field(default=1800.0, gt=0)
-    eval_timeout_s: float = Field(default=600.0, gt=0)
-    call_timeout_s: float = Field(default=300.0, gt=0)
+    init_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
+    run_timeout_s: float = Field(default=1800.0, gt=0, le=MAX_SECONDS)
+    eval_timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
+    call_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
     """One model call."""
-    tool_timeout_s: float = Field(default=60.0, gt=0)
+    tool_timeout_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """One tool call."""
     deadline_s: float = Field(default=4 * 3600.0, gt=0, le=7 * 86400.0)
     """From submission to the end, queues and retries included."""
 
 
-class Webhook(_Strict):
+class Webhook(Strict):
     """Where to say that a rollout has ended; `rollout.verify_webhook` checks what comes."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=2048)]
@@ -158,11 +164,11 @@ class Webhook(_Strict):
     """Whether the trajectory comes along."""
 
 
-class RolloutRequest(_Strict):
+class RolloutRequest(Strict):
     """One task, to be rolled out `n` times as a group."""
 
     handler: Annotated[str, Field(min_length=1, max_length=64)]
-    task: dict[str, Any] = Field(default_factory=dict)
+    task: dict[str, Any] = Field(default_factory=dict, max_length=10_000)
     """What the handler works on; its schema is at `GET /v1/handlers`."""
     n: int = Field(default=1, ge=1, le=MAX_ROLLOUTS_PER_CALL)
     id: Identifier | None = None
@@ -177,8 +183,8 @@ class RolloutRequest(_Strict):
     """Only backends with this version serve the rollout; None = any."""
     sandbox_runtime: Annotated[str, Field(max_length=32)] | None = None
     """`apptainer`, `bubblewrap` or `local-unsafe`; None = what the deployment is set to."""
-    tags: list[Tag] = Field(default_factory=list, max_length=16)
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    tags: Items[Tag] = Field(default_factory=list, max_length=16)
+    metadata: dict[str, Any] = Field(default_factory=dict, max_length=1000)
     """Handed back untouched."""
     webhook: Webhook | None = None
     """Called for each of the `n` rollouts; None = what the deployment is set to."""
@@ -193,10 +199,10 @@ class RolloutRequest(_Strict):
         return self.group_id or new_id(), [new_id() for _ in range(self.n)]
 
 
-class SubmitRequest(_Strict):
+class SubmitRequest(Strict):
     """Many requests in one call: all are accepted, or none."""
 
-    requests: list[RolloutRequest] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
+    requests: Items[RolloutRequest] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
 
     @model_validator(mode="after")
     def _bounded(self) -> SubmitRequest:
@@ -344,16 +350,16 @@ class CompletionPage(BaseModel):
     """True: the cursor asked for is older than what is kept; some before these are past their retention."""
 
 
-class AckRequest(_Strict):
+class AckRequest(Strict):
     """Results that have arrived for good."""
 
-    ids: list[Identifier] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
+    ids: Items[RolloutId] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
 
 
-class RedeliverRequest(_Strict):
+class RedeliverRequest(Strict):
     """Rollouts whose webhooks are wanted once more."""
 
-    ids: list[Identifier] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
+    ids: Items[RolloutId] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
 
 
 class AckResponse(BaseModel):
@@ -386,25 +392,25 @@ EngineName = Literal["vllm", "sglang", "embedded"]
 EngineApi = Literal["generate", "completions", "sglang"]
 
 
-class BackendRequest(_Strict):
+class BackendRequest(Strict):
     """Registers an LLM server."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=512)]
     id: Identifier | None = None
     """None = derived from the URL, so that registering twice is harmless."""
-    model: str | None = None
+    model: Name | None = None
     """Name to send with each call; None = the first of the server's `/v1/models`."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Path or hub name; None = the model root that the server names."""
     logprobs_mode: Annotated[str, Field(pattern=r"^(raw|processed)_logprobs$")] | None = None
     """What the server was started with, if it does not say so itself."""
-    capacity_tokens: int | None = Field(default=None, ge=1)
+    capacity_tokens: int | None = Field(default=None, ge=1, le=MAX_INT53)
     """Tokens its key-value cache holds; None = as the server says."""
-    max_rollouts: int | None = Field(default=None, ge=1)
+    max_rollouts: int | None = Field(default=None, ge=1, le=MAX_INT53)
     """Most rollouts on it at once; None = as many as its cache has room for."""
 
 
-class DrainRequest(_Strict):
+class DrainRequest(Strict):
     """Whether a backend takes new rollouts."""
 
     drain: bool = True

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import redis
 from celery import Celery
 from flask import current_app, request
-from pydantic_core import from_json
 
 from services.dispatch import Dispatcher
 from services.gateway.auth import Guard
-from services.gateway.problems import ApiProblem, invalid
+from services.gateway.problems import invalid
 from services.gateway.streams import StreamSlots
 from services.gateway.tasks import TaskChecker
 from services.gateway.waiting import WAITER, Waiter, WaitingRoom
@@ -144,17 +142,3 @@ def reject_unknown_parameters(*known: str) -> None:
     for name in request.args:
         if name not in known:
             raise invalid(name, f"unknown parameter; there are: {', '.join(known) or 'none'}")
-
-
-def body_json() -> Any:
-    """The JSON body.
-
-    Raises:
-        ApiProblem: 415 for another media type, 400 for what is not JSON.
-    """
-    if not request.is_json:
-        raise ApiProblem(415, "Unsupported media type", "send Content-Type: application/json")
-    try:
-        return from_json(request.get_data(cache=False))
-    except ValueError as error:
-        raise invalid("(body)", f"not valid JSON: {error}") from None

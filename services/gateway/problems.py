@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import redis
 import structlog
@@ -19,6 +20,8 @@ log = structlog.get_logger("gateway")
 
 MAX_ERRORS = 20
 """Field errors listed in one answer; the first ones say enough."""
+MAX_FIELD, MAX_MESSAGE, MAX_DETAIL = 200, 500, 1000
+"""Characters of an error: a message may hold the value at fault, and that may be 5 MB."""
 RETRY_AFTER_S = 2
 _LATER = {"Retry-After": str(RETRY_AFTER_S)}
 
@@ -35,11 +38,24 @@ class ApiProblem(Exception):
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        shown = [
+            FieldError(field=short(one.field, MAX_FIELD), message=short(one.message, MAX_MESSAGE))
+            for one in islice(errors, MAX_ERRORS)
+        ]
+        detail = short(detail, MAX_DETAIL)
+        self.problem = Problem(title=title, status=status, detail=detail, errors=shown)
         super().__init__(f"{status} {title}: {detail}")
-        self.problem = Problem(title=title, status=status, detail=detail, errors=list(errors)[:MAX_ERRORS])
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
+
+
+def short(text: str, most: int) -> str:
+    """A text in so many characters, the middle of a longer one left out, and one that UTF-8 can hold."""
+    if len(text) > most:
+        part = (most - 3) // 2
+        text = f"{text[:part]} … {text[-part:]}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def invalid(field: str, message: str) -> ApiProblem:

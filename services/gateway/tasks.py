@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from itertools import islice
 
 from jsonschema import Draft202012Validator
 
 from rollout.schema import FieldError, HandlerInfo, RolloutRequest
-from services.gateway.problems import ApiProblem
+from services.gateway.problems import MAX_ERRORS, MAX_MESSAGE, ApiProblem, short
 from services.state.fleet import FleetStore
 
 CACHE_S = 1.0
@@ -68,8 +69,13 @@ class TaskChecker:
                 errors.append(FieldError(field=f"{prefix}handler", message=message))
                 continue
             if info.task_schema:
-                for found in self._validator(info).iter_errors(request.task):
+                # Lazily: of a list of a million wrong items each would be an error with a text of its own.
+                for found in islice(self._validator(info).iter_errors(request.task), MAX_ERRORS):
                     path = "".join(f".{part}" for part in found.absolute_path)
-                    errors.append(FieldError(field=f"{prefix}task{path}", message=found.message))
+                    errors.append(
+                        FieldError(field=f"{prefix}task{path}", message=short(found.message, MAX_MESSAGE))
+                    )
+            if len(errors) >= MAX_ERRORS:
+                break
         if errors:
             raise ApiProblem(400, "Invalid request", f"{errors[0].field}: {errors[0].message}", errors)

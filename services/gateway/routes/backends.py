@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from flask import Blueprint, Response, jsonify, request
+from flask import Blueprint, Response, jsonify
 from pydantic import ValidationError
 
 from rollout.schema import Backend, BackendRequest, DrainRequest
 from services.engines.address import root
 from services.engines.describe import DescribeError, describe
-from services.gateway.context import body_json, choice, gateway, reject_unknown_parameters
+from services.gateway.bodies import body_json
+from services.gateway.context import choice, gateway, reject_unknown_parameters
 from services.gateway.problems import ApiProblem, from_validation, invalid
 
 blueprint = Blueprint("backends", __name__, url_prefix="/v1")
@@ -58,7 +59,7 @@ def drain(backend_id: str) -> Response:
     """Let a backend take no new rollouts (or, with `{"drain": false}`, again some); those on it go on."""
     reject_unknown_parameters()
     try:
-        wanted = DrainRequest.model_validate(body_json() if request.get_data() else {})
+        wanted = DrainRequest.model_validate(body_json(empty={}))
     except ValidationError as error:
         raise from_validation(error) from None
     if not gateway().backends.drain(backend_id, wanted.drain):

@@ -21,8 +21,8 @@ from rollout.batch import (
 from rollout.schema import FieldError, Rollout, RolloutRequest, new_id
 from services.gateway.answers import Answer
 from services.gateway.auth import caller, check_permitted, needs, tenant_filter
+from services.gateway.bodies import body_json
 from services.gateway.context import (
-    body_json,
     choice,
     gateway,
     number,

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from services.engines.address import root
 from services.gateway import calls
 from services.gateway.auth import needs
-from services.gateway.context import body_json, gateway
+from services.gateway.bodies import body_json
+from services.gateway.context import gateway
 from services.gateway.instances import as_instance_problem
 from services.gateway.nemo_gym import (
     AggregateRequest,

@@ -7,7 +7,8 @@ from pydantic import BaseModel, ValidationError
 
 from rollout.policy import PolicyRequest, PolicyUpdate
 from rollout.schema import Backend
-from services.gateway.context import body_json, gateway, number, reject_unknown_parameters
+from services.gateway.bodies import body_json
+from services.gateway.context import gateway, number, reject_unknown_parameters
 from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.state.policy import UpdateConflict
 

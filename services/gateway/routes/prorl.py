@@ -11,7 +11,8 @@ from rollout.schema import BackendRequest, State
 from services.engines.address import root
 from services.gateway import calls, metrics
 from services.gateway.auth import caller, needs
-from services.gateway.context import body_json, gateway
+from services.gateway.bodies import body_json
+from services.gateway.context import gateway
 from services.gateway.instances import as_instance_problem
 from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.gateway.prorl import ProcessRequest, result, rollout_request

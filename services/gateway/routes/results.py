@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from rollout.schema import AckRequest, AckResponse, CompletionPage
 from services.gateway.answers import Answer
 from services.gateway.auth import Caller, caller, needs, tenant_filter
+from services.gateway.bodies import body_json
 from services.gateway.context import (
     Gateway,
-    body_json,
     choice,
     gateway,
     number,

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 from flask import Blueprint, Response, jsonify
 from flask import request as http
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rollout.schema import (
     FieldError,
     Rollout,
+    RolloutId,
     RolloutPage,
     RolloutRequest,
     State,
     SubmitRequest,
     SubmitResponse,
+    Tag,
 )
+from rollout.strict import Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
 from services.gateway.auth import caller, check_permitted, needs, tenant_filter
+from services.gateway.bodies import body_json
 from services.gateway.context import (
-    body_json,
     choice,
     gateway,
     number,
@@ -42,13 +46,12 @@ _SCAN_PAGES = 20
 """Pages of an index that one listing reads while it looks for matches."""
 
 
-class CancelRequest(BaseModel):
+class CancelRequest(Strict):
     """Which rollouts to cancel: exactly one of the fields."""
 
-    model_config = ConfigDict(extra="forbid")
-    ids: list[str] | None = Field(default=None, max_length=MAX_PAGE)
-    group_id: str | None = None
-    tag: str | None = None
+    ids: Annotated[Items[RolloutId], Field(max_length=MAX_PAGE)] | None = None
+    group_id: RolloutId | None = None
+    tag: Tag | None = None
 
 
 def _json(model: BaseModel, status: int = 200) -> Response:

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from rollout.schema import FieldError, RedeliverRequest, RolloutRequest
 from services.gateway.auth import needs
-from services.gateway.context import Gateway, body_json, gateway, reject_unknown_parameters
+from services.gateway.bodies import body_json
+from services.gateway.context import Gateway, gateway, reject_unknown_parameters
 from services.gateway.problems import ApiProblem, from_validation
 from services.state.api_keys import Scope
 from services.webhook_address import AddressRefused
