@@ -41,6 +41,15 @@ def _key(secret: str) -> bytes:
         raise WebhookError(f"the secret begins with {_ENCODED} but is not base64 after it") from error
 
 
+def tenant_secret(secret: str, tenant: str) -> str:
+    """The secret that the webhooks of a tenant's own requests are signed with, made from the service's.
+
+    A receiver has to know its secret; knowing it must not be enough to speak for other tenants.
+    """
+    derived = hmac.digest(_key(secret), f"rollout webhooks of tenant {tenant}".encode(), sha256)
+    return _ENCODED + base64.b64encode(derived).decode()
+
+
 def signature(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
     """One signature, as it stands in the header."""
     signed = f"{message_id}.{timestamp}.".encode() + body
@@ -70,7 +79,8 @@ def verify_webhook(
     Args:
         body: The bytes as received; parsed and written again they would have another signature.
         headers: Of the HTTP request; names in any case.
-        secret: What the service has as ROLLOUT_WEBHOOK_SECRET.
+        secret: What the service has as ROLLOUT_WEBHOOK_SECRET; of a tenant other than `default`, what
+            `rollout tenants webhook-secret TENANT` prints.
         tolerance_s: Seconds that the message may be old, or from the future.
         now: Seconds since the epoch; None = the present.
 

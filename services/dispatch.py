@@ -19,6 +19,7 @@ from kombu.exceptions import KombuError
 
 from rollout.schema import RolloutRequest, State, Submitted
 from services.queues import STAGE_TASK, STAGES, TASK_CLEANUP, Ref
+from services.state.requests import stored_form
 from services.state.rollouts import NewRollout, RolloutStore
 from services.state.tenants import Tenant
 
@@ -56,6 +57,7 @@ class Dispatcher:
             members: Only these indices of each group; None = all.
 
         Raises:
+            Unstorable: A request could not be read again.
             IdConflict: An id was used before, with another body or by another tenant.
             QuotaExceeded: The tenant may not have so many more now.
         """
@@ -113,10 +115,21 @@ class Dispatcher:
 
     def cancel(self, rollout_id: str, tenant: str | None = None) -> tuple[str, str]:
         """Cancel one rollout; `(word, state)` as in `RolloutStore.cancel`."""
-        word, state, node, attempt = self._store.cancel(rollout_id, tenant)
-        if word == "cancelled" and node:
-            self.clean_up(rollout_id, node, attempt)
-        return word, state
+        return self.cancel_many([rollout_id], tenant)[0]
+
+    def cancel_many(self, rollout_ids: Sequence[str], tenant: str | None = None) -> list[tuple[str, str]]:
+        """Cancel rollouts, thousands at once if need be; an answer for each, in their order."""
+        found = self._store.cancel_many(rollout_ids, tenant)
+        boxes = [
+            Ref(id=rollout_id, attempt=attempt, node=node)
+            for rollout_id, (word, _, node, attempt) in zip(rollout_ids, found, strict=True)
+            if word == "cancelled" and node
+        ]
+        if boxes:
+            with self._app.producer_or_acquire() as producer, _batch(producer):
+                for ref in boxes:
+                    self._app.send_task(TASK_CLEANUP, args=(ref,), producer=producer)
+        return [(word, state) for word, state, _, _ in found]
 
     def clean_up(self, rollout_id: str, node: str, attempt: int) -> None:
         """Have the sandbox of an attempt that ended outside a stage released on its node."""
@@ -129,7 +142,7 @@ def _batch(producer: Producer) -> AbstractContextManager[Any]:
 
 
 def _expand(request: RolloutRequest, batch_group: str = "") -> list[NewRollout]:
-    body = request.model_dump_json()
+    body = stored_form(request)
     digest = hashlib.sha256(body.encode()).hexdigest()
     group_id, ids = request.rollout_ids()
     return [

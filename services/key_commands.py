@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.client import KEY_VARIABLE
+from rollout.webhooks import tenant_secret
 from services.local import paths
 from services.local.redis import own_url
 from services.settings import SettingsError, settings
 from services.state.api_keys import ApiKey, KeyProblem, KeyStore, Scope
 from services.state.redis import connect
-from services.state.tenants import Tenant, TenantStore, check_name
+from services.state.tenants import DEFAULT_TENANT, Tenant, TenantStore, check_name
 
 REDIS_VARIABLE = "ROLLOUT_REDIS_URL"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -79,7 +80,7 @@ class Count(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if value == UNLIMITED or isinstance(value, int):
             return value
-        if not re.fullmatch(r"\d{1,9}", value):
+        if not re.fullmatch(r"[0-9]{1,15}", value):
             self.fail(f"{value!r} is neither a number nor {UNLIMITED!r}", param, ctx)
         return int(value)
 
@@ -110,6 +111,7 @@ def limit_options(command: F) -> F:
         click.option("--runtimes", type=Names(), help="Sandbox runtimes. [default: all that isolate]"),
         click.option("--images", type=Names(), help="Sandbox images, or patterns such as swe-*."),
         click.option("--handlers", type=Names(), help="Handlers, or patterns."),
+        click.option("--quota-bytes", type=Count(), help="Bytes of requests that may be kept at once."),
         click.option("--per-minute", type=Count(), help="Rollouts that may be submitted a minute."),
         click.option("--quota-live", type=Count(), help="Rollouts that may be under way at once."),
     ):
@@ -258,10 +260,22 @@ def tenants() -> None:
 
 
 def _tenants_table(found: list[tuple[Tenant, int]]) -> Table:
-    names = ("tenant", "live", "quota", "a minute", "weight", "handlers", "images", "runtimes", "mounts")
+    names = (
+        "tenant",
+        "live",
+        "quota",
+        "a minute",
+        "bytes",
+        "weight",
+        "handlers",
+        "images",
+        "runtimes",
+        "mounts",
+    )
     table = Table(*names, box=None)
     for tenant, live in found:
-        counts = [UNLIMITED if most is None else str(most) for most in (tenant.quota_live, tenant.per_minute)]
+        quotas = (tenant.quota_live, tenant.per_minute, tenant.quota_bytes)
+        counts = [UNLIMITED if most is None else str(most) for most in quotas]
         lists = [
             none if names is None else ", ".join(names)
             for names, none in (
@@ -291,6 +305,20 @@ def show(tenant: str | None, as_json: bool, redis_url: str | None) -> None:
         out.print(_tenants_table(found) if found else "no tenant has limits or rollouts")
 
 
+@tenants.command("webhook-secret")
+@click.argument("tenant")
+def webhook_secret(tenant: str) -> None:
+    """Print the secret of TENANT's webhooks, made from the first in ROLLOUT_WEBHOOK_SECRET."""
+    try:
+        check_name(tenant)
+        base = settings().webhook_secret.get_secret_value().split(",")[0].strip()
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    if not base:
+        raise click.ClickException("ROLLOUT_WEBHOOK_SECRET is not set here: give it as the workers have it")
+    click.echo(base if tenant == DEFAULT_TENANT else tenant_secret(base, tenant))
+
+
 @tenants.command("set")
 @click.argument("tenant")
 @limit_options
@@ -300,7 +328,7 @@ def set_(tenant: str, redis_url: str | None, **limits: Any) -> None:
     with _connected(redis_url) as client:
         changed = _limited(client, tenant, limits)
         if changed is None:
-            options = "--quota-live, --per-minute, --handlers, --images, --runtimes, --mounts or --weight"
-            raise click.UsageError(f"give {options}")
+            options = "--quota-live, --per-minute, --quota-bytes, --handlers, --images, --runtimes, --mounts"
+            raise click.UsageError(f"give {options} or --weight")
         found = [(changed, TenantStore(client).live(tenant))]
     out.print(_tenants_table(found))

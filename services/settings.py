@@ -47,6 +47,18 @@ class Settings(BaseModel):
     gateway_waiters: int = Field(
         2000, ge=0, description="Long-polls and streams that wait at once; one more is answered 503."
     )
+    gateway_tenant_share: float = Field(
+        0.75,
+        gt=0,
+        le=1,
+        description="Share of these, and of the streams, that one tenant may have beside others; one more "
+        "is answered 429.",
+    )
+    max_group_bytes: int = Field(
+        128 << 20,
+        ge=1024,
+        description="Most bytes of a request times its `n`: each of its rollouts shows it to readers.",
+    )
     max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest request body, in bytes.")
     max_wait_s: float = Field(60.0, gt=0, description="Longest `?wait=` a long-poll may ask for, in seconds.")
     node: str = Field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+import unicodedata
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 
@@ -55,6 +57,11 @@ class AllowedAddresses:
         if parts.username is not None or parts.password is not None:
             raise AddressRefused("a user name or password in the URL is not sent; leave it out")
         literal = _literal(host)
+        if literal is None and (_is_number(host) or not host.isascii()):
+            raise AddressRefused(
+                f"{host!r} is read differently by different programs; write an address as four numbers, such "
+                "as 192.0.2.7, and a name in ASCII (xn--…)"
+            )
         if literal is not None:
             self.check_address(host, literal)
         elif not (self._public or self._networks or self._named(host)):
@@ -78,6 +85,16 @@ class AllowedAddresses:
     def _named(self, host: str) -> bool:
         host = host.lower().rstrip(".")
         return host in self._names or any(host.endswith(name) for name in self._names if name.startswith("."))
+
+
+def _is_number(host: str) -> bool:
+    """Whether resolvers take a host for an IPv4 address (WHATWG URL, ends in a number): no name ends in one.
+
+    `ip_address` takes the one form with four decimal numbers; `127.1`, `2130706433`, `0x7f.1` and
+    `017700000001` are the same address to others. Digits of other scripts are digits to some, too.
+    """
+    last = unicodedata.normalize("NFKC", host).lower().rstrip(".").rpartition(".")[2]
+    return last.isdigit() or (last.startswith("0x") and all(one in string.hexdigits for one in last[2:]))
 
 
 def _literal(host: str) -> Address | None:

@@ -119,6 +119,8 @@ class Batcher:
         group_id = piece.group_id
         request = prompt.model_copy(update={"id": group_id, "n": piece.size, "group_id": group_id})
         members = range(piece.first, piece.first + piece.count)
+        # Its bytes were taken from the quota when it came.
+        tenant = tenant.model_copy(update={"quota_bytes": None})
         self._dispatcher.submit([request], tenant, batch_group=group_id, members=members)
         if self._store.started(piece):
             self._cancel_late(piece)
@@ -126,9 +128,11 @@ class Batcher:
     def _cancel_late(self, piece: Starting) -> None:
         """The batch had ended before these rollouts were submitted, so its end could not cancel them."""
         group = self._store.group(piece.group_id)
-        if group is not None and self._is_given_up(self._store.get(group.batch)):
-            for rollout_id in piece.rollout_ids:
-                self._dispatcher.cancel(rollout_id)
+        if group is None:
+            return
+        batch = self._store.get(group.batch)
+        if self._is_given_up(batch):
+            self._dispatcher.cancel_many(piece.rollout_ids, batch.tenant)
 
     def _is_given_up(self, batch: Batch) -> bool:
         """Whether it has ended, and what it left under way is for nobody."""
@@ -181,8 +185,7 @@ class Batcher:
                 if group is None:
                     continue
                 self._store.cut(group_id)  # of what had not been submitted
-                for rollout_id in group.rollout_ids:
-                    self._dispatcher.cancel(rollout_id)
+                self._dispatcher.cancel_many(group.rollout_ids, batch.tenant)
                 self._decide(group_id)
         log.info("batch " + batch.state.value, batch=batch_id, kept=batch.kept, left=len(groups))
         self._store.expire(batch_id, groups)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -115,7 +116,8 @@ class StageRun:
             process.placements,
             process.http(),
             fence=claim.fence,
-            group_id=claim.group_id if claim.group_id != claim.rollout_id else None,
+            # Each tenant has its own groups: one of the same name elsewhere is another one.
+            group_id=f"{claim.tenant}/{claim.group_id}" if claim.group_id != claim.rollout_id else None,
             policy_version=claim.request.policy_version,
             wait_s=process.settings.backend_wait_s,
         )
@@ -369,5 +371,6 @@ def outcome_fields(
     if finish_reason is not None:
         fields["finish_reason"] = finish_reason.value
     if metrics:
-        fields["metrics"] = json.dumps(metrics)
+        # JSON has no place for others, and a reader none for null.
+        fields["metrics"] = json.dumps({name: one for name, one in metrics.items() if math.isfinite(one)})
     return fields

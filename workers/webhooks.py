@@ -20,11 +20,12 @@ import structlog
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from rollout.schema import Rollout
-from rollout.webhooks import EVENT, signed_headers
+from rollout.webhooks import EVENT, signed_headers, tenant_secret
 from services.settings import Settings
 from services.state import keys
 from services.state.election import Election
 from services.state.rollouts import RolloutStore
+from services.state.tenants import DEFAULT_TENANT
 from services.state.webhooks import Delivery, WebhookStore
 from services.webhook_address import AddressRefused, AllowedAddresses
 
@@ -83,6 +84,7 @@ class Deliverer:
         """
         self._store = WebhookStore(client, settings.webhook_url)
         self._rollouts = rollouts
+        self._service_url = settings.webhook_url
         self._secrets = webhook_secrets(settings)
         signed_headers(self._secrets, "", 0, b"")
         self._allowed = AllowedAddresses(settings.webhook_allow)
@@ -188,13 +190,20 @@ class Deliverer:
         )
         await asyncio.to_thread(self._store.give_up, delivery)
 
+    def _secrets_for(self, delivery: Delivery, tenant: str) -> list[str]:
+        """The service's own, for the operator's receiver and without tenants; else the tenant's."""
+        if tenant == DEFAULT_TENANT or delivery.url == self._service_url:
+            return self._secrets
+        return [tenant_secret(secret, tenant) for secret in self._secrets]
+
     async def _post(
         self, http: aiohttp.ClientSession, delivery: Delivery, rollout: Rollout
     ) -> tuple[int | None, float, str]:
         """Status, seconds that the receiver asks to wait, and what went wrong."""
         body = message(rollout)
         headers = {"content-type": "application/json", "user-agent": "rollout-service"}
-        headers |= signed_headers(self._secrets, rollout.id, int(time.time()), body)
+        secrets = self._secrets_for(delivery, rollout.tenant)
+        headers |= signed_headers(secrets, rollout.id, int(time.time()), body)
         try:
             self._allowed.check_url(delivery.url)
             # A redirect could lead anywhere, so none is followed.

@@ -192,6 +192,13 @@ def caller() -> Caller:
     return g.caller
 
 
+def holder() -> str | None:
+    """For whom the call under way takes a place that others may want; None: there is one tenant alone."""
+    me, access = caller(), current_app.extensions["rollout"].guard.access()
+    others = any(key.tenant != me.tenant.name for key in access.keys.values())
+    return me.tenant.name if others else None
+
+
 def tenant_filter(*, every: bool = True) -> str | None:
     """Whose rollouts the call is about: the caller's own, or `?tenant=` of an admin; None = everybody's.
 

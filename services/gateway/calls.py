@@ -6,7 +6,6 @@ what the first dispatch read and decided is kept with the waiter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,9 +15,9 @@ import structlog
 
 from rollout.schema import FieldError, HandlerInfo, Rollout, RolloutRequest, new_id
 from services.dispatch import IdConflict
-from services.gateway.auth import caller, check_permitted
+from services.gateway.auth import caller, check_permitted, holder
 from services.gateway.context import Gateway, gateway, waiter
-from services.gateway.problems import ApiProblem
+from services.gateway.problems import ApiProblem, over_quota
 from services.gateway.waiting import Interest
 from services.state.jobs import JobStore, digest_of
 from services.state.tenants import QuotaExceeded
@@ -86,11 +85,7 @@ def begin(
     except IdConflict as error:
         raise ApiProblem(409, "Id in use", str(error)) from None
     except QuotaExceeded as error:
-        detail = f"{error}; nothing was enqueued"
-        if error.wait_s is None:
-            raise ApiProblem(403, "Larger than the quota", detail) from None
-        wait = max(1, math.ceil(error.wait_s))
-        raise ApiProblem(429, "Over quota", detail, retry_after_s=wait) from None
+        raise over_quota(error) from None
     return Call(rollout_id, tenant.name, request.limits.deadline_s, job)
 
 
@@ -114,7 +109,7 @@ def finish(call: Call, *, replay_s: float) -> Rollout:
 
     try:
         over = gate.waiting.wait(
-            ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id), parked
+            ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id), parked, holder()
         )
     except (ApiProblem, redis.RedisError):
         if call.job is None:

@@ -88,9 +88,12 @@ class Gateway:
             results=ResultStore(client, settings),
             webhooks=WebhookStore(client, settings.webhook_url),
             webhook_addresses=AllowedAddresses(settings.webhook_allow),
-            streams=StreamSlots(settings.sse_streams),
+            streams=StreamSlots(settings.sse_streams, settings.gateway_tenant_share),
             waiting=WaitingRoom(
-                lambda: connect(settings.redis_url, max_connections=1), completions, settings.gateway_waiters
+                lambda: connect(settings.redis_url, max_connections=1),
+                completions,
+                settings.gateway_waiters,
+                settings.gateway_tenant_share,
             ),
             dispatcher=Dispatcher(celery, rollouts),
             tasks=TaskChecker(fleet),

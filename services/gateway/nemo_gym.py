@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.adapters.nemo_gym import output_items
 from rollout.schema import HandlerInfo, Rollout, RolloutRequest, SamplingParams, State
+from rollout.strict import MAX_INT53, Items
 from rollout.summary import summarize
 from rollout.trajectory import FinishReason
 from services.gateway.instances import HANDLERS, handler_of, said, task_of
-from services.gateway.problems import from_validation, invalid
+from services.gateway.problems import from_validation, invalid, short
 from services.settings import Settings
 from services.state.jobs import digest_of
 
@@ -26,20 +27,39 @@ NOT_THE_TASK = ("responses_create_params", "agent_ref", "policy_base_url", "poli
 _CUT = (FinishReason.LENGTH, FinishReason.TOKEN_LIMIT, FinishReason.CONTEXT_LENGTH)
 
 
+MAX_ROWS = 50_000
+"""Of one call of `/aggregate_metrics`."""
+MAX_NUMBERS = 1000
+"""Of `metrics` or `reward_components` of a row."""
+MAX_NUMBER = 1e150
+"""Of a row: its square is still a number."""
+
+
 class _Open(BaseModel):
     """Unknown keys are kept: a row has whatever its data set has."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+def _no_stream(stream: bool | None) -> bool | None:
+    if stream:
+        raise ValueError("answers are not streamed here: leave it out, and wait for the whole one")
+    return stream
 
 
 class CreateParams(_Open):
     """What has an effect of a Responses request."""
 
     input: str | list[Any] = Field(default_factory=list)
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=1000)] | None = None
+    stream: Annotated[bool | None, AfterValidator(_no_stream)] = None
+    """There are no tokens to be streamed: an answer comes when the rollout has ended."""
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = None
+
+
+Index = Annotated[int, Field(ge=-MAX_INT53, le=MAX_INT53)]
 
 
 class AgentRef(_Open):
@@ -53,9 +73,9 @@ class RunRequest(_Open):
     agent_ref: AgentRef | None = None
     handler: str | None = Field(default=None, max_length=200)
     """Names the handler where neither `agent_ref` nor `data_source` does."""
-    task_index: int | None = Field(default=None, alias="_ng_task_index")
-    rollout_index: int | None = Field(default=None, alias="_ng_rollout_index")
-    attempt_index: int | None = Field(default=None, alias="_ng_attempt_index")
+    task_index: Index | None = Field(default=None, alias="_ng_task_index")
+    rollout_index: Index | None = Field(default=None, alias="_ng_rollout_index")
+    attempt_index: Index | None = Field(default=None, alias="_ng_attempt_index")
     rollout_id: str | None = Field(
         default=None, alias="_ng_rollout_id", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=1000
     )
@@ -77,7 +97,7 @@ class RunRequest(_Open):
 class AggregateRequest(BaseModel):
     """Body of `POST /aggregate_metrics`."""
 
-    verify_responses: list[dict[str, Any]]
+    verify_responses: Items[dict[str, Any]] = Field(max_length=MAX_ROWS)
 
 
 def rollout_request(row: RunRequest, handlers: Mapping[str, Any], settings: Settings) -> RolloutRequest:
@@ -267,9 +287,26 @@ def _index(task: str) -> int | str:
     return int(task) if task.lstrip("-").isdigit() else task
 
 
+def _require_few_numbers(numbers: Any, name: str) -> None:
+    if not isinstance(numbers, dict):
+        raise ValueError(f"{name} is no object of numbers")
+    if len(numbers) > MAX_NUMBERS:
+        raise ValueError(f"{name} holds {len(numbers)} numbers; at most {MAX_NUMBERS}")
+    for key, value in numbers.items():
+        if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+            raise ValueError(f"{name}.{short(key, 100)} is beyond {MAX_NUMBER:g}")
+
+
+_NO_REQUEST = RolloutRequest(handler="-")
+
+
 def _as_rollout(row: dict[str, Any], number: int) -> Rollout:
     masked = bool(row.get("mask_sample"))
     try:
+        for name in ("reward_components", "metrics"):
+            _require_few_numbers(row.get(name) or {}, name)
+        if not masked and abs(float(row.get("reward") or 0.0)) > MAX_NUMBER:
+            raise ValueError(f"reward is beyond {MAX_NUMBER:g}")
         return Rollout(
             id=str(number),
             group_id=str(row.get("_ng_task_index", number)),
@@ -277,7 +314,7 @@ def _as_rollout(row: dict[str, Any], number: int) -> Rollout:
             handler="-",
             state=State.COMPLETED,
             attempt=1,
-            request=RolloutRequest(handler="-"),
+            request=_NO_REQUEST,
             reward=None if masked else row.get("reward"),
             reward_components=row.get("reward_components") or {},
             metrics=row.get("metrics") or {},

@@ -17,7 +17,7 @@ _PROCESS = {
             "properties": {"data_source": _STRING, "instance_id": _NAME, "trajectory_id": _NAME},
         },
         "sampling_params": OBJECT,
-        "job_id": {"type": "string", "minLength": 1, "maxLength": 1000},
+        "job_id": {**_NAME, "minLength": 1, "maxLength": 1000},
     },
 }
 _RESULT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -14,7 +15,9 @@ from werkzeug.exceptions import HTTPException
 
 from rollout.schema import FieldError, Problem
 from services.state.migration import SchemaError
+from services.state.requests import Unstorable
 from services.state.startup import UnfitRedis
+from services.state.tenants import QuotaExceeded
 
 log = structlog.get_logger("gateway")
 
@@ -23,6 +26,19 @@ MAX_ERRORS = 20
 MAX_FIELD, MAX_MESSAGE, MAX_DETAIL = 200, 500, 1000
 """Characters of an error: a message may hold the value at fault, and that may be 5 MB."""
 RETRY_AFTER_S = 2
+MODEL_PATHS = frozenset(
+    f"{prefix}/{path}"
+    for prefix in ("", "/v1")
+    for path in (
+        *("chat/completions", "completions", "embeddings", "models", "messages", "messages/count_tokens"),
+        *("complete", "moderations", "responses"),
+    )
+)
+"""What the SDKs of OpenAI and Anthropic call."""
+MODEL_HINT = (
+    "This is the gateway of a rollout service and serves no models itself: GET /v1/backends lists the LLM "
+    "servers, whose URLs are what such a client needs; POST /v1/rollouts has a task worked on."
+)
 _LATER = {"Retry-After": str(RETRY_AFTER_S)}
 
 
@@ -65,6 +81,14 @@ def invalid(field: str, message: str) -> ApiProblem:
     )
 
 
+def over_quota(error: QuotaExceeded) -> ApiProblem:
+    """A 429 that says when to come again, or a 403 where waiting does not help."""
+    detail = f"{error}; nothing was enqueued"
+    if error.wait_s is None:
+        return ApiProblem(403, "Larger than the quota", detail)
+    return ApiProblem(429, "Over quota", detail, retry_after_s=max(1, math.ceil(error.wait_s)))
+
+
 def from_validation(error: ValidationError, prefix: str = "") -> ApiProblem:
     """A 400 that names the fields a pydantic model refused."""
     errors = [
@@ -95,10 +119,16 @@ def register(app: Flask) -> None:
     def _known(error: ApiProblem) -> Response:
         return respond(error.problem, error.headers)
 
+    @app.errorhandler(Unstorable)
+    def _unstorable(error: Unstorable) -> Response:
+        return respond(invalid("(body)", str(error)).problem)
+
     @app.errorhandler(HTTPException)
     def _http(error: HTTPException) -> Response:
         status = error.code or 500
         detail = error.description or ""
+        if status in (404, 405) and request.path in MODEL_PATHS:
+            detail = f"{detail} {MODEL_HINT}"
         if status == 413:
             detail = f"the body is larger than {app.config['MAX_CONTENT_LENGTH']} bytes; send several calls"
         return respond(Problem(title=error.name, status=status, detail=detail))

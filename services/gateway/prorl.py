@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import structlog
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.schema import HandlerInfo, Limits, Rollout, RolloutRequest, SamplingParams, State
+from rollout.strict import MAX_INT53
 from rollout.summary import SUCCESS
 from rollout.trajectory import Chain, FinishReason, Message
 from rollout.turns import calls_of
@@ -37,18 +38,34 @@ NO_EFFECT = frozenset(
 always those that were sampled."""
 
 
-def _text(value: object) -> object:
-    """Ids are numbers in some data sets."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+MAX_NAME = 1000
 
 
-Name = Annotated[str, BeforeValidator(_text)]
+def _name(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError("must be a text or an integer")
+    if isinstance(value, str) and len(value) > MAX_NAME:
+        raise ValueError(f"{len(value)} characters; at most {MAX_NAME}")
+    if isinstance(value, int) and abs(value) > MAX_INT53:
+        raise ValueError("an integer of more than 53 bits; send it as a text")
+    return value
+
+
+def _not_empty(value: object) -> object:
+    if value == "":
+        raise ValueError("must not be empty")
+    return value
+
+
+Name = Annotated[Any, AfterValidator(_name)]
+"""Ids are numbers in some data sets, and are handed back as they came."""
+JobId = Annotated[Name, AfterValidator(_not_empty)]
 
 
 class _Open(BaseModel):
     """Unknown keys are kept: they are no error."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 class InstanceParams(_Open):
@@ -89,7 +106,7 @@ class ProcessRequest(_Open):
 
     instance: InstanceParams
     sampling_params: ProrlSampling | None = None
-    job_id: Annotated[Name, Field(min_length=1, max_length=1000)] | None = None
+    job_id: JobId | None = None
 
 
 def rollout_request(
@@ -114,11 +131,12 @@ def rollout_request(
         limits = _limits(settings.prorl_timeout_s, given.max_iterations)
     except ValidationError as error:
         raise from_validation(error, "sampling_params.") from None
-    group = wanted.instance_id and f"prorl-{digest_of(run, handler, wanted.instance_id)}"
+    named = wanted.instance_id not in (None, "")
+    group = f"prorl-{digest_of(run, handler, wanted.instance_id)}" if named else None
     return RolloutRequest(
         handler=handler,
         task=task,
-        group_id=group or None,
+        group_id=group,
         sampling=sampling,
         limits=limits,
         tags=[TAG],

@@ -10,6 +10,7 @@ import structlog
 from flask import Flask, Response, g, request
 
 from services.gateway import metrics
+from services.gateway.problems import MAX_FIELD, MAX_MESSAGE, short
 from services.gateway.waiting import WAITER
 
 log = structlog.get_logger("gateway")
@@ -17,6 +18,8 @@ log = structlog.get_logger("gateway")
 REQUEST_ID = "X-Request-ID"
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A caller's own id is taken over if it cannot break a line or a header."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Methods with series of their own: a caller may name any, and without a key."""
 _ROUTINE = frozenset({"service.health", "service.ready", "service.prometheus"})
 """Asked every few seconds by machines: a line each would hide the others."""
 
@@ -46,14 +49,15 @@ def register(app: Flask) -> None:
         seconds = time.perf_counter() - g.started
         # The rule and not the path: ids would make a series each.
         route = request.url_rule.rule if request.url_rule else "(none)"
-        metrics.REQUESTS.labels(request.method, route, response.status_code).inc()
+        method = request.method if request.method in METHODS else "other"
+        metrics.REQUESTS.labels(method, route, response.status_code).inc()
         metrics.LATENCY.labels(route).observe(seconds)
         response.headers[REQUEST_ID] = g.request_id
         write = log.debug if request.endpoint in _ROUTINE and response.status_code < 400 else log.info
         write(
             "request",
-            method=request.method,
-            path=request.path,
+            method=short(request.method, MAX_FIELD),
+            path=short(request.path, MAX_MESSAGE),
             status=response.status_code,
             ms=round(seconds * 1000, 1),
         )

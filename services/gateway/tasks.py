@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from jsonschema import Draft202012Validator
@@ -15,6 +15,29 @@ from services.state.fleet import FleetStore
 
 CACHE_S = 1.0
 """Seconds for which the list of handlers is not read again."""
+
+
+def check_sizes(requests: Sequence[RolloutRequest], most: int, *, single: bool, n: int | None = None) -> None:
+    """Refuse groups of which a reader would get more bytes than that, for each member comes with its request.
+
+    Args:
+        n: Members of each group; None = as the requests say.
+
+    Raises:
+        ApiProblem: 400 naming the fields.
+    """
+    errors = []
+    for position, request in enumerate(requests):
+        members = n or request.n
+        size = len(request.model_dump_json()) if members > 1 else 0
+        if size * members > most:
+            message = (
+                f"{members} rollouts of a request of {size} bytes are {size * members} bytes to read, and "
+                f"{most} are allowed: take a smaller n, or have the operator raise ROLLOUT_MAX_GROUP_BYTES"
+            )
+            errors.append(FieldError(field="n" if single else f"requests.{position}.n", message=message))
+    if errors:
+        raise ApiProblem(400, "Invalid request", f"{errors[0].field}: {errors[0].message}", errors)
 
 
 class TaskChecker:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import redis
 import structlog
 
 from services.gateway.problems import ApiProblem
+from services.gateway.streams import most_each
 from services.state import keys
 from services.state.results import CompletionStore, matches
 
@@ -56,9 +58,11 @@ class Parked(BaseException):
 class Ticket:
     """A place among those who wait. Woken at most once between two calls of `rearm`."""
 
-    def __init__(self, room: WaitingRoom, interest: Interest) -> None:
+    def __init__(self, room: WaitingRoom, interest: Interest, holder: str | None = None) -> None:
         self._room = room
         self.interest = interest
+        self.holder = holder
+        """The tenant whose request it is; None = no matter."""
         self._woken = False
         self._wake: Callable[[], None] | None = None
 
@@ -124,10 +128,23 @@ class Waiter:
 class WaitingRoom:
     """All tickets of a process, and the thread that reads the stream of completions while there are any."""
 
-    def __init__(self, connect: Callable[[], redis.Redis], completions: CompletionStore, most: int) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], redis.Redis],
+        completions: CompletionStore,
+        most: int,
+        share: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            most: Tickets at once.
+            share: Of them that one tenant may have.
+        """
         self._connect = connect
         self._completions = completions
         self._most = most
+        self._most_each = most_each(most, share)
+        self._of: Counter[str | None] = Counter()
         self.lock = threading.RLock()
         self._someone = threading.Condition(self.lock)
         self._by_name: dict[tuple[str, str], set[Ticket]] = {}
@@ -138,15 +155,26 @@ class WaitingRoom:
         self._thread: threading.Thread | None = None
         self.open = 0
 
-    def take(self, interest: Interest) -> Ticket:
+    def take(self, interest: Interest, holder: str | None) -> Ticket:
         """A ticket for what ends from now on.
 
+        Args:
+            holder: The tenant whose request waits, of which not all places may be; None = no matter.
+
         Raises:
-            ApiProblem: 503; as many wait as may.
+            ApiProblem: 503; as many wait as may. 429; as many of the tenant's.
             redis.RedisError: It cannot be said where the stream of completions ends.
         """
-        ticket = Ticket(self, interest)
+        ticket = Ticket(self, interest, holder)
         with self.lock:
+            if holder is not None and self._of[holder] >= self._most_each:
+                raise ApiProblem(
+                    429,
+                    "Too many waiting requests",
+                    f"{self._of[holder]} of tenant {holder!r} wait here, as many as one tenant may have; one "
+                    "client with GET /v1/completions?cursor=…&wait=… can wait for all of its rollouts",
+                    retry_after_s=FULL_RETRY_S,
+                )
             if self.open >= self._most:
                 raise ApiProblem(
                     503,
@@ -156,6 +184,7 @@ class WaitingRoom:
                     retry_after_s=FULL_RETRY_S,
                 )
             self.open += 1
+            self._of[holder] += 1
             name = _name(interest)
             if name is None:
                 self._feeds.add(ticket)
@@ -176,20 +205,29 @@ class WaitingRoom:
             if ticket in place:
                 place.remove(ticket)
                 self.open -= 1
+                self._of[ticket.holder] -= 1
+                if not self._of[ticket.holder]:
+                    del self._of[ticket.holder]
                 if not place and name is not None:
                     self._by_name.pop(name, None)
 
     def wait(
-        self, look: Callable[[], object], wait_s: float, interest: Interest, waiter: Waiter | None
+        self,
+        look: Callable[[], object],
+        wait_s: float,
+        interest: Interest,
+        waiter: Waiter | None,
+        holder: str | None,
     ) -> Any:
         """Call `look` until it answers something true or the time is up; returns its last answer.
 
         Args:
             waiter: Of a server that parks requests; None: this thread waits.
+            holder: As of `take`.
 
         Raises:
             Parked: The request is to be dispatched again, and this to be called again.
-            ApiProblem: 503; as many wait as may.
+            ApiProblem: As of `take`.
         """
         ticket, deadline = waiter and waiter.ticket, time.monotonic() + wait_s
         if ticket is None:
@@ -197,7 +235,7 @@ class WaitingRoom:
             answer = look()
             if answer or wait_s <= 0:
                 return answer
-            ticket = self.take(interest)
+            ticket = self.take(interest, holder)
         else:
             deadline = waiter.deadline
         parked = False

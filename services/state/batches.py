@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from uuid import UUID
 
 import redis
 
@@ -14,7 +16,8 @@ from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import lua_source
-from services.state.tenants import DEFAULT_TENANT
+from services.state.requests import stored_form
+from services.state.tenants import DEFAULT_TENANT, QuotaExceeded
 
 LEASE_S = 20.0
 """After which somebody else does what a worker has taken and not done."""
@@ -109,7 +112,9 @@ class BatchStore:
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
         self._redis = client
-        self._script = client.register_script(lua_source("batch_hooks") + lua_source("batches"))
+        self._script = client.register_script(
+            "".join(map(lua_source, ("batch_hooks", "requests", "batches")))
+        )
         self._retention_ms = int(settings.retention_s * 1000)
 
     def _call(self, *args: object) -> object:
@@ -117,10 +122,21 @@ class BatchStore:
 
     # -- the caller's side -------------------------------------------------------------------
 
-    def create(self, batch_id: str, request: BatchRequest, tenant: str = DEFAULT_TENANT) -> bool:
+    def create(
+        self,
+        batch_id: str,
+        request: BatchRequest,
+        tenant: str = DEFAULT_TENANT,
+        quota_bytes: int | None = None,
+    ) -> bool:
         """Write a batch. False: it is there already, with the same body.
 
+        Args:
+            quota_bytes: Most bytes that the tenant may have; None = any number.
+
         Raises:
+            QuotaExceeded: There is no room for its prompts; nothing was written.
+            Unstorable: A prompt could not be read again.
             BatchConflict: The id has another body, or is another tenant's.
             NoSuchBatch: `carry_from` names none of this tenant's.
             BatchRuns: `carry_from` has not ended.
@@ -141,8 +157,12 @@ class BatchStore:
             request.open_limit,
             # Prompts that another batch left come on top, so it is not closed before they are here.
             "0" if source else str(int(request.closed)),
-            *(prompt.model_dump_json() for prompt in request.prompts),
+            _salt(batch_id),
+            "" if quota_bytes is None else quota_bytes,
+            *map(stored_form, request.prompts),
         )
+        if isinstance(word, list):
+            raise QuotaExceeded.of(word, tenant)
         if word == "conflict":
             raise BatchConflict(f"batch {batch_id!r} is there with another body, or is somebody else's")
         if source is not None:
@@ -150,7 +170,7 @@ class BatchStore:
             # Also when the batch was there: whoever wrote it may have died before this.
             self._call("adopt", batch_id, source, most)
             if request.closed:
-                self._call("extend", batch_id, "1", "")
+                self._call("extend", batch_id, "1", "", "")
         return word == "new"
 
     def extend(
@@ -160,19 +180,26 @@ class BatchStore:
         closed: bool | None,
         tenant: str | None,
         part: str | None = None,
+        quota_bytes: int | None = None,
     ) -> int:
         """Add prompts (requests as JSON); returns how many wait.
 
         Args:
             part: The same one again adds nothing.
+            quota_bytes: Most bytes that the batch's tenant may have; None = any number.
 
         Raises:
+            QuotaExceeded: There is no room for them; nothing was added.
             NoSuchBatch: See there.
             BatchEnded: It has ended, or was closed.
         """
-        self.get(batch_id, tenant)
+        owner = self.get(batch_id, tenant).tenant
         said = "" if closed is None else str(int(closed))
-        word, waiting = self._call("extend", batch_id, said, part or "", *prompts)
+        most = "" if quota_bytes is None else quota_bytes
+        reply = self._call("extend", batch_id, said, part or "", most, *prompts)
+        if reply[0] == "over":
+            raise QuotaExceeded.of(reply, owner)
+        word, waiting = reply
         if word == "closed":
             raise BatchEnded(f"batch {batch_id} is closed: it was to take no more prompts")
         if word != "ok":
@@ -343,6 +370,17 @@ class BatchStore:
             for group in groups:
                 pipe.pexpire(keys.batch_group(group), self._retention_ms)
             pipe.execute()
+
+
+def _salt(batch_id: str) -> str:
+    """What ends the ids of a batch's groups where its own can be guessed: ids of rollouts are the whole
+    service's, and nobody else's may be chosen or made to be the same."""
+    try:
+        if str(UUID(batch_id)) == batch_id:
+            return ""
+    except ValueError:
+        pass
+    return f"-{secrets.token_hex(4)}"
 
 
 def _group(group_id: str, fields: dict[str, str]) -> GroupRecord | None:

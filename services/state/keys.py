@@ -21,6 +21,18 @@ def trajectory(rollout_id: str) -> str:
     return f"rollout:{{{rollout_id}}}:trajectory"
 
 
+def request(tenant: str, digest: str) -> str:
+    """Hash: a request of the tenant by the digest of its body: the `body` (JSON), kept once for all rollouts
+    that were submitted with it, and how many of them are `live`."""
+    return f"request:{{{tenant}/{digest}}}"
+
+
+def requests_of(tenant: str) -> str:
+    """Sorted set: `<digest> <bytes>` of the tenant's requests, by when they expire (ms; `inf` while in
+    use)."""
+    return f"requests:tenant:{tenant}"
+
+
 def group(tenant: str, group_id: str) -> str:
     """Set: ids of the group's rollouts. Each tenant has its own groups and tags."""
     return f"group:{{{tenant}/{group_id}}}"
@@ -96,6 +108,8 @@ ACCESS_VERSION = "access:version"
 TENANTS_LIVE = "tenants:live"
 """Hash: tenant → number of its rollouts that have not ended. `tenant:T:bucket` (hash): what is left of its
 submissions a minute."""
+TENANTS_BYTES = "tenants:bytes"
+"""Hash: tenant → bytes of its requests that are kept, and of its batches' prompts that wait."""
 FAIR_TENANTS = "fair:tenants"
 """Sorted set: tenant with rollouts that wait for INIT → its virtual time, the least of which is next."""
 FAIR_CLOCK = "fair:clock"

@@ -24,7 +24,13 @@ FIRST_VERSION = 1
 
 Step = Callable[[redis.Redis], None]
 
-STEPS: Mapping[int, Step] = {}
+
+def _requests_by_themselves(client: redis.Redis) -> None:
+    """2: a request is kept once for its group. Records that hold theirs are read as they are; a worker of
+    version 1 cannot read those that do not."""
+
+
+STEPS: Mapping[int, Step] = {1: _requests_by_themselves}
 """From each version that has a successor: what makes it the next one."""
 
 SCHEMA_VERSION = FIRST_VERSION + len(STEPS)

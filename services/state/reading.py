@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import redis
+import structlog
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rollout.schema import (
@@ -18,16 +22,77 @@ from rollout.schema import (
 from services.state import keys, payloads
 from services.state.tenants import DEFAULT_TENANT
 
+log = structlog.get_logger("state")
+
+UNREADABLE_COUNT = "unreadable"
+"""Field of the totals."""
 T = TypeVar("T")
+BAD = (ValueError, KeyError, TypeError, AttributeError)
+"""What the reading of a damaged record raises; pydantic's and `PayloadError` are ValueErrors."""
+MAX_TOLD = 10_000
+"""Unreadable records that a process remembers to have told of."""
 PART_BYTES = 16 << 20
 """Of records that are asked of Redis at once: so many wait there for a reader that is slow."""
 
 
-class RolloutReader:
-    """Rollouts, and their numbers, from Redis."""
+def first_line(error: Exception) -> str:
+    """What went wrong, in a line that holds no large value."""
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"[:300]
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+class Skipped:
+    """Tells of records that cannot be read: of each once a process, in the log and in a count."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
+        self._told: set[str] = set()
+
+    def tell(self, rollout_id: str, cause: Exception) -> None:
+        """One was passed over. Never raises."""
+        if rollout_id in self._told:
+            return
+        if len(self._told) >= MAX_TOLD:
+            self._told.clear()
+        self._told.add(rollout_id)
+        log.error(
+            "a record cannot be read and is passed over", rollout_id=rollout_id, error=first_line(cause)
+        )
+        with suppress(redis.RedisError):
+            self._redis.hincrby(keys.TOTALS, UNREADABLE_COUNT, 1)
+
+
+def request_texts(client: redis.Redis, records: Sequence[Mapping[str, str | None]]) -> list[str | None]:
+    """The request (JSON) of each record, of which `request`, `tenant` and `digest` are looked at.
+
+    Members of a group share theirs, which is read once. A record of before that has its own. None = it is not
+    there.
+    """
+    shared = {
+        (record.get("tenant") or DEFAULT_TENANT, record["digest"]): None
+        for record in records
+        if not record.get("request") and record.get("digest")
+    }
+    if shared:
+        with client.pipeline(transaction=False) as pipe:
+            for tenant, digest in shared:
+                pipe.hget(keys.request(tenant, digest), "body")
+            shared = dict(zip(shared, pipe.execute(), strict=True))
+    return [
+        record.get("request")
+        or shared.get((record.get("tenant") or DEFAULT_TENANT, record.get("digest") or ""))
+        for record in records
+    ]
+
+
+class RolloutReader:
+    """Rollouts, and their numbers, from Redis. One that cannot be read is passed over, and told of."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+        self.skipped = Skipped(client)
 
     def get(self, rollout_id: str, *, trajectory: bool = True, tenant: str | None = None) -> Rollout | None:
         """One rollout, or None; with a tenant, None also for another one's."""
@@ -44,7 +109,11 @@ class RolloutReader:
         """Rollouts in the order of the ids; those that are not there, or not the tenant's, are left out."""
         for found, stored in self._read(rollout_ids, trajectory, tenant):
             if stored:
-                found.trajectory = payloads.decode_trajectory(stored)
+                try:
+                    found.trajectory = payloads.decode_trajectory(stored)
+                except payloads.PayloadError as error:
+                    self.skipped.tell(found.id, error)
+                    continue
             yield found
 
     def get_records(
@@ -69,9 +138,13 @@ class RolloutReader:
             elif (there := stored[found.id]) is None:
                 yield found, None
             else:
-                record = payloads.record(there)
-                if record is None:
-                    found.trajectory = payloads.decode_trajectory(there)
+                try:
+                    record = payloads.record(there)
+                    if record is None:
+                        found.trajectory = payloads.decode_trajectory(there)
+                except payloads.PayloadError as error:
+                    self.skipped.tell(found.id, error)
+                    continue
                 yield found, record
 
     def records(self, sizes: Mapping[str, int]) -> Generator[bytes]:
@@ -106,12 +179,22 @@ class RolloutReader:
     ) -> Iterator[tuple[Rollout, T]]:
         # The members of a group have one and the same request.
         requests: dict[str, RolloutRequest] = {}
-        for rollout_id, record, events, more in zip(ids, replies[::2], replies[1::2], with_each, strict=True):
-            if record and tenant in (None, record.get("tenant", DEFAULT_TENANT)):
-                text = record["request"]
+        texts = request_texts(self._redis, replies[::2])
+        for rollout_id, record, events, text, more in zip(
+            ids, replies[::2], replies[1::2], texts, with_each, strict=True
+        ):
+            if not record or tenant not in (None, record.get("tenant", DEFAULT_TENANT)):
+                continue
+            try:
+                if text is None:
+                    raise ValueError("its request is not there")
                 request = requests.get(text) or RolloutRequest.model_validate_json(text)
                 requests[text] = request
-                yield _rollout(rollout_id, record, events, request), more
+                found = _rollout(rollout_id, record, events, request)
+            except BAD as error:
+                self.skipped.tell(rollout_id, error)
+                continue
+            yield found, more
 
     def ids(
         self,
@@ -196,6 +279,12 @@ def _history(lines: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any
     return timeline, notes
 
 
+def _numbers(text: str | None) -> dict[str, float]:
+    """What has no place in JSON is left out: one such number would make a whole page unreadable."""
+    found = from_json(text or "{}")
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
 def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest) -> Rollout:
     """All but the trajectory."""
     box = from_json(record["sandbox"])["record"] if record.get("sandbox") else None
@@ -210,7 +299,7 @@ def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request
         attempt=int(record["attempt"]),
         request=request,
         reward=float(record["reward"]) if record.get("reward") else None,
-        reward_components=from_json(record.get("reward_components") or "{}"),
+        reward_components=_numbers(record.get("reward_components")),
         drop=record.get("drop") == "1",
         drop_reason=record.get("drop_reason"),
         finish_reason=record.get("finish_reason") or None,
@@ -221,7 +310,7 @@ def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request
         backend=record.get("backend"),
         policy_versions=from_json(record.get("policy_versions") or "[]"),
         sandbox=SandboxRecord.model_validate(box) if box else None,
-        metrics=from_json(record.get("metrics") or "{}"),
+        metrics=_numbers(record.get("metrics")),
         stage_seconds={name: int(record[field]) / 1000 for name, field in _STAGES.items() if field in record},
         created_at=_seconds(record["created"]),
         updated_at=_seconds(record["updated"]),

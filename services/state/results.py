@@ -10,9 +10,15 @@ import redis
 from services.state import keys
 from services.state.tenants import DEFAULT_TENANT
 
-CURSOR = re.compile(r"\d{1,20}(-\d{1,20})?")
+_CURSOR = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
 _SCAN = 1000
 """Entries read at once while looking for those of a tenant or with a tag."""
+
+
+def is_cursor(text: str) -> bool:
+    """Whether Redis takes it for a place in a stream: one or two numbers of 64 bits."""
+    found = _CURSOR.fullmatch(text)
+    return found is not None and all(int(number) < 2**64 for number in found.groups("0"))
 
 
 def matches(entry: Mapping[str, str], *, tag: str | None, tenant: str | None) -> bool:

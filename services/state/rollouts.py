@@ -12,17 +12,18 @@ import redis
 
 from rollout.schema import (
     TERMINAL_STATES,
+    Blame,
     ErrorInfo,
     RolloutRequest,
     SandboxRecord,
     Stage,
     State,
 )
-from rollout.trajectory import Trajectory
+from rollout.trajectory import FinishReason, Trajectory
 from services.settings import Settings
 from services.state import keys, payloads
 from services.state.observations import lua_buckets
-from services.state.reading import RolloutReader
+from services.state.reading import RolloutReader, first_line
 from services.state.redis import lua_source
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
 
@@ -42,9 +43,21 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 """From each state, the states that may follow. Back to QUEUED is a new attempt from INIT."""
 
 _LUA = (
-    *("observations", "timeline", "backends", "fair", "ahead", "batch_hooks", "retention_account"),
+    *(
+        "observations",
+        "timeline",
+        "backends",
+        "fair",
+        "ahead",
+        "batch_hooks",
+        "retention_account",
+        "requests",
+    ),
     "rollouts",
 )
+UNREADABLE = "unreadable"
+"""Instead of a claim: the record cannot be read, and the rollout has ended as failed."""
+CANCEL_AT_ONCE = 200
 MAX_REQUEUE_S = 600.0
 """Longest pause between two messages for a rollout that merely waits in a queue."""
 
@@ -157,34 +170,42 @@ class RolloutStore(RolloutReader):
             QuotaExceeded: The tenant may not have so many more; nothing was written.
         """
         tenant = tenant or Tenant(name=DEFAULT_TENANT)
-        args: list[Any] = []
+        bodies: dict[str, int] = {}
+        requests: list[Any] = []
+        members: list[Any] = []
         for new in rollouts:
-            args += [
-                new.id,
-                new.group_id,
-                new.index,
-                new.request.handler,
-                new.request_json,
-                new.digest,
-                ",".join(new.request.tags),
-                int(new.request.limits.deadline_s * 1000),
-                int(new.request.priority * self._settings.priority_step_s * 1000),
-                new.batch_group,
-            ]
-        quotas = ("" if most is None else most for most in (tenant.quota_live, tenant.per_minute))
+            if new.digest not in bodies:
+                bodies[new.digest] = len(bodies) + 1
+                limits = new.request.limits
+                requests += [
+                    new.request_json,
+                    new.digest,
+                    new.request.handler,
+                    ",".join(new.request.tags),
+                    int(limits.deadline_s * 1000),
+                    int(new.request.priority * self._settings.priority_step_s * 1000),
+                    limits.max_attempts,
+                ]
+            members += [new.id, new.group_id, new.index, bodies[new.digest], new.batch_group]
+        quotas = (tenant.quota_live, tenant.per_minute, tenant.quota_bytes)
         words = self._call(
-            "submit", int(self._settings.requeue_s * 1000), len(rollouts), tenant.name, *quotas, *args
+            "submit",
+            int(self._settings.requeue_s * 1000),
+            tenant.name,
+            *("" if most is None else most for most in quotas),
+            len(bodies),
+            len(rollouts),
+            *requests,
+            *members,
         )
         if words and words[0] == "over":
-            _, kind, limit, used, wait_ms = words
-            wait_s = None if wait_ms < 0 else wait_ms / 1000
-            raise QuotaExceeded(tenant.name, kind, limit, used, len(rollouts), wait_s)
+            raise QuotaExceeded.of(words, tenant.name)
         return words
 
     def claim(
         self, rollout_id: str, attempt: int, stage: Stage, owner: str, token: str | None = None
     ) -> Claim | str:
-        """Take a stage, or learn why not: `gone`, `ended`, `stale` or `overdue`.
+        """Take a stage, or learn why not: `gone`, `ended`, `stale`, `overdue` or `unreadable`.
 
         Args:
             token: The same one again gives the same answer again; None makes one for this call, which
@@ -222,11 +243,14 @@ class RolloutStore(RolloutReader):
             `stale`: what this token had claimed is lost by now.
         """
         lease = int(self._settings.lease_s * 1000)
-        token = token or secrets.token_hex(8)
-        bounds = ("" if most is None else most for most in (most_on_node, most_without_sandbox))
-        return self._claimed(
-            self._call("claim_next", rollout_id, attempt, owner, lease, token, node, *bounds), Stage.INIT
-        )
+        bounds = ["" if most is None else most for most in (most_on_node, most_without_sandbox)]
+        while True:
+            token = token or secrets.token_hex(8)
+            reply = self._call("claim_next", rollout_id, attempt, owner, lease, token, node, *bounds)
+            claim = self._claimed(reply, Stage.INIT)
+            if claim != UNREADABLE:
+                return claim
+            token = None  # that one has ended; somebody else may wait
 
     def _claimed(self, reply: list[Any], stage: Stage) -> Claim | str:
         if reply[0] != "ok":
@@ -248,26 +272,52 @@ class RolloutStore(RolloutReader):
             metrics,
             tenant,
         ) = reply
-        box = json.loads(sandbox) if sandbox else None
-        return Claim(
-            rollout_id=rollout_id,
-            group_id=group,
-            index=int(index),
-            attempt=int(attempt),
+        try:
+            box = json.loads(sandbox) if sandbox else None
+            return Claim(
+                rollout_id=rollout_id,
+                group_id=group,
+                index=int(index),
+                attempt=int(attempt),
+                stage=stage,
+                fence=int(fence),
+                deadline_in_s=(int(deadline) - int(now)) / 1000,
+                request=RolloutRequest.model_validate_json(request),
+                sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
+                sandbox_socket=box["socket"] if box else None,
+                node=node or None,
+                tenant=tenant,
+                error=ErrorInfo.model_validate_json(error) if error else None,
+                finish_reason=finish_reason or None,
+                metrics=json.loads(metrics) if metrics else {},
+                stored_trajectory=payloads.get(self._redis, keys.trajectory(rollout_id))
+                if stage is Stage.EVAL
+                else None,
+            )
+        except (ValueError, KeyError, TypeError) as unreadable:
+            self._end_unreadable(rollout_id, fence, stage, unreadable)
+            return UNREADABLE
+
+    def _end_unreadable(self, rollout_id: str, fence: str, stage: Stage, cause: Exception) -> None:
+        """Fail a rollout that was claimed and that nobody can work on: given back it would come again."""
+        self.skipped.tell(rollout_id, cause)
+        error = ErrorInfo(
+            blame=Blame.INFRASTRUCTURE,
             stage=stage,
-            fence=int(fence),
-            deadline_in_s=(int(deadline) - int(now)) / 1000,
-            request=RolloutRequest.model_validate_json(request),
-            sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
-            sandbox_socket=box["socket"] if box else None,
-            node=node or None,
-            tenant=tenant,
-            error=ErrorInfo.model_validate_json(error) if error else None,
-            finish_reason=finish_reason or None,
-            metrics=json.loads(metrics) if metrics else {},
-            stored_trajectory=payloads.get(self._redis, keys.trajectory(rollout_id))
-            if stage is Stage.EVAL
-            else None,
+            type="UnreadableRecord",
+            message=f"the record in Redis cannot be read: {first_line(cause)}",
+        )
+        fields = {
+            "error": error.model_dump_json(),
+            "blame": error.blame.value,
+            "drop": "1",
+            "drop_reason": f"{error.blame.value}: {error.type}",
+            "reward": "",
+            "finish_reason": FinishReason.ERROR.value,
+        }
+        flat = [value for pair in fields.items() for value in pair]
+        self._call(
+            "finish", rollout_id, fence, stage.value, State.FAILED.value, 0, 0, self._retention, "", *flat
         )
 
     def heartbeat(self, held: Iterable[tuple[str, int]]) -> list[str]:
@@ -318,10 +368,26 @@ class RolloutStore(RolloutReader):
         Returns:
             `(word, state, node, attempt)`; the word is `gone`, `ended`, `cancelling` or `cancelled`.
         """
-        word, state, node, attempt = self._call("cancel", self._retention, rollout_id, tenant or "")
-        if word == "cancelling":
-            self._redis.publish(keys.CANCEL_CHANNEL, rollout_id)
-        return word, state, node or None, int(attempt)
+        return self.cancel_many([rollout_id], tenant)[0]
+
+    def cancel_many(
+        self, rollout_ids: Sequence[str], tenant: str | None = None
+    ) -> list[tuple[str, str, str | None, int]]:
+        """As `cancel`, for each: a few hundred in one round trip, between which others are served."""
+        found: list[tuple[str, str, str | None, int]] = []
+        for first in range(0, len(rollout_ids), CANCEL_AT_ONCE):
+            ids = rollout_ids[first : first + CANCEL_AT_ONCE]
+            with self._redis.pipeline(transaction=False) as pipe:
+                for rollout_id in ids:
+                    self._script(args=("cancel", self._retention, rollout_id, tenant or ""), client=pipe)
+                replies = pipe.execute()
+            with self._redis.pipeline(transaction=False) as pipe:
+                for rollout_id, (word, *_) in zip(ids, replies, strict=True):
+                    if word == "cancelling":
+                        pipe.publish(keys.CANCEL_CHANNEL, rollout_id)
+                pipe.execute()
+            found += [(word, state, node or None, int(attempt)) for word, state, node, attempt in replies]
+        return found
 
     def overdue(self, limit: int = 200) -> list[Overdue]:
         """Judge what is due; the state changes are made, the messages are the caller's to send."""
@@ -369,6 +435,8 @@ class RolloutStore(RolloutReader):
         horizon = seconds * 1000 + micros // 1000 - int(self._retention) - 8 * 86400 * 1000
         names = [keys.CREATED, *(keys.by_state(state) for state in TERMINAL_STATES)]
         names.append(keys.BATCHES)
+        for tenant in self._redis.hkeys(keys.TENANTS_BYTES):
+            self._call("forget", tenant)
         for pattern in (keys.by_tag("*", "*"), keys.by_tenant("*"), keys.batches_of("*")):
             names += list(self._redis.scan_iter(pattern, count=1000))
         with self._redis.pipeline(transaction=False) as pipe:

@@ -46,6 +46,8 @@ class Tenant(BaseModel):
     """Most rollouts that have not ended."""
     per_minute: int | None = Field(default=None, ge=0)
     """Rollouts it may submit a minute; a minute's worth may come at once."""
+    quota_bytes: int | None = Field(default=None, ge=0)
+    """Bytes of its requests that are kept, of ended rollouts too, and of prompts that wait in its batches."""
     handlers: tuple[str, ...] | None = None
     """Names or patterns (`swe-*`) of handlers."""
     images: tuple[str, ...] | None = None
@@ -93,14 +95,20 @@ class QuotaExceeded(Exception):
         """Seconds after which there may be room; None = never, for the call is larger than the quota."""
         super().__init__(self._text())
 
+    @classmethod
+    def of(cls, reply: list, tenant: str) -> QuotaExceeded:
+        """What a script answered."""
+        _, kind, limit, used, wait_ms, asked = reply
+        return cls(tenant, kind, limit, used, asked, None if wait_ms < 0 else wait_ms / 1000)
+
     def _text(self) -> str:
-        what = "live rollouts" if self.kind == "live" else "rollouts a minute"
+        what = {"live": "live rollouts", "rate": "rollouts a minute", "bytes": "bytes of requests"}[self.kind]
         if self.wait_s is None:
             return (
                 f"tenant {self.tenant!r} may have {self.limit} {what} and this call holds {self.asked}: send "
                 "smaller calls, or have the quota raised (`rollout tenants set`)"
             )
-        used = f"has {self.used}" if self.kind == "live" else f"has {self.used} of them left"
+        used = f"has {self.used} of them left" if self.kind == "rate" else f"has {self.used}"
         return (
             f"tenant {self.tenant!r} may have {self.limit} {what}, {used}, and this call holds {self.asked}"
         )

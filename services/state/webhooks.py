@@ -14,7 +14,9 @@ from typing import Any
 import redis
 
 from services.state import keys
+from services.state.reading import Skipped, request_texts
 
+_READ = ("request", "tenant", "digest")
 FAILURES_KEPT = 1000
 """Deliveries given up that are remembered, for the operator to look at."""
 
@@ -47,6 +49,7 @@ class WebhookStore:
             service_url: Where the rollouts go that name no webhook themselves; empty = nowhere.
         """
         self._redis = client
+        self._skipped = Skipped(client)
         self._service_url = service_url
 
     def now(self) -> float:
@@ -73,11 +76,15 @@ class WebhookStore:
     def _deliveries(self, ids: list[str], now: float) -> list[Delivery]:
         with self._redis.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
-                pipe.hget(keys.record(rollout_id), "request")
-            requests = pipe.execute()
+                pipe.hmget(keys.record(rollout_id), *_READ)
+            records = [dict(zip(_READ, values, strict=True)) for values in pipe.execute()]
         found = []
-        for rollout_id, request in zip(ids, requests, strict=True):
-            hook = json.loads(request).get("webhook") if request else None
+        for rollout_id, request in zip(ids, request_texts(self._redis, records), strict=True):
+            try:
+                hook = json.loads(request).get("webhook") if request else None
+            except ValueError as error:
+                self._skipped.tell(rollout_id, error)
+                continue
             if hook:
                 found.append(Delivery(rollout_id, hook["url"], hook["include"], now))
             elif request and self._service_url:

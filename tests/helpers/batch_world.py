@@ -35,8 +35,8 @@ class Desk:
         self._store.submit(new, tenant)
         return []
 
-    def cancel(self, rollout_id: str, tenant=None):
-        return self._store.cancel(rollout_id, tenant)[0], ""
+    def cancel_many(self, rollout_ids, tenant=None):
+        return [(word, "") for word, *_ in self._store.cancel_many(rollout_ids, tenant)]
 
 
 class World:

@@ -200,7 +200,7 @@ def test_a_prorl_client_gets_every_token_by_changing_the_url_only(service, train
     }
     sampling = {"temperature": 1.0, "max_output_tokens": 500, "max_iterations": 5, "api_key": "sk-secret-1"}
     found = trainer.process(instance, sampling | {"model": "hosted_vllm/x", "unheard_of": 1})
-    assert (found["instance_id"], found["trajectory_id"]) == ("sum-1", "3")
+    assert (found["instance_id"], found["trajectory_id"]) == ("sum-1", 3)
     assert (found["success"], found["finish"], found["end_properly"]) == (True, True, True)
     assert (found["resolved"], found["reward"], found["filter"]) == (True, 1.0, False)
     assert (found["critical_error"], found["error"], found["git_patch"]) == (None, None, None)

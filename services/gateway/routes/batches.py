@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flask import Blueprint, Response
 from flask import request as http
@@ -20,7 +21,7 @@ from rollout.batch import (
 )
 from rollout.schema import FieldError, Rollout, RolloutRequest, new_id
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, check_permitted, needs, tenant_filter
+from services.gateway.auth import caller, check_permitted, holder, needs, tenant_filter
 from services.gateway.bodies import body_json
 from services.gateway.context import (
     choice,
@@ -29,12 +30,15 @@ from services.gateway.context import (
     reject_unknown_parameters,
     waiter,
 )
-from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.gateway.problems import ApiProblem, from_validation, invalid, over_quota
 from services.gateway.routes.webhooks import check_webhooks
+from services.gateway.tasks import check_sizes
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.batches import BatchConflict, BatchEnded, BatchRuns, Decided, NoSuchBatch
-from services.state.results import CURSOR
+from services.state.requests import stored_form
+from services.state.results import is_cursor
+from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("batches", __name__, url_prefix="/v1")
 
@@ -55,20 +59,31 @@ def _absent(error: NoSuchBatch) -> ApiProblem:
     return ApiProblem(404, "No such batch", str(error))
 
 
-def _check(prompts: Sequence[RolloutRequest]) -> None:
+def _few_prompts(body: Any) -> Any:
+    """The body, unless it holds more prompts than a call may; before each is made a model.
+
+    Raises:
+        ApiProblem: It does.
+    """
+    prompts = body.get("prompts") if isinstance(body, dict) else None
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS_PER_CALL:
+        raise invalid(
+            "prompts", f"{len(prompts)} in one call; at most {MAX_PROMPTS_PER_CALL}: extend the batch"
+        )
+    return body
+
+
+def _check(prompts: Sequence[RolloutRequest], n: int) -> None:
     """Refuse prompts that could not be submitted one by one.
 
     Raises:
         ApiProblem: Naming the fields.
     """
     gate = gateway()
-    if len(prompts) > MAX_PROMPTS_PER_CALL:
-        raise invalid(
-            "prompts", f"{len(prompts)} in one call; at most {MAX_PROMPTS_PER_CALL}: extend the batch"
-        )
     try:
         check_permitted(prompts, gate.tasks.handlers(), gate.settings.sandbox_image, single=False)
         gate.tasks.check(prompts, single=False)
+        check_sizes(prompts, gate.settings.max_group_bytes, single=False, n=n)
         check_webhooks(gate, prompts, single=False)
     except ApiProblem as problem:
         # They speak of requests; here these are called prompts.
@@ -87,11 +102,11 @@ def create() -> Response:
     """Start a batch. With the id of one that is there, and the same body, it is that one."""
     reject_unknown_parameters()
     try:
-        wanted = BatchRequest.model_validate(body_json())
+        wanted = BatchRequest.model_validate(_few_prompts(body_json()))
     except ValidationError as error:
         raise from_validation(error) from None
-    _check(wanted.prompts)
-    gate, tenant = gateway(), caller().tenant.name
+    _check(wanted.prompts, wanted.n)
+    gate, tenant = gateway(), caller().tenant
     known = gate.fleet.filters() if wanted.filters else []
     for position, spec in enumerate(wanted.filters or ()):
         if spec.name not in known:
@@ -101,12 +116,14 @@ def create() -> Response:
             )
     batch_id = wanted.id or new_id()
     try:
-        gate.batches.create(batch_id, wanted, tenant)
+        gate.batches.create(batch_id, wanted, tenant.name, tenant.quota_bytes)
     except BatchConflict as error:
         raise ApiProblem(409, "Id in use", str(error), [FieldError(field="id", message=str(error))]) from None
     except (NoSuchBatch, BatchRuns) as error:
         raise invalid("carry_from", str(error)) from None
-    return _json(gate.batches.get(batch_id, tenant), 202)
+    except QuotaExceeded as error:
+        raise over_quota(error) from None
+    return _json(gate.batches.get(batch_id, tenant.name), 202)
 
 
 @blueprint.get("/batches")
@@ -139,7 +156,7 @@ def get(batch_id: str) -> Response:
     wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
     if wait:
         ended = lambda: _get(batch_id, tenant).state.ended  # noqa: E731 (looked at again and again)
-        gate.waiting.wait(ended, wait, Interest(batch_id=batch_id), waiter())
+        gate.waiting.wait(ended, wait, Interest(batch_id=batch_id), waiter(), holder())
     return _json(_get(batch_id, tenant))
 
 
@@ -153,7 +170,7 @@ def groups(batch_id: str) -> Response:
     include = choice("include", INCLUDE, "trajectory")
     verdict = choice("verdict", ("kept", "all"), "kept")
     cursor = http.args.get("cursor", "0")
-    if not CURSOR.fullmatch(cursor):
+    if not is_cursor(cursor):
         raise invalid("cursor", f"{cursor!r} is no cursor; use one from an earlier answer, or '0'")
     page: list[Decided] = []
     later: list[Decided] = []
@@ -180,7 +197,7 @@ def groups(batch_id: str) -> Response:
         return bool(page) or batch.state.ended
 
     try:
-        gate.waiting.wait(look, wait, Interest(batch_id=batch_id), waiter())
+        gate.waiting.wait(look, wait, Interest(batch_id=batch_id), waiter(), holder())
     except NoSuchBatch as error:
         raise _absent(error) from None
     if page and not batch.state.ended:
@@ -228,13 +245,18 @@ def extend(batch_id: str) -> Response:
     """More prompts for a batch that is not closed."""
     reject_unknown_parameters("tenant")
     try:
-        wanted = PromptsRequest.model_validate(body_json())
+        wanted = PromptsRequest.model_validate(_few_prompts(body_json()))
     except ValidationError as error:
         raise from_validation(error) from None
-    _check(wanted.prompts)
-    prompts = [prompt.model_dump_json() for prompt in wanted.prompts]
+    gate, tenant = gateway(), tenant_filter()
+    batch = _get(batch_id, tenant)
+    _check(wanted.prompts, batch.n)
+    prompts = [stored_form(prompt) for prompt in wanted.prompts]
+    most = gate.tenants.get(batch.tenant).quota_bytes
     try:
-        waiting = gateway().batches.extend(batch_id, prompts, wanted.closed, tenant_filter(), wanted.id)
+        waiting = gate.batches.extend(batch_id, prompts, wanted.closed, tenant, wanted.id, most)
+    except QuotaExceeded as error:
+        raise over_quota(error) from None
     except NoSuchBatch as error:
         raise _absent(error) from None
     except BatchEnded as error:

@@ -15,7 +15,7 @@ from services.gateway.bodies import body_json
 from services.gateway.context import gateway
 from services.gateway.instances import as_instance_problem
 from services.gateway.problems import ApiProblem, from_validation, invalid
-from services.gateway.prorl import ProcessRequest, result, rollout_request
+from services.gateway.prorl import JobId, ProcessRequest, result, rollout_request
 from services.gateway.routes.backends import register
 from services.state.api_keys import Scope
 
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=BaseModel)
 class CancelRequest(BaseModel):
     """Body of `POST /cancel`."""
 
-    job_id: str | int
+    job_id: JobId
 
 
 class AddressRequest(BaseModel):
@@ -66,7 +66,7 @@ def stop() -> Response:
     """Cancel the caller's jobs, and take none until the next `/start`."""
     gate, tenant = gateway(), caller().tenant.name
     jobs = gate.prorl.stop(tenant)
-    words = [gate.dispatcher.cancel(rollout_id, tenant)[0] for rollout_id in jobs]
+    words = [word for word, _ in gate.dispatcher.cancel_many(jobs, tenant)]
     gate.prorl.ended(tenant, *jobs)
     return jsonify(status="stopped", cancelled=sum(word in ("cancelled", "cancelling") for word in words))
 

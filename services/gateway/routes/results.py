@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import redis
 import structlog
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from rollout.schema import AckRequest, AckResponse, CompletionPage
 from services.gateway.answers import Answer
-from services.gateway.auth import Caller, caller, needs, tenant_filter
+from services.gateway.auth import Caller, caller, holder, needs, tenant_filter
 from services.gateway.bodies import body_json
 from services.gateway.context import (
     Gateway,
@@ -25,9 +26,10 @@ from services.gateway.context import (
     waiter,
 )
 from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.gateway.streams import TenantFull
 from services.gateway.waiting import Interest, Ticket, Waiter
 from services.state.api_keys import Scope
-from services.state.results import CURSOR
+from services.state.results import is_cursor
 
 log = structlog.get_logger("gateway")
 blueprint = Blueprint("results", __name__, url_prefix="/v1")
@@ -42,7 +44,7 @@ STREAMS_RETRY_S = 10
 def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
     if raw == "$":
         return gate.completions.tail()
-    if not CURSOR.fullmatch(raw):
+    if not is_cursor(raw):
         raise invalid(field, f"{raw!r} is no cursor; use one from an earlier answer, '0' or '$'")
     return raw
 
@@ -66,7 +68,7 @@ def completions() -> Response:
         page = gate.completions.since(page[1], limit=limit, tag=tag, tenant=tenant)
         return bool(page[0])
 
-    gate.waiting.wait(look, wait, Interest(tenant=tenant, tag=tag), parked)
+    gate.waiting.wait(look, wait, Interest(tenant=tenant, tag=tag), parked, holder())
     answer = Answer()
     rollouts = answer.rollouts(page[0], trajectory=include == "trajectory")
     there = {item.id for item in rollouts}
@@ -89,7 +91,18 @@ def stream() -> Response:
         cursor = _cursor(gate, last, "Last-Event-ID")
     else:
         cursor = _cursor(gate, http.args.get("cursor", "0"))
-    if not gate.streams.acquire():
+    me = holder()
+    try:
+        room = gate.streams.acquire(me)
+    except TenantFull as full:
+        raise ApiProblem(
+            429,
+            "Too many streams",
+            f"{full.count} of tenant {me!r} are open, as many as one tenant may have; "
+            "read GET /v1/completions?cursor=…&wait=… instead, or close some",
+            retry_after_s=STREAMS_RETRY_S,
+        ) from None
+    if not room:
         raise ApiProblem(
             503,
             "Too many streams",
@@ -99,9 +112,9 @@ def stream() -> Response:
         )
     wanted = Interest(tenant=tenant, tag=http.args.get("tag"))
     try:
-        ticket = gate.waiting.take(wanted)
+        ticket = gate.waiting.take(wanted, me)
     except BaseException:
-        gate.streams.release()
+        gate.streams.release(me)
         raise
     parked = waiter()
     if parked is not None:
@@ -111,7 +124,7 @@ def stream() -> Response:
     # A proxy must not collect the events into larger pieces.
     response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
     # Not in the generator: one that was never begun runs no `finally`.
-    response.call_on_close(gate.streams.release)
+    response.call_on_close(partial(gate.streams.release, me))
     response.call_on_close(ticket.close)
     return response
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 from flask import Blueprint, Response, jsonify
@@ -23,7 +22,7 @@ from rollout.schema import (
 from rollout.strict import Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, check_permitted, needs, tenant_filter
+from services.gateway.auth import caller, check_permitted, holder, needs, tenant_filter
 from services.gateway.bodies import body_json
 from services.gateway.context import (
     choice,
@@ -32,8 +31,9 @@ from services.gateway.context import (
     reject_unknown_parameters,
     waiter,
 )
-from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.gateway.problems import ApiProblem, from_validation, invalid, over_quota
 from services.gateway.routes.webhooks import check_webhooks
+from services.gateway.tasks import check_sizes
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.tenants import QuotaExceeded
@@ -75,6 +75,7 @@ def submit() -> Response:
     # First what the tenant may use: whether another handler exists is none of its business.
     check_permitted(requests, gate.tasks.handlers(), gate.settings.sandbox_image, single=single)
     gate.tasks.check(requests, single=single)
+    check_sizes(requests, gate.settings.max_group_bytes, single=single)
     check_webhooks(gate, requests, single=single)
     try:
         submitted = gate.dispatcher.submit(requests, caller().tenant)
@@ -90,11 +91,7 @@ def submit() -> Response:
         ]
         raise ApiProblem(409, "Id in use", f"{error}; nothing was enqueued", fields) from None
     except QuotaExceeded as error:
-        detail = f"{error}; nothing was enqueued"
-        if error.wait_s is None:
-            raise ApiProblem(403, "Larger than the quota", detail) from None
-        wait = max(1, math.ceil(error.wait_s))
-        raise ApiProblem(429, "Over quota", detail, retry_after_s=wait) from None
+        raise over_quota(error) from None
     return _json(SubmitResponse(rollouts=submitted), 202)
 
 
@@ -116,7 +113,7 @@ def get(rollout_id: str) -> Response:
         return state is None or state.terminal
 
     if wait:
-        gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id), waiter())
+        gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id), waiter(), holder())
     answer = Answer()
     found = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
     if not found:
@@ -204,7 +201,7 @@ def cancel_many() -> Response:
     ids, tenant = wanted.ids, tenant_filter(every=wanted.ids is not None)
     if ids is None:
         ids = gate.rollouts.ids(group_id=wanted.group_id, tag=wanted.tag, tenant=tenant, limit=10**9)
-    words = [gate.dispatcher.cancel(rollout_id, tenant)[0] for rollout_id in ids]
+    words = [word for word, _ in gate.dispatcher.cancel_many(ids, tenant)]
     return jsonify(
         cancelled=sum(word in ("cancelled", "cancelling") for word in words),
         already_ended=words.count("ended"),

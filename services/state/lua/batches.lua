@@ -1,4 +1,5 @@
--- Batches: groups of rollouts, filtered, refilled and carried over. Prepended: batch_hooks.lua.
+-- Batches: groups of rollouts, filtered, refilled and carried over. Prepended: batch_hooks.lua
+-- and requests.lua.
 -- A group's state: open (its rollouts are being submitted or run), undecided (all of them have ended), then one of
 -- kept, filtered, failed, cancelled. What is not decided is in `batch:{B}:open`, of the batch it belongs to now.
 -- Always: started + carried_in = kept + filtered + failed + cancelled + carried_out + open.
@@ -16,6 +17,21 @@ local function prompts_of(batch) return batch_key(batch) .. ':prompts' end
 local function partial_of(batch) return batch_key(batch) .. ':partial' end
 local function parts_of(batch) return batch_key(batch) .. ':parts' end
 local function events_of(batch) return batch_key(batch) .. ':events' end
+
+-- So many bytes of prompts more, or less, wait in a batch. One of before they were counted has none to give back.
+local function weigh_prompts(batch, bytes)
+  local b = redis.call('HMGET', batch_key(batch), 'bytes', 'tenant')
+  bytes = math.max(bytes, -tonumber(b[1] or '0'))
+  if bytes == 0 then return end
+  redis.call('HINCRBY', batch_key(batch), 'bytes', string.format('%d', bytes))
+  count_bytes(b[2], bytes)
+end
+
+local function weight_of_prompts(from)
+  local bytes = 0
+  for i = from, #ARGV do bytes = bytes + #ARGV[i] end
+  return bytes
+end
 
 local function tell(batch, ...)
   redis.call('XADD', events_of(batch), '*', ...)
@@ -38,16 +54,20 @@ local function finish_if_exhausted(batch)
   end
 end
 
--- create <id> <digest> <tenant> <config> <wanted> <n> <slots> <most open> <closed> <prompt>...
+-- create <id> <digest> <tenant> <config> <wanted> <n> <slots> <most open> <closed> <end of its groups' ids>
+-- <most bytes of the tenant or ''> <prompt>...
 if op == 'create' then
   local batch = ARGV[2]
   local key = batch_key(batch)
   local known = redis.call('HMGET', key, 'digest', 'tenant')
   if known[1] then return (known[1] == ARGV[3] and known[2] == ARGV[4]) and 'same' or 'conflict' end
+  local over = over_bytes(ARGV[4], weight_of_prompts(13), tonumber(ARGV[12]), now)
+  if over then return over end
   redis.call('HSET', key, 'digest', ARGV[3], 'tenant', ARGV[4], 'config', ARGV[5], 'wanted', ARGV[6], 'n', ARGV[7],
     'slots', ARGV[8], 'most_open', ARGV[9], 'closed', ARGV[10], 'state', 'running', 'created', now, 'live', 0,
-    'next', 0)
-  for i = 11, #ARGV do redis.call('RPUSH', prompts_of(batch), ARGV[i]) end
+    'next', 0, 'salt', ARGV[11])
+  weigh_prompts(batch, weight_of_prompts(13))
+  for i = 13, #ARGV do redis.call('RPUSH', prompts_of(batch), ARGV[i]) end
   redis.call('ZADD', 'batches', now, batch)
   redis.call('ZADD', 'batches:tenant:' .. ARGV[4], now, batch)
   redis.call('HINCRBY', 'batches:totals', 'created', 1)
@@ -86,19 +106,27 @@ elseif op == 'adopt' then
     local prompt = redis.call('RPOP', prompts_of(from))
     if not prompt then break end
     redis.call('LPUSH', prompts_of(batch), prompt)
+    weigh_prompts(from, -#prompt)
+    weigh_prompts(batch, #prompt)
   end
   batch_todo('fill ' .. batch, now)
   return moved
 
--- extend <id> <closed or ''> <part or ''> <prompt>...: {state, prompts that wait}. A part comes once.
+-- extend <id> <closed or ''> <part or ''> <most bytes of the tenant or ''> <prompt>...: {state, prompts that wait}.
+-- A part comes once.
 elseif op == 'extend' then
   local batch = ARGV[2]
   local state = redis.call('HGET', batch_key(batch), 'state')
   if not state then return {'gone', 0} end
   if ENDED[state] then return {state, 0} end
-  if ARGV[4] == '' or redis.call('SADD', parts_of(batch), ARGV[4]) == 1 then
-    if #ARGV > 4 and redis.call('HGET', batch_key(batch), 'closed') == '1' then return {'closed', 0} end
-    for i = 5, #ARGV do redis.call('RPUSH', prompts_of(batch), ARGV[i]) end
+  if ARGV[4] == '' or redis.call('SISMEMBER', parts_of(batch), ARGV[4]) == 0 then
+    local b = redis.call('HMGET', batch_key(batch), 'closed', 'tenant')
+    if #ARGV > 5 and b[1] == '1' then return {'closed', 0} end
+    local over = over_bytes(b[2], weight_of_prompts(6), tonumber(ARGV[5]), now)
+    if over then return over end
+    if ARGV[4] ~= '' then redis.call('SADD', parts_of(batch), ARGV[4]) end
+    weigh_prompts(batch, weight_of_prompts(6))
+    for i = 6, #ARGV do redis.call('RPUSH', prompts_of(batch), ARGV[i]) end
   end
   if ARGV[3] ~= '' then redis.call('HSET', batch_key(batch), 'closed', ARGV[3]) end
   finish_if_exhausted(batch)
@@ -123,6 +151,7 @@ elseif op == 'cancel' then
     return state
   end
   redis.call('DEL', prompts_of(ARGV[2]))
+  weigh_prompts(ARGV[2], -math.huge)
   finish(ARGV[2], 'cancelled')
   return 'cancelled'
 
@@ -132,7 +161,7 @@ elseif op == 'cancel' then
 elseif op == 'fill' then
   local batch, out = ARGV[2], {}
   local key = batch_key(batch)
-  local b = redis.call('HMGET', key, 'state', 'paused', 'slots', 'most_open', 'wanted', 'kept', 'n')
+  local b = redis.call('HMGET', key, 'state', 'paused', 'slots', 'most_open', 'wanted', 'kept', 'n', 'salt')
   if b[1] ~= 'running' or b[2] == '1' then return out end
   local missing = tonumber(b[5]) - tonumber(b[6] or '0')
   local most_open = math.min(tonumber(b[4]), math.ceil(missing * tonumber(b[4]) / tonumber(b[5])))
@@ -145,7 +174,8 @@ elseif op == 'fill' then
       if redis.call('SCARD', open_of(batch)) >= most_open then break end
       local prompt = redis.call('LPOP', prompts_of(batch))
       if not prompt then break end
-      group = batch .. '.' .. redis.call('HINCRBY', key, 'next', 1)
+      weigh_prompts(batch, -#prompt)
+      group = batch .. '.' .. redis.call('HINCRBY', key, 'next', 1) .. (b[8] or '')
       redis.call('HSET', batch_group_key(group), 'batch', batch, 'state', 'open', 'size', n, 'n', n, 'sent', 0, 'ended', 0,
         'request', prompt)
       redis.call('SADD', open_of(batch), group)
@@ -244,6 +274,7 @@ elseif op == 'later' then
 -- expire <id> <retention ms> <group>...: a batch that has ended, with what it left
 elseif op == 'expire' then
   local batch = ARGV[2]
+  weigh_prompts(batch, -math.huge)
   for _, key in ipairs({batch_key(batch), open_of(batch), prompts_of(batch), partial_of(batch),
     parts_of(batch), events_of(batch)}) do
     redis.call('PEXPIRE', key, ARGV[3])

@@ -1,6 +1,6 @@
 -- The life of a rollout: the only code that writes a state. Prepended: `ALLOWED` (the transition
 -- table of rollouts.py), observations.lua, timeline.lua, backends.lua (a rollout that ends gives its backend's
--- load back), fair.lua and ahead.lua.
+-- load back), fair.lua, ahead.lua and requests.lua.
 -- Times are milliseconds of Redis' own clock, so that nodes need not agree on theirs.
 
 local op = ARGV[1]
@@ -90,6 +90,8 @@ local function finish_rollout(id, retention)
     redis.call('PEXPIRE', key, retention)
   end
   redis.call('PEXPIRE', 'group:{' .. tenant .. '/' .. r[2] .. '}', retention)
+  local own = get(id, 'request', 'digest')
+  if not own[1] then release_request(tenant, own[2], now, tonumber(retention)) end
   batch_rollout_ended(id, now)
 end
 
@@ -118,21 +120,36 @@ local function take(id, state, stage, owner, lease, token)
   set_state(id, state, ENTERS[stage], r[1], r[3], fence, owner)
 end
 
+-- A record of before requests were kept by themselves has its own. '' = it is not there.
+local function request_of(id)
+  local r = get(id, 'request', 'tenant', 'digest')
+  return r[1] or redis.call('HGET', request_key(r[2] or 'default', r[3] or ''), 'body') or ''
+end
+
+-- Attempts that a rollout may have. One of before it was written into the record has it in its request.
+local function most_attempts(id)
+  local most = tonumber(get(id, 'most_attempts')[1] or '')
+  if most then return most end
+  local read, request = pcall(cjson.decode, request_of(id))
+  local limits = read and type(request) == 'table' and request.limits
+  return type(limits) == 'table' and tonumber(limits.max_attempts) or 3
+end
+
 -- What whoever holds a rollout must know of it.
 local function claimed(id)
-  local r = get(id, 'fence', 'deadline', 'request', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group',
-    'metrics', 'tenant', 'attempt')
-  return {'ok', id, r[12], r[1], now, r[2], r[3], r[4] or '', r[5] or '', r[6] or '', r[7] or '', r[8], r[9],
-    r[10] or '', r[11] or 'default'}
+  local r = get(id, 'fence', 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics',
+    'tenant', 'attempt')
+  return {'ok', id, r[11], r[1], now, r[2], request_of(id), r[3] or '', r[4] or '', r[5] or '', r[6] or '', r[7],
+    r[8], r[9] or '', r[10] or 'default'}
 end
 
 -- Whether a tenant's quota has room for `count` rollouts: takes it and answers nil, or takes nothing and
--- answers {'over', live or rate, limit, used or left, ms until there may be room (-1: never)}.
+-- answers {'over', live or rate, limit, used or left, ms until there may be room (-1: never), count}.
 local function take_quota(tenant, count, live_limit, per_minute)
   local live = tonumber(redis.call('HGET', 'tenants:live', tenant) or '0')
   if live_limit and live + count > live_limit then
     -- Nobody knows when one ends.
-    return {'over', 'live', live_limit, live, count > live_limit and -1 or 5000}
+    return {'over', 'live', live_limit, live, count > live_limit and -1 or 5000, count}
   end
   if per_minute then
     -- A bucket that holds a minute's worth and is refilled steadily; a full one needs no key.
@@ -142,7 +159,7 @@ local function take_quota(tenant, count, live_limit, per_minute)
     if b[1] then left = math.min(left, tonumber(b[1]) + (now - tonumber(b[2])) * per_minute / 60000) end
     if count > left then
       local wait = count > per_minute and -1 or math.ceil((count - left) * 60000 / per_minute)
-      return {'over', 'rate', per_minute, math.floor(left), wait}
+      return {'over', 'rate', per_minute, math.floor(left), wait, count}
     end
     redis.call('HSET', bucket, 'left', left - count, 'at', now)
     redis.call('PEXPIRE', bucket, 60000)
@@ -150,41 +167,48 @@ local function take_quota(tenant, count, live_limit, per_minute)
   redis.call('HINCRBY', 'tenants:live', tenant, count)
 end
 
--- submit <requeue ms> <n> <tenant> <most live or ''> <most a minute or ''> then 10 values a rollout:
--- id, group, index, handler, request, digest, tags, deadline ms, ms of waiting that its priority is worth, group of a
--- batch or ''.
+-- submit <requeue ms> <tenant> <most live or ''> <most a minute or ''> <most bytes or ''> <requests> <rollouts>, then 7
+-- values a request: body, digest, handler, tags, deadline ms, ms of waiting that its priority is worth, most attempts;
+-- then 5 a rollout: id, group, index, number of its request, group of a batch or ''.
 -- All or nothing.
 if op == 'submit' then
-  local requeue, n, tenant, out, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], {}, 0
-  local conflict = false
-  local seen = {}
-  for i = 0, n - 1 do
-    local id, digest = ARGV[7 + i * 10], ARGV[12 + i * 10]
+  local requeue, tenant, requests, n = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[7]), tonumber(ARGV[8])
+  local function request(k, value) return ARGV[8 + (k - 1) * 7 + value] end
+  local function rollout(i, value) return ARGV[8 + requests * 7 + (i - 1) * 5 + value] end
+  local out, count, conflict, seen, new_of = {}, 0, false, {}, {}
+  for i = 1, n do
+    local id, k = rollout(i, 1), tonumber(rollout(i, 4))
+    local digest = request(k, 2)
     local r = get(id, 'digest', 'state', 'tenant')
     local known = r[1] or seen[id]
     if known and (known ~= digest or (r[3] or tenant) ~= tenant) then
-      out[i + 1], conflict = 'conflict', true
+      out[i], conflict = 'conflict', true
     else
-      out[i + 1] = r[2] or (seen[id] and 'queued') or 'new'
-      if out[i + 1] == 'new' then count = count + 1 end
+      out[i] = r[2] or (seen[id] and 'queued') or 'new'
+      if out[i] == 'new' then count, new_of[k] = count + 1, (new_of[k] or 0) + 1 end
     end
     seen[id] = digest
   end
   if conflict then return out end
-  local over = count > 0 and take_quota(tenant, count, tonumber(ARGV[5]), tonumber(ARGV[6]))
+  local bytes = 0
+  for k in pairs(new_of) do
+    if redis.call('EXISTS', request_key(tenant, request(k, 2))) == 0 then bytes = bytes + #request(k, 1) end
+  end
+  local over = count > 0 and (over_bytes(tenant, bytes, tonumber(ARGV[6]), now)
+    or take_quota(tenant, count, tonumber(ARGV[4]), tonumber(ARGV[5])))
   if over then return over end
+  for k, members in pairs(new_of) do hold_request(tenant, request(k, 2), request(k, 1), members) end
   local at = count > 0 and submission_times(count, now)
-  for i = 0, n - 1 do
-    local b = 7 + i * 10
-    local id, group = ARGV[b], ARGV[b + 1]
-    if out[i + 1] == 'new' then
-      local rank = exact(at - tonumber(ARGV[b + 8]))
+  for i = 1, n do
+    local id, group, k = rollout(i, 1), rollout(i, 2), tonumber(rollout(i, 4))
+    if out[i] == 'new' then
+      local rank = exact(at - tonumber(request(k, 6)))
       at = at + 1 / 1024
-      redis.call('HSET', record(id), 'tenant', tenant, 'group', group, 'index', ARGV[b + 2], 'handler', ARGV[b + 3],
-        'request', ARGV[b + 4], 'digest', ARGV[b + 5], 'tags', ARGV[b + 6], 'state', 'queued',
+      redis.call('HSET', record(id), 'tenant', tenant, 'group', group, 'index', rollout(i, 3), 'handler', request(k, 3),
+        'digest', request(k, 2), 'tags', request(k, 4), 'most_attempts', request(k, 7), 'state', 'queued',
         'attempt', 1, 'fence', 0, 'kicks', 0, 'created', now, 'updated', now, 'since', now,
-        'deadline', now + tonumber(ARGV[b + 7]), 'rank', rank)
-      if ARGV[b + 9] ~= '' then redis.call('HSET', record(id), 'batch_group', ARGV[b + 9]) end
+        'deadline', now + tonumber(request(k, 5)), 'rank', rank)
+      if rollout(i, 5) ~= '' then redis.call('HSET', record(id), 'batch_group', rollout(i, 5)) end
       queue_up(id, tenant, rank)
       redis.call('RPUSH', record(id) .. ':timeline', 'queued ' .. now .. ' 1 0 -')
       redis.call('SADD', 'group:{' .. tenant .. '/' .. group .. '}', id)
@@ -193,7 +217,7 @@ if op == 'submit' then
       redis.call('ZADD', 'rollouts:state:queued', now, id)
       redis.call('ZADD', 'rollouts:due', now + requeue, id)
       redis.call('HINCRBY', 'rollouts:counts', 'queued', 1)
-      for tag in ARGV[b + 6]:gmatch('[^,]+') do
+      for tag in request(k, 4):gmatch('[^,]+') do
         redis.call('ZADD', 'rollouts:tag:' .. tenant .. ':' .. tag, now, id)
       end
     end
@@ -363,7 +387,7 @@ elseif op == 'overdue' then
   local requeue, longest, out = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', 'rollouts:due', '-inf', now, 'LIMIT', 0, ARGV[2])) do
     local r = get(id, 'state', 'owner', 'lease', 'deadline', 'created', 'attempt', 'fence', 'node',
-      'kicks', 'request', 'claimed', 'cancel')
+      'kicks', 'claimed', 'cancel')
     local state, attempt, node = r[1], r[6], r[8] or ''
     if not state or TERMINAL[state] then
       redis.call('ZREM', 'rollouts:due', id)
@@ -375,7 +399,7 @@ elseif op == 'overdue' then
       set_state(id, state, 'timed_out', r[5], attempt, r[7], '-')
       finish_rollout(id, ARGV[5])
       out[#out + 1] = {'ended', id, attempt, '', node}
-    elseif r[12] then
+    elseif r[11] then
       redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
       set_state(id, state, 'cancelled', r[5], attempt, r[7], '-')
       finish_rollout(id, ARGV[5])
@@ -383,8 +407,7 @@ elseif op == 'overdue' then
     elseif r[2] then
       -- The lease ran out: whoever held the rollout is dead, stopped or cut off.
       redis.call('HINCRBY', 'rollouts:totals', 'lost_' .. STAGE_IN[state], 1)
-      local limits = cjson.decode(r[10]).limits or {}
-      if tonumber(attempt) >= (limits.max_attempts or 3) then
+      if tonumber(attempt) >= most_attempts(id) then
         lay_blame(id, 'infrastructure', cjson.null, 'WorkerLost',
           'worker ' .. r[2] .. ' was lost in state ' .. state .. ' at attempt ' .. attempt, 'worker lost')
         redis.call('HSET', record(id), 'finish_reason', 'error')
@@ -437,10 +460,10 @@ elseif op == 'vacate' then
     for _, id in ipairs(redis.call('SMEMBERS', ahead_at(ARGV[i]))) do candidates[#candidates + 1] = id end
   end
   for _, id in ipairs(candidates) do
-    local r = get(id, 'state', 'owner', 'node', 'created', 'attempt', 'fence', 'request')
+    local r = get(id, 'state', 'owner', 'node', 'created', 'attempt', 'fence')
     if (r[1] == 'ready' or r[1] == 'evaluating') and not r[2] and gone[r[3] or ''] then
-      local attempt, limits = r[5], cjson.decode(r[7]).limits or {}
-      if lost and tonumber(attempt) >= (limits.max_attempts or 3) then
+      local attempt = r[5]
+      if lost and tonumber(attempt) >= most_attempts(id) then
         lay_blame(id, 'infrastructure', cjson.null, 'NodeLost',
           'node ' .. r[3] .. ' was lost with its sandbox in state ' .. r[1] .. ' at attempt ' .. attempt, 'node lost')
         redis.call('HSET', record(id), 'finish_reason', 'error')
@@ -468,5 +491,10 @@ elseif op == 'vacate' then
     end
   end
   return out
+
+-- forget <tenant>: takes off its account what has expired
+elseif op == 'forget' then
+  forget_requests(ARGV[2], now)
+  return 1
 end
 return redis.error_reply('rollouts.lua: unknown operation ' .. tostring(op))

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.schema import Limits, RolloutRequest, State
+from rollout.schema import Limits, RolloutRequest, State, new_id
 from services.state.batches import BatchConflict, NoSuchBatch, Todo
 from tests.helpers.batch_world import balanced
+
+BATCH = new_id()
 
 
 def test_the_same_batch_twice_is_one_and_another_body_is_refused(world):
@@ -31,13 +33,13 @@ def test_a_worker_that_dies_before_it_submits_leaves_the_group_to_another(world,
     monkeypatch.setattr("services.state.batches.LEASE_S", 0.05)
     world.desk.dies = 1
     with pytest.raises(KeyboardInterrupt):
-        world.create(id="b", n=2, groups=2, prompts=2)
-    assert world.get("b").started == 2 and world.live() == []
+        world.create(id=BATCH, n=2, groups=2, prompts=2)
+    assert world.get(BATCH).started == 2 and world.live() == []
     for _ in range(200):
         world.settle()
         if len(world.live()) == 4:
             break
-    assert world.live() == ["b.1.0", "b.1.1", "b.2.0", "b.2.1"]
+    assert world.live() == [f"{BATCH}.1.0", f"{BATCH}.1.1", f"{BATCH}.2.0", f"{BATCH}.2.1"]
 
 
 def dying_with_half_a_group(world, monkeypatch):
@@ -46,17 +48,17 @@ def dying_with_half_a_group(world, monkeypatch):
     submit = world.desk.submit
 
     def dies(requests, tenant, *, batch_group, members):
-        if batch_group == "b.2" and members.start == 0:
+        if batch_group == f"{BATCH}.2" and members.start == 0:
             world.desk.submit = submit
             raise KeyboardInterrupt
         submit(requests, tenant, batch_group=batch_group, members=members)
 
     world.desk.submit = dies
     with pytest.raises(KeyboardInterrupt):
-        world.create(id="b", n=4, groups=2, prompts=2, max_in_flight=6)
-    world.batches.later(Todo("fill", "b", ""), 0.0)  # what the dead one had taken is due
-    world.end_group("b.1", [0, 1, 0, 1])
-    assert world.live() == ["b.2.2", "b.2.3"], "the second half did not wait for the first"
+        world.create(id=BATCH, n=4, groups=2, prompts=2, max_in_flight=6)
+    world.batches.later(Todo("fill", BATCH, ""), 0.0)  # what the dead one had taken is due
+    world.end_group(f"{BATCH}.1", [0, 1, 0, 1])
+    assert world.live() == [f"{BATCH}.2.2", f"{BATCH}.2.3"], "the second half did not wait for the first"
 
 
 def until(world, look):
@@ -71,16 +73,16 @@ def until(world, look):
 def test_half_a_group_whose_submitter_died_comes_though_the_other_half_is_there(world, monkeypatch):
     dying_with_half_a_group(world, monkeypatch)
     until(world, lambda: len(world.live()) == 4)
-    world.end_group("b.2", [0, 1, 0, 1])
-    assert (world.get("b").kept, world.redis.zcard("batches:todo")) == (2, 0)
+    world.end_group(f"{BATCH}.2", [0, 1, 0, 1])
+    assert (world.get(BATCH).kept, world.redis.zcard("batches:todo")) == (2, 0)
 
 
 def test_what_is_submitted_only_after_its_batch_has_ended_is_cancelled(world, monkeypatch):
     dying_with_half_a_group(world, monkeypatch)
-    world.batches.cancel("b", "default")
-    until(world, lambda: world.get("b").open == 0)
-    assert world.live() == [] and balanced(world.get("b"))
-    assert {world.rollouts.state(f"b.2.{k}") for k in range(4)} == {State.CANCELLED}
+    world.batches.cancel(BATCH, "default")
+    until(world, lambda: world.get(BATCH).open == 0)
+    assert world.live() == [] and balanced(world.get(BATCH))
+    assert {world.rollouts.state(f"{BATCH}.2.{k}") for k in range(4)} == {State.CANCELLED}
 
 
 def test_a_note_of_an_earlier_release_names_the_group_alone(world, monkeypatch):
@@ -118,11 +120,11 @@ def test_a_batch_past_its_retention_leaves_nothing_to_do(world):
 def test_the_same_call_again_does_not_open_a_batch_that_was_closed_meanwhile(world):
     first = world.create(n=1, groups=1, prompts=1)
     world.end_group(f"{first}.1", [1])
-    body = {"id": "b", "n": 1, "groups": 9, "prompts": 1, "carry_from": first, "closed": False}
+    body = {"id": BATCH, "n": 1, "groups": 9, "prompts": 1, "carry_from": first, "closed": False}
     world.create(**body)
-    world.batches.extend("b", [], True, None)
+    world.batches.extend(BATCH, [], True, None)
     world.create(**body)
-    assert world.get("b").closed
+    assert world.get(BATCH).closed
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

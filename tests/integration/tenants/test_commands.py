@@ -91,6 +91,7 @@ def test_limits_of_a_tenant_are_set_shown_and_taken_away(world):
             "name": "a",
             "quota_live": None,
             "per_minute": 60,
+            "quota_bytes": None,
             "handlers": ["math", "swe-*"],
             "images": None,
             "runtimes": None,
