@@ -20,10 +20,10 @@ class Target(Protocol):
 
 
 def attack(stopped_by: str) -> Callable:
-    """Make a test of a function that tells whether the attacker got what the function's name says.
+    """Make a test of a function that tells whether the attacker got what its name says.
 
-    The attempt takes a :class:`Target` as `target`. It must fail everywhere but where `target.control` is true,
-    and succeed there: an attack that nothing lets through shows nothing.
+    The attempt takes a :class:`Target` as `target`. It must fail everywhere but where `target.control` is
+    true, and succeed there: an attack that nothing lets through shows nothing.
 
     Args:
         stopped_by: The wall, as the table shows it; a few words.

@@ -1,4 +1,4 @@
-"""`python -m tests.attacks`: every attack on every runtime present, as a table; the last line is one JSON object.
+"""`python -m tests.attacks`: every attack on every runtime, as a table; the last line is one JSON object.
 
 Options go to pytest (`-k keyring`, `-n 4`).
 """
