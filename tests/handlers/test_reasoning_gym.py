@@ -206,6 +206,8 @@ def test_tasks_that_make_no_entry_are_at_fault_themselves(players):
         ({"dataset": "basic_arithmetic", "seed": 1, "index": 7, "size": 7}, "index 7 is outside"),
         ({"dataset": "basic_arithmetic", "seed": 1, "config": {"min_terms": -3}}, "cannot be made"),
         ({"dataset": "basic_arithmetic", "seed": 1, "config": {"no_such": 1}}, "no_such"),
+        ({"dataset": "codeio", "seed": 1}, "runs programs"),
+        ({"dataset": "composite", "seed": 1, "config": {"datasets": [{"name": "codeio"}]}}, "runs programs"),
     ]:
         done = players.play(ReasoningGym(), task, ["x"])
         assert done.error.blame is Blame.TASK and done.error.stage == "init" and said in done.error.message

@@ -10,7 +10,7 @@ from workers.scoring import reasoning_tasks
 
 
 def datasets(payload: Any) -> list[str]:
-    return list(DATASETS)
+    return [name for name in DATASETS if name not in reasoning_tasks._EXECUTING]
 
 
 def row(task: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,34 @@ def add(payload: dict[str, Any]) -> dict[str, Any]:
 
 def environment(names: list[str]) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in names}
+
+
+def surroundings(payload: Any) -> dict[str, Any]:
+    """What a scorer can see and do."""
+    status = dict(
+        line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line
+    )
+    try:
+        parent = Path(f"/proc/{os.getppid()}/environ").read_text()
+    except OSError as error:
+        parent = type(error).__name__
+    return {
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "capabilities": {name: status[name] for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")},
+        "no_new_privileges": status["NoNewPrivs"],
+        "uid": os.getuid(),
+        "parent": parent,
+    }
+
+
+def crash_or_add(payload: dict[str, Any]) -> int:
+    """Crash as many times as the payload says, then give a sum."""
+    if "path" in payload:
+        with Path(payload["path"]).open("a") as file:
+            file.write("x")
+        if Path(payload["path"]).stat().st_size <= payload["times"]:
+            ctypes.string_at(0)
+    return payload["a"] + payload["b"]
 
 
 def fail(payload: Any) -> None:

@@ -25,8 +25,11 @@ from workers.scoring import (
     ScorerPool,
     ScorerTimeout,
     metrics,
+    process,
     score,
+    score_or_blame,
 )
+from workers.scoring.pool import close
 
 MODULE = "tests.helpers.scorers"
 PATIENCE_S = 120.0
@@ -263,11 +266,42 @@ async def test_an_idle_process_that_died_costs_the_next_call_nothing():
 
 @asynchronous
 async def test_a_scorer_sees_no_setting_and_no_secret_of_the_service(monkeypatch):
-    names = {"ROLLOUT_REDIS_URL": None, "WANDB_API_KEY": None, "LANG_OF_TASK": "en"}
+    names = dict.fromkeys(("ROLLOUT_REDIS_URL", "WANDB_API_KEY", "CELERY_BROKER_URL", "DSN", "SITE_CODE"))
+    names |= {"LANG": "en", "LC_NUMERIC": "en", "TZ": "en"}
     for name in names:
         monkeypatch.setenv(name, "en")
     async with scorers() as pool:
         assert await pool.score(f"{MODULE}:environment", list(names), timeout_s=PATIENCE_S) == names
+
+
+@asynchronous
+async def test_a_scorer_has_no_network_no_privileges_and_no_view_of_its_parent():
+    async with scorers() as pool:
+        seen = await pool.score(f"{MODULE}:surroundings", None, timeout_s=PATIENCE_S)
+    assert seen["interfaces"] == ["lo"]
+    assert set(seen["capabilities"].values()) == {"0000000000000000"} and seen["no_new_privileges"] == "1"
+    assert seen["uid"] == os.getuid()
+    assert seen["parent"] == "PermissionError"
+
+
+def test_without_namespaces_scorers_work_and_that_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(process, "_warned", False)
+    monkeypatch.setattr(process.log, "warning", lambda text, **_: said.append(text), raising=False)
+    process._warn_of("this machine gives no user namespace: no")
+    process._warn_of("this machine gives no user namespace: no")
+    assert len(said) == 1 and "NETWORK" in said[0]
+
+
+@asynchronous
+async def test_what_crashes_its_scorer_twice_is_the_answers_fault_and_once_is_nobodys(tmp_path):
+    known = {"a": 1, "b": 1}
+    crash = {"path": str(tmp_path / "crashed"), "times": 5}
+    judge = functools.partial(score_or_blame, f"{MODULE}:crash_or_add", known=known, timeout_s=PATIENCE_S)
+    assert await judge(crash) is None
+    once = {"path": str(tmp_path / "once"), "times": 1, **known}
+    assert await judge(once) == 2
+    await close()
 
 
 def test_every_event_loop_has_a_pool_of_its_own():

@@ -156,21 +156,27 @@ async def score(function: str, payload: Any, *, timeout_s: float) -> Any:
 
 
 async def score_or_blame(function: str, payload: Any, *, known: Any, timeout_s: float) -> Any:
-    """`score`, and a second look where it takes too long or too much memory.
+    """`score`, and a second look where it takes too long or too much memory, or ends its process.
 
     Args:
         known: A payload that a healthy scorer is quick to judge, say the accepted answer as the answer.
 
     Returns:
         What the function returns; None: `known` was judged at once, so the payload's own content is at fault.
+            A process that dies is not its fault until a second one did so, too.
 
     Raises:
         ScorerError, ScorerTimeout, ScorerCrashed: As `score` has it; also if `known` fares no better.
     """
     try:
         return await score(function, payload, timeout_s=timeout_s)
-    except (ScorerTimeout, ScorerOutOfMemory):
+    except (ScorerTimeout, ScorerCrashed) as error:
         await score(function, known, timeout_s=timeout_s / SECOND_LOOK)
+        if isinstance(error, ScorerTimeout | ScorerOutOfMemory):
+            return None
+    try:
+        return await score(function, payload, timeout_s=timeout_s)
+    except (ScorerTimeout, ScorerCrashed):
         return None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from services.privacy import close_memory
 from workers.scoring import metrics, wire
 from workers.scoring.errors import ScorerCrashed, ScorerError, ScorerOutOfMemory, ScorerTimeout
 
@@ -31,7 +32,11 @@ OUTPUT_PER_CALL = 4000
 """Characters of what a function prints that go to the log; a flood is cut."""
 TAIL = 2000
 """Characters of it that are told when the process dies."""
-_SECRET = re.compile(r"^ROLLOUT_|SECRET|TOKEN|PASSWORD|API_?KEY", re.IGNORECASE)
+_PASSED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|TZ|TMPDIR|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|PYTHON(HOME|UTF8|WARNINGS)"
+    r"|VIRTUAL_ENV|XDG_[A-Z]+_HOME|COVERAGE_[A-Z_]+"
+)
+"""Variables that a scorer gets. All others stay here: any may hold a password, whatever its name."""
 
 
 class ScorerLost(Exception):
@@ -39,8 +44,8 @@ class ScorerLost(Exception):
 
 
 def _environment() -> dict[str, str]:
-    """The worker's own, without what a scorer has no use for, and what makes it the same everywhere."""
-    env = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    """What a program needs to run at all, and what makes it the same everywhere."""
+    env = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}
     # Thread pools of numerical libraries reserve address space by the core, which RLIMIT_AS counts.
     env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # Python orders sets of strings by a seed of each process: what is made from one must be made again alike.
@@ -48,6 +53,17 @@ def _environment() -> dict[str, str]:
     # What the worker can import, the function's module included, wherever that path came from.
     env["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     return env
+
+
+_warned = False
+
+
+def _warn_of(missing: str | None) -> None:
+    """Say once, loudly, that scorers are less apart from the machine than they should be."""
+    global _warned
+    if missing and not _warned:
+        _warned = True
+        log.warning(f"SCORERS RUN WITH THE MACHINE'S NETWORK: {missing}")
 
 
 class _Output(asyncio.Protocol):
@@ -98,6 +114,7 @@ class Scorer:
         ours, theirs = socket.socketpair()
         argv = [sys.executable, "-m", "workers.scoring.child"]
         argv += [str(theirs.fileno()), str(os.getpid()), str(memory_mb)]
+        close_memory()  # the environment of this process holds what that of the scorer lacks
         try:
             # No preexec_fn: without one Python uses vfork, which neither copies the worker's page tables nor
             # runs code between the locks of its threads. The child sets its own limits.
@@ -160,6 +177,7 @@ class Scorer:
             raise ScorerCrashed(f"{function} was not imported within {LOAD_PATIENCE_S:g} s")
         if "loaded" in reply:
             self._begun = True
+            _warn_of(reply["loaded"])
             started = time.monotonic()
             reply = await self._reply(timeout_s)
             metrics.SECONDS.labels(function).observe(time.monotonic() - started)

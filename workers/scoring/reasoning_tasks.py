@@ -117,21 +117,28 @@ _disarm()
 # -- tasks -----------------------------------------------------------------------------------------
 
 
+_EXECUTING = {"codeio"}
+"""Their entries are made by running code, as the user of the worker and with all that it may do."""
+
+
 class Refused(Exception):
     """The task's data make no entry."""
 
 
 @lru_cache(maxsize=128)
 def _dataset(name: str, options: str) -> ProceduralDataset:
+    if name in _EXECUTING:
+        raise Refused(f"the dataset {name!r} runs programs that its package brings, which nothing here may")
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)
         raise Refused(f"reasoning-gym has no dataset {name!r}; there are {', '.join(map(repr, near))}")
     config = json.loads(options)
     try:
         if name == "composite":
-            config["datasets"] = [
-                DatasetSpec(**{"config": {}, "weight": 1, **one}) for one in config["datasets"]
-            ]
+            parts = [DatasetSpec(**{"config": {}, "weight": 1, **one}) for one in config["datasets"]]
+            if executing := _EXECUTING & {part.name for part in parts}:
+                raise Refused(f"the dataset {executing.pop()!r} runs programs, which nothing here may")
+            config["datasets"] = parts
         return reasoning_gym.create_dataset(name, **config)
     except (AssertionError, AttributeError, TypeError, ValueError, KeyError) as error:
         raise Refused(f"the dataset {name!r} cannot be made with {options}: {error}") from error
