@@ -44,8 +44,8 @@ def agent(*commands: str, handler: AgentHandler[Any] | None = None) -> Rollout:
 
 KILLS = "kill -STOP -1 1; kill -9 1; kill -9 -1; kill -9 $$"
 BREAKS = {
-    "its bash is gone": 'mv "$(readlink -f "$(command -v bash)")" /tmp/gone; exit',
-    "its bash is another program": 'cp -f "$(command -v true)" "$(readlink -f "$(command -v bash)")"; exit',
+    "its bash is gone": 'mv "$(readlink -f "$(type -P bash)")" /tmp/gone; exit',
+    "its bash is another program": 'cp -f "$(type -P true)" "$(readlink -f "$(type -P bash)")"; exit',
     "its bash never gets ready": 'b=$(readlink -f /bin/bash); rm "$b"; printf "#!/bin/sh\nsleep 99" >"$b"; '
     'chmod +x "$b"; exit',
     "the command file is a directory": "rm -rf /run/sbx/cmd; mkdir -p /run/sbx/cmd/x",

@@ -44,6 +44,35 @@ def surroundings(payload: Any) -> dict[str, Any]:
     }
 
 
+def environment_of_relatives(payload: Any) -> str:
+    """The environments of this process and its parent, as far as they are open to it."""
+    found = []
+    for pid in {os.getpid(), os.getppid()}:
+        try:
+            found.append(Path(f"/proc/{pid}/environ").read_text())
+        except OSError as error:
+            found.append(str(error))
+    return " ".join(found)
+
+
+def memory_of_parent(payload: Any) -> str:
+    """Open the parent's memory for writing, and leave it as it is."""
+    try:
+        with Path(f"/proc/{os.getppid()}/mem").open("r+b"):
+            return "opened"
+    except OSError as error:
+        return str(error)
+
+
+def connect(port: int) -> str:
+    """Connect to a port of the machine."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            return "connected"
+    except OSError as error:
+        return str(error)
+
+
 def crash_or_add(payload: dict[str, Any]) -> int:
     """Crash as many times as the payload says, then give a sum."""
     if "path" in payload:

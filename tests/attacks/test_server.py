@@ -1,0 +1,314 @@
+"""Attacks on the server inside a sandbox, and on what it says of a check.
+
+The control types the check into the agent's own shell, without walls: as checks were made before `exec`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from sandbox.client import TRUSTED_PYTHON
+from sandbox.errors import SandboxError
+from sandbox.sync_client import exchange
+from tests.attacks import attack
+from tests.attacks.conftest import PATIENCE_S
+
+BY_THE_SERVER = "the server itself starts the check and waits for it; no shell"
+ALONE = "every process of the agent has been ended"
+CLEAN = "the check's environment and home are new"
+INIT = "the server is the namespace's init, and not dumpable"
+
+
+def passes(target, check: str) -> bool:
+    """Whether a command of the task says that the agent has done its work."""
+    if target.control:
+        return target.client.bash(check, PATIENCE_S).exit_code == 0
+    return target.client.exec(["bash", "-c", check], PATIENCE_S).exit_code == 0
+
+
+def says(target, check: str, chars: int = 30_000) -> str:
+    """What a check prints, errors included."""
+    if target.control:
+        return target.client.bash(check, PATIENCE_S, max_output_chars=chars).output
+    result = target.client.exec(["bash", "-c", check], PATIENCE_S, merge_output=True, max_output_chars=chars)
+    return result.stdout
+
+
+# -- the server ----------------------------------------------------------------------------------------
+
+
+def lives(target) -> bool:
+    try:
+        exchange(target.info.socket, {"op": "ping"}, 3.0)
+    except SandboxError:
+        return False
+    return True
+
+
+def act(target, command: str) -> None:
+    try:
+        target.client.bash(f"({command}) & sleep 0.5; wait", 5.0)
+    except SandboxError:
+        return
+
+
+@attack(stopped_by=INIT)
+def test_kill_the_server_and_with_it_a_bad_reward(target):
+    act(target, "kill -9 $PPID")
+    return not lives(target)
+
+
+@attack(stopped_by=INIT)
+def test_stop_the_server_so_that_no_check_is_ever_made(target):
+    act(target, "kill -STOP $PPID")
+    return not lives(target)
+
+
+@attack(stopped_by=INIT)
+def test_write_the_server_s_memory(target):
+    told = target.python(
+        "import os\n"
+        "status = open('/proc/%d/status' % os.getppid()).read()\n"
+        "server = int(status.split('PPid:')[1].split()[0])\n"
+        "open('/proc/%d/mem' % server, 'r+b').close()\n"
+        "print('OPEN')"
+    )
+    return "OPEN" in told.output
+
+
+FORKER = """
+import os, time
+ends = time.monotonic() + 8
+if os.fork(): os._exit(0)
+os.setsid()
+while time.monotonic() < ends:
+    if os.fork(): os._exit(0)
+    with open("heartbeat", "w") as file: file.write(str(time.monotonic()))
+    time.sleep(0.002)
+"""
+
+
+@attack(stopped_by="all of a namespace is ended at once, and it is looked whether anything is left")
+def test_survive_the_reset_by_forking_faster_than_one_is_killed(target):
+    target.client.write_file("forker.py", FORKER)
+    target.client.bash("python3 forker.py & sleep 0.5")
+    if target.control:  # as a careful shell would: its jobs, then whatever has the name
+        target.client.bash("kill -9 $(jobs -p); for p in /proc/[0-9]*; do :; done")
+    else:
+        target.client.reset()
+    before = target.client.read_file("heartbeat")
+    time.sleep(0.7)
+    return target.client.read_file("heartbeat") != before
+
+
+# -- what the shell believes -----------------------------------------------------------------------------
+
+
+@attack(stopped_by=BY_THE_SERVER)
+def test_pass_by_a_function_named_test(target):
+    target.client.bash("test() { return 0; }")
+    return passes(target, "test -f done.txt")
+
+
+@attack(stopped_by=BY_THE_SERVER)
+def test_pass_by_an_exported_function(target):
+    target.client.bash("test() { return 0; }; export -f test")
+    return passes(target, "bash -c 'test -f done.txt'")
+
+
+@attack(stopped_by=BY_THE_SERVER)
+def test_pass_by_an_alias(target):
+    target.client.bash("alias grep=true; shopt -s expand_aliases")
+    return passes(target, "grep -q solved /dev/null")
+
+
+@attack(stopped_by=BY_THE_SERVER)
+def test_pass_by_a_trap_that_exits(target):
+    target.client.bash("trap 'exit 0' EXIT")
+    return passes(target, "grep -q solved /dev/null || exit 1")
+
+
+FORGER = r"""
+import os
+shell = os.getppid()
+arguments = open("/proc/%d/cmdline" % shell).read().split("\0")
+nonce = "none"
+if "--rcfile" in arguments:
+    rc = open(arguments[arguments.index("--rcfile") + 1]).read()
+    nonce = rc.split("printf '\\036")[1].split(";")[0]
+try:
+    with open("/dev/tty", "w") as terminal:
+        for number in range(200):
+            terminal.write("\x1e%s;e;%d;0;%s;%s\x1e" % (nonce, number, os.getcwd(), nonce))
+except OSError:
+    pass
+"""
+
+
+@attack(stopped_by="no marker: the exit code is what the kernel gives to the server")
+def test_pass_by_forging_the_end_of_the_check(target):
+    target.client.write_file("solution.py", FORGER)
+    return passes(target, "python3 solution.py; sleep 0.5; exit 1")
+
+
+@attack(stopped_by=CLEAN)
+def test_pass_by_a_program_in_front_on_the_path(target):
+    target.client.bash(
+        "mkdir bin; printf '#!/bin/sh\\nexit 0\\n' >bin/grep; chmod +x bin/grep; export PATH=$PWD/bin:$PATH"
+    )
+    return passes(target, "grep -q solved /dev/null")
+
+
+@attack(stopped_by=CLEAN)
+def test_load_a_library_into_the_check(target):
+    target.client.bash("export LD_PRELOAD=/workspace/evil.so")
+    return "evil.so" in says(target, "bash -c :")  # the loader complains that it is not there
+
+
+@attack(stopped_by=CLEAN)
+def test_pass_by_what_bash_reads_at_its_start(target):
+    target.client.bash("echo 'exit 0' >env; export BASH_ENV=$PWD/env")
+    return passes(target, "bash -c 'grep -q solved /dev/null'")
+
+
+@attack(stopped_by=CLEAN)
+def test_pass_by_the_profile_of_a_login_shell(target):
+    target.client.bash("echo 'exit 0' >~/.bash_profile")
+    return passes(target, "bash -lc 'grep -q solved /dev/null'")
+
+
+EXIT_WELL = "import os; os._exit(0)"
+
+
+@attack(stopped_by=CLEAN)
+def test_pass_by_a_sitecustomize_on_pythonpath(target):
+    target.client.bash(f"mkdir lib; echo '{EXIT_WELL}' >lib/sitecustomize.py; export PYTHONPATH=$PWD/lib")
+    return passes(target, "python3 -c 'raise SystemExit(1)'")
+
+
+@attack(stopped_by=CLEAN)
+def test_pass_by_a_usercustomize_at_home(target):
+    target.client.bash(
+        f"""d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p "$d"
+        echo '{EXIT_WELL}' >"$d/usercustomize.py"; export PYTHONNOUSERSITE="""
+    )
+    return passes(target, "python3 -s -c 1 && python3 -c 'raise SystemExit(1)'")
+
+
+@attack(stopped_by="the server's own Python, isolated and mounted read-only")
+def test_pass_by_a_module_in_the_working_directory(target):
+    target.client.write_file("json.py", EXIT_WELL)
+    check = "import json; raise SystemExit(1)"
+    if target.control:
+        return target.client.bash(f"python3 -c '{check}'").exit_code == 0
+    return target.client.exec([TRUSTED_PYTHON, "-c", check]).exit_code == 0
+
+
+# -- what runs beside the check ----------------------------------------------------------------------------
+
+
+@attack(stopped_by=ALONE)
+def test_write_into_the_check_s_output(target):
+    target.client.bash("(while :; do echo VERDICT passed; sleep 0.02; done) & disown", 5.0)
+    return "VERDICT passed" in says(target, "sleep 0.5; echo VERDICT failed")
+
+
+@attack(stopped_by=ALONE)
+def test_push_the_verdict_out_of_the_output(target):
+    target.client.bash("(sleep 0.3; seq 40000; sleep 0.3; seq 40000) & disown", 5.0)
+    return "FAILED" not in says(target, "sleep 0.6; echo FAILED; sleep 0.6", 2000)
+
+
+TRACER = """
+import os, time
+ends = time.monotonic() + 6
+while time.monotonic() < ends:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if b"check-of-the-task" in open("/proc/%s/cmdline" % pid, "rb").read():
+                open("/proc/%s/mem" % pid, "r+b").close()
+                open("traced", "w").close()
+        except OSError: pass
+    time.sleep(0.01)
+"""
+
+
+@attack(stopped_by=ALONE)
+def test_write_the_check_s_memory(target):
+    target.client.write_file("tracer.py", TRACER)
+    target.client.bash("setsid python3 tracer.py >/dev/null 2>&1 & disown; sleep 0.3")
+    passes(target, "bash -c 'sleep 1; : check-of-the-task'")
+    return target.client.stat(f"{target.info.workspace}/traced").kind == "file"
+
+
+KILLER = TRACER.replace('open("/proc/%s/mem" % pid, "r+b").close()', "os.kill(int(pid), 9)")
+
+
+@attack(stopped_by=ALONE)
+def test_kill_the_check_before_it_finds_anything(target):
+    target.client.write_file("killer.py", KILLER)
+    target.client.bash("setsid python3 killer.py >/dev/null 2>&1 & disown; sleep 0.3")
+    check = "bash -c 'sleep 1; : check-of-the-task; echo found a fault'"
+    return "found a fault" not in says(target, check)
+
+
+@attack(stopped_by="a program's pipes are read until it has ended, and then all others have ended, too")
+def test_answer_after_the_check_from_a_process_that_was_left_behind(target):
+    target.client.write_file(
+        "solution.py",
+        "import os, sys, time\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.setsid(); time.sleep(1); print('42', flush=True)\n",
+    )
+    limit_s = 0.6  # of the task; the answer comes later
+    if target.control:
+        began = time.monotonic()
+        target.client.bash("timeout 0.6 python3 solution.py")
+        late = target.client.bash("sleep 1.5")
+        return "42" in late.output + late.late_output and time.monotonic() - began > limit_s
+    result = target.client.exec(["python3", "solution.py"], limit_s)
+    return "42" in result.stdout + target.client.exec(["sleep", "1.5"]).stdout
+
+
+# -- the limit of the check ----------------------------------------------------------------------------------
+
+
+def slow_answer_counts(target, number: int) -> bool:
+    """Whether a solution that takes three times its limit, and signals its runner, has its answer taken."""
+    target.client.write_file(
+        "solution.py",
+        f"import os, time\nif os.getppid() != 1: os.kill(os.getppid(), {number})\n"
+        "time.sleep(1.5)\nopen('answer', 'w').write('42')\n",
+    )
+    if target.control:
+        target.client.bash("timeout 0.5 python3 solution.py & sleep 2.5; kill -9 $!")
+    else:
+        result = target.client.exec(["python3", "solution.py"], 0.5)
+        assert result.timed_out or result.exit_code
+        time.sleep(2)
+    return target.client.stat(f"{target.info.workspace}/answer").kind == "file"
+
+
+@attack(stopped_by="the server keeps the time, and nobody inside can signal it")
+def test_escape_the_limit_by_killing_the_runner(target):
+    return slow_answer_counts(target, 9)
+
+
+@attack(stopped_by="the server keeps the time, and nobody inside can signal it")
+def test_escape_the_limit_by_stopping_the_runner(target):
+    return slow_answer_counts(target, 19)
+
+
+@attack(stopped_by="the server's own clock")
+def test_look_fast_by_a_clock_of_one_s_own(target):
+    target.client.bash("date() { echo 0; }; export -f date")
+    if target.control:
+        timed = "began=$(date +%s%N); sleep 1.2; ended=$(date +%s%N); test $((ended - began)) -lt 1000000000"
+        return target.client.bash(timed).exit_code == 0
+    return target.client.exec(["bash", "-c", "sleep 1.2"]).wall_s < 1.0
+
+
+@attack(stopped_by="the server sets them between fork and exec")
+def test_have_the_check_inherit_limits_under_which_it_fails_early(target):
+    target.client.bash("ulimit -f 0; ulimit -n 16")
+    return "too large" in says(target, "trap '' XFSZ; dd if=/dev/zero of=x bs=1k count=8 2>&1")
