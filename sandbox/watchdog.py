@@ -157,9 +157,8 @@ class Watchdog:
         if available >= NODE_RESERVE * total:
             return
         largest = max(containers, key=lambda c: sum(one.rss_bytes for one in used[c.id]))
-        self._breach(
-            largest, "memory", f"the node has only {available / MIB:.0f} MiB left and this sandbox uses most"
-        )
+        what = f"the node has only {available / MIB:.0f} MiB left and this sandbox uses most"
+        self._breach(largest, "memory", what, node_short=True)
 
     # -- disk ----------------------------------------------
 
@@ -186,24 +185,24 @@ class Watchdog:
 
     # -- stepping in ----------------------------------------------
 
-    def _breach(self, container: Container, kind: str, what: str) -> None:
+    def _breach(self, container: Container, kind: str, what: str, node_short: bool = False) -> None:
         """Have the server end the agent's processes and say why; without an answer end the sandbox."""
         watched = self._watched[container.id]
         if container.ending is not None or (watched.answering and not watched.answering.done()):
             return
         self.breaches[kind] += 1
         log.warning("sandbox %s of %r is over its limit: %s", container.id, container.spec.owner, what)
-        watched.answering = asyncio.create_task(self._tell(container, kind, what))
+        watched.answering = asyncio.create_task(self._tell(container, kind, what, node_short))
 
-    async def _tell(self, container: Container, kind: str, what: str) -> None:
+    async def _tell(self, container: Container, kind: str, what: str, node_short: bool) -> None:
         message = f"{kind} limit of the sandbox: {what}; its processes were ended"
-        request = {"op": "breach", "kind": kind, "message": message}
+        request = {"op": "breach", "kind": kind, "message": message, "node_short": node_short}
         try:
             await aio.exchange(str(container.launch.socket), request, BREACH_TIMEOUT_S)
         except SandboxError as error:
-            self._end_for(
-                container, f"was ended: over its limit ({what}) and not answering: {error}", "limited"
-            )
+            # What the node lacks is not the agent's doing.
+            fate = "died" if node_short else "limited"
+            self._end_for(container, f"was ended: over its limit ({what}) and not answering: {error}", fate)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ import threading
 import time
 
 from confine import confiner
-from errors import RequestError
+from errors import RequestError, ServerError
 from output import Capture
+from repair import PRELOAD
 
 DEFAULT_MAX_CHARS = 30000
 READ_BYTES = 65536
@@ -74,12 +75,22 @@ class Programs:
             held.enter_context(self._lock)
             held.enter_context(self._ipython.absent(self._shell.end_all))
             alone = held.enter_context(self._shell.alone())
-            if trusted:
-                self._loader.restore()
+            if trusted and not self._restored():
+                return _not_started("%s cannot be taken back to what it was" % PRELOAD)
             env = dict(self._env, HOME=held.enter_context(self._new_home()))
             env.update(given)
-            program = _Program(argv, env, cwd, stdin, max_chars, merge, prepare)
-            return program.run(timeout, connection.fileno(), alone)
+            try:
+                program = _Program(argv, env, cwd, stdin, max_chars, merge, prepare)
+                return program.run(timeout, connection.fileno(), alone)
+            except OSError as error:
+                raise ServerError("the program cannot be run: %s" % error)
+
+    def _restored(self):
+        try:
+            self._loader.restore()
+        except OSError:
+            return False
+        return True
 
     @contextlib.contextmanager
     def _new_home(self):
@@ -163,6 +174,8 @@ class _Program:
         exited = ended and os.WIFEXITED(status) and self._not_started is None
         stdout, cut = self._stdout.text()
         stderr, cut_too = ("", False) if self._stderr is self._stdout else self._stderr.text()
+        if alone.node_short:
+            raise ServerError("the program was ended: %s" % alone.limit_exceeded)
         return {
             "exit_code": os.WEXITSTATUS(status) if exited else None,
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
@@ -236,6 +249,23 @@ class _Program:
         for fd in (self._input_fd, *self._output_fds):
             if fd is not None:
                 os.close(fd)
+
+
+def _not_started(reason):
+    """The reply for a program that cannot be."""
+    return {
+        "exit_code": None,
+        "signal": None,
+        "stdout": "",
+        "stderr": "",
+        "truncated": False,
+        "timed_out": False,
+        "interrupted": False,
+        "not_started": reason,
+        "limit_exceeded": None,
+        "wall_s": 0.0,
+        "cpu_s": 0.0,
+    }
 
 
 def _await(pid, wake):

@@ -58,6 +58,9 @@ class Loader:
         """Take back what the agent changed. Raises OSError."""
         if not self._ours or _content(PRELOAD) == self._content:
             return
+        directory = os.path.dirname(PRELOAD)
+        if os.path.isdir(directory):
+            os.chmod(directory, 0o755)
         remove(PRELOAD)
         if self._content is not None:
             with open(PRELOAD, "wb") as file:

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from sandbox.calls import TRUSTED_PYTHON
-from sandbox.errors import SandboxRequestError
+from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from sandbox.sync_client import SyncSandboxClient, exchange
 from tests.sandbox.conftest import why_not
 
 
@@ -211,3 +211,41 @@ def test_the_trusted_python_finds_no_module_of_the_agent_s(client):
 def test_a_request_that_makes_no_sense_is_refused(client, arguments, complaint):
     with pytest.raises(SandboxRequestError, match=complaint):
         client.exec(**arguments)
+
+
+def breach_during(sandbox, client, **request):
+    """The result of a program during which the host says that a limit was exceeded."""
+    watchdog = threading.Timer(
+        0.5, exchange, (sandbox.socket, {"op": "breach", "kind": "memory", **request}, 10.0)
+    )
+    watchdog.start()
+    try:
+        return client.exec(["sleep", "600"], 600)
+    finally:
+        watchdog.join()
+
+
+def test_over_a_limit_of_the_sandbox_it_is_ended_and_told_so(client, sandbox):
+    result = breach_during(sandbox, client, message="9 of 8 MiB")
+    assert (result.exit_code, result.limit_exceeded) == (None, "9 of 8 MiB")
+    assert client.exec(["true"]).limit_exceeded is None
+
+
+def test_over_a_limit_of_the_node_there_is_no_result(client, sandbox):
+    with pytest.raises(SandboxError, match="the node has 1 MiB left"):
+        breach_during(sandbox, client, message="the node has 1 MiB left", node_short=True)
+    assert client.exec(["true"]).exit_code == 0
+
+
+def test_what_the_agent_exceeded_before_is_told_to_the_agent(client, sandbox):
+    exchange(sandbox.socket, {"op": "breach", "kind": "disk", "message": "too much"}, 10.0)
+    assert client.exec(["true"]).limit_exceeded is None
+    assert client.bash("true").limit_exceeded == "too much"
+
+
+@pytest.mark.parametrize("sandbox", ["apptainer"], indirect=True)
+def test_the_trusted_python_is_loaded_with_nothing_of_the_agents(client):
+    client.bash("echo /tmp/evil.so >/etc/ld.so.preload; chmod 555 /etc")
+    assert "evil.so" in client.exec(["/bin/true"], merge_output=True).stdout
+    result = client.exec([TRUSTED_PYTHON, "-c", "print(1)"])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "1\n", "")
