@@ -218,12 +218,12 @@ def test_read_the_password_of_redis_from_the_scorer_s_environment(target):
     return SECRET in scored(target, "environment", ["ROLLOUT_REDIS_URL", "BROKER"])
 
 
-@attack(stopped_by="the worker is not dumpable, and a scorer has no privileges outside of its namespace")
+@attack(stopped_by="a /proc without the machine's processes, and no privilege to uncover it")
 def test_read_the_password_of_redis_from_the_worker_s_environment(target):
     return SECRET in scored(target, "environment_of_relatives")
 
 
-@attack(stopped_by="the worker is not dumpable, and a scorer has no privileges outside of its namespace")
+@attack(stopped_by="a /proc without the machine's processes, and no privilege to uncover it")
 def test_write_the_worker_s_memory_from_a_scorer(target):
     return "opened" in scored(target, "memory_of_parent")
 

@@ -281,7 +281,8 @@ async def test_a_scorer_has_no_network_no_privileges_and_no_view_of_its_parent()
     assert seen["interfaces"] == ["lo"]
     assert set(seen["capabilities"].values()) == {"0000000000000000"} and seen["no_new_privileges"] == "1"
     assert seen["uid"] == os.getuid()
-    assert seen["parent"] == "PermissionError"
+    assert seen["parent"] == "FileNotFoundError"
+    assert len(seen["processes"]) == 1
 
 
 def test_without_namespaces_scorers_work_and_that_is_said(monkeypatch):

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.scoring import wire
+from workers.scoring.isolation import isolate
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
-CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000  # linux/sched.h
-CAPABILITIES_V3 = 0x20080522  # linux/capability.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 MAX_TRACEBACK = 4000
 """Characters of a traceback that are sent; the end says what happened."""
 CPU_SLACK_S = 60
@@ -37,32 +36,6 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-
-
-def _isolate() -> str | None:
-    """Leave the machine's network, its shared memory and every privilege behind.
-
-    Returns:
-        Why that is not possible here, in words; None: it is done.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    uid, gid = os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) != 0:
-        return f"this machine gives no user namespace: {os.strerror(ctypes.get_errno())}"
-    try:
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
-            Path("/proc/self", name).write_text(text)
-    except OSError as error:
-        return f"no map of users in a namespace: {error}"
-    header, none = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
-    if libc.capset(header, none) != 0:
-        return f"privileges within a namespace are kept: {os.strerror(ctypes.get_errno())}"
-    return None
 
 
 def _prepare(channel: socket.socket, parent: int, memory_mb: int) -> None:
@@ -128,7 +101,7 @@ def _rss_bytes() -> int:
 
 
 def _answer(channel: socket.socket, call: dict[str, Any], missing: str | None) -> bytes:
-    """Do one call; the frame that answers it. `missing`: what :func:`_isolate` said."""
+    """Do one call; the frame that answers it. `missing`: what :func:`isolate` said."""
     me = os.getpid()
     try:
         function = _load(call["function"])
@@ -153,7 +126,7 @@ def main(argv: list[str]) -> None:
     fd, parent, memory_mb = (int(word) for word in argv)
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
-    missing = _isolate()
+    missing = isolate()
     _prepare(channel, parent, memory_mb)
     while (call := wire.receive(channel)) is not None:
         channel.sendall(_answer(channel, call, missing))

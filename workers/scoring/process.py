@@ -17,7 +17,6 @@ from typing import Any
 
 import structlog
 
-from services.privacy import close_memory
 from workers.scoring import metrics, wire
 from workers.scoring.errors import ScorerCrashed, ScorerError, ScorerOutOfMemory, ScorerTimeout
 
@@ -63,7 +62,7 @@ def _warn_of(missing: str | None) -> None:
     global _warned
     if missing and not _warned:
         _warned = True
-        log.warning(f"SCORERS RUN WITH THE MACHINE'S NETWORK: {missing}")
+        log.warning(f"SCORERS SEE THE MACHINE'S NETWORK AND PROCESSES: {missing}")
 
 
 class _Output(asyncio.Protocol):
@@ -114,7 +113,6 @@ class Scorer:
         ours, theirs = socket.socketpair()
         argv = [sys.executable, "-m", "workers.scoring.child"]
         argv += [str(theirs.fileno()), str(os.getpid()), str(memory_mb)]
-        close_memory()  # the environment of this process holds what that of the scorer lacks
         try:
             # No preexec_fn: without one Python uses vfork, which neither copies the worker's page tables nor
             # runs code between the locks of its threads. The child sets its own limits.
