@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from services.gateway.compat_port import Compat
 from services.settings import settings
 
-bind = f"{settings().gateway_host}:{settings().gateway_port}"
+bind = [f"{settings().gateway_host}:{settings().gateway_port}"]
+if compat := Compat.of(settings()):
+    bind.append(compat.address)
 # One process: the metrics' counters live in it.
 workers = 1
 worker_class = "services.gateway.parking.ParkingWorker"

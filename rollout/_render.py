@@ -279,6 +279,10 @@ def status_view(status: dict[str, Any]) -> RenderableType:
         rows.append(("backend", "none: rollouts that need a model wait"))
     if flower := status.get("flower"):
         rows.append(("flower", Text(flower["url"])))
+    if compat := status.get("compat"):
+        rows.append(
+            ("no key", Text(f"{compat['address']}: whoever reaches it is {compat['tenant']!r}", "red"))
+        )
     return _grid(rows)
 
 

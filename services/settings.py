@@ -39,6 +39,25 @@ class Settings(BaseModel):
     )
     gateway_host: str = Field("127.0.0.1", description="Address the gateway listens on.")
     gateway_port: int = Field(8080, ge=0, le=65535, description="Port of the gateway; 0 picks a free one.")
+    gateway_names: str = Field(
+        "",
+        description="Further host names, separated by commas, by which callers reach a port that only this "
+        "machine reaches, or the one without keys: a proxy's, for one.",
+    )
+    gateway_address_connections: int = Field(
+        2000, ge=1, description="Connections that one address may have; one more is closed."
+    )
+    compat_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the [compatible APIs](compatibility.md) that needs NO KEY; 0 = there is none.",
+    )
+    compat_tenant: str = Field("", description="Tenant that its callers are.")
+    compat_host: str = Field("127.0.0.1", description="Address that it listens on.")
+    compat_servers: bool = Field(
+        True, description="Whether its callers may add LLM servers, which all tenants use."
+    )
     gateway_threads: int = Field(
         64,
         ge=2,

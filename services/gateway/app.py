@@ -7,7 +7,9 @@ import structlog
 from flask import Flask, request
 
 from services import logs
-from services.gateway import auth, problems, requests
+from services.gateway import auth, door, problems, requests
+from services.gateway.compat import open_port
+from services.gateway.compat_port import Compat
 from services.gateway.compression import compress_answers
 from services.gateway.context import EXTENSION, Gateway
 from services.gateway.routes import (
@@ -38,6 +40,7 @@ def create_app(settings: Settings | None = None) -> Flask:
     """Build the gateway. It can start before Redis.
 
     Raises:
+        SettingsError: The compatibility port is set up by halves.
         UnfitRedis, SchemaError: The service must not use this Redis.
     """
     settings = settings or process_settings()
@@ -50,6 +53,7 @@ def create_app(settings: Settings | None = None) -> Flask:
         app.register_blueprint(module.blueprint)
     problems.register(app)
     compress_answers(app)
+    door.register(app, names=_names(settings))
 
     @app.before_request
     def _fit() -> None:
@@ -57,8 +61,18 @@ def create_app(settings: Settings | None = None) -> Flask:
             gate.start.require()
 
     auth.register(app, gate.guard)
+    door.register_bodies(app)
     _check_start(gate)
+    if compat := Compat.of(settings):
+        app.wsgi_app = open_port(app.wsgi_app, gate, compat)
     return app
+
+
+def _names(settings: Settings) -> set[str] | None:
+    """Host names that callers of the ordinary port may use; None = any: others than this machine reach it."""
+    if not door.is_loopback(settings.gateway_host):
+        return None
+    return door.own_names(*settings.gateway_names.split(","))
 
 
 def _check_start(gate: Gateway) -> None:

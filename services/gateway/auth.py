@@ -15,6 +15,7 @@ import structlog
 from flask import Flask, Response, current_app, g, request
 
 from rollout.schema import FieldError, HandlerInfo, Problem, RolloutRequest
+from services.gateway import refusals
 from services.gateway.problems import ApiProblem, invalid, respond
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
 from services.state.tenants import Tenant
@@ -100,8 +101,13 @@ class Guard:
         """
         access = self.access()
         header = request.headers.get("Authorization")
-        key = _key(access, header)
+        try:
+            key = _key(access, header)
+        except ApiProblem:
+            refusals.REFUSED.labels(refusals.KEY).inc()
+            raise
         if not key.may(scope):
+            refusals.REFUSED.labels(refusals.SCOPE).inc()
             held = ", ".join(sorted(key.scopes)) or "none"
             raise ApiProblem(
                 403,
@@ -162,8 +168,7 @@ def register(app: Flask, guard: Guard) -> None:
         view = current_app.view_functions.get(request.endpoint or "")
         if view is None:  # 404 or 405; which routes there are is no secret
             return
-        reads = request.method in ("GET", "HEAD", "OPTIONS")
-        scope = getattr(view, "scope", Scope.READ if reads else Scope.ADMIN)
+        scope = scope_of(view, request.method)
         if scope is None:
             return
         g.checked_at = time.monotonic()
@@ -185,6 +190,12 @@ def register(app: Flask, guard: Guard) -> None:
         response.close()  # a stream gives its place back
         problem = Problem(title="API key not valid", status=401, detail=detail)
         return respond(problem, _challenge("invalid_token"))
+
+
+def scope_of(view: Any, method: str) -> Scope | None:
+    """What a route needs; None = it is open."""
+    reads = method in ("GET", "HEAD", "OPTIONS")
+    return getattr(view, "scope", Scope.READ if reads else Scope.ADMIN)
 
 
 def caller() -> Caller:

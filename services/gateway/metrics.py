@@ -25,7 +25,14 @@ from prometheus_client.core import (
 import rollout
 from rollout.policy import UpdateState
 from rollout.schema import Backend, Blame
-from services.gateway import autoscale_metrics, batch_metrics, fleet_metrics, redis_metrics, sharing_metrics
+from services.gateway import (
+    autoscale_metrics,
+    batch_metrics,
+    fleet_metrics,
+    redis_metrics,
+    refusals,
+    sharing_metrics,
+)
 from services.gateway.result_metrics import results
 from services.queues import STAGES
 from services.state.autoscale import AutoscaleStore
@@ -270,4 +277,4 @@ def render(gate: Gateway) -> bytes:
     """The exposition text."""
     registry = CollectorRegistry()
     registry.register(_FromRedis(gate))
-    return generate_latest(registry) + generate_latest(_own)
+    return generate_latest(registry) + generate_latest(_own) + generate_latest(refusals.registry)

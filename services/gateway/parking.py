@@ -1,9 +1,9 @@
 """A gunicorn worker whose waiting requests hold a socket and no thread.
 
-It is gunicorn's thread worker with a car park. A view that has to wait raises `Parked`, and the body of a
-stream yields its waiter: the thread goes back to the pool, the socket joins the worker's poller. The request
-is dispatched again, or its stream gone on with, when its ticket is woken, when its time is up, or when the
-worker stops. A client that hangs up makes its socket readable, and frees its place at once.
+It is the thread worker of `intake` with a car park. A view that has to wait raises `Parked`, and the body
+of a stream yields its waiter: the thread goes back to the pool, the socket joins the worker's poller. The
+request is dispatched again, or its stream gone on with, when its ticket is woken, when its time is up, or
+when the worker stops. A client that hangs up makes its socket readable, and frees its place at once.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ from itertools import count
 from typing import Any
 
 from gunicorn.http.wsgi import Response
-from gunicorn.workers.gthread import TConn, ThreadWorker
+from gunicorn.workers.gthread import TConn
 
+from services.gateway.intake import IntakeWorker
 from services.gateway.waiting import WAITER, Parked, Waiter
 
 SEND_S = 10.0
-"""Longest that a reader of a stream may keep a thread from sending its next piece."""
-LINGER_S = 2.0
-"""For a client to read its answer and to close, where the connection is not to be kept."""
+"""Longest that a reader may keep a thread from sending the next piece."""
+SEND_RATE = 256 << 10
+"""Bytes a second that a reader of an answer has to take beyond that."""
 STALE_TIMERS = 256
 """Timers of requests that have ended since, kept before they are swept: each holds a connection's objects."""
 
 
 class Spot(Waiter):
-    """A parkable request and its connection."""
+    """A parkable request."""
 
     def __init__(self, request: Any) -> None:
         super().__init__()
         self.request = request
         self.response: Response | None = None
         self.body: StreamBody | None = None
+
+    def need_body(self) -> None:
+        if self.request.conn.awaited:
+            raise Parked(self)
 
 
 class StreamBody:
@@ -84,7 +89,15 @@ class _Again:
         return self._request
 
 
-class ParkingWorker(ThreadWorker):
+def _awaited(request: Any, conn: Any) -> int:
+    """Bytes of a request's body that are not here yet; of one without a length, at least one."""
+    headers = dict(request.headers)
+    if "TRANSFER-ENCODING" in headers:
+        return 1
+    return max(0, int(headers.get("CONTENT-LENGTH", 0)) - len(conn.inbox))
+
+
+class ParkingWorker(IntakeWorker):
     """`worker_class = "services.gateway.parking.ParkingWorker"`. Over TLS or HTTP/2 nothing is parked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +105,6 @@ class ParkingWorker(ThreadWorker):
         self._parked: dict[TConn, Spot] = {}
         self._timers: list[tuple[float, int, TConn, Spot]] = []
         self._number = count()
-        self._lingering: dict[TConn, float] = {}
         self._woken: deque[tuple[TConn, Spot]] = deque()
         self._going_on = 0
         # The rest of the threads stays free for new requests when many waiters are woken at once.
@@ -118,6 +130,7 @@ class ParkingWorker(ThreadWorker):
             if not hasattr(request, "spot"):
                 request.spot = Spot(request)
             spot = environ[WAITER] = request.spot
+            self._bound_sending(response, request.conn.sock)
             body = app(environ, start_response)
             if spot.streams:
                 spot.response, spot.body = response, StreamBody(body, spot)
@@ -135,12 +148,27 @@ class ParkingWorker(ThreadWorker):
     def handle_request(self, req: Any, conn: TConn) -> Any:
         """Answer a request, go on with a stream, or give back the spot in which it is to be parked."""
         spot = getattr(req, "spot", None)
+        if spot is None:
+            req.conn = conn
+            conn.awaited = _awaited(req, conn)
         try:
             if spot is not None and spot.body is not None:
                 return self._go_on_with_stream(conn, spot)
             return super().handle_request(req, conn)
         except Parked as parked:
             return parked.waiter
+        except TimeoutError:
+            self.log.info("Closing a connection whose reader takes nothing.")
+            return False
+
+    def _bound_sending(self, response: Response, sock: socket.socket) -> None:
+        write = response.write
+
+        def write_in_time(item: bytes) -> None:
+            sock.settimeout(SEND_S + len(item) / SEND_RATE)
+            write(item)
+
+        response.write = write_in_time
 
     def _go_on_with_stream(self, conn: TConn, spot: Spot) -> bool:
         conn.sock.settimeout(SEND_S)
@@ -162,7 +190,12 @@ class ParkingWorker(ThreadWorker):
         return not spot.response.should_close()
 
     def _keepalive_after(self, conn: TConn, keepalive: Any) -> Any:
-        return keepalive if isinstance(keepalive, Spot) else super()._keepalive_after(conn, keepalive)
+        if isinstance(keepalive, Spot):
+            return keepalive
+        if getattr(conn, "awaited", 0):
+            # Nobody wanted the body: what comes of it must not be taken for the next request.
+            return False
+        return super()._keepalive_after(conn, keepalive)
 
     # -- in the main thread ------------------------------------------------------------------
 
@@ -175,14 +208,26 @@ class ParkingWorker(ThreadWorker):
             self._go_on()
         result = None if fs.cancelled() or fs.exception() else fs.result()
         if isinstance(result, Spot):
-            self._park(conn, result)
+            if conn.awaited:
+                conn.again = result
+                self._await_body(conn)
+            else:
+                self._park(conn, result)
             return
         if spot is not None:
             spot.leave()
-        if fs.cancelled() or fs.exception() or result or self.cfg.is_ssl:
+        if fs.cancelled() or fs.exception() or self.cfg.is_ssl:
             super().finish_request(conn, fs)
+        elif result:
+            self._await_next(conn)
         else:
             self._linger(conn)
+
+    def _dispatch(self, conn: Any) -> None:
+        spot, conn.again = getattr(conn, "again", None), None
+        if spot is not None:
+            conn.parser = _Again(conn, spot.request)
+        super()._dispatch(conn)
 
     def _park(self, conn: TConn, spot: Spot) -> None:
         self._parked[conn] = spot
@@ -197,41 +242,6 @@ class ParkingWorker(ThreadWorker):
             heapq.heapify(self._timers)
         heapq.heappush(self._timers, (spot.deadline, next(self._number), conn, spot))
         spot.ticket.on_wake(lambda: self.method_queue.defer(self._wake, conn, spot))
-
-    def _linger(self, conn: TConn) -> None:
-        """Close, but not before the client has read its answer: an early close may cut that off.
-
-        gunicorn waits for the client here in its main thread, and everybody else with it.
-        """
-        try:
-            conn.sock.shutdown(socket.SHUT_WR)
-            conn.sock.setblocking(False)
-            self.poller.register(conn.sock, selectors.EVENT_READ, partial(self._on_lingering, conn))
-        except OSError:
-            self._close(conn)
-            return
-        self._lingering[conn] = time.monotonic() + LINGER_S
-
-    def _on_lingering(self, conn: TConn, sock: socket.socket) -> None:
-        if conn not in self._lingering:
-            return
-        try:
-            more = sock.recv(1 << 16)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            more = b""
-        if not more:
-            self._end_linger(conn)
-
-    def _end_linger(self, conn: TConn) -> None:
-        del self._lingering[conn]
-        self.poller.unregister(conn.sock)
-        self._close(conn)
-
-    def _close(self, conn: TConn) -> None:
-        self.nr_conns -= 1
-        conn.close()
 
     def _unpark(self, conn: TConn) -> None:
         del self._parked[conn]
@@ -285,9 +295,6 @@ class ParkingWorker(ThreadWorker):
             timeout = max(0.0, min(timeout, self._timers[0][0] - time.monotonic()))
         super().wait_for_and_dispatch_events(timeout)
         now = time.monotonic()
-        # In the order in which they came, and each stays as long.
-        while self._lingering and (first := next(iter(self._lingering.items())))[1] <= now:
-            self._end_linger(first[0])
         while self._timers and self._timers[0][0] <= now:
             _, _, conn, spot = heapq.heappop(self._timers)
             if spot.deadline <= now:

@@ -119,6 +119,9 @@ class Waiter:
             self.memory[name] = make()
         return self.memory[name]
 
+    def need_body(self) -> None:
+        """To be called before the body is read: a server that has not got it yet raises `Parked`."""
+
     def leave(self) -> None:
         """The request has ended, however it did."""
         if self.ticket is not None:

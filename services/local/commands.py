@@ -71,6 +71,18 @@ state_option = click.option(
     "--port", type=click.IntRange(1, 65535), help="Of the gateway. [default: 8080, else a free one]"
 )
 @click.option("--no-flower", is_flag=True)
+@click.option(
+    "--compat-port",
+    type=click.IntRange(1, 65535),
+    help="A port that needs NO KEY, for clients of ProRL and NeMo Gym, and serves their routes alone.",
+)
+@click.option("--compat-tenant", help="Whose calls those are that come by it.")
+@click.option("--compat-host", help="Address that it listens on. [default: 127.0.0.1]")
+@click.option(
+    "--compat-servers/--no-compat-servers",
+    default=None,
+    help="Whether they may add LLM servers, which all tenants use. [default: they may]",
+)
 @runtime_option
 @state_option
 def up(
@@ -79,6 +91,10 @@ def up(
     no_backend: bool,
     port: int | None,
     no_flower: bool,
+    compat_port: int | None,
+    compat_tenant: str | None,
+    compat_host: str | None,
+    compat_servers: bool | None,
     sandbox_runtime: str | None,
     state_dir: Path | None,
     **slots: int | None,
@@ -86,6 +102,10 @@ def up(
     """Start the whole service on this machine: Redis, gateway, three fleets, Flower, an LLM backend."""
     if backend_url and no_backend:
         raise click.UsageError("--backend and --no-backend exclude each other")
+    if compat_port and not compat_tenant:
+        raise click.UsageError("--compat-port needs no key, so say whose it is: --compat-tenant T")
+    if compat_tenant and not compat_port:
+        raise click.UsageError("--compat-tenant has no port: --compat-port P")
     _check_extras()
     options = Options(
         state_dir=(state_dir or paths.state_dir()).absolute(),
@@ -94,6 +114,10 @@ def up(
         embedded_backend=not no_backend,
         flower=not no_flower,
         port=port,
+        compat_port=compat_port,
+        compat_tenant=compat_tenant,
+        compat_host=compat_host,
+        compat_servers=compat_servers,
         sandbox_runtime=sandbox_runtime,
     )
     begun = time.monotonic()

@@ -34,6 +34,11 @@ class Options:
     sandbox_runtime: str | None = None
     require_sandbox: bool = False
     """True: a machine on which no sandbox works is an error and not only a warning."""
+    compat_port: int | None = None
+    """Port for clients that send no key; None = that of the settings, as a rule none."""
+    compat_tenant: str | None = None
+    compat_host: str | None = None
+    compat_servers: bool | None = None
     private_ports: bool = False
     """True: only free ports, so that the stack runs beside any other."""
 

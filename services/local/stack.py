@@ -20,12 +20,13 @@ import httpx
 
 from rollout.client import KEY_VARIABLE, Client, RolloutError
 from services import flower
+from services.gateway.compat_port import Compat
 from services.local import keys, paths, plan, ports, redis
 from services.local.errors import StackError
 from services.local.plan import Options, Part
 from services.local.processes import MARK, SANDBOX_MARK, Process, end, end_marked, spawn, tail
 from services.local.record import Record, locked
-from services.settings import Settings
+from services.settings import ENV_PREFIX, Settings
 
 START_TIMEOUT_S = 120.0
 """For one part to answer: importing torch from a cold disk takes half a minute."""
@@ -96,6 +97,7 @@ class Stack:
         host = "127.0.0.1" if settings.gateway_host in ("0.0.0.0", "::") else settings.gateway_host
         record.url = f"http://{host}:{port}"
         env = self._environment(options, port)
+        self._prepare_compat(options, env)
         self._prepare_flower(options, settings, env)
         env["ROLLOUT_REDIS_URL"] = self._start_redis(env)
         self.api_key = keys.accepted(env["ROLLOUT_REDIS_URL"], self.dir)
@@ -166,6 +168,19 @@ class Stack:
             self.record.sandbox_dir = env["ROLLOUT_SANDBOX_DIR"] = str(paths.sandbox_dir(self.dir))
             env[SANDBOX_MARK] = self.record.mark  # a host in a directory of yours may serve others too
         return env
+
+    def _prepare_compat(self, options: Options, env: dict[str, str]) -> None:
+        """The port that needs no key, if there is to be one: said before anything listens."""
+        for name in ("compat_port", "compat_tenant", "compat_host", "compat_servers"):
+            if (value := getattr(options, name)) is not None:
+                env[ENV_PREFIX + name.upper()] = str(value)
+        compat = Compat.of(Settings.from_env(env))
+        if compat is None:
+            return
+        if not ports.is_free(compat.host, compat.port):
+            raise StackError(f"--compat-port {compat.port} is taken on {compat.host}; choose another one")
+        self._taken.add(compat.port)
+        self.say(str(compat))
 
     def _start_redis(self, env: dict[str, str]) -> str:
         choice = redis.choose()

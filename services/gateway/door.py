@@ -1,0 +1,124 @@
+"""What is looked at before any route: whether a web page of another site has its reader's browser call.
+
+A browser sends such a call with whatever the page likes in it, short of a header of ours or a body of JSON:
+for those it asks the server first (CORS), and this one allows nobody. So nothing but JSON is taken. A page
+whose name was made to point here (DNS rebinding) is of the same site to the browser, and gives itself away by
+its name in `Host`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import structlog
+from flask import Flask, current_app, request
+
+from services.gateway import refusals
+from services.gateway.problems import ApiProblem
+from services.gateway.waiting import WAITER
+
+log = structlog.get_logger("gateway")
+
+ELSEWHERE = ("cross-site", "same-site")
+"""Of `Sec-Fetch-Site`: a page of another origin (Fetch Metadata Request Headers, section 2.2)."""
+FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+"""What a page may send without asking first (Fetch, CORS-safelisted request-header)."""
+SHOWN = 200
+"""Characters of a header that are repeated."""
+
+
+def register(app: Flask, *, names: Collection[str] | None) -> None:
+    """Have every call looked at.
+
+    Args:
+        names: Host names that callers may use, beside addresses and this machine's own; None = any, where a
+            key is needed that no page has.
+    """
+
+    @app.before_request
+    def _look() -> None:
+        if names is not None:
+            _check_host(names)
+        view = current_app.view_functions.get(request.endpoint or "")
+        if getattr(view, "scope", "") is None and request.method in ("GET", "HEAD"):
+            return  # open to everybody, and says nothing of the service
+        _check_origin()
+        if request.method not in ("GET", "HEAD", "OPTIONS"):
+            _check_type()
+
+
+def register_bodies(app: Flask) -> None:
+    """Have bodies come in without a thread, of calls that have been let in."""
+
+    @app.before_request
+    def _whole() -> None:
+        if request.endpoint is None:
+            return
+        if "Transfer-Encoding" in request.headers:
+            detail = "send a Content-Length: a body whose length nobody knows is not taken"
+            raise ApiProblem(411, "Length required", detail, headers={"Connection": "close"})
+        length, most = request.content_length or 0, app.config["MAX_CONTENT_LENGTH"]
+        waiter = request.environ.get(WAITER)
+        if length > most:
+            detail = f"the body is larger than {most} bytes; send several calls"
+            raise ApiProblem(413, "Request Entity Too Large", detail)
+        if length and waiter is not None:
+            waiter.need_body()
+
+
+def own_names(*hosts: str) -> set[str]:
+    """Names of this machine, and those given."""
+    own = socket.gethostname().lower()
+    return {name.strip().lower().rstrip(".") for name in (own, own.split(".")[0], *hosts) if name.strip()}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse(reason: str, title: str, detail: str, status: int = 403) -> ApiProblem:
+    refusals.REFUSED.labels(reason).inc()
+    log.warning("refused at the door", reason=reason, detail=detail, path=request.path[:SHOWN])
+    return ApiProblem(status, title, detail)
+
+
+def _check_host(names: Collection[str]) -> None:
+    text = request.headers.get("Host", "")
+    try:
+        host = (urlsplit(f"//{text}").hostname or "").rstrip(".")
+        ip_address(host)
+        return  # no page can be of this address but one that is served there
+    except ValueError:
+        pass
+    if not text or host == "localhost" or host.endswith(".localhost") or host in names:
+        return
+    detail = (
+        f"the Host header names {text[:SHOWN]!r}, which is not known here; if it is yours, add it to "
+        "ROLLOUT_GATEWAY_NAMES"
+    )
+    raise _refuse(refusals.HOST, "Misdirected request", detail, 421)
+
+
+def _check_origin() -> None:
+    site, origin = request.headers.get("Sec-Fetch-Site", ""), request.headers.get("Origin")
+    own = {f"{scheme}://{request.headers.get('Host', '')}" for scheme in ("http", "https")}
+    if (origin is None or origin in own) and site.lower() not in ELSEWHERE:
+        return
+    shown = origin[:SHOWN] if origin is not None else site[:SHOWN]
+    raise _refuse(refusals.BROWSER, "Other site", f"web pages of other sites ({shown!r}) may not call")
+
+
+def _check_type() -> None:
+    if request.is_json:
+        return
+    has_body = bool(request.content_length) or "Transfer-Encoding" in request.headers
+    # Some clients name a type of bodies that they do not send.
+    if has_body or request.mimetype in FORMS:
+        raise _refuse(refusals.TYPE, "Unsupported media type", "send Content-Type: application/json", 415)

@@ -1,0 +1,223 @@
+"""Slow and half requests at a real gateway: what they get, and what they cost others."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection
+
+import httpx
+import psutil
+import pytest
+
+from rollout.schema import RolloutRequest
+from services.state.fleet import FleetStore
+from tests.helpers.gateways import started_gateway
+from tests.helpers.keys import HEADER, HEADERS, http
+from tests.helpers.stack import Stack, free_port, wait_until
+from workers.handlers.noop import Noop
+
+PATIENCE_S = 60.0
+HEAD_S = 10.0
+HALVES = {
+    "line": b"GET /v1/sta",
+    "head": b"GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ",
+    "small body": b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 900\r\n\r\n{",
+    "large body": b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    + HEADER.encode()
+    + b"Content-Length: 9000000\r\n\r\n{",
+}
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory):
+    """A gateway that knows a handler, and no worker."""
+    directory = tmp_path_factory.mktemp("intake")
+    with Stack(directory, directory / "sbx", {"ROLLOUT_HANDLERS": ""}) as stack:
+        FleetStore(stack.redis.client).put_handlers([Noop().info()])
+        yield stack
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+
+
+@contextmanager
+def half_sent(port: int, count: int, what: bytes):
+    with ExitStack() as open_ones:
+        made = [open_ones.enter_context(connect(port)) for _ in range(count)]
+        for one in made:
+            one.sendall(what)
+        yield made
+
+
+def p99_s(url: str, count: int = 300) -> float:
+    """Of honest callers, each call on a connection of its own, four at a time."""
+    host = url.removeprefix("http://")
+
+    def ask(_: int) -> float:
+        began = time.perf_counter()
+        with closing(HTTPConnection(host, timeout=PATIENCE_S)) as caller:
+            caller.request("GET", "/v1/handlers", headers=HEADERS)
+            assert caller.getresponse().status == 200
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(4) as pool:
+        return sorted(pool.map(ask, range(count)))[int(count * 0.99) - 1]
+
+
+def answer(one: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    data = b""
+    while more := one.recv(1 << 16):
+        data += more
+    return data
+
+
+def refused(url: str, reason: str) -> float:
+    text = http.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    return float(re.search(rf'^rollout_gateway_refused_total{{reason="{reason}"}} (\S+)$', text, re.M)[1])
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_half_sent_requests_cost_others_nothing(gateway, kind):
+    alone = p99_s(gateway.url)
+    for count in (64, 500):
+        with half_sent(gateway.port, count, HALVES[kind]):
+            beside = p99_s(gateway.url)
+            worker = psutil.Process(gateway.gateway.pid).children()[0]
+            print(f"{kind}: p99 {alone * 1e3:.1f} ms alone, {beside * 1e3:.1f} ms beside {count} of them")
+            # With a thread for each of them it is their time limit, or for ever.
+            assert beside < max(10 * alone, 2.0)
+            assert worker.num_threads() < 100
+
+
+@pytest.mark.parametrize("kind", ["line", "head", "small body"])
+def test_what_does_not_come_to_its_end_is_answered_and_closed(gateway, kind):
+    before = refused(gateway.url, "slow")
+    with half_sent(gateway.port, 1, HALVES[kind]) as (one,):
+        began = time.monotonic()
+        assert answer(one).startswith(b"HTTP/1.1 408 ")
+        assert HEAD_S - 1 < time.monotonic() - began < HEAD_S + 10
+    assert refused(gateway.url, "slow") == before + 1
+
+
+def test_one_byte_a_second_does_not_make_it_last_longer(gateway):
+    with connect(gateway.port) as one:
+        began, received = time.monotonic(), b""
+        one.settimeout(0.5)
+        while not received and time.monotonic() - began < 3 * HEAD_S:
+            one.sendall(b"G")
+            with suppress(TimeoutError):
+                received = one.recv(1000)
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert time.monotonic() - began < HEAD_S + 10
+
+
+def test_a_large_body_without_a_key_is_refused_before_it_is_sent(gateway):
+    half = HALVES["large body"].replace(HEADER.encode(), b"")
+    with half_sent(gateway.port, 1, half) as (one,):
+        said = one.recv(1 << 16)
+        assert said.startswith(b"HTTP/1.1 401 ")
+        # And what would be its body is no request.
+        one.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert b"HTTP/1.1" not in answer(one)
+
+
+def test_bodies_that_come_in_pieces_or_are_large_come_whole(gateway):
+    body = json.dumps({"handler": "noop", "task": {"reward": 1.0}, "metadata": {"x": "y" * 60_000}}).encode()
+    head = "POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + HEADER
+    with connect(gateway.port) as one:
+        for request in (body, b'{"handler": "noop"}', body):
+            one.sendall(f"{head}Content-Length: {len(request)}\r\n\r\n".encode())
+            for at in range(0, len(request), 7001):
+                one.sendall(request[at : at + 7001])
+                time.sleep(0.01)
+            said = one.recv(1 << 16)
+            assert said.startswith(b"HTTP/1.1 20"), said
+    large = [RolloutRequest(handler="noop", metadata={"x": "y" * 10_000}) for _ in range(900)]
+    assert len(gateway.client.submit(large)) == 900
+
+
+def test_a_client_that_waits_to_be_told_to_send_its_body_is_told(gateway):
+    body = json.dumps({"handler": "noop", "metadata": {"x": "y" * 60_000}}).encode()
+    head = "POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + HEADER
+    with connect(gateway.port) as one:
+        one.sendall(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        assert one.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        one.sendall(body)
+        said = b""
+        while b"HTTP/1.1 20" not in said:
+            data = one.recv(1 << 16)
+            assert data, said
+            said += data
+
+
+def test_requests_sent_at_once_are_answered_one_after_the_other(gateway):
+    one_request = f"GET /v1/handlers HTTP/1.1\r\nHost: 127.0.0.1\r\n{HEADER}"
+    with connect(gateway.port) as one:
+        one.sendall((f"{one_request}\r\n" * 20 + f"{one_request}Connection: close\r\n\r\n").encode())
+        assert answer(one).count(b"HTTP/1.1 200 ") == 21
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 40_000, b"431"),
+        (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(200)) + b"\r\n", b"431"),
+        (b"\r\n\r\n", b"400"),
+        (
+            b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n"
+            b"Content-Type: application/json\r\n" + HEADER.encode() + b"\r\n",
+            b"413",
+        ),
+        (
+            b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Type: application/json\r\n" + HEADER.encode() + b"\r\n2\r\n{}\r\n0\r\n\r\n",
+            b"411",
+        ),
+    ],
+)
+def test_what_is_too_large_or_has_no_length_is_refused_and_the_connection_closed(gateway, sent, status):
+    with connect(gateway.port) as one:
+        one.sendall(sent)
+        said = answer(one)
+        assert said.startswith(b"HTTP/1.1 " + status), said
+        assert said.count(b"HTTP/1.1 ") == 1
+
+
+def test_one_address_has_no_more_connections_than_it_may(gateway):
+    env = {"ROLLOUT_GATEWAY_ADDRESS_CONNECTIONS": "20"}
+    with started_gateway(gateway, "capped", free_port(), env) as process:
+        port = int(process.url.rpartition(":")[2])
+        with half_sent(port, 20, HALVES["line"]), connect(port) as more:
+            assert answer(more) == b""
+            with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.7", 0)) as other:
+                other.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                assert other.recv(1000).startswith(b"HTTP/1.1 200 ")
+        # They count no more when they have gone.
+        wait_until(lambda: _answers(process.url), PATIENCE_S, "an answer")
+        assert refused(process.url, "address") >= 1
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_where_all_places_are_taken_the_half_sent_make_room(gateway):
+    with half_sent(gateway.port, 1500, HALVES["line"]), ExitStack() as more:
+        for number in range(1600):
+            address = (f"127.0.1.{number % 200 + 1}", 0)
+            made = socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_S, source_address=address)
+            more.enter_context(made).sendall(HALVES["line"])
+        assert p99_s(gateway.url, 50) < 5.0
+        assert refused(gateway.url, "full") > 0
