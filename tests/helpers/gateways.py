@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from tests.helpers.stack import GUNICORN, Process, Stack, wait_until
+from tests.helpers.stack import GUNICORN, Process, Stack, compat_bind, wait_until
 
 
 @contextmanager
@@ -21,6 +21,7 @@ def started_gateway(
         str(graceful_s),
         "--bind",
         f"127.0.0.1:{port}",
+        *compat_bind(env),
         "services.gateway.app:create_app()",
     ]
     process = Process(name, argv, stack.directory, {**stack.env, **env})

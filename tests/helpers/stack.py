@@ -186,6 +186,11 @@ class Stack:
         self.gateway = self.start_gateway()
         self.client = Client(self.url)
 
+    @property
+    def compat_url(self) -> str:
+        """Where no key is needed, if `env` opened a port for that."""
+        return f"http://127.0.0.1:{self.env['ROLLOUT_COMPAT_PORT']}"
+
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Process:
         process = Process(name, argv, self.directory, {**self.env, **(env or {})})
         self.processes.append(process)
@@ -193,6 +198,7 @@ class Stack:
 
     def start_gateway(self) -> Process:
         argv = [*GUNICORN, "--threads", "64", "--bind", f"127.0.0.1:{self.port}"]
+        argv += compat_bind(self.env)
         argv += ["services.gateway.app:create_app()"]
         process = self.start("gateway", argv)
         wait_until(lambda: _ok(f"{self.url}/health"), 90, "the gateway", process)
@@ -234,6 +240,12 @@ class Stack:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def compat_bind(env: dict[str, str]) -> list[str]:
+    """What deploy/gunicorn.conf.py does for the port that needs no key."""
+    port = env.get("ROLLOUT_COMPAT_PORT")
+    return ["--bind", f"127.0.0.1:{port}"] if port else []
 
 
 def _ok(url: str) -> bool:

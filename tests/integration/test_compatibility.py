@@ -11,12 +11,13 @@ import pytest
 
 from rollout.schema import Rollout, State
 from services.state.fleet import FleetStore
+from services.state.tenants import DEFAULT_TENANT
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.keys import HEADER, http
 from tests.helpers.nemo_gym_client import GymClient, check_response
 from tests.helpers.policy_script import VARIABLE, Plans
 from tests.helpers.prorl_client import Process, ProrlClient, turns
-from tests.helpers.stack import ROOT, Stack, wait_until
+from tests.helpers.stack import ROOT, Stack, free_port, wait_until
 from workers.agent.replay import Action, Call
 from workers.handlers.noop import Noop
 
@@ -57,6 +58,9 @@ def idle(tmp_path_factory) -> Iterator[Stack]:
         "ROLLOUT_BACKEND_WAIT_S": "0.2",
         # A slow machine must not make the one LLM server look dead.
         "ROLLOUT_BACKEND_PROBE_S": "600",
+        # These clients know of no keys.
+        "ROLLOUT_COMPAT_PORT": str(free_port()),
+        "ROLLOUT_COMPAT_TENANT": DEFAULT_TENANT,
     }
     with Stack(directory, directory / "sbx", env) as stack:
         FleetStore(stack.redis.client).put_handlers([Noop().info()])
@@ -73,7 +77,7 @@ def service(idle, plans) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def trainer(service) -> ProrlClient:
-    client = ProrlClient(service.url)
+    client = ProrlClient(service.stack.compat_url)
     client.post("/add_llm_server", {"address": service.address}).raise_for_status()
     client.start()
     return client
@@ -81,12 +85,12 @@ def trainer(service) -> ProrlClient:
 
 @pytest.fixture(scope="module")
 def collector(service, trainer) -> GymClient:
-    return GymClient(service.url)
+    return GymClient(service.stack.compat_url)
 
 
 @pytest.fixture
 def waiting(idle) -> ProrlClient:
-    client = ProrlClient(idle.url)
+    client = ProrlClient(idle.compat_url)
     client.start()
     return client
 
@@ -365,7 +369,7 @@ def test_the_examples_of_the_guide_run_as_written(service, trainer, name, monkey
     (code,) = re.findall(pattern, (ROOT / "docs" / "compatibility.md").read_text(), re.DOTALL)
     question = "What is 6 times 7?"
     assert question in code and len(code.splitlines()) <= 20
-    monkeypatch.setenv("ROLLOUT_URL", service.url)
+    monkeypatch.setenv("ROLLOUT_URL", service.stack.compat_url)
     monkeypatch.setenv("LLM_SERVER", service.address)
     asked = service.asks(f"guide-{name.replace('_', '-')}", r"It is \boxed{42}.")
     exec(code.replace(question, asked), {})

@@ -1,0 +1,571 @@
+"""The gateway's door: who gets in without a key, with another's, from a web page, or by not finishing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout import account
+from rollout.client import KEY_VARIABLE, Client
+from rollout.errors import RolloutError
+from rollout.schema import Backend
+from services.gateway.app import create_app
+from services.gateway.routes import service as service_routes
+from services.settings import Settings
+from services.state.api_keys import Access, ApiKey, KeyStore, Scope, _digest
+from services.state.backends import BackendStore
+from services.state.fleet import FleetStore
+from services.state.tenants import Tenant
+from tests.attacks import attack
+from tests.attacks.conftest import CONTROL
+from tests.helpers.stack import GUNICORN, Stack, free_port, wait_until
+from workers.handlers.noop import Noop
+
+ENGINE = Backend(id="engine", url="http://127.0.0.1:9", model="m", tokenizer="t", max_model_len=100)
+EVIL = "http://evil.example"
+COMPAT_TENANT, OTHER = "trainer", "other"
+PATIENCE_S = 30.0
+SOON_S = 3.0
+"""An honest caller that waits longer was kept from the gateway."""
+CACHE_S = 2.5
+"""After so long a key that was revoked must not work."""
+
+
+class OpenStack(Stack):
+    """The same stack with the gateway of `open_gateway`, under gunicorn's own worker."""
+
+    def start_gateway(self):
+        argv = [*GUNICORN, "--threads", "64", "--bind", f"127.0.0.1:{self.port}", "--bind"]
+        argv += [self.compat_url.removeprefix("http://"), "--worker-class", "gthread"]
+        argv += ["tests.attacks.open_gateway:create_app()"]
+        process = self.start("gateway", argv)
+        wait_until(lambda: answers(self.url), 90, "the gateway", process)
+        return process
+
+
+@dataclass
+class Target:
+    place: str
+    control: bool
+    stack: Stack
+    keys: dict[str, str] = field(default_factory=dict)
+    """Texts of keys that the operator made: of other people."""
+
+    @property
+    def url(self) -> str:
+        return self.stack.url
+
+    @property
+    def compat(self) -> str:
+        return self.stack.compat_url
+
+    def key(self, name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.keys[name]}"}
+
+
+def answers(url: str) -> bool:
+    """Whether an honest caller gets its answer soon."""
+    with suppress(OSError, httpx.HTTPError), closing(HTTPConnection(url[7:], timeout=SOON_S)) as caller:
+        caller.request("GET", "/")
+        return caller.getresponse().status == 200
+    return False
+
+
+def call(method: str, url: str, body: str | None = None, **headers: str) -> httpx.Response:
+    """A call without any key but one in `headers`."""
+    return httpx.request(
+        method,
+        url,
+        content=body,
+        headers={k.replace("_", "-"): v for k, v in headers.items()},
+        timeout=PATIENCE_S,
+    )
+
+
+def started(stack: Stack) -> dict[str, str]:
+    """What an operator has there: a handler, a backend, keys of two tenants."""
+    FleetStore(stack.redis.client).put_handlers([Noop().info()])
+    BackendStore(stack.redis.client).put(ENGINE)
+    store = KeyStore(stack.redis.client)
+    return {
+        "reads": store.create(OTHER, [Scope.READ])[1],
+        "submits": store.create(OTHER, [Scope.SUBMIT])[1],
+        "both": store.create(OTHER, [Scope.SUBMIT, Scope.READ])[1],
+        "metrics": store.create(OTHER, [Scope.METRICS])[1],
+    }
+
+
+@pytest.fixture(scope="module", params=["service", CONTROL])
+def attacked(request, tmp_path_factory) -> Iterator[Target]:
+    control = request.param == CONTROL
+    directory = tmp_path_factory.mktemp("gateway")
+    env = {
+        "ROLLOUT_HANDLERS": "",
+        "ROLLOUT_COMPAT_PORT": str(free_port()),
+        "ROLLOUT_COMPAT_TENANT": COMPAT_TENANT,
+    }
+    with (OpenStack if control else Stack)(directory, directory / "sbx", env) as stack:
+        yield Target("service", control, stack, started(stack))
+
+
+@pytest.fixture
+def target(attacked) -> Target:
+    return attacked
+
+
+# -- without a key -----------------------------------------------------------------------------
+
+
+@attack(stopped_by="a key is needed, from loopback too")
+def test_submit_rollouts_as_another_user_of_the_machine(target):
+    answer = call("POST", f"{target.url}/v1/rollouts", '{"handler": "noop"}', Content_Type="application/json")
+    return answer.is_success
+
+
+@attack(stopped_by="no header of a proxy is trusted")
+def test_pass_for_a_call_of_the_gateway_s_own_machine(target):
+    forged = {"X_Forwarded_For": "127.0.0.1", "X_Real_IP": "127.0.0.1", "Forwarded": "for=127.0.0.1"}
+    return call("GET", f"{target.url}/v1/status", **forged, Host="localhost").is_success
+
+
+@attack(stopped_by="a key is needed, from loopback too")
+def test_read_the_metrics_of_all_tenants(target):
+    answer = call("GET", f"{target.url}/metrics")
+    return answer.is_success and "rollout_" in answer.text
+
+
+@attack(stopped_by="keys count in the Authorization header alone")
+def test_have_a_key_that_a_link_carries_count(target):
+    if target.control:
+        return call("GET", f"{target.url}/v1/rollouts", **target.key("both")).is_success
+    key = target.keys["both"]
+    return any(
+        call("GET", f"{target.url}/v1/rollouts?{name}={key}").is_success
+        for name in ("api_key", "key", "token", "access_token")
+    )
+
+
+@attack(stopped_by="who is open to all says no addresses")
+def test_learn_where_redis_is(target, monkeypatch):
+    port = free_port()
+    app = create_app(Settings(redis_url=f"redis://127.0.0.1:{port}/0"))
+    if target.control:  # as it was
+
+        def ready():
+            try:
+                service_routes.gateway().start.require()
+            except Exception as error:
+                return {"missing": [f"Redis does not answer: {error}"]}, 503
+
+        app.view_functions["service.ready"] = ready
+        ready.scope = None
+    said = [app.test_client().get(path).text for path in ("/ready", "/health", "/v1/status", "/openapi.json")]
+    return any(str(port) in text for text in said)
+
+
+# -- with a key of less --------------------------------------------------------------------------
+
+
+@attack(stopped_by="scopes")
+def test_submit_with_a_key_that_reads(target):
+    key = "submits" if target.control else "reads"
+    url = target.url
+    answer = call(
+        "POST",
+        f"{url}/v1/rollouts",
+        '{"handler": "noop"}',
+        Content_Type="application/json",
+        **target.key(key),
+    )
+    return answer.is_success
+
+
+@attack(stopped_by="scopes")
+def test_read_rollouts_with_the_key_of_the_metrics(target):
+    key = "reads" if target.control else "metrics"
+    return call("GET", f"{target.url}/v1/rollouts", **target.key(key)).is_success
+
+
+@attack(stopped_by="keys are read again every 2 s")
+def test_go_on_with_a_key_that_was_revoked(target):
+    store = KeyStore(target.stack.redis.client)
+    key, text = store.create(OTHER, [Scope.READ])
+    bearer = {"Authorization": f"Bearer {text}"}
+    deadline = time.monotonic() + PATIENCE_S
+    while not call("GET", f"{target.url}/v1/rollouts", **bearer).is_success:  # it is in the cache
+        assert time.monotonic() < deadline
+    if not target.control:
+        store.revoke(key.id)
+        time.sleep(CACHE_S)
+    return call("GET", f"{target.url}/v1/rollouts", **bearer).is_success
+
+
+@attack(stopped_by="as long for an unknown id as for a known one")
+def test_learn_by_the_time_which_ids_of_keys_exist(target):
+    secret = "0" * 64
+    key = ApiKey(id="a" * 12, tenant=OTHER, scopes=frozenset(), digest=_digest("1" * 64), created_at=0.0)
+    access = Access("1", {key.id: key}, {OTHER: Tenant(name=OTHER)})
+
+    def careless(text: str):
+        found = access.keys.get(text[4:16])
+        return found if found and _digest(text[17:]) == found.digest else None
+
+    find = careless if target.control else access.find
+
+    def best_s(key_id: str) -> float:
+        def batch() -> float:
+            began = time.perf_counter()
+            for _ in range(500):
+                find(f"rlt_{key_id}_{secret}")
+            return time.perf_counter() - began
+
+        return min(batch() for _ in range(60))
+
+    known, unknown = best_s(key.id), best_s("b" * 12)
+    return known > 1.5 * unknown
+
+
+# -- from a web page -----------------------------------------------------------------------------
+
+
+def drained(target: Target) -> bool:
+    return any(one.draining for one in BackendStore(target.stack.redis.client).list())
+
+
+@attack(stopped_by="a key, Origin, application/json")
+def test_drain_a_backend_from_a_web_page(target):
+    call("POST", f"{target.url}/v1/backends/engine/drain", "{}", Origin=EVIL, Content_Type="text/plain")
+    call("POST", f"{target.url}/v1/backends/engine/drain", Origin=EVIL, Sec_Fetch_Site="cross-site")
+    return drained(target)
+
+
+def accepted_from_page(target: Target, body: str, **headers: str) -> bool:
+    """Whether a page's call to the port that needs no key makes a rollout."""
+    before = len(target.stack.redis.client.zrange("rollouts:created", 0, -1))
+    with suppress(httpx.ReadTimeout):  # a call that is let in is answered when its rollout has ended
+        httpx.post(
+            f"{target.compat}/process",
+            content=body,
+            headers={name.replace("_", "-"): text for name, text in headers.items()},
+            timeout=1.0,
+        )
+    return len(target.stack.redis.client.zrange("rollouts:created", 0, -1)) > before
+
+
+JOB = '{"instance": {"data_source": "noop"}, "job_id": "page-%s"}'
+
+
+@attack(stopped_by="Origin")
+def test_submit_from_a_page_of_another_site(target):
+    return accepted_from_page(target, JOB % 1, Origin=EVIL, Content_Type="application/json")
+
+
+@attack(stopped_by="Origin")
+def test_submit_from_a_sandboxed_frame(target):
+    return accepted_from_page(target, JOB % 2, Origin="null", Content_Type="application/json")
+
+
+@attack(stopped_by="Sec-Fetch-Site")
+def test_submit_from_another_port_of_the_same_machine(target):
+    headers = {"Sec_Fetch_Site": "same-site", "Content_Type": "application/json"}
+    return accepted_from_page(target, JOB % 3, **headers)
+
+
+@attack(stopped_by="application/json")
+def test_stop_the_jobs_of_a_trainer_by_a_form(target):
+    # An old browser sends neither Origin nor Sec-Fetch-Site with a form.
+    kinds = ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain")
+    return any(call("POST", f"{target.compat}/stop", "a=b", Content_Type=kind).is_success for kind in kinds)
+
+
+@attack(stopped_by="Host")
+def test_read_the_jobs_by_a_name_that_was_made_to_point_here(target):
+    port = target.compat.rpartition(":")[2]
+    return call("GET", f"{target.compat}/status", Host=f"evil.example:{port}").is_success
+
+
+@attack(stopped_by="no CORS")
+def test_be_allowed_by_a_preflight(target):
+    asks = {
+        "Origin": EVIL,
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": "content-type",
+    }
+    said = [call("OPTIONS", f"{url}/process", **asks).headers for url in (target.url, target.compat)]
+    return any("access-control-allow-origin" in headers for headers in said)
+
+
+# -- by the port that needs no key ---------------------------------------------------------------
+
+
+@attack(stopped_by="an application of its own")
+def test_use_the_port_without_keys_for_everything_else(target):
+    # In the control: the ordinary port of a gateway that trusts loopback.
+    url = target.url if target.control else target.compat
+    paths = (
+        "/v1/backends",
+        "/v1/status",
+        "/v1/rollouts",
+        "/metrics",
+        "//v1/backends",
+        "/status/../v1/backends",
+    )
+    found = [call("GET", url + path) for path in paths]
+    return any(one.is_success for one in found)
+
+
+@attack(stopped_by="jobs are kept by tenant")
+def test_cancel_a_job_of_another_tenant_at_the_port_without_keys(target):
+    name = f"job-{time.monotonic_ns()}"
+    job = json.dumps({"job_id": name})
+    body = json.dumps({"instance": {"data_source": "noop"}, "job_id": name})
+    # The victim submits with its key, and waits. Where walls are down it comes by the same door.
+    victim = target.compat if target.control else target.url
+    call("POST", f"{victim}/start", **target.key("submits"))
+    sent = {"headers": {"Content-Type": "application/json", **target.key("submits")}, "timeout": 60}
+    waiting = threading.Thread(
+        target=lambda: httpx.post(f"{victim}/process", content=body, **sent), daemon=True
+    )
+    before = target.stack.redis.client.zcard("rollouts:created")
+    waiting.start()
+    wait_until(
+        lambda: target.stack.redis.client.zcard("rollouts:created") > before, PATIENCE_S, "its rollout"
+    )
+    answer = call(
+        "POST",
+        f"{target.compat}/cancel?tenant={OTHER}",
+        job,
+        Content_Type="application/json",
+        X_Tenant=OTHER,
+        **target.key("reads"),
+    )
+    return answer.json().get("status") in ("cancelled", "cancelling")
+
+
+# -- by not finishing ----------------------------------------------------------------------------
+
+JSON_TO = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+HALF = {
+    "line": b"GET /v1/sta",
+    "head": JSON_TO % b"/v1/rollouts" + b"X-A: ",
+    "body": JSON_TO % b"/v1/rollouts" + b"Content-Length: 500\r\n\r\n{",
+    "large body": JSON_TO % b"/process" + b"Content-Length: 5000000\r\n\r\n{",
+}
+
+
+def stopped(url: str, what: bytes, count: int = 200) -> bool:
+    """Whether so many connections that send this and no more keep honest callers out."""
+    host, port = url[7:].split(":")
+    with ExitStack() as open_ones:
+        for _ in range(count):
+            one = open_ones.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+            one.sendall(what)
+        time.sleep(0.5)
+        return not all(answers(url) for _ in range(3))
+
+
+@attack(stopped_by="no thread before the head is in")
+def test_stop_the_gateway_with_half_a_request_line(target):
+    return stopped(target.url, HALF["line"])
+
+
+@attack(stopped_by="no thread before the head is in")
+def test_stop_the_gateway_with_headers_that_do_not_end(target):
+    return stopped(target.url, HALF["head"])
+
+
+@attack(stopped_by="no thread before the body is in")
+def test_stop_the_gateway_with_bodies_that_do_not_come(target):
+    return stopped(target.url, HALF["body"])
+
+
+@attack(stopped_by="no thread before the body is in")
+def test_stop_the_gateway_with_large_bodies_where_no_key_is_needed(target):
+    return stopped(target.compat, HALF["large body"])
+
+
+@attack(stopped_by="a limit of 32 KiB for a head")
+def test_fill_memory_with_a_header(target):
+    host, port = target.url[7:].split(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as one:
+        one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        one.settimeout(1.0)
+        for number in range(80):
+            try:
+                one.sendall(b"X-%d: %s\r\n" % (number, b"a" * 8000))
+            except OSError:
+                return False
+        with suppress(TimeoutError, ConnectionError):
+            return not one.recv(1000)  # nothing yet, after 640 KB
+        return True
+
+
+# -- one connection for two requests -------------------------------------------------------------
+
+
+class Naive(threading.Thread):
+    """A server that goes by Content-Length, whatever else a head says; what follows is the next request."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.start()
+
+    def run(self) -> None:
+        with self.socket, self.socket.accept()[0] as one:
+            data = one.recv(1 << 16)
+            while b"\r\n\r\n" in data:
+                head, _, rest = data.partition(b"\r\n\r\n")
+                length = re.search(rb"Content-Length: (\d+)", head)
+                data = rest[int(length[1]) if length else 0 :]
+                one.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+
+@attack(stopped_by="two lengths are refused")
+def test_hide_a_request_behind_two_lengths(target):
+    port = Naive().port if target.control else target.stack.port
+    smuggled = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "
+    body = b"0\r\n\r\n"
+    lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(body)
+    request = JSON_TO % b"/v1/rollouts" + lengths + body + smuggled
+    return _answers_given(port, request + b"\r\n\r\n") > 1
+
+
+def _answers_given(port: int, *pieces: bytes) -> int:
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as one:
+        one.settimeout(3.0)
+        said = b""
+        with suppress(TimeoutError, ConnectionError):
+            for piece in pieces:
+                one.sendall(piece)
+                time.sleep(0.5)
+            while data := one.recv(1 << 16):
+                said += data
+    return said.count(b"HTTP/1.1 ")
+
+
+# -- the key that a client finds -----------------------------------------------------------------
+
+
+class Catcher:
+    """A server of the attacker's that keeps the keys it is sent; it may send callers on to another address."""
+
+    def __init__(self, onward: str | None = None) -> None:
+        self.caught: list[str] = []
+        catcher = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if onward is None and (key := self.headers.get("Authorization")):
+                    catcher.caught.append(key)
+                self.send_response(302 if onward else 200)
+                if onward:
+                    self.send_header("Location", onward + self.path)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> Catcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path) -> Path:
+    """The state directory of an account that runs a service, and has no key in its environment."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv(KEY_VARIABLE)
+    monkeypatch.delenv("ROLLOUT_URL", raising=False)
+    return tmp_path
+
+
+def announced(url: str) -> Path:
+    return account.announce("stack", account.Service(url, "rlt_victim", account.boot(), time.time()))
+
+
+@attack(stopped_by="no redirect is followed, and a key has one address")
+def test_have_the_client_sent_on_with_its_key(target, home):
+    with Catcher() as attacker, Catcher(onward=attacker.url) as service:
+        announced(service.url)
+        with suppress(RolloutError), Client(retry_for=0.0) as client:
+            if target.control:  # a client that follows, and repeats its headers
+                headers = {"Authorization": f"Bearer {account.key_for(client.base_url)}"}
+                urllib.request.urlopen(
+                    urllib.request.Request(f"{client.base_url}/v1/status", headers=headers)
+                )
+            else:
+                client.status()
+        return bool(attacker.caught)
+
+
+@attack(stopped_by="a file must be ours, and nobody else's to read")
+def test_have_the_client_believe_a_file_of_the_attacker_s(target, home, monkeypatch):
+    with Catcher() as attacker:
+        path = announced(attacker.url)
+        path.chmod(0o666)
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+        if target.control:
+            monkeypatch.setattr(account, "read_private", Path.read_text)
+        with suppress(RolloutError), Client(retry_for=0.0) as client:
+            client.status()
+        return bool(attacker.caught)
+
+
+LISTENS_AS_NOBODY = """
+import os, socket, sys
+if os.geteuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    print("ready", flush=True)
+    while True:
+        with server.accept()[0] as one:
+            print(one.recv(65536), flush=True)
+            one.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\n{}")
+"""
+
+
+@attack(stopped_by="the key goes only where we ourselves listen")
+def test_receive_the_key_at_the_port_of_a_service_that_died(target, home, monkeypatch):
+    port = free_port()
+    announced(f"http://127.0.0.1:{port}")
+    if target.control:
+        monkeypatch.setattr(account.Owned, "require", lambda self: None)
+    elif os.geteuid() != 0:  # nobody else's program can be started: say that it is
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    command = [sys.executable, "-c", LISTENS_AS_NOBODY, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as attacker:
+        try:
+            assert attacker.stdout.readline() == "ready\n"
+            with suppress(RolloutError), Client(f"http://127.0.0.1:{port}", retry_for=0.0) as client:
+                client.status()
+        finally:
+            attacker.kill()
+        return "rlt_victim" in attacker.stdout.read()
