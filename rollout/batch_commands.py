@@ -10,7 +10,7 @@ from rollout.batch import Batch
 from rollout.client import Client
 
 out = Console()
-url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL or http://127.0.0.1:8080]")
+url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
 batch_id = click.argument("batch_id", metavar="ID")
 
 

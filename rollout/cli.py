@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def url_option(function: F) -> F:
-    return click.option("--url", help="The gateway. [default: $ROLLOUT_URL or http://127.0.0.1:8080]")(
+    return click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")(
         function
     )
 

@@ -121,7 +121,7 @@ class Tasks:
     help="Most rollouts submitted and not ended.",
 )
 @dataset_options
-@click.option("--url", help="The gateway. [default: $ROLLOUT_URL or http://127.0.0.1:8080]")
+@click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
 def submit(
     file: str,
     output: IO[str],
@@ -199,7 +199,7 @@ def _cancel_rest(client: Client, pending: set[str]) -> None:
 )
 @click.option("--most-errors", type=click.IntRange(1), default=10, show_default=True, help="Then stop.")
 @dataset_options
-@click.option("--url", help="The gateway. [default: $ROLLOUT_URL or http://127.0.0.1:8080]")
+@click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
 def tasks(
     file: str,
     handler: str | None,

@@ -35,7 +35,7 @@ ANSWER_S = 10.0
     type=click.FloatRange(0.2, 3600),
     help="Seconds between two looks.",
 )
-@click.option("--url", help="The gateway. [default: $ROLLOUT_URL or http://127.0.0.1:8080]")
+@click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
 def top(once: bool, as_json: bool, interval: float, url: str | None) -> None:
     """Watch stages, backends, nodes, batches and what ends, live; Ctrl-C ends it.
 

@@ -21,8 +21,9 @@ Read by other parts:
 
 | variable | default | |
 |---|---|---|
-| `ROLLOUT_URL` | `http://127.0.0.1:8080` | Gateway that the client and the command line speak to. |
-| `ROLLOUT_API_KEY` | none | [Key](tenants.md) that they send. |
+| `ROLLOUT_URL` | that of the account's running `rollout up`, else `http://127.0.0.1:8080` | Gateway that the client and the command line speak to. |
+| `ROLLOUT_API_KEY` | that of the account's own service at that address | [Key](tenants.md) that they send. |
+| `XDG_STATE_HOME` | `~/.local/state` | Where `rollout up` writes, and clients of the same account find, [address and key](tenants.md#the-key-of-rollout-up). |
 | `ROLLOUT_HOME` | `.local` in the checkout | Where the set-up installs: virtual environments, Apptainer, images. |
 | `ROLLOUT_IMAGES` | `images` in `ROLLOUT_HOME` | Images of sandboxes by name; all nodes may share it. |
 | `ROLLOUT_SANDBOX_DIR` | `/tmp/sbx-<uid>` | Sockets and scratch of the node's sandboxes; keep the path short. |

@@ -18,7 +18,7 @@ from services.gateway.compat_port import Compat
 from services.gateway.compression import compress_answers
 from services.gateway.context import EXTENSION, Gateway
 from services.gateway.problems import ApiProblem
-from services.gateway.routes import nemo_gym, prorl
+from services.gateway.routes import nemo_gym, prorl, service
 from services.state.api_keys import ApiKey, Scope
 
 log = structlog.get_logger("gateway")
@@ -49,6 +49,7 @@ def _application(gate: Gateway, compat: Compat) -> Flask:
     requests.register(app)
     app.register_blueprint(prorl.blueprint)
     app.register_blueprint(nemo_gym.blueprint)
+    app.add_url_rule("/health", "service.health", service.health)
     problems.register(app)
     compress_answers(app)
     door.register(app, names=door.own_names(compat.host, *gate.settings.gateway_names.split(",")))

@@ -90,15 +90,14 @@ def _refuse(reason: str, title: str, detail: str, status: int = 403) -> ApiProbl
 
 
 def _check_host(names: Collection[str]) -> None:
-    text = request.headers.get("Host", "")
+    text, host = request.headers.get("Host", ""), ""
     try:
         host = (urlsplit(f"//{text}").hostname or "").rstrip(".")
         ip_address(host)
         return  # no page can be of this address but one that is served there
     except ValueError:
-        pass
-    if not text or host == "localhost" or host.endswith(".localhost") or host in names:
-        return
+        if not text or host == "localhost" or host.endswith(".localhost") or host in names:
+            return
     detail = (
         f"the Host header names {text[:SHOWN]!r}, which is not known here; if it is yours, add it to "
         "ROLLOUT_GATEWAY_NAMES"

@@ -465,7 +465,7 @@ def _answers_given(port: int, *pieces: bytes) -> int:
 
 
 class Catcher:
-    """A server of the attacker's that keeps the keys it is sent; it may send callers on to another address."""
+    """A server of the attacker's that keeps the keys it is sent; it may send callers on to another one."""
 
     def __init__(self, onward: str | None = None) -> None:
         self.caught: list[str] = []
