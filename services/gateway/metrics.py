@@ -37,6 +37,7 @@ from services.gateway.result_metrics import results
 from services.queues import STAGES
 from services.state.autoscale import AutoscaleStore
 from services.state.observations import Observations
+from services.state.reading import UNREADABLE_COUNT
 
 if TYPE_CHECKING:
     from services.gateway.context import Gateway
@@ -159,6 +160,11 @@ class _FromRedis:
         yield _by(totals, "retry", "rollout_attempts_lost", LOST_TEXT, "blame", Blame)
         yield _by(totals, "attempts", "rollout_ended", "Rollouts that ended, by attempts used.", "attempts")
         yield _by(totals, "drop", "rollout_dropped", "Rollouts not to be trained on, by reason.", "reason")
+        yield CounterMetricFamily(
+            "rollout_records_unreadable",
+            "Records passed over because they cannot be read, once a process that met them.",
+            value=totals.get(UNREADABLE_COUNT, 0),
+        )
         yield _by(totals, "lost", "rollout_leases_lost", LEASES_LOST_TEXT, "stage", STAGES)
         yield from _times(gate.observations)
         yield from _policy(gate)

@@ -1,0 +1,269 @@
+"""What one tenant tries against another: its rollouts, its batches, its jobs, its share of the service."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rollout.batch import BatchRequest
+from rollout.schema import Rollout, RolloutRequest, State, new_id
+from rollout.webhooks import WebhookError, signed_headers, tenant_secret, verify_webhook
+from services import dispatch
+from services.gateway import auth, calls
+from services.gateway.routes import rollouts as rollout_routes
+from services.settings import Settings
+from services.state import batches, results
+from services.state.batches import BatchStore
+from services.state.jobs import JobStore
+from services.state.tenants import Tenant
+from services.state.webhooks import Delivery
+from tests.attacks import attack
+from tests.attacks.conftest import CONTROL
+from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
+from tests.helpers.stack import RedisServer
+from workers import webhooks
+from workers.batches import Batcher
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["service", CONTROL])
+def target(request, redis_server, monkeypatch):
+    monkeypatch.setattr(auth, "CACHE_S", 0.0)
+    return service(redis_server.url, request.param == CONTROL, monkeypatch)
+
+
+def batcher(target) -> Batcher:
+    """What moves batches on in a worker."""
+    gate = target.gate
+    return Batcher(gate.batches, gate.rollouts, gate.tenants, gate.policy, gate.dispatcher)
+
+
+def settle(worker: Batcher) -> None:
+    for _ in range(20):
+        if not worker.step():
+            return
+
+
+def any_tenants(self, ids, tenant=None):
+    return dispatch_cancel_many(self, ids)
+
+
+dispatch_cancel_many = dispatch.Dispatcher.cancel_many
+get_batch = BatchStore.get
+
+
+@attack(stopped_by="a batch cancels its own tenant's rollouts only; ids of its groups cannot be guessed")
+def test_cancel_a_strangers_rollout_by_a_batch_whose_ids_fit(target):
+    target.without(batches, "_salt", lambda _: "")
+    target.without(dispatch.Dispatcher, "cancel_many", any_tenants)
+    target.submit(VICTIM, id="train.1")
+    wanted = BatchRequest(id="train", n=1, groups=1, prompts=[RolloutRequest(handler="noop")])
+    body = wanted.model_dump(mode="json", exclude_none=True)
+    for prompt in body["prompts"]:
+        del prompt["n"]
+    assert target.world.post("/v1/batches", ATTACKER, body).status_code == 202
+    worker = batcher(target)
+    settle(worker)
+    assert target.world.post("/v1/batches/train/cancel", ATTACKER).status_code == 200
+    settle(worker)
+    return target.gate.rollouts.state("train.1") is State.CANCELLED
+
+
+@attack(stopped_by="ids of a batch's groups cannot be guessed")
+def test_take_the_ids_that_a_strangers_batch_will_need(target):
+    target.without(batches, "_salt", lambda _: "")
+    for k in (1, 2):
+        target.submit(ATTACKER, id=f"train.{k}", n=2)
+    body = {"id": "train", "n": 2, "groups": 1, "prompts": [{"handler": "noop"}]}
+    assert target.world.post("/v1/batches", VICTIM, body).status_code == 202
+    settle(batcher(target))
+    return target.gate.tenants.live(VICTIM) == 0
+
+
+@attack(stopped_by="a cancel looks at the caller's tenant only")
+def test_cancel_a_strangers_rollouts_by_their_tag_or_group(target):
+    target.without(rollout_routes, "tenant_filter", lambda **_: VICTIM)
+    (one,) = target.submit(VICTIM, tags=["run"], group_id="g")
+    for body in ({"tag": "run"}, {"group_id": "g"}, {"ids": [one]}):
+        target.world.post("/v1/rollouts/cancel", ATTACKER, body)
+    return target.gate.rollouts.state(one) is State.CANCELLED
+
+
+@attack(stopped_by="404 for what is another tenant's")
+def test_read_a_strangers_rollout_by_its_id(target):
+    target.without(rollout_routes, "tenant_filter", lambda **_: None)
+    (one,) = target.submit(VICTIM, task={"secret": "of the victim"})
+    return "of the victim" in target.world.get(f"/v1/rollouts/{one}", ATTACKER).text
+
+
+@attack(stopped_by="a cursor is a place, and what is read from it is the caller's own")
+def test_read_what_a_stranger_completed_with_its_cursor(target):
+    target.without(results, "matches", lambda *_, **__: True)
+    target.submit(VICTIM, metadata={"secret": "of the victim"})
+    target.end(VICTIM)
+    cursor = target.world.get("/v1/completions?cursor=0&limit=1", VICTIM).json["cursor"]
+    before = f"{int(cursor.split('-')[0]) - 1}"
+    found = [target.world.get(f"/v1/completions?cursor={at}", ATTACKER).text for at in ("0", before)]
+    stream = target.world.get(f"/v1/completions/stream?cursor={before}", ATTACKER)
+    pieces = iter(stream.response)
+    if target.control:
+        found += [next(pieces).decode() for _ in range(2)]
+    stream.close()
+    return any("of the victim" in text for text in found)
+
+
+@attack(stopped_by="jobs are kept by tenant")
+def test_cancel_a_strangers_job_by_its_job_id(target):
+    target.without(calls, "key_of", lambda api, *parts: JobStore.key(VICTIM, api, *parts))
+    target.without(dispatch.Dispatcher, "cancel_many", any_tenants)
+    (one,) = target.submit(VICTIM)
+    target.gate.jobs.claim(JobStore.key(VICTIM, "prorl", "0", "1"), one, "body", 60.0)
+    target.world.post("/cancel", ATTACKER, {"job_id": "1"})
+    return target.gate.rollouts.state(one) is State.CANCELLED
+
+
+@attack(stopped_by="404 for what is another tenant's")
+def test_read_and_stop_a_strangers_batch(target):
+    target.without(BatchStore, "get", lambda self, batch_id, tenant=None: get_batch(self, batch_id))
+    batch_id = new_id()
+    body = {"id": batch_id, "n": 1, "groups": 1, "prompts": [{"handler": "noop"}]}
+    assert target.world.post("/v1/batches", VICTIM, body).status_code == 202
+    seen = target.world.get(f"/v1/batches/{batch_id}", ATTACKER).status_code == 200
+    target.world.post(f"/v1/batches/{batch_id}/cancel", ATTACKER)
+    return seen or target.world.get(f"/v1/batches/{batch_id}", VICTIM).json["state"] == "cancelled"
+
+
+@attack(stopped_by="a batch takes over its own tenant's only")
+def test_carry_a_strangers_prompts_into_a_batch_of_ones_own(target):
+    target.without(BatchStore, "get", lambda self, batch_id, tenant=None: get_batch(self, batch_id))
+    batch_id = new_id()
+    body = {"id": batch_id, "n": 1, "groups": 1, "prompts": [{"handler": "noop", "task": {"secret": 1}}]}
+    assert target.world.post("/v1/batches", VICTIM, body).status_code == 202
+    # As if done, with a prompt left to be carried over.
+    target.world.redis.hset(f"batch:{{{batch_id}}}", "state", "done")
+    mine = {"n": 1, "groups": 1, "prompts": [], "carry_from": batch_id}
+    answer = target.world.post("/v1/batches", ATTACKER, mine)
+    return answer.status_code == 202 and answer.json["waiting_prompts"] == 1
+
+
+@attack(stopped_by="a request is kept once for its group")
+def test_fill_redis_by_one_call_with_many_members(target):
+    if target.control:
+        expand = dispatch._expand
+
+        def one_each(*args):
+            return [
+                vars(new)["digest"] and type(new)(**{**vars(new), "digest": f"{new.digest}{new.index}"})
+                for new in expand(*args)
+            ]
+
+        target.without(dispatch, "_expand", one_each)
+    before = target.world.redis.info("memory")["used_memory"]
+    target.submit(ATTACKER, n=200, task={"text": "x" * (MB // 4)})
+    return target.world.redis.info("memory")["used_memory"] - before > 10 * MB
+
+
+@attack(stopped_by="bytes times n are bounded")
+def test_have_a_reader_get_a_large_request_a_thousand_times(target):
+    if target.control:
+        target.restart(max_group_bytes=1 << 40)
+    answer = target.world.submit(ATTACKER, n=1000, task={"text": "x" * MB})
+    assert answer.status_code in (202, 400)
+    return answer.status_code == 202
+
+
+@attack(stopped_by="a quota of bytes a tenant, of ended rollouts too")
+def test_fill_redis_by_requests_that_are_cancelled_at_once(target):
+    if not target.control:
+        target.world.tenants.set(Tenant(name=ATTACKER, quota_bytes=MB))
+    before = target.world.redis.info("memory")["used_memory"]
+    for k in range(12):
+        target.world.submit(ATTACKER, id=f"fill-{k}", task={"text": "x" * (MB // 3)})
+        target.end(ATTACKER)
+    return target.world.redis.info("memory")["used_memory"] - before > 2 * MB
+
+
+@attack(stopped_by="a quota of bytes a tenant, of prompts that wait too")
+def test_fill_redis_by_prompts_of_a_batch_that_never_starts(target):
+    if not target.control:
+        target.world.tenants.set(Tenant(name=ATTACKER, quota_bytes=MB))
+    before = target.world.redis.info("memory")["used_memory"]
+    body = {"id": new_id(), "n": 1, "groups": 1, "closed": False}
+    assert target.world.post("/v1/batches", ATTACKER, body).status_code == 202
+    prompts = [{"handler": "noop", "task": {"text": "x" * (MB // 3)}}]
+    for _ in range(12):
+        target.world.post(f"/v1/batches/{body['id']}/prompts", ATTACKER, {"prompts": prompts})
+    return target.world.redis.info("memory")["used_memory"] - before > 2 * MB
+
+
+def crowd(target, **settings):
+    """The attacker opens streams until there is no room for it; then the victim asks."""
+    target.restart(gateway_tenant_share=1.0 if target.control else 0.75, **settings)
+    mine = [target.world.get("/v1/completions/stream?cursor=$", ATTACKER) for _ in range(10)]
+    stream = target.world.get("/v1/completions/stream?cursor=$", VICTIM)
+    waits = target.world.get("/v1/completions?cursor=$&wait=0.05", VICTIM)
+    for answer in (*mine, stream):
+        answer.close()
+    return stream.status_code, waits.status_code
+
+
+@attack(stopped_by="a share of the streams a tenant")
+def test_take_every_stream(target):
+    stream, _ = crowd(target, sse_streams=8)
+    return stream == 503
+
+
+@attack(stopped_by="a share of the waiting places a tenant")
+def test_take_every_place_to_wait_in(target):
+    _, waits = crowd(target, gateway_waiters=8)
+    return waits == 503
+
+
+@attack(stopped_by="each tenant's webhooks are signed with a secret of its own")
+def test_speak_for_the_service_with_ones_own_webhook_secret(target):
+    target.without(webhooks, "tenant_secret", lambda secret, _: secret)
+    base = "the service's secret"
+    config = Settings(redis_url=target.world.url, webhook_secret=base)
+    sender = webhooks.Deliverer(target.world.redis, target.gate.rollouts, config, "w")
+    delivery = Delivery("r", "https://example.com/", "summary", 0.0)
+    (known,) = sender._secrets_for(delivery, ATTACKER)
+    (victims,) = sender._secrets_for(delivery, VICTIM)
+    assert victims == (base if target.control else tenant_secret(base, VICTIM))
+    told = Rollout(
+        id="r",
+        group_id="r",
+        index=0,
+        handler="noop",
+        tenant=VICTIM,
+        state=State.COMPLETED,
+        attempt=1,
+        request=RolloutRequest(handler="noop"),
+        reward=1.0,
+        created_at=0,
+        updated_at=0,
+        deadline_at=0,
+    )
+    forged = webhooks.message(told)
+    headers = signed_headers([known], "r", int(time.time()), forged)
+    try:
+        return verify_webhook(forged, headers, victims).reward == 1.0
+    except WebhookError:
+        return False
+
+
+@attack(stopped_by="only a key with `admin` names another tenant")
+def test_ask_for_everybodys_by_naming_a_tenant(target):
+    who = OPERATOR if target.control else ATTACKER
+    target.submit(VICTIM, metadata={"secret": "of the victim"})
+    target.end(VICTIM)
+    paths = [f"/v1/{what}?tenant={name}" for what in ("rollouts", "completions") for name in (VICTIM, "*")]
+    return any("of the victim" in target.world.get(path, who).text for path in paths)
