@@ -85,6 +85,8 @@ def read_json(data: bytes) -> Any:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise invalid("(body)", f"not UTF-8 at byte {error.start}") from None
+    if text.startswith("\ufeff"):
+        raise invalid("(body)", "begins with a byte order mark (BOM), which JSON has none of")
     reader = _Reader()
     try:
         value = reader.read(text)
