@@ -345,7 +345,7 @@ class CompletionPage(BaseModel):
     cursor: str
     """Pass it to get what ended after these; the same cursor gives the same answer again."""
     expired: list[str] = Field(default_factory=list)
-    """Ids among these whose records are past their retention."""
+    """Ids among these whose records are past their retention, or cannot be read."""
     missed: bool = False
     """True: the cursor asked for is older than what is kept; some before these are past their retention."""
 

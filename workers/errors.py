@@ -117,6 +117,7 @@ def describe(error: BaseException, stage: Stage) -> ErrorInfo:
         blame=blame,
         stage=stage,
         type=type(error).__name__,
-        message=str(error) or type(error).__name__,
-        traceback=lines[-MAX_TRACEBACK:],
+        # What a sandbox or a model wrote may be in it, and half a surrogate pair in that.
+        message=str(error).encode(errors="replace").decode() or type(error).__name__,
+        traceback=lines[-MAX_TRACEBACK:].encode(errors="replace").decode(),
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import redis
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 from redis.client import NEVER_DECODE
 
 from rollout import wire
@@ -67,11 +68,30 @@ def decode(stored: bytes) -> str:
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """The form in which a trajectory is stored: its record, or JSON where no record can hold it."""
     try:
+        return _encode_trajectory(trajectory)
+    except PydanticSerializationError:
+        # A model may write half a surrogate pair into a tool call, and a handler into an artifact.
+        return _encode_trajectory(Trajectory.model_validate(_with_whole_characters(trajectory.model_dump())))
+
+
+def _encode_trajectory(trajectory: Trajectory) -> bytes:
+    try:
         return wire.encode(trajectory)
     except (
         wire.WireError
     ):  # ids of more than 32 bits, say: no engine's, but a handler may write what it likes
         return encode(trajectory.model_dump_json())
+
+
+def _with_whole_characters(value: Any) -> Any:
+    """A value in which `?` stands for what UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_with_whole_characters(name): _with_whole_characters(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_characters(item) for item in value]
+    return value
 
 
 def decode_trajectory(stored: bytes) -> Trajectory:

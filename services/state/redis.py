@@ -36,6 +36,8 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS, retries: int = 
         "max_connections": max_connections,
         "timeout": 20,
         "decode_responses": True,
+        # A byte that is no text makes that text a little wrong, and not everybody's page an error.
+        "encoding_errors": "replace",
         "socket_timeout": ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S,
         "socket_connect_timeout": 5,
         "health_check_interval": 15,

@@ -8,7 +8,8 @@ from io import BytesIO
 
 import pytest
 
-from rollout.schema import RolloutRequest, Stage
+from rollout.schema import Rollout, RolloutRequest, Stage
+from rollout.trajectory import Chain, Message, Segment, ToolCall, Trajectory
 from services.gateway import auth, bodies
 from services.gateway.bodies import read_json
 from services.gateway.problems import ApiProblem
@@ -17,6 +18,7 @@ from services.state.api_keys import Scope
 from services.state.requests import Unstorable, stored_form
 from services.state.rollouts import UNREADABLE, Finish
 from tests.helpers.tenants import World
+from workers.errors import describe
 
 
 @pytest.fixture
@@ -169,6 +171,36 @@ def test_a_claim_of_a_bad_record_says_so_in_every_stage(world):
         world.redis.hset(keys.record(one), "sandbox", "{")
         assert store.claim(one, 1, stage, "w") == UNREADABLE
         assert world.redis.hget(keys.record(one), "state") == "failed"
+
+
+def test_half_a_character_that_a_model_wrote_costs_the_rollout_nothing(world):
+    (one,) = (item["id"] for item in world.submit("a").json["rollouts"])
+    store = world.gate.rollouts
+    store.finish(store.claim(one, 1, Stage.INIT, "w"), Finish("ready"))
+    claim = store.claim(one, 1, Stage.RUN, "w")
+    call = ToolCall(id="c", name="bash", arguments={"command": "echo \ud800"})
+    said = Message(role="assistant", content="a\udfff", tool_calls=[call])
+    segment = Segment(
+        role="assistant", token_ids=[1], sampled=True, logprobs=[-0.5], policy_version="v", messages=[said]
+    )
+    error = describe(ValueError("bad \ud800"), Stage.RUN)
+    fields = {"error": error.model_dump_json(), "blame": "handler"}
+    trajectory = Trajectory(chains=[Chain(segments=[segment])])
+    store.note(one, claim.fence, text="a note \ud800")
+    assert store.finish(claim, Finish("failed", fields, trajectory)) == "failed"
+    found = Rollout.model_validate_json(world.get(f"/v1/rollouts/{one}", "a").data)
+    assert found.error.message == "bad ?" and found.notes[0].text == "a note ?"
+    read = found.trajectory.chains[0].segments[0]
+    assert (read.messages[0].text, read.token_ids, read.logprobs) == ("a?", [1], [-0.5])
+    assert read.messages[0].tool_calls[0].arguments == {"command": "echo ?"}
+
+
+def test_bytes_that_are_no_text_hurt_their_own_record_alone(world):
+    ids = [one["id"] for one in world.submit("a", n=2).json["rollouts"]]
+    world.redis.hset(keys.record(ids[0]), "backend", b"\xff\xfe")
+    world.redis.hset(keys.record(ids[1]), "created", b"\xff")
+    page = world.get("/v1/rollouts", "a").json
+    assert [one["id"] for one in page["rollouts"]] == [ids[0]]
 
 
 def test_thousands_are_cancelled_by_their_tag_in_seconds(world):

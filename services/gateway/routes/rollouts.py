@@ -96,7 +96,7 @@ def submit() -> Response:
 
 
 def _absent(rollout_id: str) -> ApiProblem:
-    detail = f"there is no rollout {rollout_id!r}; it may be past its retention"
+    detail = f"there is no rollout {rollout_id!r} that can be read; it may be past its retention"
     return ApiProblem(404, "No such rollout", detail)
 
 

@@ -34,7 +34,8 @@ def test_a_group_has_one_request_until_its_last_record_expires(world):
     store = world.gate.rollouts
     assert world.redis.hget(kept, "live") == "3" and world.redis.ttl(kept) == -1
     assert {store.get(one).request.task["a"] for one in ids} == {1}
-    assert isinstance(claim := store.claim(ids[0], 1, Stage.INIT, "w"), Claim) and claim.request.task == {"a": 1}
+    claim = store.claim(ids[0], 1, Stage.INIT, "w")
+    assert isinstance(claim, Claim) and claim.request.task == {"a": 1}
     store.finish(claim, Finish("failed"))
     store.cancel(ids[1])
     assert world.redis.ttl(kept) == -1, "one is live"
