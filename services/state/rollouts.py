@@ -70,6 +70,11 @@ def _lua_table() -> str:
     return f"local ALLOWED = {{{', '.join(rows)}}}\n"
 
 
+def _sendable(value: Any) -> Any:
+    """A text as UTF-8: a model, a sandbox or a handler may have written half a character into it."""
+    return value.encode(errors="replace") if isinstance(value, str) else value
+
+
 @dataclass(frozen=True)
 class NewRollout:
     """A rollout about to be written."""
@@ -154,7 +159,7 @@ class RolloutStore(RolloutReader):
         self._retention = str(int(settings.retention_s * 1000))
 
     def _call(self, *args: Any) -> Any:
-        return self._script(args=args)
+        return self._script(args=[_sendable(value) for value in args])
 
     def submit(self, rollouts: Sequence[NewRollout], tenant: Tenant | None = None) -> list[str]:
         """Write records, all or none.
