@@ -19,7 +19,7 @@ from sandbox.calls import (
     Request,
     T,
 )
-from sandbox.transfer import FileInfo, Transfer
+from sandbox.transfer import FileInfo, Transfer, TreeChanges
 
 __all__ = [
     "TRUSTED_PYTHON",
@@ -30,6 +30,7 @@ __all__ = [
     "IPythonResult",
     "SandboxClient",
     "Transfer",
+    "TreeChanges",
 ]
 
 
@@ -226,6 +227,17 @@ class SandboxClient:
     ) -> Transfer:
         """Save a directory (`.` is the workspace) as a local .tar.gz file. Unpack it as hostile input."""
         return await self._drive_apart(transfer.pack(path, local_file, exclude, max_bytes))
+
+    async def note_tree(self, path: str, *, exclude: Sequence[str] = ()) -> int:
+        """Have the sandbox's server remember what every file below a directory is; answers how many."""
+        return await self._drive(transfer.note_tree(path, exclude))
+
+    async def changed_tree(self, path: str) -> TreeChanges:
+        """What became of a directory since `note_tree`. A change of content cannot be hidden: besides size and
+        mode it goes by inode and ctime, which no process inside can set. Raises SandboxRequestError when it was
+        not noted, or when there are more changes than can be told.
+        """
+        return await self._drive(transfer.changed_tree(path))
 
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""

@@ -21,7 +21,7 @@ from sandbox.calls import (
     T,
 )
 from sandbox.server import wire
-from sandbox.transfer import FileInfo, Transfer
+from sandbox.transfer import FileInfo, Transfer, TreeChanges
 
 
 class SyncSandboxClient:
@@ -177,6 +177,14 @@ class SyncSandboxClient:
     ) -> Transfer:
         """See :meth:`SandboxClient.archive`."""
         return self._drive_apart(transfer.pack(path, local_file, exclude, max_bytes))
+
+    def note_tree(self, path: str, *, exclude: Sequence[str] = ()) -> int:
+        """See :meth:`SandboxClient.note_tree`."""
+        return self._drive(transfer.note_tree(path, exclude))
+
+    def changed_tree(self, path: str) -> TreeChanges:
+        """See :meth:`SandboxClient.changed_tree`."""
+        return self._drive(transfer.changed_tree(path))
 
     def close(self) -> None:
         """Close the connection; the sandbox lives on."""

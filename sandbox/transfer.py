@@ -53,6 +53,45 @@ class FileInfo:
     """Within its directory; only from `list_dir`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TreeEntry:
+    """A file or symbolic link that is not what it was."""
+
+    path: str
+    """Below the directory; bytes that are not UTF-8 are surrogates, as `os.fsdecode` has it."""
+    kind: str
+    """`file` or `link`."""
+    size: int
+    """Bytes."""
+    mode: int
+    """Permission bits."""
+    link: str
+    """Where a link leads; "" for a file."""
+    new: bool
+    """Nothing, or a directory, was there when the tree was noted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeChanges:
+    """What became of a directory since it was noted."""
+
+    changed: list[TreeEntry]
+    removed: list[str]
+    """Paths of files and links that are gone."""
+
+
+def note_tree(path: str, exclude: Sequence[str]) -> Call[int]:
+    """Remember what is in a directory."""
+    body = {"op": "note_tree", "path": path, "exclude": list(exclude)}
+    return (yield _request(body))["entries"]
+
+
+def changed_tree(path: str) -> Call[TreeChanges]:
+    """What is not as it was noted."""
+    result = yield _request({"op": "changed_tree", "path": path})
+    return TreeChanges([TreeEntry(**entry) for entry in result["changed"]], result["removed"])
+
+
 def stat(path: str, follow: bool) -> Call[FileInfo]:
     """What is at a path."""
     return FileInfo(**(yield Request({"op": "stat", "path": path, "follow": follow})))

@@ -31,6 +31,7 @@ from program import Programs
 from repair import Loader
 from shell import Shell
 from terminal import Terminal
+from tree import Trees
 
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
@@ -44,7 +45,8 @@ class Server:
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
         terminal = Terminal(shell, ipython.while_all_end)
-        for part in (terminal, ipython, programs, Editor(workspace), Files(workspace)):
+        trees = Trees(workspace)
+        for part in (terminal, ipython, programs, Editor(workspace), Files(workspace), trees):
             self._operations.update(part.operations())
 
     def serve_connection(self, connection):

@@ -19,7 +19,7 @@ from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.packages import require
 from workers.handlers.swe.evaluation import Judgement, judge
 from workers.handlers.swe.images import local_name
-from workers.handlers.swe.patches import Patch, take_patch
+from workers.handlers.swe.patches import Patch, note_base, take_patch
 from workers.handlers.swe.repository import hide_future, prepare
 from workers.handlers.swe.rows import Instance, SweTask
 from workers.handlers.swe.specs import R2E_PARSER, Spec, spec_of
@@ -81,6 +81,7 @@ class Swe(AgentHandler[SweTask]):
         lines = [f"cd {spec.repo_dir}", *spec.shell_setup]
         await box.bash("\n".join(lines), timeout=SETUP_S)
         await box.setup(await _environment(box))
+        await note_base(box, spec)
 
     def prompt(self, task: SweTask) -> list[Message]:
         instance, spec = _read(task)

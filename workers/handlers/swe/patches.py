@@ -1,25 +1,27 @@
 """The agent's patch: the difference between its work tree and that of a sandbox it never was in.
 
-The work tree is carried out of the agent's sandbox as files, without its `.git`, and compared by the git of a
-fresh one. So it does not matter what became of the agent's repository: commits, branches, hooks, filters,
-external diffs, a replaced git or no repository at all. Only what the files are counts.
+The sandbox's server noted the work tree before the agent came and says what is different; only that travels. It
+is compared with a fresh sandbox by a git that obeys nothing of either tree (`plain_git`). So it does not
+matter what became of the agent's repository: commits, branches, hooks, attributes, filters, a replaced git or no
+repository at all. Only what the files are counts, and an agent whose files cannot be taken has no patch.
 """
 
 from __future__ import annotations
 
-import asyncio
-import re
+import os
 import secrets
 import shlex
-import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from sandbox.client import SandboxClient
+from sandbox.client import BashResult, SandboxClient
 from sandbox.errors import SandboxRequestError
+from sandbox.transfer import TreeEntry
 from workers.errors import InfrastructureError
 from workers.handlers.base import Context
+from workers.handlers.swe import plain_git
+from workers.handlers.swe.plain_git import GIT
 from workers.handlers.swe.protection import IMPORT_ROOTS, Protection
 from workers.handlers.swe.repository import GIT_ENV, prepare
 from workers.handlers.swe.rows import Instance
@@ -29,47 +31,22 @@ MAX_PATCH_BYTES = 1_000_000
 """A fix is far shorter; what is longer has build products or data in it."""
 MAX_CHANGED_BYTES = 64 << 20
 """Of the new content of changed files. git compares them in memory, and none of a fix is that large."""
-MAX_TREE_BYTES = 2 << 30
+MAX_CHANGED_FILES = 2000
+MAX_IGNORE_BYTES = 1 << 20
+"""Of a `.gitignore` that the agent wrote."""
 GIT_S = 300.0
-"""Most seconds of one step of git."""
-MAX_EXCLUDED = 200
-"""Ignored directories that are left behind; a repository with more of them is small ones."""
-
-# Whatever the image's configuration says, and whatever attributes the agent's tree brings: exact content.
-_SETTINGS = (
-    "core.autocrlf=false",
-    "core.safecrlf=false",
-    "core.eol=lf",
-    "core.fileMode=true",
-    "core.symlinks=true",
-    "core.quotePath=true",
-    "core.attributesFile=/dev/null",
-    "core.hooksPath=/dev/null",
-    "core.fsmonitor=false",
-    "core.untrackedCache=false",
-    "core.sparseCheckout=false",
-    "diff.renames=false",
-    "submodule.recurse=false",
-)
-_GIT = "git " + " ".join(f"-c {setting}" for setting in _SETTINGS)
-
-
-def _diff(options: str) -> str:
-    return f"{_GIT} diff-index --cached --no-renames --ignore-submodules=all {options} $base"
-
+"""Most seconds of a step of git on what the image holds."""
+AGENTS_GIT_S = 20.0
+"""The same on what the agent made, which may be made to take long."""
+NEVER_TAKEN = (".venv", "node_modules")
+"""Directories that are left alone unless they are tracked: they are large, and no fix."""
+FULL_DISK = "No space left on device"
 
 _PATCH = (
-    _diff("-p --binary --full-index --no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/")
-    + " > ../patch"
+    f"{GIT} diff-tree -r -p --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color"
+    " --src-prefix=a/ --dst-prefix=b/"
 )
-NEVER_TAKEN = (".venv/", "node_modules/")
-"""Directories that are left alone unless they are tracked: they are large, and no fix."""
-_ROOTS = " ".join(filter(None, IMPORT_ROOTS))
-_NOTHING, _SUBMODULE = "000000", "160000"
-"""Modes of `diff-index`."""
-_QUIET = (
-    "export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1"
-)
+_SUBMODULE = "160000"
 
 
 @dataclass(frozen=True)
@@ -81,15 +58,22 @@ class Patch:
     dropped: dict[str, str] = field(default_factory=dict)
     """Changed paths that are not in it, and why; see `protection`."""
     problem: str | None = None
-    """Why there is no patch although something was changed, in words."""
+    """Why there is no patch although something was changed, in words. The agent is to blame."""
 
 
-@dataclass(frozen=True)
-class _Change:
-    path: str
-    added: bool
-    blob: str | None
-    """Of the new content; None where there is none."""
+class _NoPatch(Exception):
+    """The agent's files cannot be taken; the message says why."""
+
+
+async def note_base(sandbox: SandboxClient, spec: Spec) -> None:
+    """Have the agent's sandbox remember the work tree as it is, before the agent comes."""
+    names = "|".join(NEVER_TAKEN).replace(".", r"\.")
+    listed = await sandbox.bash(
+        f"(cd {shlex.quote(spec.repo_dir)} && {GIT_ENV} && git ls-files | grep -oE '(^|/)({names})/' | sort -u)",
+        timeout=GIT_S,
+    )
+    tracked = {line.strip("/") for line in listed.output.split()}
+    await sandbox.note_tree(spec.repo_dir, exclude=[".git", *sorted(set(NEVER_TAKEN) - tracked)])
 
 
 async def take_patch(ctx: Context[Any], instance: Instance, spec: Spec, sandbox: dict[str, Any]) -> Patch:
@@ -104,80 +88,211 @@ async def take_patch(ctx: Context[Any], instance: Instance, spec: Spec, sandbox:
     assert ctx.sandbox is not None
     # A process of the agent must not change files while they are read.
     await ctx.sandbox.reset()
-    work = f"/tmp/rollout-{secrets.token_hex(8)}"
-    with tempfile.TemporaryDirectory(prefix="rollout-swe-") as directory:
-        tree = Path(directory) / "tree.tar.gz"
-        async with ctx.sandboxes.fresh(ctx, **sandbox) as pristine:
-            await prepare(pristine, instance, spec)
-            ignored = await _note_base(pristine, spec, work)
+    try:
+        changes = await ctx.sandbox.changed_tree(spec.repo_dir)
+    except SandboxRequestError as error:
+        return Patch("", problem=f"the work tree could not be read: {error}")
+    changed = [entry for entry in changes.changed if not _of_a_repository(entry.path)]
+    removed = [path for path in changes.removed if not _of_a_repository(path)]
+    if not changed and not removed:
+        return Patch("")
+    async with ctx.sandboxes.fresh(ctx, **sandbox) as pristine:
+        await prepare(pristine, instance, spec)
+        comparison = _Comparison(ctx.sandbox, pristine, instance, spec)
+        try:
+            return await comparison.patch(changed, removed)
+        except _NoPatch as problem:
+            return Patch("", comparison.dropped, str(problem))
+
+
+class _Comparison:
+    """Of the agent's changes with a fresh sandbox."""
+
+    def __init__(
+        self, agents: SandboxClient, pristine: SandboxClient, instance: Instance, spec: Spec
+    ) -> None:
+        self._agents, self._pristine = agents, pristine
+        self._instance, self._spec = instance, spec
+        self._work = f"/tmp/rollout-{secrets.token_hex(8)}"
+        self.dropped: dict[str, str] = {}
+
+    async def patch(self, changed: list[TreeEntry], removed: list[str]) -> Patch:
+        left_out = await self._not_taken(changed, removed)
+        roots = await self._roots()
+        rules = Protection(self._spec.test_files, self._instance.gold_files, roots)
+        kept, gone = [], []
+        for path, entry in [*((entry.path, entry) for entry in changed), *((path, None) for path in removed)]:
+            if left_out(path):
+                continue
+            if why := rules.objection(path, entry is not None and entry.new):
+                self.dropped[_printable(path)] = why
+            elif entry is not None:
+                kept.append(entry)
+            else:
+                gone.append(path)
+        kept.sort(key=lambda entry: entry.path)
+        _check_size(kept)
+        text = await self._compared(kept, gone)
+        return Patch(text, self.dropped)
+
+    async def _not_taken(self, changed: list[TreeEntry], removed: list[str]) -> Any:
+        """A predicate of paths: what git ignores there, with the agent's `.gitignore`s, and submodules."""
+        work, tree = self._work, shlex.quote(self._spec.repo_dir)
+        await self._image(
+            f"{plain_git.make(work)}\nmkdir -p {work}/ignore\n(cd {tree} && unset GIT_DIR && {GIT_ENV} &&"
+            f" git ls-files -s -z > {work}/tracked &&"
+            f" git ls-files -z --cached --others -- .gitignore '*/.gitignore' > {work}/ignores &&"
+            f" {{ xargs -0r cp --parents -t {work}/ignore < {work}/ignores 2>/dev/null || :; }} &&"
+            f' {{ cat "$(git rev-parse --git-path info/exclude)" 2>/dev/null || :; }} >'
+            f" {work}/git/info/exclude)"
+            f" && printf '%s/\\n' {' '.join(NEVER_TAKEN)} >> {work}/git/info/exclude"
+        )
+        tracked, submodules = set(), []
+        for line in _fields(await self._pristine.read_file(f"{work}/tracked")):
+            mode, _, path = line.partition("\t")
+            tracked.add(path)
+            if mode.startswith(_SUBMODULE):
+                submodules.append(f"{path}/")
+        await self._take_ignores(changed, removed)
+        asked = [entry.path for entry in changed] + removed
+        # With `./`, or a name that begins with a colon would be more than a name.
+        names = _joined(f"./{path}" for path in asked if path not in tracked)
+        await self._pristine.write_file(f"{work}/asked", names)
+        await self._agent(
+            f"{plain_git.use(work, f'{work}/ignore')} && {{ {GIT} check-ignore --no-index -z --stdin"
+            f" < ../asked > ../ignored; [ $? -le 1 ]; }}",
+            "which files are ignored",
+        )
+        said = _fields(await self._pristine.read_file(f"{work}/ignored"))
+        ignored = {path.removeprefix("./") for path in said}
+        return lambda path: path in ignored or path.startswith(tuple(submodules))
+
+    async def _take_ignores(self, changed: list[TreeEntry], removed: list[str]) -> None:
+        written = [entry for entry in changed if entry.path.split("/")[-1] == ".gitignore"]
+        gone = [path for path in removed if path.split("/")[-1] == ".gitignore"]
+        # git follows no link of that name.
+        gone += [entry.path for entry in written if entry.kind == "link"]
+        names = " ".join(shlex.quote(f"{self._work}/ignore/{_printable(path)}") for path in gone)
+        if gone:
+            await self._image(f"rm -rf -- {names}")
+        for entry in written:
+            if entry.kind == "file" and entry.size > MAX_IGNORE_BYTES:
+                raise _NoPatch(f"{_printable(entry.path)} has {entry.size} bytes, too many to obey")
+            if entry.kind == "file":
+                content = await self._read(entry)
+                try:
+                    await self._pristine.write_file(f"{self._work}/ignore/{entry.path}", content)
+                except SandboxRequestError as error:
+                    raise _NoPatch(f"{_printable(entry.path)} cannot be obeyed: {error}") from error
+
+    async def _roots(self) -> list[str]:
+        """Names directly in the import roots of the fresh tree, such as `src/pkg` or `setup.py`."""
+        found = []
+        for root in IMPORT_ROOTS:
             try:
-                await ctx.sandbox.archive(
-                    spec.repo_dir, tree, exclude=[".git", *ignored], max_bytes=MAX_TREE_BYTES
-                )
-            except SandboxRequestError as error:
-                return Patch("", problem=f"the work tree could not be read: {error}")
-            await pristine.upload(tree, f"{work}/tree.tar.gz", max_bytes=2 * MAX_TREE_BYTES)
-            await asyncio.to_thread(tree.unlink)
-            return await _compare(pristine, instance, spec, work)
+                listed = await self._pristine.list_dir(f"{self._spec.repo_dir}/{root}")
+            except SandboxRequestError:
+                continue  # a repository without it
+            found += [f"{root}{info.name}" for info in listed]
+        return found
+
+    async def _compared(self, kept: Sequence[TreeEntry], gone: Sequence[str]) -> str:
+        work = self._work
+        old = [entry.path for entry in kept if not entry.new] + list(gone)
+        await self._pristine.write_file(f"{work}/old", _joined(old))
+        said = await self._image(
+            f"{plain_git.use(work, self._spec.repo_dir)} && export GIT_INDEX_FILE={work}/index-old &&"
+            f" {GIT} update-index -z --add --remove --stdin < {work}/old && {GIT} write-tree"
+        )
+        base = said.split()[-1]
+        for number, entry in enumerate(kept):
+            content = os.fsencode(entry.link) if entry.kind == "link" else await self._read(entry)
+            await self._pristine.write_file(f"{work}/new/{number}", content)
+        await self._pristine.write_file(
+            f"{work}/numbers", "".join(f"{work}/new/{number}\n" for number in range(len(kept)))
+        )
+        said = await self._agent(
+            f"{plain_git.use(work)} && {GIT} hash-object -w --no-filters --stdin-paths < ../numbers"
+            " > ../blobs && wc -l < ../blobs",
+            "the content of the files",
+        )
+        blobs = (await self._pristine.read_file(f"{work}/blobs")).decode().split()
+        lines = (f"{_mode(entry)} {blob}\t{entry.path}" for entry, blob in zip(kept, blobs, strict=True))
+        await self._pristine.write_file(f"{work}/entries", _joined(lines))
+        compare = (
+            f"{plain_git.use(work)} && export GIT_INDEX_FILE={work}/index-new &&"
+            f" {GIT} update-index -z --index-info < ../entries && new=$({GIT} write-tree) &&"
+            f" {_PATCH} {base} $new > ../patch"
+        )
+        await self._agent(compare, "the difference")
+        raw = await self._written(kept)
+        if not _is_utf_8(raw):
+            # Text in another encoding: as git's form for binary files, which is plain ASCII.
+            attributes = shlex.quote(plain_git.AS_BINARY)
+            await self._agent(
+                f"echo {attributes} >> {work}/git/info/attributes && {compare}", "the difference"
+            )
+            raw = await self._written(kept)
+        return raw.decode()
+
+    async def _read(self, entry: TreeEntry) -> bytes:
+        try:
+            return await self._agents.read_file(f"{self._spec.repo_dir}/{entry.path}", MAX_CHANGED_BYTES)
+        except SandboxRequestError as error:
+            raise _NoPatch(f"{_printable(entry.path)} could not be read: {error}") from error
+
+    async def _written(self, kept: Sequence[TreeEntry]) -> bytes:
+        path = f"{self._work}/patch"
+        if (await self._pristine.stat(path)).size > MAX_PATCH_BYTES:
+            raise _NoPatch(f"the patch has more than {MAX_PATCH_BYTES} bytes: {_names(kept)}")
+        return await self._pristine.read_file(path)
+
+    async def _image(self, script: str) -> str:
+        """A step on what the image holds: that it fails is nobody's fault in here."""
+        result = await self._pristine.bash(f"(\n{script}\n)", timeout=GIT_S)
+        if result.exit_code != 0:
+            raise _trouble(result)
+        return result.output
+
+    async def _agent(self, script: str, what: str) -> str:
+        """A step on what the agent made: that it fails leaves the agent without a patch, and no way out."""
+        result = await self._pristine.bash(f"(\n{script}\n)", timeout=AGENTS_GIT_S)
+        if FULL_DISK in result.output:
+            raise _trouble(result)
+        if result.exit_code != 0:
+            took = f" within {AGENTS_GIT_S:g} s" if result.timed_out else ""
+            raise _NoPatch(f"git could not tell {what}{took}: {result.output[-500:].strip()}")
+        return result.output
 
 
-async def _note_base(pristine: SandboxClient, spec: Spec, work: str) -> list[str]:
-    """Write the tree to compare with; answers what git ignores there, as patterns for `archive`."""
-    said = await _git(
-        pristine,
-        f"cd {shlex.quote(spec.repo_dir)} && mkdir -p {work}/tree && {_environment(spec, work)} &&"
-        f" printf '%s\\n' {' '.join(NEVER_TAKEN)} > {work}/excludes &&"
-        f' cp "$GIT_DIR/index" {work}/index && {_GIT} add -A . && {_GIT} write-tree > {work}/base &&'
-        " git ls-files -z --others --ignored --exclude-standard --directory | tr '\\0' '\\n'",
-    )
-    directories = [line[:-1] for line in said.splitlines() if line.endswith("/") and line != "./"]
-    return [re.sub(r"([\[\]*?])", r"[\1]", name) for name in directories[:MAX_EXCLUDED]]
+def _trouble(result: BashResult) -> InfrastructureError:
+    said = result.output[-1000:].strip()
+    return InfrastructureError(f"the patch cannot be taken: git ended with {result.exit_code}: {said}")
 
 
-async def _compare(pristine: SandboxClient, instance: Instance, spec: Spec, work: str) -> Patch:
-    """The difference of the agent's tree, packed in `work`, and the noted base."""
-    enter = (
-        f"cd {shlex.quote(spec.repo_dir)} && {_environment(spec, work)} && base=$(cat {work}/base) &&"
-        f" cd {work}/tree && export GIT_WORK_TREE=$PWD"
-    )
-    await _git(
-        pristine,
-        f"{enter} && tar -xzpf ../tree.tar.gz --no-same-owner &&"
-        f" {_GIT} add -A . && {_diff('--raw -z')} > ../raw &&"
-        f" {{ git ls-tree -z --name-only $base && git ls-tree -z --name-only $base {_ROOTS}; }} > ../roots",
-    )
-    changes = _changes(await pristine.read_file(f"{work}/raw"))
-    roots = (await pristine.read_file(f"{work}/roots")).decode("utf-8", "surrogateescape").split("\0")
-    protection = Protection(spec.test_files, instance.gold_files, roots)
-    objections = {change.path: protection.objection(change.path, change.added) for change in changes}
-    dropped = {path: why for path, why in objections.items() if why is not None}
-    told = {_printable(path): why for path, why in dropped.items()}
-    kept = [change for change in changes if change.path not in dropped]
-    await pristine.write_file(f"{work}/blobs", "".join(f"{change.blob}\n" for change in kept if change.blob))
-    sizes = "git cat-file --batch-check='%(objectsize)' < ../blobs"
-    said = await _git(
-        pristine, f"{enter} && {sizes} | (sum=0; while read size; do ((sum += size)); done; echo $sum)"
-    )
-    if (size := int(said.split()[-1])) > MAX_CHANGED_BYTES:
-        return Patch("", told, f"the changed files have {size} bytes, too many to compare: {_names(kept)}")
-    await pristine.write_file(f"{work}/drop", "\0".join(dropped).encode("utf-8", "surrogateescape"))
-    take_back = f"{_GIT} reset -q --pathspec-from-file=../drop --pathspec-file-nul $base" if dropped else ":"
-    await _git(pristine, f"{enter} && {take_back} && {_PATCH}")
-    raw = await _written(pristine, work)
-    if raw is not None and not _is_utf_8(raw):
-        # Text in another encoding: as git's form for binary files, which is plain ASCII.
-        as_binary = "mkdir -p $GIT_DIR/info && echo '* -diff' > $GIT_DIR/info/attributes"
-        await _git(pristine, f"{enter} && {as_binary} && {_PATCH}")
-        raw = await _written(pristine, work)
-    if raw is None:
-        return Patch("", told, f"the patch has more than {MAX_PATCH_BYTES} bytes: {_names(kept)}")
-    return Patch(raw.decode(), told)
+def _of_a_repository(path: str) -> bool:
+    return any(part.lower() == ".git" for part in path.split("/"))
 
 
-async def _written(pristine: SandboxClient, work: str) -> bytes | None:
-    """The patch; None if it is too long."""
-    path = f"{work}/patch"
-    return None if (await pristine.stat(path)).size > MAX_PATCH_BYTES else await pristine.read_file(path)
+def _check_size(kept: Sequence[TreeEntry]) -> None:
+    if len(kept) > MAX_CHANGED_FILES:
+        raise _NoPatch(f"{len(kept)} files were changed, too many to compare: {_names(kept)}")
+    if (size := sum(entry.size for entry in kept)) > MAX_CHANGED_BYTES:
+        raise _NoPatch(f"the changed files have {size} bytes, too many to compare: {_names(kept)}")
+
+
+def _mode(entry: TreeEntry) -> str:
+    if entry.kind == "link":
+        return "120000"
+    return "100755" if entry.mode & 0o100 else "100644"
+
+
+def _fields(raw: bytes) -> list[str]:
+    return [os.fsdecode(part) for part in raw.split(b"\0") if part]
+
+
+def _joined(parts: Iterable[str]) -> bytes:
+    return b"".join(os.fsencode(part) + b"\0" for part in parts)
 
 
 def _is_utf_8(raw: bytes) -> bool:
@@ -188,47 +303,9 @@ def _is_utf_8(raw: bytes) -> bool:
     return True
 
 
-def _environment(spec: Spec, work: str) -> str:
-    # The repository's own index and work tree are left alone; objects are added to its store.
-    return (
-        f"{_config(work)} && {_QUIET} && export GIT_DIR=$(git rev-parse --absolute-git-dir)"
-        f" GIT_INDEX_FILE={work}/index GIT_WORK_TREE={shlex.quote(spec.repo_dir)}"
-    )
-
-
-def _config(work: str) -> str:
-    """`GIT_ENV`, and what no patch takes."""
-    return (
-        f"{GIT_ENV} && export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_1=core.excludesFile"
-        f" GIT_CONFIG_VALUE_1={work}/excludes"
-    )
-
-
-async def _git(pristine: SandboxClient, script: str) -> str:
-    result = await pristine.bash(f"(\n{script}\n)", timeout=GIT_S)
-    if result.exit_code != 0:
-        # Nothing here is the agent's but the content of files, which git takes as it is.
-        raise InfrastructureError(
-            f"the patch cannot be taken: git ended with {result.exit_code}: {result.output[-1000:].strip()}"
-        )
-    return result.output
-
-
-def _changes(raw: bytes) -> list[_Change]:
-    """What `diff-index --raw -z` says."""
-    fields = raw.decode("utf-8", "surrogateescape").split("\0")
-    changes = []
-    for meta, path in zip(fields[::2], fields[1::2], strict=False):
-        old_mode, new_mode, _, blob, _ = meta.lstrip(":").split(" ")
-        gone = new_mode in (_NOTHING, _SUBMODULE)
-        changes.append(_Change(path, old_mode == _NOTHING, None if gone else blob))
-    return changes
-
-
-def _names(changes: list[_Change]) -> str:
-    names = [change.path for change in changes]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(_printable, names[:5])) + more
+def _names(kept: Sequence[TreeEntry]) -> str:
+    more = f" and {len(kept) - 5} more" if len(kept) > 5 else ""
+    return ", ".join(_printable(entry.path) for entry in kept[:5]) + more
 
 
 def _printable(path: str) -> str:

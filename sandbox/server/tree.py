@@ -1,0 +1,114 @@
+"""What changed below a directory, told without reading its files.
+
+A file is as it was when its inode, ctime, size and mode are. Times of content can be set by anybody (`touch`),
+but ctime is the kernel's: whatever changes a file, its mode, its name or its times moves it to now, and only
+who sets the machine's clock could set it back.
+"""
+
+import os
+import stat
+
+from errors import RequestError
+
+MAX_NOTED = 1000000
+MAX_CHANGED = 100000
+"""Entries of one answer, changed and removed together."""
+
+
+class Trees:
+    """Remembers directories; asked again, says what is different."""
+
+    def __init__(self, workspace):
+        self._workspace = workspace
+        self._noted = {}
+
+    def operations(self):
+        """Name of each operation → function(request, connection)."""
+        return {"note_tree": self._note, "changed_tree": self._changed}
+
+    def _note(self, request, connection):
+        path = os.path.join(self._workspace, request["path"])
+        exclude = frozenset(request.get("exclude") or ())
+        noted = {}
+        for name, entry, info in _walk(path, exclude, heal=False):
+            if len(noted) >= MAX_NOTED:
+                raise RequestError("more than %d files below %s" % (MAX_NOTED, path))
+            noted[name] = _identity(info)
+        self._noted[path] = (exclude, noted)
+        return {"entries": len(noted)}
+
+    def _changed(self, request, connection):
+        path = os.path.join(self._workspace, request["path"])
+        if path not in self._noted:
+            raise RequestError("%s was not noted before" % path)
+        exclude, noted = self._noted[path]
+        changed, seen = [], set()
+        for name, entry, info in _walk(path, exclude, heal=True):
+            seen.add(name)
+            if noted.get(name) != _identity(info):
+                changed.append(_described(name, entry, info, name not in noted))
+                _check_count(len(changed), path)
+        removed = [name for name in noted if name not in seen]
+        _check_count(len(changed) + len(removed), path)
+        return {"changed": changed, "removed": removed}
+
+
+def _check_count(count, path):
+    if count > MAX_CHANGED:
+        raise RequestError("more than %d files are not what they were below %s" % (MAX_CHANGED, path))
+
+
+def _walk(root, exclude, heal):
+    """Name below the root, entry and stat of each file and link. `exclude`: names, and paths below the root.
+
+    `heal`: make readable what its owner has made unreadable.
+    """
+    pending = [""]
+    while pending:
+        directory = pending.pop()
+        place = os.path.join(root, directory) if directory else root
+        if os.path.islink(place):
+            continue  # the root itself: what a link leads to was not noted
+        try:
+            if heal:
+                _make_readable(place, os.stat(place, follow_symlinks=False), stat.S_IRWXU)
+            with os.scandir(place) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # nothing is left of it
+        except PermissionError:
+            continue  # another user's: nobody in here could have changed what is in it
+        for entry in entries:
+            name = os.path.join(directory, entry.name)
+            if entry.name in exclude or name in exclude:
+                continue
+            info = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(info.st_mode):
+                pending.append(name)
+            elif stat.S_ISREG(info.st_mode):
+                if heal:
+                    _make_readable(entry.path, info, stat.S_IRUSR)
+                yield name, entry, info
+            elif stat.S_ISLNK(info.st_mode):
+                yield name, entry, info
+
+
+def _make_readable(path, info, bits):
+    if info.st_mode & bits != bits and info.st_uid == os.geteuid() and not stat.S_ISLNK(info.st_mode):
+        os.chmod(path, stat.S_IMODE(info.st_mode) | bits)
+
+
+def _identity(info):
+    return info.st_dev, info.st_ino, info.st_ctime_ns, info.st_size, info.st_mode
+
+
+def _described(name, entry, info, new):
+    is_link = stat.S_ISLNK(info.st_mode)
+    return {
+        "path": name,
+        "kind": "link" if is_link else "file",
+        "size": info.st_size,
+        "mode": stat.S_IMODE(info.st_mode),
+        "link": os.readlink(entry.path) if is_link else "",
+        "new": new,
+    }

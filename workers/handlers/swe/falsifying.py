@@ -1,0 +1,243 @@
+"""Tests that must fail: the specified ones, each changed so that no code can make it pass.
+
+What judges runs in one process with what is judged, so a patch may change how tests are run, compared or
+reported. That it did shows in a second run, whose tests are the same by name, place and number but for what
+they assert: a test that passes there was not run, not compared, or not reported as it ended. Which form a
+test gets is drawn anew each time, from what the test itself uses.
+
+* `stopped`: its first statement is an assertion that fails, of a kind that the test uses; then it returns.
+* `foreign`: it runs, but what it compares is compared with a value that nobody can know (and that it equals
+  ends the test as passed), and its last statement is an assertion that fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from workers.handlers.swe.testfiles import Function, TestFile, TestFiles
+
+_random = random.SystemRandom()
+
+_UNITTEST = {
+    "assertEqual": "{a}, {b}",
+    "assertNotEqual": "{a}, {a}",
+    "assertTrue": "{a} > {b}",
+    "assertFalse": "{a} < {b}",
+    "assertIn": "{a}, [{b}]",
+    "assertNotIn": "{a}, [{a}]",
+    "assertIs": "None, {a}",
+    "assertIsNone": "{a}",
+    "assertIsNotNone": "None",
+    "assertIsInstance": "{a}, str",
+    "assertAlmostEqual": "{a}, {b}",
+    "assertListEqual": "[{a}], [{b}]",
+    "assertDictEqual": "{{1: {a}}}, {{1: {b}}}",
+    "assertTupleEqual": "({a},), ({b},)",
+    "assertGreater": "{a}, {b}",
+    "assertLess": "{b}, {a}",
+}
+"""Arguments with which a method of `unittest.TestCase` fails; `a` is less than `b`."""
+
+
+@dataclass(frozen=True)
+class Falsified:
+    """Changed test files."""
+
+    sources: dict[str, str]
+    """By path."""
+    must_fail: list[str]
+    """Names of the specified tests that cannot pass now."""
+
+
+def falsify(files: TestFiles, fail_to_pass: Sequence[str], others: Sequence[str]) -> Falsified:
+    """Change every specified test that is found in the files.
+
+    Args:
+        fail_to_pass: Names of tests that get both forms in one, which costs their time again.
+        others: Names of tests that are stopped at once.
+    """
+    wanted: dict[str, dict[ast.AST, bool]] = {}
+    names: dict[str, list[tuple[str, ast.AST]]] = {}
+    for name in dict.fromkeys([*fail_to_pass, *others]):
+        found = files.find(name)
+        if not found or files.expects_failure(name) or any(_is_generator(node) for _, _, node in found):
+            continue
+        names[name] = [(path, node) for path, _, node in found]
+        for path, _, node in found:
+            wanted.setdefault(path, {}).setdefault(node, name in fail_to_pass)
+    sources = {}
+    for path, nodes in wanted.items():
+        text = _changed(files.files[path], nodes)
+        if text is not None:
+            sources[path] = text
+    must_fail = [name for name, found in names.items() if all(path in sources for path, _ in found)]
+    return Falsified(sources, must_fail)
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """Text that takes the place of lines and columns (in bytes), both from (line, column) on."""
+
+    begin: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+
+
+def _changed(file: TestFile, nodes: dict[ast.AST, bool]) -> str | None:
+    """The file with its tests falsified; None if that cannot be done."""
+    edits: list[_Edit] = []
+    for node, runs in nodes.items():
+        edits += _foreign(file, node) if runs and _can_run(node) else [_stopped(file, node)]
+    # As `ast` counts: lines end with \n, \r\n or \r, columns are bytes of UTF-8.
+    lines = [line.encode() for line in file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    for edit in sorted(edits, key=lambda edit: edit.begin, reverse=True):
+        (first, left), (last, right) = edit.begin, edit.end
+        if first > len(lines):
+            lines += [b""] * (first - len(lines))
+            last = first
+        joined = lines[first - 1][:left] + edit.text.encode() + lines[last - 1][right:]
+        lines[first - 1 : last] = joined.split(b"\n")
+    text = b"\n".join(lines).decode()
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    return text
+
+
+def _stopped(file: TestFile, node: Function) -> _Edit:
+    """The test ends with a failure before it does anything."""
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if not body:  # nothing but a docstring
+        last = node.body[0]
+        assert last.end_lineno is not None and last.end_col_offset is not None
+        place = (last.end_lineno, last.end_col_offset)
+        return _Edit(place, place, f"; {_failure(file, node, one_line=True)}; return")
+    first = body[0]
+    line = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", []))])
+    before = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")[line - 1].encode()
+    column = len(before) - len(before.lstrip())
+    alone = line < first.lineno or column == first.col_offset
+    if not alone:
+        place = (line, first.col_offset)
+        return _Edit(place, place, f"{_failure(file, node, one_line=True)}; return; ")
+    indent = before[:column].decode()
+    failure = _failure(file, node).replace("\n", f"\n{indent}")
+    return _Edit((line, column), (line, column), f"{failure}\n{indent}return\n{indent}")
+
+
+def _foreign(file: TestFile, node: Function) -> list[_Edit]:
+    """The test runs, compares with what nobody can know, and fails at its end."""
+    edits = []
+    for statement in _statements(node.body):
+        if (sides := _compared(statement)) is not None:
+            left, right = sides
+            if isinstance(left, ast.Constant):
+                left, right = right, left
+            segment = ast.get_source_segment(file.source, left)
+            if segment is None:
+                continue
+            assert statement.end_lineno is not None and statement.end_col_offset is not None
+            edits.append(
+                _Edit(
+                    (statement.lineno, statement.col_offset),
+                    (statement.end_lineno, statement.end_col_offset),
+                    f"if ({segment}) == {_unknowable(right)}: return",
+                )
+            )
+    last = node.body[-1]
+    assert last.end_lineno is not None
+    lines = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    indent = lines[last.lineno - 1].encode()[: last.col_offset].decode()
+    place = (last.end_lineno + 1, 0)
+    failure = _failure(file, node, one_line=True)
+    edits.append(_Edit(place, place, f"{indent}{failure}\n"))
+    return edits
+
+
+def _can_run(node: Function) -> bool:
+    """Whether the end of the test is reached unless it fails, and stands on lines of its own."""
+    own = list(_own(node))
+    if any(isinstance(part, ast.Return | ast.Yield | ast.YieldFrom) for part in own):
+        return False
+    last = node.body[-1]
+    simple = not isinstance(last, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return simple and node.body[0].lineno > node.lineno and _alone(node.body)
+
+
+def _alone(body: list[ast.stmt]) -> bool:
+    return all(first.end_lineno < second.lineno for first, second in zip(body, body[1:], strict=False))
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a function, also those in blocks, that stand on lines of their own; none of functions in it."""
+    if not _alone(body):
+        return
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        yield node
+        for name in ("body", "orelse", "finalbody"):
+            inner = getattr(node, name, [])
+            if inner and inner[0].lineno > node.lineno:
+                yield from _statements(inner)
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _compared(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
+    """Both sides of a statement that asserts that two values are equal."""
+    if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+        if len(node.test.ops) == 1 and isinstance(node.test.ops[0], ast.Eq):
+            return node.test.left, node.test.comparators[0]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        call = node.value
+        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if method in ("assertEqual", "assertEquals") and len(call.args) >= 2:
+            return call.args[0], call.args[1]
+    return None
+
+
+def _unknowable(other: ast.expr) -> str:
+    """Text of a value of the same type as what was expected, if that can be seen."""
+    kind = type(other.value) if isinstance(other, ast.Constant) else str
+    number = _random.randrange(10**6, 10**7)
+    if kind in (int, float, complex):
+        return repr(kind(number) + (0.25 if kind is not int else 0))
+    word = "".join(_random.choices("abcdefghiklmnoprstuvw", k=9))
+    return repr(word.encode()) if kind is bytes else repr(word)
+
+
+def _failure(file: TestFile, node: Function, one_line: bool = False) -> str:
+    """An assertion that fails, of a kind that the test uses."""
+    low = _random.randrange(10, 500)
+    values = {"a": low, "b": low + _random.randrange(1, 500)}
+    kinds = [f"assert {low} == {values['b']}"] if any(isinstance(part, ast.Assert) for part in _own(node)) else []
+    for part in _own(node):
+        if not isinstance(part, ast.Call) or not isinstance(part.func, ast.Attribute):
+            continue
+        owner = ast.get_source_segment(file.source, part.func.value)
+        if part.func.attr in _UNITTEST and isinstance(part.func.value, ast.Name):
+            kinds.append(f"{owner}.{part.func.attr}({_UNITTEST[part.func.attr].format(**values)})")
+        elif part.func.attr.startswith("assert") and owner == "self":
+            kinds.append(f"self.assertEqual({values['a']}, {values['b']})")
+        elif part.func.attr == "raises" and owner == "pytest" and not one_line:
+            kinds.append(f"with pytest.raises(ZeroDivisionError):\n    {low} / {values['b']}")
+    return _random.choice(kinds or [f"assert {low} == {values['b']}"])
+
+
+def _own(node: Function) -> Iterator[ast.AST]:
+    """What is in a function, without the functions and classes in it."""
+    waiting: list[ast.AST] = list(node.body)
+    while waiting:
+        part = waiting.pop()
+        yield part
+        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(part)
+
+
+def _is_generator(node: Function) -> bool:
+    return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own(node))
