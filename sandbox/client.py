@@ -233,9 +233,9 @@ class SandboxClient:
         return await self._drive(transfer.note_tree(path, exclude))
 
     async def changed_tree(self, path: str) -> TreeChanges:
-        """What became of a directory since `note_tree`. A change of content cannot be hidden: besides size and
-        mode it goes by inode and ctime, which no process inside can set. Raises SandboxRequestError when it was
-        not noted, or when there are more changes than can be told.
+        """What became of a directory since `note_tree`. No change of content can be hidden: it goes by inode
+        and ctime, too, which no process inside can set. Raises SandboxRequestError when it was not noted, or
+        when there are more changes than can be told.
         """
         return await self._drive(transfer.changed_tree(path))
 

@@ -1,8 +1,8 @@
 """What changed below a directory, told without reading its files.
 
-A file is as it was when its inode, ctime, size and mode are. Times of content can be set by anybody (`touch`),
-but ctime is the kernel's: whatever changes a file, its mode, its name or its times moves it to now, and only
-who sets the machine's clock could set it back.
+A file is as it was when its inode, ctime, size and mode are. Times of content can be set by anybody
+(`touch`), but ctime is the kernel's: whatever changes a file, its mode, its name or its times moves it to
+now, and only who sets the machine's clock could set it back.
 """
 
 import os
@@ -30,7 +30,7 @@ class Trees:
         path = os.path.join(self._workspace, request["path"])
         exclude = frozenset(request.get("exclude") or ())
         noted = {}
-        for name, entry, info in _walk(path, exclude, heal=False):
+        for name, _, info in _walk(path, exclude, heal=False):
             if len(noted) >= MAX_NOTED:
                 raise RequestError("more than %d files below %s" % (MAX_NOTED, path))
             noted[name] = _identity(info)

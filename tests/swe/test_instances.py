@@ -158,18 +158,18 @@ def test_a_base_commit_that_is_not_in_the_image_is_the_tasks_fault(by_name: dict
     assert "0" * 40 in rollout.error.message
 
 
-def test_a_sandbox_that_is_killed_in_eval_is_no_reward_and_the_sample_is_dropped(
+def test_a_patch_that_kills_what_it_can_in_eval_does_not_get_away_from_its_reward(
     by_name: dict[str, Row],
 ) -> None:
     row = by_name["parse"]
     source = base_text(row, "parse.py")
-    # The patch's own code ends every process it may, the sandbox's server among them.
+    # The patch's own code ends every process it may. The sandbox's server is none of them.
     kill = "\nimport os\nfor p in os.listdir('/proc'):\n    if p.isdigit() and int(p) != os.getpid():\n"
     kill += "        try:\n            os.kill(int(p), 9)\n        except OSError:\n            pass\n"
-    rollout = asyncio.run(judge_many([(row, diff("parse.py", source, source + kill))]))[0].rollout
-    assert rollout.state is State.FAILED
-    assert rollout.error.blame in (Blame.SANDBOX, Blame.INFRASTRUCTURE)
-    assert (rollout.reward, rollout.drop) == (None, True)
+    result = asyncio.run(judge_many([(row, diff("parse.py", source, source + kill))]))[0]
+    assert result.rollout.state is State.COMPLETED, result.rollout.error
+    assert (result.reward, result.rollout.drop) == (0.0, False)
+    assert result.report["status"] == "tests_not_finished"
 
 
 def test_a_parser_that_nobody_has_is_found_before_the_agent_works(by_name: dict[str, Row]) -> None:

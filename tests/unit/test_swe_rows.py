@@ -25,7 +25,7 @@ BENCH = {
     "patch": "diff --git a/requests/models.py b/requests/models.py\n",
     "test_patch": TEST_PATCH,
     "FAIL_TO_PASS": '["tests/test_a.py::test_x"]',
-    "PASS_TO_PASS": '["tests/test_b.py::test_y[a b]"]',
+    "PASS_TO_PASS": '["tests/test_b.py::test_y[a-b]"]',
 }
 GYM = {key: value for key, value in BENCH.items() if key != "environment_setup_commit"} | {
     "instance_id": "getmoto__moto-7365",
@@ -100,7 +100,7 @@ def test_a_row_is_told_by_its_fields(row: dict[str, Any], source: str, image: st
 def test_lists_of_tests_may_be_json_text() -> None:
     instance = read(BENCH)
     assert instance.fail_to_pass == ["tests/test_a.py::test_x"]
-    assert instance.pass_to_pass == ["tests/test_b.py::test_y[a b]"]
+    assert instance.pass_to_pass == ["tests/test_b.py::test_y[a-b]"]
     assert spec_of(instance).test_files == ["tests/test_a.py", "tests/test_b.py"]
 
 

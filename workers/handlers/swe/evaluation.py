@@ -6,16 +6,27 @@ import asyncio
 import secrets
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sandbox.client import BashResult, SandboxClient
+from sandbox.client import ExecResult, SandboxClient
 from workers.errors import TaskError
 from workers.handlers.base import Context
-from workers.handlers.swe.recording import Outcomes, Recorder, without_forgeries, without_marks
-from workers.handlers.swe.repository import GIT_ENV, prepare
-from workers.handlers.swe.rows import Instance, files_of
+from workers.handlers.swe import plain_git
+from workers.handlers.swe.falsifying import Falsified, falsify
+from workers.handlers.swe.placing import NotPlaced, Specified, place, take_specified
+from workers.handlers.swe.recording import (
+    Outcomes,
+    Recorder,
+    without_forgeries,
+    without_marks,
+    without_unmarked_failures,
+)
+from workers.handlers.swe.repository import prepare
+from workers.handlers.swe.rows import Instance
 from workers.handlers.swe.specs import END_MARK, R2E_PARSER, START_MARK, Spec
+from workers.handlers.swe.suspicion import suspicions
 from workers.scoring import score_or_blame
 
 APPLIED = ">>>>> Applied Patch"
@@ -32,8 +43,8 @@ MAX_LOG_CHARS = 8_000_000
 MARGIN_S = 30.0
 MARGIN_SHARE = 0.2
 """What is kept of `eval_timeout_s` for all but the tests: so much, but no more than this share."""
-DRAIN_S = 2
-"""Seconds that the output of a process the tests left behind is waited for."""
+MAX_NAMED = 5
+"""Names of tests in a sentence."""
 
 Status = Literal[
     "resolved",
@@ -41,6 +52,7 @@ Status = Literal[
     "empty_patch",
     "no_patch",
     "patch_not_applied",
+    "tests_not_placed",
     "tests_timed_out",
     "tests_not_finished",
     "results_forged",
@@ -62,21 +74,25 @@ class Judgement:
     base_commit: str = ""
     log: str = ""
     """What was graded."""
+    suspicious: list[str] = field(default_factory=list)
+    """What an honest patch would hardly do, in words. It changes no reward."""
+    control: dict[str, Any] | None = None
+    """Of the run whose tests must fail: `must_fail` (how many), `passed` (which did). None = not run."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`tests`: of the tests' own command; `total`: of all."""
+    """`tests`: of the tests' own command; `control`: of the run whose tests must fail; `total`: of all."""
 
-    def share(self, kind: str) -> float:
-        """Share of a kind of tests that passed; 0 when none was run."""
+    def share(self, kind: str) -> float | None:
+        """Share of a kind of tests that passed; None where that was not measured."""
         if kind not in self.tests_status:
-            return 0.0
+            return None
         good, bad = (len(self.tests_status[kind][key]) for key in ("success", "failure"))
-        return good / (good + bad) if good + bad else 1.0
+        return good / (good + bad) if good + bad else None
 
 
 async def judge(
     ctx: Context[Any], instance: Instance, spec: Spec, patch: str, sandbox: dict[str, Any]
 ) -> Judgement:
-    """Run the specified tests on the patch and grade them.
+    """Run the specified tests on the patch and grade them; if it resolves, see whether they can fail.
 
     Args:
         sandbox: Options of `Sandboxes.fresh`.
@@ -88,133 +104,223 @@ async def judge(
     began = time.monotonic()
     if not patch.strip():
         return Judgement("empty_patch", detail="nothing was changed")
+    ends = began + ctx.limits.eval_timeout_s - min(MARGIN_S, MARGIN_SHARE * ctx.limits.eval_timeout_s)
     async with ctx.sandboxes.fresh(ctx, **sandbox) as box:
-        run = _Run(box, instance, spec, ctx.limits.eval_timeout_s, began)
+        run = _Run(box, instance, spec, ends)
         judgement = await run.judge(patch)
+    if judgement.resolved:
+        await _control(ctx, instance, spec, patch, sandbox, ends, run.specified, judgement)
+    judgement.suspicious += suspicions(patch, spec.test_files)
     judgement.seconds["total"] = time.monotonic() - began
     return judgement
 
 
+async def _control(
+    ctx: Context[Any],
+    instance: Instance,
+    spec: Spec,
+    patch: str,
+    sandbox: dict[str, Any],
+    ends: float,
+    specified: Specified,
+    judgement: Judgement,
+) -> None:
+    """Run the tests once more, changed so that each must fail. One that passes was never judged."""
+    names = _names(instance)
+    falsified = falsify(specified.files, names[: len(instance.fail_to_pass) or None], names)
+    if not falsified.must_fail:
+        judgement.suspicious.append("not controlled: none of the tests could be made to fail")
+        return
+    began = time.monotonic()
+
+    async def passing(patch: str | None) -> set[str] | None:
+        async with ctx.sandboxes.fresh(ctx, **sandbox) as box:
+            return await _Run(box, instance, spec, ends).passing(patch, falsified)
+
+    passed = await passing(patch)
+    if passed:
+        # Tests may be such that they cannot fail, whatever the code: those pass without the patch as well.
+        passed -= await passing(None) or set()
+    judgement.seconds["control"] = time.monotonic() - began
+    judgement.control = {"must_fail": len(falsified.must_fail), "passed": sorted(passed or ())}
+    if passed is None:
+        judgement.suspicious.append("the run whose tests must fail told nothing of any test")
+    elif passed:
+        _refuse(judgement, f"{len(passed)} tests passed though they were made to fail: {_listed(passed)}")
+
+
+def _refuse(judgement: Judgement, detail: str) -> None:
+    judgement.status, judgement.resolved, judgement.detail = "results_forged", False, detail
+    judgement.tests_status = {}
+    # In words that the official grading, too, takes for no result.
+    judgement.log += f"{TESTS_ERROR}: {detail}\n"
+
+
+def _names(instance: Instance) -> list[str]:
+    """Of the tests that must pass, those that the fix is for first."""
+    if instance.expected is not None:
+        return [name for name, status in instance.expected.items() if status == "PASSED"]
+    return [*instance.fail_to_pass, *instance.pass_to_pass]
+
+
+def _listed(names: set[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(sorted(names)[:MAX_NAMED]) + more
+
+
 class _Run:
-    def __init__(
-        self, box: SandboxClient, instance: Instance, spec: Spec, eval_timeout_s: float, began: float
-    ) -> None:
-        self._box, self._instance, self._spec = box, instance, spec
+    """One run of the specified tests in a fresh sandbox."""
+
+    specified: Specified
+
+    def __init__(self, box: SandboxClient, instance: Instance, spec: Spec, ends: float) -> None:
+        self._box, self._instance, self._spec, self._ends = box, instance, spec, ends
         self._work = f"/tmp/rollout-{secrets.token_hex(8)}"
-        self._cd = f"cd {shlex.quote(spec.repo_dir)}"
-        self._ends = began + eval_timeout_s - min(MARGIN_S, MARGIN_SHARE * eval_timeout_s)
+        self._home = "/"
 
     async def judge(self, patch: str) -> Judgement:
-        base = await prepare(self._box, self._instance, self._spec)
+        """What the specified tests say of the patch."""
+        base = await self._prepare()
         applied_with, said = await self._apply(patch)
         if applied_with is None:
             log = f"{NOT_APPLIED}:\n{without_marks(said)}\n"
             return Judgement("patch_not_applied", detail=said[-1000:], base_commit=base, log=log)
         recorder = Recorder(f"{self._work}/recorder") if self._spec.recorder else None
-        result = await self._tests(recorder)
-        judgement = await self._graded(patch, result, recorder)
+        try:
+            result = await self._tests(recorder)
+        except NotPlaced as error:
+            judgement = _unfinished(
+                "tests_not_placed", f"the tests cannot be put on top of the patch: {error}"
+            )
+            result = None
+        else:
+            judgement = await self._graded(patch, result, recorder)
         judgement.patch_applied, judgement.applied_with, judgement.base_commit = True, applied_with, base
-        judgement.seconds["tests"] = result.duration_s
+        judgement.seconds["tests"] = result.wall_s if result else 0.0
         return judgement
+
+    async def passing(self, patch: str | None, falsified: Falsified) -> set[str] | None:
+        """Which of the tests that must fail are said to pass; None when nothing is said of any.
+
+        Args:
+            patch: None = the base commit alone.
+        """
+        await self._prepare()
+        if patch is not None:
+            await self._apply(patch)
+        recorder = Recorder(f"{self._work}/recorder") if self._spec.recorder else None
+        try:
+            result = await self._tests(recorder, falsified)
+        except NotPlaced:
+            return None
+        output, trouble, _ = await self._said(result, recorder)
+        if trouble is not None:
+            return None
+        log = _log(output, result)
+        report = await self._report(patch or "", output, log, falsified.must_fail)
+        if report is None or not report["graded"]:
+            return None
+        status = report["tests_status"]
+        return set(status["matching"] if "matching" in status else status["FAIL_TO_PASS"]["success"])
+
+    async def _prepare(self) -> str:
+        base = await prepare(self._box, self._instance, self._spec)
+        self.specified = await take_specified(self._box, self._instance, self._spec, self._work)
+        self._home = (await self._box.bash('printf %s "$HOME"')).output or "/"
+        return base
 
     async def _apply(self, patch: str) -> tuple[str | None, str]:
         """How the patch was applied (None: it does not apply), and what was said."""
-        file = f"{self._work}/patch.diff"
+        file, repo = f"{self._work}/patch.diff", self._spec.repo_dir
         await self._box.write_file(file, patch)
         script = (
-            f"({self._cd} && {GIT_ENV}\n"
-            f"git apply --verbose --whitespace=nowarn {file} && exit 0\n"
+            f"({plain_git.make(self._work)} && {plain_git.use(self._work, repo)} || exit 2\n"
+            f"{plain_git.GIT} apply --verbose --whitespace=nowarn {file} && exit 0\n"
             f"patch --batch --forward --fuzz=5 -p1 -i {file} && exit 10\nexit 1)"
         )
         result = await self._box.bash(script, timeout=GIT_S)
         return {0: "git apply", 10: "patch --fuzz=5"}.get(result.exit_code or 0), result.output
 
-    async def _tests(self, recorder: Recorder | None) -> BashResult:
-        spec, lines = self._spec, [self._cd, *self._spec.setup]
+    async def _tests(self, recorder: Recorder | None, falsified: Falsified | None = None) -> ExecResult:
+        spec, lines = self._spec, [f"cd {shlex.quote(self._spec.repo_dir)}", *self._spec.setup]
         if spec.install:
-            await self._shell([*lines, *spec.install])
-            if not spec.applies_test_patch:
-                # What installing started, which may be code of the patch, must not see the tests come.
-                await self._box.reset()
-        if not spec.applies_test_patch:
-            await self._place_tests()
+            state = f"{self._work}/state"
+            keep = f'{{ declare -px; echo cd "$(printf %q "$PWD")"; }} > {state}'
+            await self._run("install", [*lines, *spec.install, keep], None)
+            if spec.applies_test_patch:
+                lines = [f". {state}"]  # the script has set this environment up
+        # Whatever else brought tests here: code of the patch may have run before that.
+        await place(self._box, spec, self.specified)
+        for path, source in falsified.sources.items() if falsified else ():
+            await self._box.write_file(f"{spec.repo_dir}/{path}", source)
         if recorder is not None:
-            lines = [*lines, *await recorder.install(self._box)]
-        if spec.install and spec.applies_test_patch:
-            lines = lines[len(spec.setup) + 1 :]  # the script has set this shell up
-        await self._shell([*lines, *spec.before_tests])
-        # Through a pipe, because in the official harness tests are not on a terminal either. What they leave
-        # behind may hold it open, so its end is not waited for without end.
-        pipe = f"{self._work}/output"
-        script = (
-            f"(mkfifo {pipe}\ncat {pipe} & reader=$!\n"
-            f"(\n{spec.test_script}\n) </dev/null >{pipe} 2>&1\n"
-            f"code=$?\n(sleep {DRAIN_S}; kill $reader) >/dev/null 2>&1 & killer=$!\n"
-            "wait $reader; kill $killer; exit $code)"
-        )
-        left = max(1.0, self._ends - time.monotonic())
-        return await self._box.bash(
-            script, timeout=min(left, spec.test_timeout_s or left), max_output_chars=MAX_LOG_CHARS
-        )
+            lines += await recorder.install(self._box)
+        result = await self._run("tests", [*lines, *spec.before_tests], spec.test_script, spec.test_timeout_s)
+        if result.not_started and not spec.install:
+            raise TaskError(f"{self._instance.instance_id}: the tests cannot be run: {result.not_started}")
+        return result
 
-    async def _shell(self, lines: list[str]) -> None:
-        """Lines in the shell that runs the tests. What fails in them shows in the tests, as officially."""
-        left = max(1.0, self._ends - time.monotonic())
-        await self._box.bash("\n".join(lines), timeout=left)
+    async def _run(
+        self, name: str, lines: Sequence[str], script: str | None, most_s: float | None = None
+    ) -> ExecResult:
+        """Run lines in silence, and then a script whose output and exit code are told, alone in the sandbox.
 
-    async def _place_tests(self) -> None:
-        """The specified tests as the test patch has them, whatever was there.
-
-        Raises:
-            TaskError: The test patch does not apply to the base commit.
+        What fails in the lines shows in the tests, as officially.
         """
-        instance = self._instance
-        for name, text in instance.hidden_tests.items():
-            await self._box.write_file(f"{self._spec.repo_dir}/r2e_tests/{name}", text)
-        if not instance.test_patch.strip():
-            return
-        file = f"{self._work}/tests.diff"
-        await self._box.write_file(file, instance.test_patch)
-        names = " ".join(map(shlex.quote, files_of(instance.test_patch)))
-        script = (
-            f"({self._cd} && {GIT_ENV}\nfor name in {names}; do\n"
-            'git checkout -q HEAD -- "$name" 2>/dev/null || rm -rf -- "$name"; done\n'
-            f"git apply --whitespace=nowarn {file})"
+        text = "\n".join(
+            ["exec 3>&1 4>&2 >/dev/null 2>&1", *lines, "exec 1>&3 2>&4 3>&- 4>&-", script or "", ""]
         )
-        result = await self._box.bash(script, timeout=GIT_S)
-        if result.exit_code != 0:
-            said = result.output[-1000:]
-            raise TaskError(f"{instance.instance_id}: test_patch does not apply to the base commit: {said}")
+        file = f"{self._work}/{name}.sh"
+        await self._box.write_file(file, text)
+        left = max(1.0, self._ends - time.monotonic())
+        return await self._box.exec(
+            ["bash", file],
+            min(left, most_s or left),
+            env={"HOME": self._home},
+            merge_output=True,
+            max_output_chars=MAX_LOG_CHARS,
+        )
 
-    async def _graded(self, patch: str, result: BashResult, recorder: Recorder | None) -> Judgement:
-        output = without_marks(result.output)
+    async def _said(
+        self, result: ExecResult, recorder: Recorder | None
+    ) -> tuple[str, tuple[Status, str] | None, Outcomes | None]:
+        """The output as far as it is believed, why it is not, and what pytest said itself."""
+        output, outcomes = without_marks(result.stdout), None
         trouble = self._overrun(result)
         if trouble is None and recorder is not None:
             outcomes = await recorder.outcomes(self._box)
             trouble = await self._distrust(recorder, outcomes)
             if outcomes is not None:
                 output = await asyncio.to_thread(without_forgeries, output, outcomes.statuses)
-        log = f"{APPLIED}\n{START_MARK}\n{output}\n{END_MARK}\n{EXIT_CODE}: {result.exit_code}\n"
+        expected = self.specified.files.expects_failure
+        return await asyncio.to_thread(without_unmarked_failures, output, expected), trouble, outcomes
+
+    async def _graded(self, patch: str, result: ExecResult, recorder: Recorder | None) -> Judgement:
+        output, trouble, outcomes = await self._said(result, recorder)
+        suspicious = outcomes.suspicious if outcomes else []
+        log = _log(output, result)
         if trouble is not None:
-            status, detail = trouble
-            # In words that the official grading, too, takes for no result.
-            mark = TESTS_TIMEOUT if status == "tests_timed_out" else TESTS_ERROR
-            return Judgement(status, detail=detail, log=f"{log}{mark}: {detail}\n")
+            return _unfinished(*trouble, log, suspicious)
         report = await self._report(patch, output, log)
         if report is None:
             detail = "the output of the tests could not be read in time, though another could"
-            return Judgement("tests_not_finished", detail=detail, log=f"{log}{TESTS_ERROR}: {detail}\n")
+            return _unfinished("tests_not_finished", detail, log, suspicious)
         if not report["graded"]:
             detail = "no result of any test was found in the output"
-            return Judgement("tests_not_finished", detail=detail, log=log)
-        status = "resolved" if report["resolved"] else "unresolved"
-        return Judgement(status, report["resolved"], tests_status=report["tests_status"], log=log)
+            return Judgement("tests_not_finished", detail=detail, log=log, suspicious=suspicious)
+        return Judgement(
+            "resolved" if report["resolved"] else "unresolved",
+            report["resolved"],
+            tests_status=report["tests_status"],
+            log=log,
+            suspicious=suspicious,
+        )
 
-    def _overrun(self, result: BashResult) -> tuple[Status, str] | None:
+    def _overrun(self, result: ExecResult) -> tuple[Status, str] | None:
         if result.timed_out:
-            return "tests_timed_out", f"the tests did not end within {result.duration_s:.0f} s"
-        if result.limit_exceeded:
-            return "tests_not_finished", result.limit_exceeded
+            return "tests_timed_out", f"the tests did not end within {result.wall_s:.0f} s"
+        if result.limit_exceeded or result.not_started:
+            return "tests_not_finished", result.limit_exceeded or result.not_started or ""
         return None
 
     async def _distrust(self, recorder: Recorder, outcomes: Outcomes | None) -> tuple[Status, str] | None:
@@ -231,21 +337,28 @@ class _Run:
         why = "pytest did not start; where it cannot load a plug-in, set spec.recorder to false"
         return "tests_not_finished", why
 
-    async def _report(self, patch: str, output: str, log: str) -> dict[str, Any] | None:
-        """What grading says; None when what the tests printed keeps it from saying anything."""
+    async def _report(
+        self, patch: str, output: str, log: str, passing: Sequence[str] | None = None
+    ) -> dict[str, Any] | None:
+        """What grading says; None when what the tests printed keeps it from saying anything.
+
+        Args:
+            passing: Tests to ask for instead of those of the instance: whether they pass.
+        """
         instance, spec = self._instance, self._spec
         if spec.log_parser == R2E_PARSER:
             grader = "workers.scoring.swe_tests:grade_expected"
-            expected = {"log": output, "expected": instance.expected}
+            wanted = instance.expected if passing is None else dict.fromkeys(passing, "PASSED")
+            expected = {"log": output, "expected": wanted}
             return await score_or_blame(grader, expected, known=expected | {"log": ""}, timeout_s=GRADE_S)
         payload = {
             "instance_id": instance.instance_id,
             "repo": instance.repo,
             "version": instance.version,
-            "fail_to_pass": instance.fail_to_pass,
-            "pass_to_pass": instance.pass_to_pass,
+            "fail_to_pass": instance.fail_to_pass if passing is None else list(passing),
+            "pass_to_pass": instance.pass_to_pass if passing is None else [],
             "log_parser": spec.log_parser,
-            "eval_type": spec.eval_type,
+            "eval_type": spec.eval_type if passing is None else "pass_and_fail",
             "patch": patch,
             "log": log,
         }
@@ -253,3 +366,16 @@ class _Run:
         return await score_or_blame(
             "workers.scoring.swe_tests:grade", payload, known=empty, timeout_s=GRADE_S
         )
+
+
+def _log(output: str, result: ExecResult) -> str:
+    code = result.exit_code if result.exit_code is not None else 128 + (result.signal or 0)
+    return f"{APPLIED}\n{START_MARK}\n{output}\n{END_MARK}\n{EXIT_CODE}: {code}\n"
+
+
+def _unfinished(
+    status: Status, detail: str, log: str = f"{APPLIED}\n", suspicious: Sequence[str] = ()
+) -> Judgement:
+    # In words that the official grading, too, takes for no result.
+    mark = TESTS_TIMEOUT if status == "tests_timed_out" else TESTS_ERROR
+    return Judgement(status, detail=detail, log=f"{log}{mark}: {detail}\n", suspicious=list(suspicious))

@@ -16,6 +16,7 @@ import ast
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from workers.handlers.swe.testfiles import Function, TestFile, TestFiles
 
@@ -169,11 +170,11 @@ def _can_run(node: Function) -> bool:
 
 
 def _alone(body: list[ast.stmt]) -> bool:
-    return all(first.end_lineno < second.lineno for first, second in zip(body, body[1:], strict=False))
+    return all((first.end_lineno or 0) < second.lineno for first, second in pairwise(body))
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a function, also those in blocks, that stand on lines of their own; none of functions in it."""
+    """Statements of a function, also in blocks, that stand on lines of their own; none of functions in it."""
     if not _alone(body):
         return
     for node in body:
@@ -190,9 +191,9 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _compared(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
     """Both sides of a statement that asserts that two values are equal."""
-    if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
-        if len(node.test.ops) == 1 and isinstance(node.test.ops[0], ast.Eq):
-            return node.test.left, node.test.comparators[0]
+    test = node.test if isinstance(node, ast.Assert) else None
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        return test.left, test.comparators[0]
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         call = node.value
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -215,7 +216,8 @@ def _failure(file: TestFile, node: Function, one_line: bool = False) -> str:
     """An assertion that fails, of a kind that the test uses."""
     low = _random.randrange(10, 500)
     values = {"a": low, "b": low + _random.randrange(1, 500)}
-    kinds = [f"assert {low} == {values['b']}"] if any(isinstance(part, ast.Assert) for part in _own(node)) else []
+    plain = f"assert {low} == {values['b']}"
+    kinds = [plain] if any(isinstance(part, ast.Assert) for part in _own(node)) else []
     for part in _own(node):
         if not isinstance(part, ast.Call) or not isinstance(part.func, ast.Attribute):
             continue
@@ -226,7 +228,7 @@ def _failure(file: TestFile, node: Function, one_line: bool = False) -> str:
             kinds.append(f"self.assertEqual({values['a']}, {values['b']})")
         elif part.func.attr == "raises" and owner == "pytest" and not one_line:
             kinds.append(f"with pytest.raises(ZeroDivisionError):\n    {low} / {values['b']}")
-    return _random.choice(kinds or [f"assert {low} == {values['b']}"])
+    return _random.choice(kinds or [plain])
 
 
 def _own(node: Function) -> Iterator[ast.AST]:

@@ -20,6 +20,7 @@ from workers.handlers.packages import require
 from workers.handlers.swe.evaluation import Judgement, judge
 from workers.handlers.swe.images import local_name
 from workers.handlers.swe.patches import Patch, note_base, take_patch
+from workers.handlers.swe.placing import check_test_patch
 from workers.handlers.swe.repository import hide_future, prepare
 from workers.handlers.swe.rows import Instance, SweTask
 from workers.handlers.swe.specs import R2E_PARSER, Spec, spec_of
@@ -76,6 +77,7 @@ class Swe(AgentHandler[SweTask]):
             ) from error
         box = await ctx.sandboxes.boot(ctx, **self._sandbox(instance))
         await prepare(box, instance, spec)
+        await check_test_patch(box, instance, spec)
         await hide_future(box, instance, spec)
         # The agent's shell starts in the repository with its environment; `setup` keeps it for a new shell.
         lines = [f"cd {spec.repo_dir}", *spec.shell_setup]
@@ -179,11 +181,14 @@ def _report(instance: Instance, judgement: Judgement, taken: dict[str, Any]) -> 
 
 
 def _components(instance: Instance, judgement: Judgement) -> dict[str, float]:
-    components = {"resolved": float(judgement.resolved), "patch_applied": float(judgement.patch_applied)}
-    if instance.expected is not None:
-        matching = judgement.tests_status.get("matching", [])
-        return components | {"expected_status": len(matching) / max(1, len(instance.expected))}
-    return components | {
-        "fail_to_pass": judgement.share("FAIL_TO_PASS"),
-        "pass_to_pass": judgement.share("PASS_TO_PASS"),
-    }
+    """What was measured; what was not is left out."""
+    components = {"resolved": float(judgement.resolved)}
+    if judgement.status not in ("empty_patch", "no_patch"):
+        components["patch_applied"] = float(judgement.patch_applied)
+    if "matching" in judgement.tests_status:
+        matching = len(judgement.tests_status["matching"])
+        components["expected_status"] = matching / max(1, len(instance.expected or {}))
+    for name, kind in (("fail_to_pass", "FAIL_TO_PASS"), ("pass_to_pass", "PASS_TO_PASS")):
+        if (share := judgement.share(kind)) is not None:
+            components[name] = share
+    return components

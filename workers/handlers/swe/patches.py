@@ -1,9 +1,9 @@
 """The agent's patch: the difference between its work tree and that of a sandbox it never was in.
 
-The sandbox's server noted the work tree before the agent came and says what is different; only that travels. It
-is compared with a fresh sandbox by a git that obeys nothing of either tree (`plain_git`). So it does not
-matter what became of the agent's repository: commits, branches, hooks, attributes, filters, a replaced git or no
-repository at all. Only what the files are counts, and an agent whose files cannot be taken has no patch.
+The sandbox's server noted the work tree before the agent came and says what is different; only that travels.
+It is compared with a fresh sandbox by a git that obeys nothing of either tree (`plain_git`). So it does not
+matter what became of the agent's repository: commits, branches, hooks, attributes, filters, a replaced git or
+no repository at all. Only what the files are counts, and an agent whose files cannot be taken has no patch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ async def note_base(sandbox: SandboxClient, spec: Spec) -> None:
     """Have the agent's sandbox remember the work tree as it is, before the agent comes."""
     names = "|".join(NEVER_TAKEN).replace(".", r"\.")
     listed = await sandbox.bash(
-        f"(cd {shlex.quote(spec.repo_dir)} && {GIT_ENV} && git ls-files | grep -oE '(^|/)({names})/' | sort -u)",
+        f"(cd {shlex.quote(spec.repo_dir)} && {GIT_ENV} &&"
+        f" git ls-files | grep -oE '(^|/)({names})/' | sort -u)",
         timeout=GIT_S,
     )
     tracked = {line.strip("/") for line in listed.output.split()}

@@ -57,7 +57,8 @@ async def check_test_patch(sandbox: SandboxClient, instance: Instance, spec: Spe
     await sandbox.write_file(f"{work}/tests.diff", instance.test_patch)
     script = (
         f"(cd {shlex.quote(spec.repo_dir)} && {GIT_ENV} && export GIT_INDEX_FILE={work}/index &&"
-        f" git read-tree HEAD && git apply --cached --check {work}/tests.diff; code=$?; rm -rf {work}; exit $code)"
+        f" git read-tree HEAD && git apply --cached --check {work}/tests.diff;"
+        f" code=$?; rm -rf {work}; exit $code)"
     )
     result = await sandbox.bash(script, timeout=GIT_S)
     if result.exit_code != 0:
@@ -142,8 +143,9 @@ async def place(sandbox: SandboxClient, spec: Spec, specified: Specified) -> Non
         lines += [f"[ -d {shlex.quote(path)} ] || rm -f -- {shlex.quote(path)}" for path in above]
         lines.append(f"rm -rf -- {shlex.quote(name)}")
         if item is not None and item.link:
-            target = shlex.quote(item.content.decode())
-            lines.append(f"mkdir -p -- {shlex.quote('/'.join(parts[:-1]) or '.')} && ln -s -- {target} {shlex.quote(name)}")
+            target, directory = item.content.decode(), "/".join(parts[:-1]) or "."
+            lines.append(f"mkdir -p -- {shlex.quote(directory)}")
+            lines.append(f"ln -s -- {shlex.quote(target)} {shlex.quote(name)}")
     try:
         result = await sandbox.bash("(\n" + "\n".join(lines) + "\n)", timeout=GIT_S)
         for name, item in items.items():

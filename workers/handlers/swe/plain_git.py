@@ -1,7 +1,7 @@
 """A git that obeys nothing but its command line, for work on trees that an agent has changed.
 
-Its repository is new and empty: no configuration, no hooks, no index, no drivers, no submodules. Attributes of
-its own stand before every `.gitattributes` of a tree, so that content is taken and written byte by byte.
+Its repository is new and empty: no configuration, no hooks, no index, no drivers, no submodules. Attributes
+of its own stand before every `.gitattributes` of a tree, so that content is taken and written byte by byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def make(work: str) -> str:
     """Shell lines that make the repository below the directory `work`."""
     place = shlex.quote(f"{work}/git")
     return (
-        f"mkdir -p {work}/empty && {_QUIET} HOME={work} && GIT_DIR={place} git init -q --template= {work}/empty"
+        f"mkdir -p {work}/empty && {_QUIET} HOME={work} &&"
+        f" GIT_DIR={place} git init -q --template= {work}/empty"
         f" && mkdir -p {place}/info && echo {shlex.quote(ATTRIBUTES)} > {place}/info/attributes"
     )
 

@@ -15,7 +15,8 @@ import hmac
 import json
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import resources
 
 from sandbox.client import SandboxClient
@@ -25,6 +26,8 @@ PLUGIN = "rollout_recorder"
 MARK = ">>>>>"
 """What the official harness's marks begin with; only the service writes it into a log."""
 MAX_OUTCOMES_BYTES = 32 << 20
+MAX_SUSPICIONS, MAX_SUSPICION = 20, 200
+"""How many are kept, and how many characters of each."""
 MAX_DASHES = 50
 """Of a test's name."""
 
@@ -43,6 +46,8 @@ class Outcomes:
     """By name, as pytest's summary has it: PASSED, FAILED, ERROR, SKIPPED, XFAIL, XPASS."""
     changed: bool = False
     """A test that fails was reported as passed: code under test has changed pytest."""
+    suspicious: list[str] = field(default_factory=list)
+    """What the plug-in found changed in the process, in words."""
 
 
 class Recorder:
@@ -82,7 +87,8 @@ def read_outcomes(raw: bytes, key: bytes) -> Outcomes | None:
     if not hmac.compare_digest(signature, hmac.new(key, body, "sha256").hexdigest().encode()):
         return None
     told = json.loads(body)
-    return Outcomes(told["statuses"], told["probe"] == "passed")
+    suspicious = [str(item)[:MAX_SUSPICION] for item in told.get("suspicious", [])[:MAX_SUSPICIONS]]
+    return Outcomes(told["statuses"], told["probe"] == "passed", suspicious)
 
 
 def without_marks(output: str) -> str:
@@ -93,6 +99,29 @@ def without_marks(output: str) -> str:
 def without_forgeries(output: str, outcomes: dict[str, str]) -> str:
     """The output with every pass, skip and expected failure in lower case that pytest did not report."""
     return "\n".join(_kept(line, outcomes) for line in output.split("\n"))
+
+
+def without_unmarked_failures(output: str, expected: Callable[[str], bool]) -> str:
+    """The output with every expected failure as a failure that the test's own file does not expect.
+
+    Code under test can call `pytest.xfail`, or raise what pytest takes for it.
+
+    Args:
+        expected: Whether the file of the test of that name marks it.
+    """
+    return "\n".join(_judged(line, expected) for line in output.split("\n"))
+
+
+def _judged(line: str, expected: Callable[[str], bool]) -> str:
+    seen = _CONTROL.sub("", line)
+    for form in (_BEFORE, _AFTER):
+        if (claim := form.fullmatch(seen)) and "XFAIL" in claim.groups():
+            name = claim[2] if form is _BEFORE else claim[1]
+            words = name.split()
+            if not words or not expected(words[0]):
+                return seen.replace("XFAIL", "FAILED")
+            return line
+    return seen.replace("XFAIL", "xfail") if "XFAIL" in seen else line
 
 
 def _kept(line: str, outcomes: dict[str, str]) -> str:

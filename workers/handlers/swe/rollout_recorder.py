@@ -1,4 +1,4 @@
-# ruff: noqa: PTH100, PTH108, PTH118, PTH120, PTH123, SIM105
+# ruff: noqa: PTH100, PTH108, PTH109, PTH206, PTH118, PTH120, PTH123, SIM105
 """A pytest plug-in that tells the outcomes of tests by a channel that printing cannot forge.
 
 It lies alone in a directory of the sandbox, with a key that it takes before code of the repository runs, and
@@ -6,10 +6,13 @@ writes the outcomes beside it, authenticated with that key. Not imported by the 
 of any image: 3.5 and later, with any pytest.
 """
 
+import builtins
 import hashlib
 import hmac
 import json
 import os
+import random
+import sys
 
 HOME = os.path.dirname(os.path.abspath(__file__))
 
@@ -29,6 +32,105 @@ def _fail():
     raise AssertionError("this must be reported as a failure")
 
 
+class Watch:
+    """Notices what code of the repository has put in the place of what judges it.
+
+    That is told and changes no result. Only what comes from the repository and is no code of tests is told:
+    tests may replace what they like, and so may plug-ins.
+    """
+
+    FRAMEWORK = ("_pytest", "pluggy", "unittest")
+    TESTS = ("test", "tests", "testing", "conftest")
+
+    def __init__(self):
+        self._root = os.getcwd() + os.sep
+        self._noted = self._framework()
+        self._codes = {}
+        self._globals = {}
+        self._modules = set()
+        self.told = []
+
+    def _framework(self):
+        """Holder and name of each function and class → holder, value, code."""
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] not in self.FRAMEWORK or module is None:
+                continue
+            holders = [module] + [
+                value
+                for value in list(vars(module).values())
+                if isinstance(value, type) and value.__module__ == name
+            ]
+            for holder in holders:
+                self._note(found, name, holder)
+        self._note(found, "builtins", builtins)
+        return found
+
+    def _note(self, found, module, holder):
+        label = module if holder is sys.modules.get(module) else module + "." + holder.__name__
+        for name, value in list(vars(holder).items()):
+            if callable(value):
+                found[label + "." + name] = (holder, name, value, getattr(value, "__code__", None))
+
+    def collected(self, items):
+        """Note the code of tests, and what their modules mean by the names of builtins."""
+        for item in items:
+            self._codes[item.nodeid] = _code_of(item)
+            module = getattr(item, "module", None)
+            if module is not None and module.__name__ not in self._globals:
+                self._globals[module.__name__] = {
+                    name: vars(module).get(name, self) for name in dir(builtins) if name[0] != "_"
+                }
+
+    def called(self, item):
+        """Before a test is called: whether it is what was collected."""
+        noted = self._codes.get(item.nodeid)
+        if noted is not None and _code_of(item) is not noted:
+            self._tell("the code of " + item.nodeid + " was swapped")
+        module = getattr(item, "module", None)
+        if module is None:
+            return
+        for name, value in self._globals.get(module.__name__, {}).items():
+            if vars(module).get(name, self) is not value:
+                self._tell(name + " was replaced in the module " + module.__name__)
+        if module.__name__ not in self._modules:
+            self._modules.add(module.__name__)
+            self.look()
+
+    def look(self):
+        """Whether what runs and reports tests is what it was."""
+        for label, (holder, name, value, code) in self._noted.items():
+            now = vars(holder).get(name)
+            if now is value and getattr(now, "__code__", None) is code:
+                continue
+            file = self._file_of(now)
+            if file is not None:
+                self._tell(label + " was replaced by code of " + file)
+
+    def _file_of(self, value):
+        """File of the repository, and none of tests, that a function or class comes from; None if of none."""
+        code = getattr(value, "__code__", None)
+        file = getattr(code, "co_filename", None)
+        if file is None:
+            module = sys.modules.get(getattr(value, "__module__", None) or "")
+            file = getattr(module, "__file__", None)
+        if not file or not os.path.abspath(file).startswith(self._root):
+            return None
+        file = os.path.abspath(file)[len(self._root) :]
+        parts = file[: -len(".py")].split(os.sep) if file.endswith(".py") else file.split(os.sep)
+        of_tests = set(self.TESTS) & set(parts) or parts[-1].startswith("test_") or "site-packages" in parts
+        return None if of_tests else file
+
+    def _tell(self, text):
+        if text not in self.told and len(self.told) < 20:
+            self.told.append(text)
+
+
+def _code_of(item):
+    value = getattr(item, "obj", None)
+    return getattr(getattr(value, "__func__", value), "__code__", None)
+
+
 class Recorder:
     """Keeps the last status of each test."""
 
@@ -37,6 +139,18 @@ class Recorder:
         self._mac = mac
         self._statuses = {}
         self._items = {}
+
+    def pytest_collection_finish(self, session):
+        try:
+            WATCH.collected(session.items)
+        except Exception:
+            pass  # what is watched must not keep tests from being run
+
+    def pytest_runtest_call(self, item):
+        try:
+            WATCH.called(item)
+        except Exception:
+            pass
 
     def _note(self, nodeid, status):
         name = nodeid
@@ -61,17 +175,19 @@ class Recorder:
             self._note(report.nodeid, "ERROR")
 
     def pytest_runtest_protocol(self, item):
-        self._items[type(item)] = item
+        self._items.setdefault(type(item), []).append(item)
 
     def _probe(self):
         """How tests that fail are reported: `failed`, unless somebody has changed pytest; None if unknown."""
         found = None
-        for kind, item in self._items.items():
+        for kind, items in self._items.items():
+            # By the name of any test, so that none can be told from the others.
+            item = random.SystemRandom().choice(items)
             try:
                 from _pytest.runner import CallInfo
 
                 # Without the hooks around a test, which want its setup: that would run fixtures once more.
-                probe = kind.from_parent(item.parent, name="test_rollout", callobj=_fail)
+                probe = kind.from_parent(item.parent, name=item.name, callobj=_fail)
                 call = CallInfo.from_call(probe.runtest, "call")
                 found = probe.ihook.pytest_runtest_makereport(item=probe, call=call).outcome
             except Exception:
@@ -81,7 +197,11 @@ class Recorder:
         return found
 
     def pytest_sessionfinish(self, session, exitstatus):
-        told = {"statuses": self._statuses, "probe": self._probe()}
+        try:
+            WATCH.look()
+        except Exception:
+            pass
+        told = {"statuses": self._statuses, "probe": self._probe(), "suspicious": WATCH.told}
         body = json.dumps(told).encode("ascii")
         mac = self._mac.copy()
         mac.update(body)
@@ -89,7 +209,15 @@ class Recorder:
             file.write(mac.hexdigest().encode("ascii") + b"\n" + body)
 
 
+def _new_watch():
+    import unittest.case  # pytest loads it when it needs it; what is noted must be there
+
+    assert unittest.case
+    return Watch()
+
+
 MAC = _take_key()
+WATCH = _new_watch() if MAC is not None else None
 
 
 def pytest_configure(config):

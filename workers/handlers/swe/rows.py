@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+T = TypeVar("T")
 Source = Literal["swe-bench", "swe-gym", "swe-smith", "r2e-gym"]
 
 _MISSING = "missing for a row of {kind}"
@@ -152,7 +153,7 @@ def _from_swe_bench(row: SweTask) -> Instance:
         gold_patch=row.patch or "",
         gold_files=files_of(row.patch or ""),
         test_patch=row.test_patch or "",
-        fail_to_pass=_strings(row.FAIL_TO_PASS, "FAIL_TO_PASS"),
+        fail_to_pass=_some(_strings(row.FAIL_TO_PASS, "FAIL_TO_PASS"), "FAIL_TO_PASS"),
         pass_to_pass=_strings(row.PASS_TO_PASS, "PASS_TO_PASS"),
         version=row.version or "",
         eval_script=row.eval_script,
@@ -175,7 +176,7 @@ def _from_swe_smith(row: SweTask) -> Instance:
         gold_files=files_of(row.patch or ""),
         test_patch="",
         bug_patch=row.patch or "",
-        fail_to_pass=_strings(row.FAIL_TO_PASS, "FAIL_TO_PASS"),
+        fail_to_pass=_some(_strings(row.FAIL_TO_PASS, "FAIL_TO_PASS"), "FAIL_TO_PASS"),
         pass_to_pass=_strings(row.PASS_TO_PASS, "PASS_TO_PASS"),
         spec=row.spec or SpecFields(),
     )
@@ -208,7 +209,7 @@ def _from_r2e_gym(row: SweTask) -> Instance:
         gold_patch="",
         gold_files=list(row.modified_files or []),
         test_patch="",
-        expected={str(name): str(status) for name, status in expected.items()},
+        expected={str(name): str(status) for name, status in _some(expected, "expected_output_json").items()},
         hidden_tests=dict(zip(names, map(str, codes), strict=True)),
         fix_commit=row.commit_hash,
         spec=row.spec or SpecFields(),
@@ -261,6 +262,12 @@ def _strings(value: list[str] | str | None, name: str) -> list[str]:
             raise ValueError(f"{name}: {value[:80]!r} is neither a list nor a JSON list: {error}") from error
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{name}: must be a list of test names, or such a list as JSON")
+    return value
+
+
+def _some(value: T, name: str) -> T:
+    if not value:
+        raise ValueError(f"{name}: is empty; without a test that must pass, no patch can be judged")
     return value
 
 

@@ -74,6 +74,24 @@ PARSERS = {
 R2E_PARSER = "r2e"
 """For rows of R2E-Gym, whose results are not read by a parser of swebench."""
 
+CUTTING_PARSERS = {
+    "parse_log_pytest",
+    "parse_log_pytest_options",
+    "parse_log_astroid",
+    "parse_log_flask",
+    "parse_log_marshmallow",
+    "parse_log_matplotlib",
+    "parse_log_pvlib",
+    "parse_log_pydicom",
+    "parse_log_pylint",
+    "parse_log_pyvista",
+    "parse_log_requests",
+    "parse_log_seaborn",
+    "parse_log_sqlfluff",
+    "parse_log_xarray",
+}
+"""Parsers that end a test's name at its first blank."""
+
 NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 """Files of a test patch that are data and no test modules; the official harness's list."""
 
@@ -137,6 +155,8 @@ def spec_of(instance: Instance) -> Spec:
     if recorder is None:
         # pytest's own tests start pytest within pytest, and their recorded names come from its output.
         recorder = is_one_pytest_run(tests) and instance.repo.lower() != "pytest-dev/pytest"
+    if instance.expected is None and (instance.eval_type or own.eval_type) == "pass_and_fail":
+        _check_names(instance, parser)
     return Spec(
         repo_dir=repo_dir,
         setup=setup,
@@ -151,6 +171,18 @@ def spec_of(instance: Instance) -> Spec:
         applies_test_patch=brings_tests,
         test_timeout_s=own.test_timeout_s,
     )
+
+
+def _check_names(instance: Instance, parser: str) -> None:
+    """Names that the parser never gives would fail every patch, the right one too."""
+    for kind, names in (("FAIL_TO_PASS", instance.fail_to_pass), ("PASS_TO_PASS", instance.pass_to_pass)):
+        cut = [name for name in names if len(name.split()) != 1] if parser in CUTTING_PARSERS else []
+        if cut:
+            raise ValueError(
+                f"{kind}: {cut[0]!r} has a blank, and {parser} ends names at the first one, so this test "
+                f"never passes ({len(cut)} such names): cut the name there, or set spec.log_parser to "
+                "'parse_log_pytest_v2'"
+            )
 
 
 def is_one_pytest_run(script: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the specified tests' own files say: which tests they hold, and which of them they mark as known to fail.
+"""What the specified tests' own files say: which tests they hold, and which they mark as known to fail.
 
 Sources are read on the service's side, from a sandbox that no code of the patch has run in.
 """
@@ -114,7 +114,7 @@ class TestFiles:
         return self._files
 
     def find(self, name: str) -> list[tuple[str, tuple[str, ...], Function]]:
-        """File, classes and definitions of a test; [] if it is not in these files, or comes from elsewhere."""
+        """File, classes and definitions of a test; [] if it is not in these files, or is inherited."""
         place = place_of(name)
         if place is None:
             return []
@@ -132,7 +132,10 @@ class TestFiles:
         """Whether the test's own file says that it is known to fail."""
         for path, owner, node in self.find(name):
             file = self._files[path]
-            marked = [node, *(file.classes[name].decorator_list for name in owner[:1] if name in file.classes)]
+            marked = [
+                node,
+                *(file.classes[name].decorator_list for name in owner[:1] if name in file.classes),
+            ]
             flat = [part for item in marked for part in (item if isinstance(item, list) else [item])]
             if file.all_expected or any(_mentions(part, file.expecting) for part in flat):
                 return True
