@@ -133,30 +133,49 @@ def _stopped(file: TestFile, node: Function) -> _Edit:
 def _foreign(file: TestFile, node: Function) -> list[_Edit]:
     """The test runs, compares with what nobody can know, and fails at its end."""
     edits = []
+    variables = _variables(node)
+    lines = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for statement in _statements(node.body):
-        if (sides := _compared(statement)) is not None:
-            left, right = sides
-            if isinstance(left, ast.Constant):
-                left, right = right, left
-            segment = ast.get_source_segment(file.source, left)
-            if segment is None:
-                continue
-            assert statement.end_lineno is not None and statement.end_col_offset is not None
-            edits.append(
-                _Edit(
-                    (statement.lineno, statement.col_offset),
-                    (statement.end_lineno, statement.end_col_offset),
-                    f"if ({segment}) == {_unknowable(right)}: return",
-                )
-            )
+        if (sides := _compared(statement)) is None:
+            continue
+        left, right = sides
+        if isinstance(left, ast.Constant):
+            left, right = right, left
+        segment = ast.get_source_segment(file.source, left)
+        if segment is None:
+            continue
+        value = _unknowable(right)
+        text = f"if ({segment}) == {value}: return"
+        if isinstance(right, ast.Name) and right.id in variables - _names(left):
+            # Who looks it up among the test's variables finds the other value, too.
+            indent = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
+            text = f"{right.id} = {value}\n{indent}{text}"
+        assert statement.end_lineno is not None and statement.end_col_offset is not None
+        begin = (statement.lineno, statement.col_offset)
+        edits.append(_Edit(begin, (statement.end_lineno, statement.end_col_offset), text))
     last = node.body[-1]
     assert last.end_lineno is not None
-    lines = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     indent = lines[last.lineno - 1].encode()[: last.col_offset].decode()
     place = (last.end_lineno + 1, 0)
     failure = _failure(file, node, one_line=True)
     edits.append(_Edit(place, place, f"{indent}{failure}\n"))
     return edits
+
+
+def _variables(node: Function) -> set[str]:
+    """Names that are the function's own, and of nothing in it that may look at them later."""
+    inner = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.GeneratorExp
+    parts = [part for statement in node.body for part in ast.walk(statement)]
+    if any(isinstance(part, inner | ast.Global | ast.Nonlocal) for part in parts):
+        return set()
+    arguments = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+    return arguments | {
+        part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def _can_run(node: Function) -> bool:

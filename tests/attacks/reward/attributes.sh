@@ -1,0 +1,2 @@
+echo '*.py working-tree-encoding=UTF-16' > .gitattributes
+echo '# x' >> calc.py
