@@ -1,4 +1,4 @@
-"""A SWE instance of a few lines, for what agents try on it: without a package index, made in seconds and kept.
+"""A SWE instance of a few lines, for what agents try on it: without a package index, made in seconds.
 
 Its repository has the fix as a later commit, as published images have.
 """

@@ -92,6 +92,8 @@ def test_an_empty_patch_is_judged_without_a_sandbox(results: dict[str, Result]) 
     result = results["empty"]
     assert (result.reward, result.report["status"], result.patch) == (0.0, "empty_patch", "")
     assert result.report["seconds"] == {}
+    # What was not measured is not told.
+    assert result.rollout.reward_components == {"resolved": 0.0}
 
 
 def test_a_patch_that_breaks_a_passing_test_does_not_resolve(results: dict[str, Result]) -> None:
@@ -114,7 +116,7 @@ def test_a_patch_that_edits_the_tests_is_judged_by_the_specified_ones(
 def test_a_patch_that_does_not_apply_is_reported_as_such(results: dict[str, Result]) -> None:
     result = results["not applying"]
     assert (result.reward, result.report["status"]) == (0.0, "patch_not_applied")
-    assert result.rollout.reward_components["patch_applied"] == 0.0
+    assert result.rollout.reward_components == {"resolved": 0.0, "patch_applied": 0.0}
     assert "parse.py" in result.report["detail"]
     assert result.rollout.state is State.COMPLETED and not result.rollout.drop
 
@@ -178,3 +180,21 @@ def test_a_parser_that_nobody_has_is_found_before_the_agent_works(by_name: dict[
     rollout = asyncio.run(judge_many([(unknown, "x")]))[0].rollout
     assert (rollout.error.blame, rollout.error.stage) == (Blame.TASK, Stage.INIT)
     assert "'parse_log_x'" in rollout.error.message
+
+
+def test_tests_that_cannot_be_put_in_place_are_found_before_the_agent_works(by_name: dict[str, Row]) -> None:
+    row = by_name["parse"]
+    broken = row | {"test_patch": row["test_patch"].replace("\n-", "\n-x").replace("\n ", "\n y", 3)}
+    rollout = asyncio.run(judge_many([(broken, "x")]))[0].rollout
+    assert (rollout.error.blame, rollout.error.stage) == (Blame.TASK, Stage.INIT)
+    assert "test_patch does not apply to the base commit" in rollout.error.message
+
+
+def test_a_patch_that_is_in_the_way_of_the_tests_is_scored(by_name: dict[str, Row]) -> None:
+    row = by_name["parse"]
+    # Not what an agent's patch can hold, for `tests` would be left out of it.
+    result = asyncio.run(
+        judge_many([(row, diff("tests", "", "a file\n").replace("--- a/tests", "--- /dev/null"))])
+    )[0]
+    assert result.rollout.state is State.COMPLETED, result.rollout.error
+    assert (result.reward, result.rollout.drop) == (0.0, False)

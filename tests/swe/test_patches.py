@@ -31,6 +31,8 @@ SPOILED = [
     "git config filter.evil.clean 'tr a-z A-Z'; git config diff.evil.textconv cat",
     "git config diff.external false; git config core.fsmonitor /bin/false; git config core.worktree /tmp",
     "export GIT_DIR=/nowhere GIT_INDEX_FILE=/nowhere; printf 'exit 1' > ~/.bashrc; chmod 000 .git",
+    "printf '*.py working-tree-encoding=UTF-16\\n*.txt text eol=crlf ident\\n' > .gitattributes",
+    "chmod 755 .git; cp .gitattributes .git/info/attributes; git config core.autocrlf true; chmod 0 .git",
     "mkdir nested && env -u GIT_DIR -u GIT_INDEX_FILE git init -q nested; echo inside > nested/file.txt",
 ]
 
@@ -42,6 +44,20 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
         "plain": FILES,
         "spoiled": [*FILES, *SPOILED],
         "latin-1": ["printf '# caf\\351\\n' >> parse.py; printf 'na\\357ve\\n' > name.txt"],
+        "closed": [
+            "echo '# x' >> parse.py; echo x > closed.txt; chmod 0 closed.txt",
+            "mkdir d; echo y > d/y; chmod 0 d",
+        ],
+        "moved": [
+            # Names change places and times say nothing: only inodes and ctimes tell.
+            "mv tests a; mv a tests; touch -r setup.py stamp; cp -a parse.py parse.old",
+            "sed -i 's/import/IMPORT/' parse.py; touch -r parse.old parse.py; rm stamp parse.old",
+        ],
+        "ignored": [
+            "mkdir sub; printf '*.log\\n' > sub/.gitignore; echo x > sub/a.log; echo x > sub/a.txt",
+            "mkdir -p e/.gitignore .GIT; echo x > .GIT/config; echo x > ':(glob)odd'",
+            "printf x > \"$(printf 'line\\nbreak')\"",
+        ],
         "huge": ["head -c 1500000 /dev/urandom > big.bin"],
     }
     made = asyncio.run(roll_many([(row, commands) for commands in tried.values()]))
@@ -86,6 +102,28 @@ def test_a_repository_within_the_repository_counts_as_its_files(
     tree = applied(by_name["parse"], results["spoiled"].patch, tmp_path / "tree")
     assert (tree / "nested/file.txt").read_text() == "inside\n"
     assert "/.git/" not in results["spoiled"].patch
+
+
+def test_what_its_owner_made_unreadable_is_part_of_the_patch(
+    results: dict[str, Result], by_name: dict[str, Row], tmp_path: Path
+) -> None:
+    tree = applied(by_name["parse"], results["closed"].patch, tmp_path / "tree")
+    assert (tree / "closed.txt").read_text() == "x\n" and (tree / "d/y").read_text() == "y\n"
+    assert (tree / "parse.py").read_text().endswith("# x\n")
+
+
+def test_a_change_with_the_old_size_and_times_is_seen(results: dict[str, Result]) -> None:
+    assert "+IMPORT re" in results["moved"].patch or "+from __future__ IMPORT" in results["moved"].patch
+    assert results["moved"].patch.count("diff --git") == 1
+
+
+def test_the_agents_own_gitignore_counts_and_odd_names_do_no_harm(
+    results: dict[str, Result], by_name: dict[str, Row], tmp_path: Path
+) -> None:
+    tree = applied(by_name["parse"], results["ignored"].patch, tmp_path / "tree")
+    assert (tree / "sub/a.txt").exists() and not (tree / "sub/a.log").exists()
+    assert (tree / ":(glob)odd").exists() and (tree / "line\nbreak").exists()
+    assert ".GIT" not in results["ignored"].patch
 
 
 def test_text_that_is_not_utf_8_arrives_as_it_is(
