@@ -46,6 +46,13 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
+def kill_from_outside(pid: int) -> None:
+    """End a sandbox as a fault of the node would; `pid`: its runtime's, as `SandboxInfo` has it."""
+    from sandbox import processes
+
+    processes.send(processes.descendants(pid) or [pid])
+
+
 def leftovers(directory: Path) -> list[str]:
     """Processes, sockets and scratch directories of sandboxes under a host's directory."""
     left = processes_of(directory)

@@ -6,8 +6,9 @@ import pytest
 
 from rollout.client import ApiError
 from rollout.schema import RolloutRequest, State, new_id
+from sandbox.host_client import SyncHostClient
 from tests.helpers.keys import http
-from tests.helpers.sandboxes import leftovers
+from tests.helpers.sandboxes import kill_from_outside, leftovers
 from tests.helpers.stack import wait_until
 
 
@@ -130,14 +131,30 @@ def test_a_sandbox_that_does_not_start_is_told_in_the_runtimes_words(client):
     assert item.reward is None and item.drop
 
 
-def test_a_sandbox_that_dies_under_the_agent_is_no_reward_of_zero(client):
-    """The agent kills the server in its own sandbox."""
-    request = RolloutRequest(
-        handler="in_tool", task={"command": "kill -9 $PPID; sleep 60"}, limits={"max_attempts": 2}
-    )
-    (item,) = client.run([request])
-    assert item.state is State.FAILED and item.attempt == 2
+def test_a_sandbox_that_dies_under_the_agent_is_no_reward_of_zero(stack, client):
+    """Somebody on the node kills it, in each attempt."""
+    request = RolloutRequest(handler="in_tool", task={"command": "sleep 60"}, limits={"max_attempts": 2})
+    (submitted,) = client.submit(request)
+    host, killed = SyncHostClient(stack.sandbox_dir), set()
+
+    def kill_or_end():
+        for one in host.list():
+            if one["owner"].startswith(f"{submitted.id}/") and one["id"] not in killed:
+                killed.add(one["id"])
+                kill_from_outside(one["pid"])
+        return client.get(submitted.id).state is State.FAILED
+
+    wait_until(kill_or_end, 60, "the rollout to fail")
+    item = client.get(submitted.id)
+    assert item.attempt == 2 and len(killed) == 2
     assert item.error.blame == "sandbox" and item.reward is None and item.drop
+
+
+def test_an_agent_that_kills_everything_it_can_reach_is_scored(client):
+    task = {"command": "kill -STOP $PPID; kill -9 $PPID; kill -9 -1; kill -9 $$"}
+    (item,) = client.run([RolloutRequest(handler="in_tool", task=task, limits={"max_attempts": 1})])
+    assert (item.state, item.attempt, item.reward, item.drop) == (State.COMPLETED, 1, 1.0, False)
+    assert item.reward_components == {"cwd_kept": 1.0}
 
 
 def test_an_unknown_sandbox_runtime_is_told(client):
@@ -165,8 +182,8 @@ def test_what_is_no_llm_server_is_not_registered(stack, client):
     assert caught.value.status == 404
 
 
-def test_an_agent_that_overruns_its_limits_fails_with_blame_task_and_no_second_attempt(stack, client):
+def test_an_agent_that_overruns_its_limits_is_scored_and_has_no_second_attempt(stack, client):
     (item,) = client.run([RolloutRequest(handler="greedy")])
-    assert item.state is State.FAILED and item.drop
-    assert (item.error.blame, item.attempt) == ("task", 1)
-    assert "disk limit again" in item.error.message
+    assert item.state is State.COMPLETED and not item.drop and item.error is None
+    assert (item.finish_reason, item.reward, item.attempt) == ("sandbox_limit", 1.0, 1)
+    assert any("disk limit again" in warning for warning in item.trajectory.warnings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from sandbox.errors import (
 from sandbox.host import take_lock
 from sandbox.host_client import HostClient, ensure_host
 from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
+from tests.helpers.sandboxes import kill_from_outside
 from tests.sandbox.conftest import run, why_not
 
 # Processes that ignore polite signals, leave their session and hold on.
@@ -176,9 +176,7 @@ def test_an_adopted_sandbox_that_ends_is_noticed_and_its_lifetime_still_counts(s
         pids = [pid for info in (one, two) for pid in processes_of(info.pid)]
         await kill_host(host)
         ensure_host(state)
-        async with SandboxClient(one.socket) as client:
-            with contextlib.suppress(SandboxGone):
-                await client.bash("kill -9 -1")
+        kill_from_outside(one.pid)
         await until(host.stats, lambda stats: stats["known"] == 0)
         for info in (one, two):
             assert_gone(state, info, pids)
