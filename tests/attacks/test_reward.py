@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rollout.schema import Limits, Rollout
 from rollout.trajectory import Message
 from sandbox import spec
 from tests.attacks import attack
+from tests.helpers.sandboxes import new_state, stop_host
 from tests.helpers.stack import ROOT
 from workers import errors
 from workers.agent.replay import Action, Call
@@ -39,6 +41,17 @@ class Service:
     control: bool
     monkeypatch: pytest.MonkeyPatch
     place: str = "service"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandbox_directory() -> Iterator[None]:
+    """A sandbox host of these attacks' own."""
+    state = new_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLOUT_SANDBOX_DIR", str(state))
+        yield
+    stop_host(state)
+    shutil.rmtree(state, ignore_errors=True)
 
 
 @pytest.fixture(params=["service", "control"])
