@@ -13,9 +13,10 @@ import re
 from typing import Any
 
 from flask import current_app, request
+from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from services.gateway.problems import ApiProblem, invalid
+from services.gateway.problems import ApiProblem, invalid, short
 
 MAX_DEPTH = 64
 """Levels of a body. Readers of answers, in which a request is a few levels deeper, take 200."""
@@ -41,6 +42,7 @@ def body_bytes() -> bytes:
 
     Raises:
         RequestEntityTooLarge: It is longer.
+        ApiProblem: 400; it ends in the middle.
     """
     if request.content_length is not None:
         return request.get_data(cache=False)
@@ -48,7 +50,10 @@ def body_bytes() -> bytes:
         return b""
     # In chunks: how long it is shows when it is read.
     most = current_app.config["MAX_CONTENT_LENGTH"]
-    data = request.environ["wsgi.input"].read(most + 1)
+    try:
+        data = request.environ["wsgi.input"].read(most + 1)
+    except (OSError, ParseException) as error:
+        raise invalid("(body)", f"its chunks cannot be read: {short(str(error), 100)}") from None
     if len(data) > most:
         raise RequestEntityTooLarge
     return data

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from io import BytesIO
 
 import pytest
 
-from rollout.schema import Rollout, RolloutRequest, Stage
+from rollout.schema import HandlerInfo, Rollout, RolloutRequest, Stage
 from rollout.trajectory import Chain, Message, Segment, ToolCall, Trajectory
 from services.gateway import auth, bodies
 from services.gateway.bodies import read_json
 from services.gateway.problems import ApiProblem
 from services.state import keys
 from services.state.api_keys import Scope
+from services.state.fleet import FleetStore
 from services.state.requests import Unstorable, stored_form
 from services.state.rollouts import UNREADABLE, Finish
+from tests.helpers.keys import KEY
+from tests.helpers.stack import Stack
 from tests.helpers.tenants import World
 from workers.errors import describe
 
@@ -97,6 +101,29 @@ def test_a_drain_sent_in_chunks_is_read(world, monkeypatch):
     assert world.call("POST", "/v1/backends/b/drain", "a", **more).status_code == 404
     assert world.call("POST", "/v1/backends/b/drain", "a").status_code == 404
     assert seen == [False, True], "no body at all is a drain"
+
+
+def test_chunks_are_held_to_the_limit_by_the_server_itself(tmp_path):
+    """Over a socket: where a body in chunks ends is gunicorn's to say."""
+    with Stack(tmp_path, tmp_path / "sbx", {"ROLLOUT_MAX_BODY_BYTES": "4096"}) as stack:
+        FleetStore(stack.redis.client).put_handlers([HandlerInfo(name="noop")])
+        body = b'{"handler": "noop"}'
+        head = (
+            f"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+            "Content-Type: application/json\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        piece = b"%x\r\n%s\r\n"
+        sent = {
+            202: piece % (len(body), body) + b"0\r\n\r\n",
+            413: piece % (len(body), body) + piece % (5000, b" " * 5000) + b"0\r\n\r\n",
+            400: piece % (len(body), body) + b"no number\r\n",
+        }
+        for status, chunks in sent.items():
+            with socket.create_connection(("127.0.0.1", stack.port), 30) as sock:
+                sock.sendall(head.encode() + chunks)
+                answer = b"".join(iter(lambda sock=sock: sock.recv(1 << 16), b""))
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:500]
+            assert status == 202 or b"application/problem+json" in answer
 
 
 def test_another_character_set_is_refused(world):
