@@ -101,7 +101,7 @@ _PROBLEMS = {
     409: "Not with what is there already",
     413: "The body is too large",
     415: "The body is not declared as JSON",
-    429: "Over quota; Retry-After says when to try again",
+    429: "Over quota, or too much that waits for this tenant; Retry-After says when to try again",
     503: "Redis does not answer, or something else that is needed; Retry-After says when to try again",
 }
 """Answers with a problem document (RFC 9457), by status."""
@@ -165,6 +165,7 @@ def _paths() -> dict[str, Any]:
                 {"200": _typed("The rollout", _ref(Rollout))},
                 400,
                 404,
+                429,
                 parameters=[*one_id, _WAIT, _INCLUDE, _TENANT],
             )
         },
@@ -190,6 +191,7 @@ def _paths() -> dict[str, Any]:
                 "Rollouts in order of completion since a cursor",
                 {"200": _typed("A page", _ref(CompletionPage))},
                 400,
+                429,
                 parameters=[_CURSOR, _WAIT, _LIMIT, _TAG, _INCLUDE, _TENANT],
             )
         },
@@ -198,6 +200,7 @@ def _paths() -> dict[str, Any]:
                 "The same as server-sent events; Last-Event-ID goes on where a stream was cut",
                 {"200": _answer("Events: completion, expired, missed", _STRING, "text/event-stream")},
                 400,
+                429,
                 parameters=[
                     _CURSOR,
                     _TAG,
@@ -213,6 +216,7 @@ def _paths() -> dict[str, Any]:
                 {"202": _answer("Started, or there already", _ref(Batch))},
                 *_BODY,
                 409,
+                429,
                 requestBody=_body(_ref(BatchRequest)),
             ),
             "get": _operation(
@@ -228,6 +232,7 @@ def _paths() -> dict[str, Any]:
                 {"200": _answer("The batch", _ref(Batch))},
                 400,
                 404,
+                429,
                 parameters=[*batch_id, _WAIT, _TENANT],
             )
         },
@@ -237,6 +242,7 @@ def _paths() -> dict[str, Any]:
                 {"200": _typed("A page", _ref(GroupPage))},
                 400,
                 404,
+                429,
                 parameters=[
                     *batch_id,
                     _CURSOR,
@@ -255,6 +261,7 @@ def _paths() -> dict[str, Any]:
                 *_BODY,
                 404,
                 409,
+                429,
                 parameters=[*batch_id, _TENANT],
                 requestBody=_body(_ref(PromptsRequest)),
             )
