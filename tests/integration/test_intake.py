@@ -19,6 +19,7 @@ from services.state.fleet import FleetStore
 from tests.helpers.gateways import started_gateway
 from tests.helpers.keys import HEADER, HEADERS, http
 from tests.helpers.stack import Stack, free_port, wait_until
+from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
 
 PATIENCE_S = 60.0
@@ -211,6 +212,25 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def test_500_long_polls_of_one_address_wait_beside_half_sent_requests(gateway):
+    (new,) = gateway.client.submit([RolloutRequest(handler="noop")])
+    paths = [f"/v1/rollouts/{new.id}?wait=50"] * 500
+    with (
+        half_sent(gateway.port, 64, HALVES["head"]),
+        Waiters("127.0.0.1", gateway.port, paths) as waiters,
+    ):
+        wait_until(lambda: parked(gateway.url) == 500, PATIENCE_S, "all of them to wait")
+        assert p99_s(gateway.url, 100) < 2.0
+        gateway.client.cancel(new.id)
+        assert waiters.read_answers(PATIENCE_S)
+        assert waiters.statuses() == [200] * 500
+
+
+def parked(url: str) -> float:
+    text = http.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    return float(re.search(r"^rollout_gateway_waiters (\S+)$", text, re.M)[1])
 
 
 def test_where_all_places_are_taken_the_half_sent_make_room(gateway):

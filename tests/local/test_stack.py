@@ -17,7 +17,7 @@ import pytest
 from rollout import account
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
-from services.local import plan
+from services.local import plan, ports
 from services.local.errors import StackError
 from services.local.plan import Options, Part
 from services.local.processes import marked
@@ -237,3 +237,21 @@ def test_the_record_is_readable_json_only_for_us(state):
     one.save(state / "stack.json")
     assert json.loads((state / "stack.json").read_text())["mark"] == one.mark
     assert Record.load(state / "stack.json") == one
+
+
+def test_a_port_without_keys_is_for_the_tenant_it_was_opened_for(state):
+    port = ports.pick(0, set())
+    half = rollout("up", "--state-dir", str(state), "--compat-port", str(port))
+    assert half.returncode == 2 and "--compat-tenant" in half.stderr
+    options = ["--no-backend", "--no-flower", "--compat-port", str(port), "--compat-tenant", "trainer"]
+    up = rollout("up", "--state-dir", str(state), *options)
+    assert up.returncode == 0, up.stdout + up.stderr
+    assert f"NO KEY IS NEEDED AT 127.0.0.1:{port}" in up.stdout
+    assert f"NO KEY IS NEEDED AT 127.0.0.1:{port}" in (state / "logs" / "gateway.log").read_text()
+    assert f"127.0.0.1:{port}: whoever reaches it is" in rollout("status", env={"COLUMNS": "160"}).stdout
+    compat, job = f"http://127.0.0.1:{port}", {"instance": {"data_source": "noop", "task": {"reward": 1.0}}}
+    made = httpx.post(f"{compat}/process", json=job, timeout=60)
+    assert made.status_code == 200 and made.json()["reward"] == 1.0
+    assert httpx.get(f"{compat}/v1/status").status_code == 404
+    with Client() as client:
+        assert client.list().rollouts == [], "it is the tenant's and not the operator's"
