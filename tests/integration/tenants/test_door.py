@@ -115,12 +115,6 @@ def test_what_is_turned_away_is_counted_and_said(world, caplog):
     assert "http://evil.example" in caplog.text
 
 
-def test_a_body_that_no_length_is_given_of_is_refused(world):
-    world.key("a")
-    more = {"headers": {"Transfer-Encoding": "chunked"}, "data": b"{}", "content_type": "application/json"}
-    assert world.call("POST", "/v1/rollouts", "a", **more).status_code == 411
-
-
 # -- the port ----------------------------------------------------------------------------------
 
 
