@@ -11,12 +11,13 @@ from services.slurm.engine import EngineJob
 from services.slurm.place import Place
 from services.slurm.rundir import DRAINING, UP, Head, RunDir
 from tests.helpers.fake_engine import fake_engine
+from tests.helpers.keys import KEY
 from tests.helpers.stack import Stack
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    """A gateway without workers and keys; loopback may do anything."""
+    """A gateway without workers."""
     with Stack(tmp_path_factory.mktemp("stack"), tmp_path_factory.mktemp("sandboxes")) as stack:
         yield stack
 
@@ -25,6 +26,7 @@ def gateway(tmp_path_factory):
 def run(gateway, tmp_path):
     run = RunDir(tmp_path / "run")
     run.make()
+    run.write_private(run.key_file, KEY)
     run.write_head(Head("1", "n1", "127.0.0.1", UP, gateway.url, "", None))
     return run
 

@@ -37,7 +37,7 @@ class Terminal:
         master, slave = pty.openpty()
         self.master = master
         self.resize(rows, columns)
-        clean = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "ROLLOUT_API_KEY")}
+        clean = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [*COMMAND, "--url", url, "--interval", "0.5", *options],
             stdin=slave,
