@@ -6,11 +6,13 @@ import asyncio
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import ClassVar
 
 from rollout.schema import Blame, ErrorInfo, Stage
 from sandbox.errors import NodeShort, SandboxError, SandboxRequestError
 from sandbox.spec import Fate
+from workers.clocks import counted
 
 MAX_TRACEBACK = 8000
 """Characters of a traceback that are kept; the end says what happened."""
@@ -97,20 +99,45 @@ class DeadlinePassed(StageTimeout):
 async def time_limit(seconds: float, error: type[StageTimeout], message: str) -> AsyncIterator[None]:
     """Bound a block; a `TimeoutError` that the block itself raises stays what it is.
 
+    What a stage waits for Redis does not count, except towards the deadline of the rollout, which is the caller's.
+
     Raises:
         StageTimeout: The block took longer; of the given type and with the given message.
     """
     try:
         async with asyncio.timeout(seconds) as scope:
-            yield
+            if issubclass(error, DeadlinePassed):
+                yield
+            else:
+                with counted(scope):
+                    yield
     except TimeoutError as cause:
         if scope.expired():
             raise error(message) from cause
         raise
 
 
+def laid(error: Exception, handler: object) -> Exception:
+    """The error, or one of ours in its place where no code of the handler or of its tools takes part in it."""
+    if _took_part(handler, error.__traceback__):
+        return error
+    ours = InfrastructureError(f"an error of the service: {type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours
+
+
+def _took_part(handler: object, trace: TracebackType | None) -> bool:
+    """Whether a frame of the modules of the handler, or of a tool of it, is on the way to where an error arose."""
+    kinds = [*type(handler).__mro__, *map(type, getattr(handler, "tools", ()))]
+    modules = {kind.__module__ for kind in kinds} - _NOT_THE_HANDLERS
+    return any(frame.f_globals.get("__name__") in modules for frame, _ in traceback.walk_tb(trace))
+
+
+_NOT_THE_HANDLERS = {"builtins", "abc", "typing", "workers.handlers.base", "workers.agent.tools.base"}
+
+
 def describe(error: BaseException, stage: Stage) -> ErrorInfo:
-    """The record of a failure. Whatever has no blame of its own was raised by the handler."""
+    """The record of a failure. Whatever has no blame of its own was raised by the handler: see `laid`."""
     blame = error.blame if isinstance(error, StageError) else Blame.HANDLER
     lines = "".join(traceback.format_exception(error))
     return ErrorInfo(

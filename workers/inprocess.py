@@ -118,6 +118,9 @@ class _OneBackend:
     async def change(self) -> None:
         await asyncio.sleep(0.2)
 
+    def clock(self) -> float:
+        return time.monotonic()
+
     def watch(self, backend_id: str, call: asyncio.Task[Any]) -> None:
         """Nobody says that it is down."""
 

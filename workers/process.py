@@ -53,6 +53,8 @@ log = structlog.get_logger("worker")
 
 START_PATIENCE_S = 60.0
 """For Redis to answer when a worker starts; then it ends, and who started it hears of it."""
+BEAT_AGAIN_S = 0.5
+"""After a heartbeat that Redis did not answer: leases are extended before any reaper judges them."""
 CANCEL, LOST, OVERDUE, SHUTDOWN = "cancel", "lost", "overdue", "shutdown"
 """Why a stage is interrupted from outside."""
 
@@ -258,14 +260,17 @@ class WorkerProcess:
     # -- side threads ------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Extend the leases of everything in hand, a third of the lease apart."""
-        while not self.stopping.wait(self.settings.lease_s / 3):
+        """Extend the leases of everything in hand, a third of the lease apart; at once when Redis is back."""
+        pause = every = self.settings.lease_s / 3
+        while not self.stopping.wait(pause):
+            pause = every
             held = list(self._held.values())
             if not held:
                 continue
             try:
                 words = self.store.heartbeat((one.rollout_id, one.fence) for one in held)
             except redis.RedisError as error:
+                pause = min(BEAT_AGAIN_S, every)
                 self.metrics.heartbeats_failed.inc()
                 log.warning("heartbeat failed", error=str(error), held=len(held))
                 continue

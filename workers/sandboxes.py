@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from services.settings import Settings
 from services.state.rollouts import RolloutStore
 from services.state.tenants import TenantStore
 from workers.errors import AgentFault, from_sandbox
+from workers.patience import ask
 from workers.permits import check_sandbox
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Sandboxes:
             max_lifetime_s=self._deadline_in_s + LIFETIME_MARGIN_S,
             **more,
         )
-        tenant = await asyncio.to_thread(self._tenants.get, self._tenant)
+        tenant = await ask(self._tenants.get, self._tenant)
         check_sandbox(spec, tenant, runtime=ctx.request.sandbox_runtime)
         return spec
 
@@ -246,4 +246,4 @@ async def note_sandbox(
     box = json.dumps({"record": record.model_dump(), "socket": socket})
     took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
     text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
-    await asyncio.to_thread(store.note, rollout_id, fence, {"sandbox": box, "node": record.node}, text)
+    await ask(store.note, rollout_id, fence, {"sandbox": box, "node": record.node}, text)

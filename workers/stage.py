@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -36,9 +37,11 @@ from workers.errors import (
     TaskError,
     describe,
     from_sandbox,
+    laid,
     time_limit,
 )
 from workers.handlers.base import AgentHandler, Context
+from workers.patience import RedisAway, wait_for
 from workers.process import CANCEL, LOST, OVERDUE, SHUTDOWN, Held, WorkerProcess
 from workers.sandboxes import Sandboxes
 
@@ -51,9 +54,6 @@ PUT_BACK_S = 1.0
 """For a message of INIT to wait in its slot for room, before it is left to other nodes."""
 FATE_S = 5.0
 """Most seconds that cleaning up may hold a finished stage."""
-FINISH_PATIENCE_S = 600.0
-"""Seconds a finished stage waits for a Redis that is away. The fence decides whether it still counts."""
-FINISH_RETRY_S = 1.0
 
 
 C = TypeVar("C", bound=Context)
@@ -148,6 +148,12 @@ class StageRun:
         except Exception as error:
             self.log.warning("sandbox not released; the host's time limit will end it", error=str(error))
 
+    def laid(self, error: Exception) -> Exception:
+        """The error as somebody's, see `workers.errors.laid`."""
+        if isinstance(error, StageError | SandboxError):
+            return error
+        return laid(error, self.process.handlers.get(self.claim.request.handler))
+
     def retry_delay(self) -> float:
         return self.process.settings.retry_delay_s * 2 ** (self.claim.attempt - 1)
 
@@ -169,7 +175,7 @@ def error_fields(error: ErrorInfo) -> dict[str, str]:
 
 def failed(run: StageRun, error: Exception) -> dict[str, str]:
     """Say in the log that the stage failed; the record's fields that say so too."""
-    info = describe(error, run.claim.stage)
+    info = describe(run.laid(error), run.claim.stage)
     run.log.warning("stage failed", blame=info.blame.value, error=info.message, type=info.type)
     return error_fields(info) | {"finish_reason": FinishReason.ERROR.value}
 
@@ -178,6 +184,7 @@ def failure(run: StageRun, error: Exception) -> Finish:
     """The outcome of a failed stage: another attempt where that may help, else the end."""
     if isinstance(error, AgentFault):  # RUN and EVAL score those; in INIT no agent has done anything yet
         error = TaskError(str(error))
+    error = run.laid(error)
     fields = failed(run, error)
     retry = isinstance(error, StageError) and error.retry
     return Finish("again" if retry else State.FAILED, fields, delay_s=run.retry_delay() if retry else None)
@@ -233,7 +240,7 @@ def run_stage(task: Task, ref: Ref, stage: Stage, body: Body) -> Ref:
         put_back_at = time.monotonic() + PUT_BACK_S
         while claim in (FULL, STOPPED) and process.admission.wait_for_room(put_back_at - time.monotonic()):
             claim, held = _take(process, ref, stage)
-    except redis.RedisError as error:
+    except (redis.RedisError, RedisAway) as error:
         # The reaper rings again; the claim, if it was made after all, runs out with its lease.
         log.error("Redis does not answer", rollout_id=ref["id"], stage=stage.value, error=str(error))
         return _stop_chain(task, ref)
@@ -262,20 +269,28 @@ def _take(process: WorkerProcess, ref: Ref, stage: Stage) -> tuple[Claim | str, 
 
 
 def _claim(process: WorkerProcess, ref: Ref, stage: Stage) -> Claim | str:
-    """The stage of the rollout that the message names; of INIT, that of the one whose turn it is."""
+    """The stage of the rollout that the message names; of INIT, that of the one whose turn it is.
+
+    Waits for Redis: a claim that was made and not heard of would cost the rollout its lease.
+    """
+    token = secrets.token_hex(8)
     if stage is not Stage.INIT:
-        return process.store.claim(ref["id"], ref["attempt"], stage, process.name)
+        claim = process.store.claim
+        return wait_for(lambda: claim(ref["id"], ref["attempt"], stage, process.name, token))
     admission = process.admission
     if not admission.is_open:
         return STOPPED
     most_on_node, most_without_sandbox = admission.bounds()
-    claim = process.store.claim_next(
-        ref["id"],
-        ref["attempt"],
-        process.name,
-        node=process.settings.node,
-        most_on_node=most_on_node,
-        most_without_sandbox=most_without_sandbox,
+    claim = wait_for(
+        lambda: process.store.claim_next(
+            ref["id"],
+            ref["attempt"],
+            process.name,
+            node=process.settings.node,
+            most_on_node=most_on_node,
+            most_without_sandbox=most_without_sandbox,
+            token=token,
+        )
     )
     if claim == FULL:
         admission.found_full()
@@ -289,27 +304,15 @@ def _run_stage(task: Task, ref: Ref, run: StageRun, body: Body) -> Ref:
             outcome = process.run(held, work(run, body))
         except asyncio.CancelledError:
             outcome = _interrupted(run)
-        entered = LOST if outcome is None else _finish(run, outcome)
-    except redis.RedisError as error:
+        # The work is done and would be lost: an outcome waits for a Redis that is away, or full.
+        entered = LOST if outcome is None else wait_for(lambda: process.store.finish(run.claim, outcome))
+    except (redis.RedisError, RedisAway) as error:
         # The reaper rings again once the lease has run out.
         run.log.error("Redis does not answer", error=str(error))
         return _stop_chain(task, ref)
     finally:
         process.let_go(held)
     return _after(task, ref, run, entered, outcome)
-
-
-def _finish(run: StageRun, outcome: Finish) -> str:
-    """Write the outcome, waiting for Redis to come back: the work is done and would be lost."""
-    deadline = time.monotonic() + FINISH_PATIENCE_S
-    while True:
-        try:
-            return run.process.store.finish(run.claim, outcome)
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            if time.monotonic() > deadline:
-                raise
-            run.log.warning("Redis does not answer; the outcome waits", error=str(error))
-            time.sleep(FINISH_RETRY_S)
 
 
 def _after(task: Task, ref: Ref, run: StageRun, entered: str, outcome: Finish | None) -> Ref:

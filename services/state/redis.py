@@ -54,6 +54,22 @@ def _master_pool(address: RedisAddress, options: dict[str, Any]) -> redis.Connec
     return _MasterPool(address.master, sentinel, db=address.db, **address.credentials, **options)
 
 
+_REFUSALS = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "LOADING", "EXECABORT", "READONLY", "OOM")
+"""How an answer begins that says: not now. Full, a disk that cannot be written, a failover, a start."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a call failed because Redis is away, full or cannot be written: the same call may succeed later."""
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return True
+    refused = redis.OutOfMemoryError, redis.ReadOnlyError
+    return isinstance(error, refused) or (
+        isinstance(error, redis.ResponseError) and str(error).startswith(_REFUSALS)
+    )
+
+
 @lru_cache
 def lua_source(name: str) -> str:
     """Text of `lua/<name>.lua`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import redis
@@ -11,9 +12,10 @@ from rollout.schema import Backend
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.state.backends import BackendStore
 from services.state.redis import connect
+from workers import patience
 from workers.agent.placement import Placements, PromptSizes
 from workers.agent.router import BackendRouter
-from workers.errors import InfrastructureError
+from workers.errors import InfrastructureError, StageTimeout, time_limit
 
 
 def backend(name, **fields):
@@ -58,7 +60,27 @@ def test_many_rollouts_share_few_round_trips_and_each_gets_its_own_answer(store)
     assert [(one.load, one.live_rollouts) for one in store.list()] == [(0.0, 0)] * 2
 
 
-def test_a_redis_that_is_away_fails_the_calls_under_way_and_not_the_later_ones(store):
+def test_a_redis_that_is_away_is_waited_for_and_the_stage_s_clock_stands_still(store, monkeypatch):
+    monkeypatch.setattr(patience, "RETRY_S", 0.05)
+
+    async def main():
+        placements = Placements(store)
+        store.broken = True
+        asyncio.get_running_loop().call_later(1.5, setattr, store, "broken", False)
+        async with time_limit(1.0, StageTimeout, "run_timeout_s"):
+            placed = await asyncio.gather(*(placements.acquire(f"r{n}") for n in range(3)))
+        assert placements.clock() < time.monotonic() - 1.0, "nor does waiting for a backend count"
+        with pytest.raises(StageTimeout):
+            async with time_limit(0.1, StageTimeout, "run_timeout_s"):
+                await asyncio.sleep(10)
+        return placed
+
+    assert {one.word for one in asyncio.run(main())} == {"ok"}
+
+
+def test_a_redis_that_stays_away_fails_the_calls_under_way_as_ours_and_not_the_later_ones(store, monkeypatch):
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+
     async def main():
         placements = Placements(store)
         store.broken = True
@@ -69,7 +91,8 @@ def test_a_redis_that_is_away_fails_the_calls_under_way_and_not_the_later_ones(s
         return failed, await placements.acquire("later")
 
     failed, later = asyncio.run(main())
-    assert [type(one) for one in failed] == [redis.ConnectionError] * 3 and later.word == "ok"
+    assert [(type(one), one.blame) for one in failed] == [(patience.RedisAway, "infrastructure")] * 3
+    assert later.word == "ok"
 
 
 def test_a_caller_that_gives_up_does_not_disturb_the_others(store):

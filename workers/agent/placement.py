@@ -8,11 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from contextlib import suppress
+from contextvars import Context
 from typing import Any
 
 from rollout.trajectory import Trajectory
 from services.state.backends import BackendStore, Placed, placed
+from workers.clocks import stopped
+from workers.patience import ask
 
 MAX_BATCH = 256
 """Calls in one round trip; Redis serves nobody else meanwhile (about 40 µs a call)."""
@@ -20,6 +24,8 @@ CHARACTERS_PER_TOKEN = 4
 SHARE_OF_THE_NEWEST = 0.1
 EXCHANGE_POLL_S = 0.02
 """A canary takes about as long; only calls that end while one runs ask so often."""
+OUTAGE_S = 1.0
+"""A round trip takes a millisecond; what takes longer than this is no round trip."""
 LOOK_AGAIN_S = 2.0
 """Longest pause before a rollout that waits for room asks again by itself: messages may be lost."""
 
@@ -56,6 +62,7 @@ class Placements:
         """Held by the rollout that has waited longest for room: a large one must not starve."""
         self.changed = asyncio.Event()
         self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self._away_s = 0.0
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
         """See `BackendStore.acquire`."""
@@ -71,22 +78,31 @@ class Placements:
 
     async def suspect(self, backend_id: str) -> None:
         """Have a backend probed at once, because a call to it failed."""
-        await asyncio.to_thread(self._store.suspect, backend_id)
+        await ask(self._store.suspect, backend_id)
 
-    def _ask(self, args: list[Any]) -> asyncio.Future[Any]:
+    async def _ask(self, args: list[Any]) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queue.append((args, answer))
         if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush())
-        return answer
+            # In no rollout's context: it serves many.
+            self._flushing = asyncio.create_task(self._flush(), context=Context())
+        with stopped():
+            return await answer
+
+    def clock(self) -> float:
+        """Monotonic seconds without those of Redis' outages: nobody hears of a usable backend then."""
+        return time.monotonic() - self._away_s
 
     async def _flush(self) -> None:
         while self._queue:
             batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
+            began = time.monotonic()
             try:
-                replies = await asyncio.to_thread(self._store.many, [args for args, _ in batch])
+                replies = await ask(self._store.many, [args for args, _ in batch])
             except Exception as error:
                 replies = [error] * len(batch)
+            if (taken := time.monotonic() - began) > OUTAGE_S:
+                self._away_s += taken
             for (_, answer), reply in zip(batch, replies, strict=True):
                 if answer.done():
                     continue
@@ -98,7 +114,7 @@ class Placements:
     async def trusted(self, backend_id: str, version: str | None) -> bool:
         """Whether tokens that a backend sampled from these weights count. Waits while they are exchanged."""
         while True:
-            backend = await asyncio.to_thread(self._store.get, backend_id)
+            backend = await ask(self._store.get, backend_id)
             if backend is None or not backend.paused:
                 return backend is not None and (backend.healthy or backend.policy_version == version)
             await asyncio.sleep(EXCHANGE_POLL_S)

@@ -84,8 +84,8 @@ class BackendRouter:
                 return self._take(placed)
             if placed.word == "lost":
                 raise self._lost()
-            unusable_since = unusable_since or time.monotonic()
-            if time.monotonic() - unusable_since >= self._wait_s:
+            unusable_since = unusable_since or self._placements.clock()
+            if self._placements.clock() - unusable_since >= self._wait_s:
                 raise self._none_usable(placed.why)
             await self._placements.change()
 
@@ -150,7 +150,7 @@ class BackendRouter:
                     attempt=attempts,
                     error=str(last),
                 )
-            trouble_since = trouble_since or time.monotonic()
+            trouble_since = trouble_since or self._placements.clock()
             if backend is not None and not last.aborted:
                 failed = (*failed, backend.id)
                 await self._placements.suspect(backend.id)
@@ -160,7 +160,7 @@ class BackendRouter:
             # None: every backend has failed this turn or is down, so begin again with the pinned one.
             # Aborted: the engine lives and says so (a weight update); the prefix is cached there, so stay.
             failed = ()
-            waited = time.monotonic() - trouble_since
+            waited = self._placements.clock() - trouble_since
             if waited >= self._wait_s and (backend is None or attempts >= MIN_ATTEMPTS):
                 raise InfrastructureError(
                     f"no backend answered for {waited:.0f} s, {attempts} calls failed; the last: {last}"
