@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox.errors import SandboxError
-from sandbox.processes import memory_available
+from sandbox.processes import memory_available, memory_total
 
 DISK, MEMORY = "disk", "memory"
 MIB = 1 << 20
@@ -74,20 +75,32 @@ def own_cgroup() -> str | None:
     return next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
 
 
+def memory_limit() -> int:
+    """Bytes that this process may have in all: the machine's, or what the cgroups above it allow."""
+    return min([memory_total(), *(limit for _, limit in _limits())])
+
+
 def _left_in_cgroups() -> list[int]:
+    found = []
+    for place, limit in _limits():
+        with suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            used = int((place / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            found.append(max(0, limit - used))
+    return found
+
+
+def _limits() -> list[tuple[Path, int]]:
     """A Slurm job's limit is that of a cgroup above the one that its processes are in."""
     own, found = own_cgroup(), []
     if own is None:
         return []
     place = CGROUPS / own
     while place.is_relative_to(CGROUPS):
-        try:
+        # The root has no such file, and a version 1 hierarchy neither.
+        with suppress(OSError, ValueError):
             limit = (place / "memory.max").read_text().strip()
             if limit != "max":
-                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                used = int((place / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-                found.append(max(0, int(limit) - used))
-        except (OSError, ValueError):
-            pass  # the root has no such files, and a version 1 hierarchy neither
+                found.append((place, int(limit)))
         place = place.parent
     return found

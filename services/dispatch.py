@@ -133,7 +133,11 @@ class Dispatcher:
 
     def clean_up(self, rollout_id: str, node: str, attempt: int) -> None:
         """Have the sandbox of an attempt that ended outside a stage released on its node."""
-        self._app.send_task(TASK_CLEANUP, args=(Ref(id=rollout_id, attempt=attempt, node=node),))
+        try:
+            self._app.send_task(TASK_CLEANUP, args=(Ref(id=rollout_id, attempt=attempt, node=node),))
+        except (KombuError, redis.RedisError) as error:
+            # The host's own time limit is behind it.
+            log.warning("sandbox not released: no message could be sent", node=node, error=str(error))
 
 
 def _batch(producer: Producer) -> AbstractContextManager[Any]:

@@ -37,6 +37,18 @@ class Settings(BaseModel):
         False,
         description="Refuse a Redis that may lose data (eviction, no append-only file) instead of warning.",
     )
+    redis_max_memory_mb: int = Field(
+        0,
+        ge=0,
+        description="Memory (MiB) of the Redis that `rollout up` or the head of a Slurm service runs; "
+        "0 = half of what the machine, or the job, has.",
+    )
+    redis_fsync: str = Field(
+        "everysec",
+        pattern="^(everysec|always)$",
+        description="When that Redis writes to disk what it acknowledged: `everysec` may lose the last "
+        "second in a power cut, `always` nothing ([its cost](redis.md#what-a-power-cut-may-lose)).",
+    )
     gateway_host: str = Field("127.0.0.1", description="Address the gateway listens on.")
     gateway_port: int = Field(8080, ge=0, le=65535, description="Port of the gateway; 0 picks a free one.")
     gateway_names: str = Field(
@@ -95,6 +107,12 @@ class Settings(BaseModel):
     )
     retry_delay_s: float = Field(
         1.0, ge=0, description="Seconds before the second attempt after an infrastructure failure (doubling)."
+    )
+    handler_wait_s: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds that a rollout goes from worker to worker while none knows its handler; "
+        "then it fails.",
     )
     shutdown_grace_s: float = Field(
         10.0, ge=0, description="Seconds that a stopping worker gives its rollouts before it hands them back."
@@ -162,10 +180,10 @@ class Settings(BaseModel):
         description="Seconds that the trajectory of an acknowledged rollout is kept; -1 = like any other.",
     )
     results_max_bytes: int = Field(
-        0,
-        ge=0,
+        -1,
+        ge=-1,
         description="Most bytes of ended rollouts' trajectories in Redis; beyond it the oldest are dropped, "
-        "acknowledged ones first. 0 = no limit.",
+        "acknowledged ones first. -1 = half of Redis' memory; 0 = no limit.",
     )
     webhook_url: str = Field(
         "",

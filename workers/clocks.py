@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 _running: ContextVar[tuple[_Clock, ...]] = ContextVar("running", default=())
@@ -31,10 +31,8 @@ class _Clock:
             self._reschedule(asyncio.get_running_loop().time() + self._left)
 
     def _reschedule(self, when: float | None) -> None:
-        try:
+        with suppress(RuntimeError):  # its block has ended, or is being cancelled
             self._scope.reschedule(when)
-        except RuntimeError:
-            pass  # its block has ended, or is being cancelled
 
 
 @contextmanager

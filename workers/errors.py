@@ -82,6 +82,12 @@ class InfrastructureError(StageError):
     retry = True
 
 
+class UnknownHandler(StageError):
+    """This worker does not carry the handler; one of another release or with other packages may."""
+
+    blame = Blame.INFRASTRUCTURE
+
+
 class StageTimeout(StageError):
     """The stage's time limit passed."""
 
@@ -99,7 +105,7 @@ class DeadlinePassed(StageTimeout):
 async def time_limit(seconds: float, error: type[StageTimeout], message: str) -> AsyncIterator[None]:
     """Bound a block; a `TimeoutError` that the block itself raises stays what it is.
 
-    What a stage waits for Redis does not count, except towards the deadline of the rollout, which is the caller's.
+    What a stage waits for Redis does not count, but for the deadline of the rollout, which is the caller's.
 
     Raises:
         StageTimeout: The block took longer; of the given type and with the given message.
@@ -118,7 +124,7 @@ async def time_limit(seconds: float, error: type[StageTimeout], message: str) ->
 
 
 def laid(error: Exception, handler: object) -> Exception:
-    """The error, or one of ours in its place where no code of the handler or of its tools takes part in it."""
+    """The error, or one of ours in its place where no code of the handler or its tools takes part in it."""
     if _took_part(handler, error.__traceback__):
         return error
     ours = InfrastructureError(f"an error of the service: {type(error).__name__}: {error}")
@@ -127,7 +133,7 @@ def laid(error: Exception, handler: object) -> Exception:
 
 
 def _took_part(handler: object, trace: TracebackType | None) -> bool:
-    """Whether a frame of the modules of the handler, or of a tool of it, is on the way to where an error arose."""
+    """Whether the way to where an error arose leads through a module of the handler or of its tools."""
     kinds = [*type(handler).__mro__, *map(type, getattr(handler, "tools", ()))]
     modules = {kind.__module__ for kind in kinds} - _NOT_THE_HANDLERS
     return any(frame.f_globals.get("__name__") in modules for frame, _ in traceback.walk_tb(trace))

@@ -1,6 +1,6 @@
 """Redis as a stage uses it: waited for while it is away or full, on none of the stage's clocks.
 
-Every use of Redis within a stage goes through `ask` (on the event loop) or `wait_for` (in the stage's thread).
+Every use of Redis within a stage goes through `ask` (on the event loop) or `wait_for` (in its thread).
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ log = structlog.get_logger("worker")
 
 START_PATIENCE_S = 60.0
 """For Redis to answer when a worker starts; then it ends, and who started it hears of it."""
+OVERDUE_SLACK_S = 2.0
+"""Between our clock and Redis'."""
 BEAT_AGAIN_S = 0.5
 """After a heartbeat that Redis did not answer: leases are extended before any reaper judges them."""
 CANCEL, LOST, OVERDUE, SHUTDOWN = "cancel", "lost", "overdue", "shutdown"
@@ -66,6 +68,8 @@ class Held:
     rollout_id: str
     stage: Stage
     fence: int = 0
+    ends_at: float = float("-inf")
+    """Monotonic time of its deadline."""
     task: asyncio.Task[Any] | None = None
     reason: str | None = None
     """Set once it is to be interrupted."""
@@ -225,7 +229,8 @@ class WorkerProcess:
 
     def hold(self, claim: Claim, cancelled: set[str]) -> Held:
         """Enter what was claimed. Work under an old fence, which has yet to hear of it, may be here too."""
-        held = Held(claim.rollout_id, claim.stage, claim.fence)
+        ends_at = time.monotonic() + claim.deadline_in_s
+        held = Held(claim.rollout_id, claim.stage, claim.fence, ends_at)
         with self._lock:
             self._held[claim.rollout_id, claim.fence] = held
             if claim.rollout_id in cancelled:
@@ -275,6 +280,8 @@ class WorkerProcess:
                 log.warning("heartbeat failed", error=str(error), held=len(held))
                 continue
             for one, word in zip(held, words, strict=True):
+                if word == OVERDUE and time.monotonic() < one.ends_at - OVERDUE_SLACK_S:
+                    continue  # Redis' clock has jumped, and the reaper has yet to move the deadline
                 if word != "ok":
                     self.interrupt(one, word)
 

@@ -16,6 +16,7 @@ from services.state.election import LOCK_S, Election
 from services.state.fleet import ALIVE_S, FleetStore
 from services.state.retention import ResultStore
 from services.state.rollouts import Overdue, RolloutStore
+from workers.steadiness import Steadiness
 
 log = structlog.get_logger("reaper")
 
@@ -47,10 +48,8 @@ class Reaper:
         lock_s = min(LOCK_S, settings.lease_s / 2)
         self._election = Election(client, keys.REAPER_LOCK, owner, settings.reaper_interval_s, lock_s)
         self._trimmed = 0.0
-        self._settings = settings
-        self._was_away = False
-        self._patient_until = float("-inf")
-        """After Redis was away workers extend their leases first, which takes a third of one."""
+        # By way of the module, whose clock tests move.
+        self._steadiness = Steadiness(client, settings.lease_s, lambda: time.monotonic())
         self._fleet = FleetStore(client)
         self._lost_after_s = max(2 * ALIVE_S, settings.lease_s)
         self._looked_for_nodes = float("-inf")
@@ -61,7 +60,10 @@ class Reaper:
         """Tick until the worker stops. Redis being away is waited out."""
         while not stopping.wait(self._interval):
             try:
+                jump = self._steadiness.look()
                 if self._election.won():
+                    if jump:
+                        self.clock_jumped(jump)
                     self.tick()
             except redis.RedisError as error:
                 self.redis_was_away()
@@ -73,26 +75,37 @@ class Reaper:
     def redis_was_away(self) -> None:
         """Note that nobody could speak or extend a lease."""
         self._looked_for_nodes = float("-inf")
-        self._was_away = True
+        self._steadiness.disturbed()
+
+    def clock_jumped(self, seconds: float) -> None:
+        """Redis' clock did: everybody looks silent, and every deadline is another one."""
+        log.warning("the clock of Redis jumped; deadlines are moved along", seconds=round(seconds, 1))
+        self._looked_for_nodes = float("-inf")
+        self._store.jumped(seconds)
 
     def tick(self) -> None:
         """Deal with everything that is due now."""
-        if self._was_away:
-            self._was_away, self._patient_until = False, time.monotonic() + self._settings.lease_s / 2
-        if time.monotonic() < self._patient_until:
+        self._free_results()
+        if self._steadiness.patient or not self._judge():
             return
-        while items := self._store.overdue(AT_ONCE):
-            for item in items:
-                self._deal_with(item)
-            if len(items) < AT_ONCE:
-                break
         if time.monotonic() - self._looked_for_nodes > LOOK_FOR_NODES_EVERY_S:
             self._take_from_lost_nodes()
-        self._free_results()
         if time.monotonic() - self._trimmed > TRIM_EVERY_S:
             self._trimmed = time.monotonic()
             self._store.trim()
             self._results.trim()
+
+    def _judge(self) -> bool:
+        """Deal with what is due; False: Redis' clock is not where it should be, and nothing was judged."""
+        while True:
+            items = self._store.overdue(AT_ONCE, self._steadiness.latest())
+            if items is None:
+                self._steadiness.disturbed()
+                return False
+            for item in items:
+                self._deal_with(item)
+            if len(items) < AT_ONCE:
+                return True
 
     def _take_from_lost_nodes(self) -> None:
         """What waits for a node whose workers are all gone would wait until its deadline.

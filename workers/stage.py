@@ -35,6 +35,7 @@ from workers.errors import (
     HandlerError,
     StageError,
     TaskError,
+    UnknownHandler,
     describe,
     from_sandbox,
     laid,
@@ -48,6 +49,8 @@ from workers.sandboxes import Sandboxes
 log = structlog.get_logger("stage")
 
 CLEANUP_S = 20.0
+BACK = ("handback", "elsewhere")
+"""Outcomes that give a rollout back as it is."""
 FULL, STOPPED = "full", "stopped"
 """Why INIT takes nothing now, although somebody may wait."""
 PUT_BACK_S = 1.0
@@ -184,6 +187,9 @@ def failure(run: StageRun, error: Exception) -> Finish:
     """The outcome of a failed stage: another attempt where that may help, else the end."""
     if isinstance(error, AgentFault):  # RUN and EVAL score those; in INIT no agent has done anything yet
         error = TaskError(str(error))
+    if isinstance(error, UnknownHandler):
+        # An older release, say, in the middle of an upgrade: whoever knows the handler takes it.
+        return Finish("elsewhere", failed(run, error), delay_s=run.process.settings.retry_delay_s)
     error = run.laid(error)
     fields = failed(run, error)
     retry = isinstance(error, StageError) and error.retry
@@ -226,7 +232,7 @@ async def work(run: StageRun, body: Body) -> Finish | None:
         outcome = failure(run, error)
     keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)
     # An EVAL that is handed back is done again on the same sandbox.
-    keeps_sandbox |= outcome is not None and outcome.next == "handback" and claim.stage is Stage.EVAL
+    keeps_sandbox |= outcome is not None and outcome.next in BACK and claim.stage is Stage.EVAL
     if not keeps_sandbox:
         await run.clean_up()
     return outcome

@@ -39,6 +39,8 @@ MODEL_HINT = (
     "This is the gateway of a rollout service and serves no models itself: GET /v1/backends lists the LLM "
     "servers, whose URLs are what such a client needs; POST /v1/rollouts has a task worked on."
 )
+FULL_RETRY_AFTER_S = 10
+"""Room comes as results are read and acknowledged, or past their retention."""
 _LATER = {"Retry-After": str(RETRY_AFTER_S)}
 
 
@@ -145,6 +147,12 @@ def register(app: Flask) -> None:
         log.error("Redis does not answer", path=request.path, error=str(error))
         detail = "Redis does not answer; nothing is lost, try again"
         return respond(Problem(title="Service unavailable", status=503, detail=detail), _LATER)
+
+    @app.errorhandler(redis.OutOfMemoryError)
+    def _full(error: redis.OutOfMemoryError) -> Response:
+        log.error("Redis is full", path=request.path, error=str(error))
+        problem = Problem(title="No room for new work", status=503, detail=str(error))
+        return respond(problem, {"Retry-After": str(FULL_RETRY_AFTER_S)})
 
     @app.errorhandler(Exception)
     def _unknown(error: Exception) -> Response:

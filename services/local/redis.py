@@ -16,11 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandbox.room import memory_limit
 from services.local.errors import StackError
 from services.local.paths import deploy_file
+from services.settings import Settings
 from services.state.address import hide_password
 
 URL_VARIABLE = "ROLLOUT_REDIS_URL"
+LEAST_MB = 128
 SERVERS = ("redis-server", "valkey-server")
 
 
@@ -97,9 +100,18 @@ def prepare(
         f'include "{deploy_file("redis/redis.conf")}"\n'
         f'bind {host}\nport {port}\ndir "{data}"\nrequirepass {password}\n'
         "daemonize no\nprotected-mode yes\n"
+        f"maxmemory {max_memory_mb()}mb\nappendfsync {Settings.from_env().redis_fsync}\n"
     )
     shown = f"[{host}]" if ":" in host else host
     return Server([str(choice.binary), str(config)], f"redis://:{password}@{shown}:{port}/0")
+
+
+def max_memory_mb() -> int:
+    """MiB that our own Redis may use: by default half of what the machine, or the job's cgroup, has.
+
+    A rewrite of its file copies what changes meanwhile, and the service's other parts are there as well.
+    """
+    return Settings.from_env().redis_max_memory_mb or max(LEAST_MB, memory_limit() // 2 >> 20)
 
 
 def ping(url: str) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import redis
 
 from services.state import keys
+from services.state.redis import now
 
 COUNTERS = ("slots_raised", "slots_lowered", "nodes_added", "nodes_drained", "failures")
 """Sums: slots and nodes given and taken, and decisions that could not be carried out."""
@@ -25,7 +25,7 @@ class AutoscaleStore:
     def put(self, state: dict[str, Any]) -> None:
         """Keep the latest decision: `stages` (stage → fields of a load, and `need`) and `nodes` (kind → up,
         coming, target)."""
-        self._redis.set(keys.AUTOSCALE, json.dumps({"at": time.time(), **state}))
+        self._redis.set(keys.AUTOSCALE, json.dumps({"at": now(self._redis), **state}))
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to one of `COUNTERS`."""
@@ -36,7 +36,7 @@ class AutoscaleStore:
         """The latest decision; None where no autoscaler runs."""
         raw = self._redis.get(keys.AUTOSCALE)
         state = json.loads(raw) if raw else None
-        return state if state and state["at"] > time.time() - FRESH_S else None
+        return state if state and state["at"] > now(self._redis) - FRESH_S else None
 
     def totals(self) -> dict[str, int]:
         """Each of `COUNTERS`."""

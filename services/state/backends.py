@@ -90,7 +90,7 @@ class BackendStore:
         self._policy = policy or PlacementPolicy()
         self._limited = "1" if self._policy.weigh == "tokens" else "0"
         self._script = client.register_script(
-            lua_source("timeline") + lua_source("backends") + lua_source("backends_ops")
+            "".join(map(lua_source, ("full", "timeline", "backends", "backends_ops")))
         )
 
     @staticmethod
@@ -122,7 +122,7 @@ class BackendStore:
 
     def get(self, backend_id: str) -> Backend | None:
         """One backend, or None."""
-        with self._redis.pipeline(transaction=True) as pipe:
+        with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(keys.BACKENDS, backend_id)
             pipe.zscore(keys.BACKEND_LOAD, backend_id)
             pipe.hgetall(keys.backend(backend_id))
@@ -131,7 +131,7 @@ class BackendStore:
 
     def list(self) -> list[Backend]:
         """All backends, the least loaded first."""
-        with self._redis.pipeline(transaction=True) as pipe:
+        with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.BACKENDS)
             pipe.zrange(keys.BACKEND_LOAD, 0, -1, withscores=True)
             described, heap = pipe.execute()
@@ -182,15 +182,12 @@ class BackendStore:
 
     def suspect(self, backend_id: str) -> None:
         """Have a backend probed at once: a call to it failed."""
-        self._redis.hincrby(keys.BACKEND_SUSPECTS, backend_id, 1)
+        self._script(args=["suspect", backend_id])
 
     def take_suspects(self) -> dict[str, int]:
         """Those entered since this was asked last, with their number of failed calls."""
-        with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hgetall(keys.BACKEND_SUSPECTS)
-            pipe.delete(keys.BACKEND_SUSPECTS)
-            found, _ = pipe.execute()
-        return {name: int(count) for name, count in found.items()}
+        found = self._script(args=["suspects"])
+        return {name: int(count) for name, count in zip(found[::2], found[1::2], strict=True)}
 
     def want_version(self, version: str | None) -> None:
         """Let only backends with these weights take new rollouts; None = any."""

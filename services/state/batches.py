@@ -15,6 +15,7 @@ import redis
 from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from services.settings import Settings
 from services.state import keys
+from services.state.memory import Room
 from services.state.redis import lua_source
 from services.state.requests import stored_form
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded
@@ -112,6 +113,7 @@ class BatchStore:
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
         self._redis = client
+        self._room = Room(client)
         self._script = client.register_script(
             "".join(map(lua_source, ("batch_hooks", "requests", "batches")))
         )
@@ -140,7 +142,9 @@ class BatchStore:
             BatchConflict: The id has another body, or is another tenant's.
             NoSuchBatch: `carry_from` names none of this tenant's.
             BatchRuns: `carry_from` has not ended.
+            StoreFull: Redis has no room for new work.
         """
+        self._room.require()
         body = request.model_dump_json()
         source = request.carry_from
         if source is not None and not self.get(source, tenant).state.ended:
@@ -192,7 +196,10 @@ class BatchStore:
             QuotaExceeded: There is no room for them; nothing was added.
             NoSuchBatch: See there.
             BatchEnded: It has ended, or was closed.
+            StoreFull: Redis has no room for new work.
         """
+        if prompts:
+            self._room.require()
         owner = self.get(batch_id, tenant).tenant
         said = "" if closed is None else str(int(closed))
         most = "" if quota_bytes is None else quota_bytes

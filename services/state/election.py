@@ -1,15 +1,21 @@
-"""One of many workers does what must be done once: whoever holds a lock in Redis."""
+"""One of many workers does what must be done once: whoever holds a lock in Redis, also in a full one."""
 
 from __future__ import annotations
 
 import redis
 
+from services.state.redis import lua_source
+
 LOCK_S = 10.0
 """Another worker takes over when the elected one was silent for so long."""
 
-_EXTEND = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
-
-
+_WIN = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+though_full()
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
 _RESIGN = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
 
 
@@ -24,18 +30,15 @@ class Election:
             interval_s: How often the holder will ask.
             lock_s: How long a silent holder stays elected, three intervals at least.
         """
-        self._redis = client
         self._key = key
         self._owner = owner
         self._millis = int(max(lock_s, 3 * interval_s) * 1000)
-        self._extend = client.register_script(_EXTEND)
+        self._win = client.register_script(lua_source("full") + _WIN)
         self._resign = client.register_script(_RESIGN)
 
     def won(self) -> bool:
         """Whether the caller is the elected one now."""
-        if self._redis.set(self._key, self._owner, nx=True, px=self._millis):
-            return True
-        return bool(self._extend(keys=[self._key], args=[self._owner, self._millis]))
+        return bool(self._win(keys=[self._key], args=[self._owner, self._millis]))
 
     def resign(self) -> None:
         """Let another one be elected at once; nothing happens to a lock that is not the caller's."""

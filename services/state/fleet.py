@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import redis
 from rollout.schema import HandlerInfo
 from services.queues import EVAL, RUN, STAGES, queue_for
 from services.state import keys
+from services.state.redis import lua_source, now
 
 ANNOUNCE_EVERY_S = 5.0
 ALIVE_S = 3 * ANNOUNCE_EVERY_S
@@ -62,6 +62,7 @@ class FleetStore:
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
+        self._script = client.register_script(lua_source("full") + lua_source("fleet"))
 
     def announce(
         self,
@@ -79,15 +80,13 @@ class FleetStore:
             most_slots: What `set_slots` may give it; None = as many as it has.
             held: Rollouts that it works on.
         """
-        now = time.time()
         most = slots if most_slots is None else most_slots
-        said = json.dumps({"at": now, "node": node, "slots": slots, "most": most, "held": held})
-        with self._redis.pipeline(transaction=False) as pipe:
-            for stage in stages:
-                pipe.zadd(keys.workers(stage), {worker: now})
-                pipe.zremrangebyscore(keys.workers(stage), "-inf", now - 100 * ALIVE_S)
-            pipe.hset(keys.FLEET_SLOTS, worker, said)
-            pipe.execute()
+        self._script(args=["announce", worker, 100 * ALIVE_S, *stages])
+        self._say(keys.FLEET_SLOTS, worker, {"node": node, "slots": slots, "most": most, "held": held})
+
+    def _say(self, place: str, name: str, what: dict[str, Any]) -> None:
+        """Keep what somebody said with Redis' time, by which all ages are told."""
+        self._script(args=["say", place, name, json.dumps(what)])
 
     def leave(self, worker: str) -> None:
         """Take a worker that stops off the list."""
@@ -99,7 +98,7 @@ class FleetStore:
 
     def alive(self) -> dict[str, list[str]]:
         """Names of the live workers of each stage."""
-        since = time.time() - ALIVE_S
+        since = now(self._redis) - ALIVE_S
         with self._redis.pipeline(transaction=False) as pipe:
             for stage in STAGES:
                 pipe.zrangebyscore(keys.workers(stage), since, "+inf")
@@ -107,7 +106,7 @@ class FleetStore:
 
     def workers(self) -> list[Worker]:
         """Every live worker, by name."""
-        since = time.time() - ALIVE_S
+        since = now(self._redis) - ALIVE_S
         with self._redis.pipeline(transaction=False) as pipe:
             for stage in STAGES:
                 pipe.zrangebyscore(keys.workers(stage), since, "+inf")
@@ -133,13 +132,13 @@ class FleetStore:
 
     def run_slots(self, node: str) -> tuple[int, int]:
         """How many rollouts the live RUN workers of a node carry at once, and those of all nodes."""
-        now = time.time()
+        at = now(self._redis)
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.zrangebyscore(keys.workers("run"), now - ALIVE_S, "+inf")
+            pipe.zrangebyscore(keys.workers("run"), at - ALIVE_S, "+inf")
             pipe.hgetall(keys.FLEET_SLOTS)
             alive, said = pipe.execute()
         found = {worker: json.loads(raw) for worker, raw in said.items()}
-        if dead := [worker for worker, one in found.items() if one["at"] < now - 100 * ALIVE_S]:
+        if dead := [worker for worker, one in found.items() if one["at"] < at - 100 * ALIVE_S]:
             self._redis.hdel(keys.FLEET_SLOTS, *dead)
         running = [found[worker] for worker in alive if worker in found]
         here = sum(one["slots"] for one in running if one["node"] == node)
@@ -147,11 +146,11 @@ class FleetStore:
 
     def put_admission(self, node: str, said: NodeAdmission) -> None:
         """Say whether INIT takes rollouts on a node; at every change, and every `ANNOUNCE_EVERY_S`."""
-        self._redis.hset(keys.FLEET_ADMISSION, node, json.dumps({"at": time.time(), **asdict(said)}))
+        self._say(keys.FLEET_ADMISSION, node, asdict(said))
 
     def admissions(self) -> dict[str, NodeAdmission]:
         """Whether INIT takes rollouts, by node; of the nodes whose INIT workers were heard of lately."""
-        since = time.time() - ALIVE_S
+        since = now(self._redis) - ALIVE_S
         found = {node: json.loads(raw) for node, raw in self._redis.hgetall(keys.FLEET_ADMISSION).items()}
         return {
             node: NodeAdmission(**said) for node, said in sorted(found.items()) if said.pop("at") >= since
@@ -159,11 +158,11 @@ class FleetStore:
 
     def put_node(self, node: str, sandboxes: dict[str, Any]) -> None:
         """Pass on what a node's sandbox host says of itself (`HostClient.stats`)."""
-        self._redis.hset(keys.NODES, node, json.dumps({"at": time.time(), "sandboxes": sandboxes}))
+        self._say(keys.NODES, node, {"sandboxes": sandboxes})
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """What the sandbox hosts said of themselves, of each node heard of lately."""
-        since = time.time() - ALIVE_S
+        since = now(self._redis) - ALIVE_S
         found = {name: json.loads(raw) for name, raw in self._redis.hgetall(keys.NODES).items()}
         return {name: said["sandboxes"] for name, said in sorted(found.items()) if said["at"] >= since}
 
@@ -172,7 +171,7 @@ class FleetStore:
 
         One that was silent for a hundred times as long is forgotten.
         """
-        now = time.time()
+        at = now(self._redis)
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.NODES)
             pipe.hgetall(keys.FLEET_SLOTS)
@@ -182,9 +181,9 @@ class FleetStore:
         for said in map(json.loads, workers.values()):
             if said["node"] in said_at:
                 said_at[said["node"]] = max(said_at[said["node"]], said["at"])
-        if old := [node for node, at in said_at.items() if at < now - 100 * silent_s]:
+        if old := [node for node, spoke in said_at.items() if spoke < at - 100 * silent_s]:
             self.forget_nodes(old)
-        return sorted(node for node, at in said_at.items() if at < now - silent_s)
+        return sorted(node for node, spoke in said_at.items() if spoke < at - silent_s)
 
     def forget_nodes(self, nodes: Iterable[str]) -> None:
         """Take nodes off the list whose workers have ended, with their queues."""

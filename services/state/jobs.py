@@ -7,13 +7,13 @@ it stands for one rollout until that was answered for, and then for a while in w
 from __future__ import annotations
 
 import hashlib
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
 from services.state import keys
+from services.state.redis import now
 
 SLACK_S = 3600.0
 """Seconds past its deadline for which a job that nobody was answered for is remembered."""
@@ -48,8 +48,9 @@ class JobStore:
 
         def take(pipe: redis.client.Pipeline) -> Job:
             found: dict[str, str] = pipe.hgetall(key)  # type: ignore[assignment]
+            at = now(pipe)
             pipe.multi()
-            if found and float(found.get("until", "inf")) > time.time():
+            if found and float(found.get("until", "inf")) > at:
                 return Job(key, found["rollout"], found["body"], new=False)
             pipe.delete(key)
             pipe.hset(key, mapping={"rollout": rollout_id, "body": body})
@@ -61,16 +62,17 @@ class JobStore:
     def find(self, key: str) -> str | None:
         """The rollout that a job stands for, or None."""
         found, until = self._redis.hmget(key, "rollout", "until")
-        return found if found and float(until or "inf") > time.time() else None
+        return found if found and float(until or "inf") > now(self._redis) else None
 
     def answered(self, key: str, rollout_id: str, keep_s: float) -> None:
         """Note that somebody was told how the job ended; it stands for its rollout for so much longer."""
 
         def note(pipe: redis.client.Pipeline) -> None:
             same = pipe.hget(key, "rollout") == rollout_id
+            at = now(pipe)
             pipe.multi()
             if same and keep_s > 0:
-                pipe.hset(key, "until", str(time.time() + keep_s))
+                pipe.hset(key, "until", str(at + keep_s))
             elif same:
                 pipe.delete(key)
 

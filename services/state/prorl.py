@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 
 import redis
 
 from services.state import keys
+from services.state.redis import now
 
 FORGET_S = 8 * 86400.0
 """No rollout is older than its deadline, of a week at most."""
@@ -51,10 +51,10 @@ class ProrlStore:
 
     def began(self, tenant: str, rollout_id: str) -> None:
         """Note a rollout before it is submitted."""
-        now = time.time()
+        at = now(self._redis)
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(keys.prorl_jobs(tenant), {rollout_id: now}, nx=True)
-            pipe.zremrangebyscore(keys.prorl_jobs(tenant), "-inf", now - FORGET_S)
+            pipe.zadd(keys.prorl_jobs(tenant), {rollout_id: at}, nx=True)
+            pipe.zremrangebyscore(keys.prorl_jobs(tenant), "-inf", at - FORGET_S)
             pipe.execute()
 
     def ended(self, tenant: str, *rollout_ids: str) -> None:

@@ -59,7 +59,7 @@ _REFUSALS = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "LOADING", "EXECABORT", "REA
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether a call failed because Redis is away, full or cannot be written: the same call may succeed later."""
+    """Whether Redis was away, full or not to be written: the same call may succeed later."""
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
@@ -68,6 +68,12 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, refused) or (
         isinstance(error, redis.ResponseError) and str(error).startswith(_REFUSALS)
     )
+
+
+def now(client: redis.Redis) -> float:
+    """Seconds by Redis' clock, by which everything is decided that nodes must agree on."""
+    seconds, micros = client.time()
+    return seconds + micros / 1_000_000
 
 
 @lru_cache

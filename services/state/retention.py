@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import redis
 
 from services.settings import Settings
-from services.state import keys
+from services.state import keys, memory
 from services.state.redis import lua_source
 
 SWEEP_LIMIT = 500
@@ -37,7 +37,9 @@ class ResultStore:
         self._keep_acked_ms = int(settings.keep_acked_s * 1000) if settings.keep_acked_s >= 0 else -1
         self._most_bytes = settings.results_max_bytes
         self._retention_ms = int(settings.retention_s * 1000)
-        self._script = client.register_script(lua_source("retention_account") + lua_source("retention"))
+        self._script = client.register_script(
+            "".join(map(lua_source, ("full", "retention_account", "retention")))
+        )
 
     def acknowledge(self, rollout_ids: Iterable[str], tenant: str | None = None) -> list[str]:
         """Note that the trainer has them; one word each: `acknowledged`, `already`, `live`, `unknown`.
@@ -48,8 +50,17 @@ class ResultStore:
         return self._script(args=["ack", tenant or "", *rollout_ids])
 
     def sweep(self) -> list[Dropped]:
-        """Free acknowledged trajectories whose time is over, then the oldest beyond the limit of bytes."""
-        rows = self._script(args=["sweep", self._keep_acked_ms, self._most_bytes, SWEEP_LIMIT])
+        """Free acknowledged trajectories whose time is over, then the oldest beyond the limit of bytes.
+
+        Acknowledged ones go at once where memory is scarce.
+        """
+        keep_acked, most = self._keep_acked_ms, self._most_bytes
+        found = memory.read(self._redis)
+        if most < 0:
+            most = int(memory.RESULTS_SHARE * found.limit)
+        if found.scarce:
+            keep_acked = 0
+        rows = self._script(args=["sweep", keep_acked, most, SWEEP_LIMIT])
         return [
             Dropped(rollout_id, reason, int(size), bool(acked)) for rollout_id, reason, size, acked in rows
         ]

@@ -22,6 +22,7 @@ from rollout.schema import (
 from rollout.trajectory import FinishReason, Trajectory
 from services.settings import Settings
 from services.state import keys, payloads
+from services.state.memory import Room
 from services.state.observations import lua_buckets
 from services.state.reading import RolloutReader, first_line
 from services.state.redis import lua_source
@@ -44,6 +45,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 _LUA = (
     *(
+        "full",
         "observations",
         "timeline",
         "backends",
@@ -58,6 +60,8 @@ _LUA = (
 UNREADABLE = "unreadable"
 """Instead of a claim: the record cannot be read, and the rollout has ended as failed."""
 CANCEL_AT_ONCE = 200
+MOVED_AT_ONCE = 1000
+"""Rollouts whose times one script moves: Redis answers nobody else meanwhile."""
 MAX_REQUEUE_S = 600.0
 """Longest pause between two messages for a rollout that merely waits in a queue."""
 
@@ -130,7 +134,8 @@ class Finish:
     """What a stage writes when it ends."""
 
     next: str
-    """A state, `again` (another attempt from INIT while one is left) or `handback`."""
+    """A state, `again` (another attempt from INIT while one is left), `handback`, or `elsewhere` (this worker
+    cannot do it, another one may; in the end it fails with `fields`)."""
     fields: dict[str, str] = field(default_factory=dict)
     trajectory: Trajectory | None = None
     delay_s: float | None = None
@@ -156,6 +161,8 @@ class RolloutStore(RolloutReader):
         super().__init__(client)
         self._settings = settings
         self._script = client.register_script(_lua_table() + lua_buckets() + "".join(map(lua_source, _LUA)))
+        self._jump = client.register_script(lua_source("full") + lua_source("jump"))
+        self._room = Room(client)
         self._retention = str(int(settings.retention_s * 1000))
 
     def _call(self, *args: Any) -> Any:
@@ -173,7 +180,9 @@ class RolloutStore(RolloutReader):
 
         Raises:
             QuotaExceeded: The tenant may not have so many more; nothing was written.
+            StoreFull: Redis has no room for new work; nothing was written.
         """
+        self._room.require()
         tenant = tenant or Tenant(name=DEFAULT_TENANT)
         bodies: dict[str, int] = {}
         requests: list[Any] = []
@@ -210,7 +219,8 @@ class RolloutStore(RolloutReader):
     def claim(
         self, rollout_id: str, attempt: int, stage: Stage, owner: str, token: str | None = None
     ) -> Claim | str:
-        """Take a stage, or learn why not: `gone`, `ended`, `stale`, `overdue` or `unreadable`.
+        """Take a stage, or learn why not: `gone`, `ended`, `stale`, `overdue`, `unreadable` or `crowded`
+        (it is one that may end its worker, and the owner carries another such).
 
         Args:
             token: The same one again gives the same answer again; None makes one for this call, which
@@ -322,7 +332,7 @@ class RolloutStore(RolloutReader):
         }
         flat = [value for pair in fields.items() for value in pair]
         self._call(
-            "finish", rollout_id, fence, stage.value, State.FAILED.value, 0, 0, self._retention, "", *flat
+            "finish", rollout_id, fence, stage.value, State.FAILED.value, 0, 0, self._retention, 0, "", *flat
         )
 
     def heartbeat(self, held: Iterable[tuple[str, int]]) -> list[str]:
@@ -360,6 +370,7 @@ class RolloutStore(RolloutReader):
             int(delay * 1000),
             claim.request.limits.max_attempts,
             self._retention,
+            int(settings.handler_wait_s * 1000),
             payloads.encode_trajectory(outcome.trajectory) if outcome.trajectory else "",
             *flat,
         )
@@ -394,8 +405,12 @@ class RolloutStore(RolloutReader):
             found += [(word, state, node or None, int(attempt)) for word, state, node, attempt in replies]
         return found
 
-    def overdue(self, limit: int = 200) -> list[Overdue]:
-        """Judge what is due; the state changes are made, the messages are the caller's to send."""
+    def overdue(self, limit: int = 200, latest: float | None = None) -> list[Overdue] | None:
+        """Judge what is due; the state changes are made, the messages are the caller's to send.
+
+        Args:
+            latest: By Redis' clock, in seconds: if it is later, nothing is judged and the answer is None.
+        """
         settings = self._settings
         rows = self._call(
             "overdue",
@@ -403,11 +418,20 @@ class RolloutStore(RolloutReader):
             int(settings.requeue_s * 1000),
             int(max(MAX_REQUEUE_S, settings.requeue_s) * 1000),
             self._retention,
+            "" if latest is None else int(latest * 1000),
         )
+        if rows == ["jumped"]:
+            return None
         return [
             Overdue(action, rollout_id, int(attempt), stage, node or None)
             for action, rollout_id, attempt, stage, node in rows
         ]
+
+    def jumped(self, seconds: float) -> None:
+        """Redis' clock has jumped by so much: move the times of all rollouts that have not ended."""
+        token, lease = secrets.token_hex(8), int(self._settings.lease_s * 1000)
+        while self._jump(args=[int(seconds * 1000), token, lease, MOVED_AT_ONCE]):
+            pass
 
     def vacate(self, nodes: Iterable[str], *, lost: bool) -> list[Overdue]:
         """Have the rollouts begin anew that wait for workers of these nodes, where none will come.

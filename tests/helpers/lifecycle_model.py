@@ -41,6 +41,11 @@ class Life:
     rewards: int = 0
     answers: dict[int, str] = field(default_factory=dict)
     """Fence → the state that its finish was answered with."""
+    deaths: int = 0
+    """Workers lost in a row while they held it in `deaths_in`."""
+    deaths_in: Stage | None = None
+    spared: int = 0
+    """Attempts that a lost worker cost and that do not count."""
     changes: int = 1
     """Entries of the timeline."""
 
@@ -148,8 +153,10 @@ class Lifecycle:
             return "lost"
         if life.cancelled_at is not None and to not in ("completed", "failed", "timed_out"):
             to = "cancelled"
-        if to == "again" and life.attempt >= life.max_attempts:
+        if to == "again" and life.attempt - life.spared >= life.max_attempts:
             to = "failed"
+        if to not in ("again", "handback") and life.deaths_in is stage:
+            life.deaths, life.deaths_in = 0, None
         if to == "again":
             life.attempt += 1
             self.retries += 1
@@ -209,7 +216,8 @@ class Lifecycle:
             if life.state is State.QUEUED:
                 self._line_up(rollout_id, life)
             return ("send", rollout_id, life.attempt, WAITS_FOR[life.state].value)
-        if life.attempt >= life.max_attempts:
+        self._count_death(life)
+        if life.attempt - life.spared >= life.max_attempts:
             return self._ended(rollout_id, life, State.FAILED)
         life.attempt += 1
         self.retries += 1
@@ -222,6 +230,14 @@ class Lifecycle:
         self._wait(life)
         self._line_up(rollout_id, life)
         return ("restart", rollout_id, life.attempt, "init")
+
+    def _count_death(self, life: Life) -> None:
+        """The first two lost workers of a stage cost no attempt, where there is more than one."""
+        (stage,) = (stage for stage, entered in ENTERS.items() if entered is life.state)
+        life.deaths = life.deaths + 1 if life.deaths_in in (None, stage) else 1
+        life.deaths_in = stage
+        if life.deaths <= 2 and life.max_attempts > 1 and life.spared < 6:
+            life.spared += 1
 
     # -- what they share ------------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ def machine_of(server):
             token = f"t{next(self.tokens)}"
             for _ in range(times):
                 # A connection's retry of the same claim is the same claim.
-                got = store.claim(rollout_id, attempt, stage, "w", token=token)
+                got = store.claim(rollout_id, attempt, stage, f"w-{token}", token=token)
                 if expected != "ok":
                     assert got == expected
                     return multiple()
@@ -227,7 +227,7 @@ def machine_of(server):
                 got = store.claim_next(
                     rollout_id,
                     attempt,
-                    "w",
+                    f"w-{token}",  # as if each were another worker: see test_poison.py for one's suspects
                     node=node,
                     most_on_node=bounds[0],
                     most_without_sandbox=bounds[1],

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 import structlog
 
 from services.settings import Settings
-from workers.errors import HandlerError
+from workers.errors import HandlerError, UnknownHandler
 from workers.handlers.base import AgentHandler
 
 log = structlog.get_logger("handlers")
@@ -55,13 +55,13 @@ class Registry:
         """The handler of that name.
 
         Raises:
-            HandlerError: This worker does not carry it.
+            UnknownHandler: This worker does not carry it.
         """
         try:
             return self._handlers[name]
         except KeyError:
             known = ", ".join(sorted(self._handlers)) or "none"
-            raise HandlerError(
+            raise UnknownHandler(
                 f"this worker has no handler {name!r} (it has: {known}); "
                 "install its package here or name it in ROLLOUT_HANDLERS"
             ) from None

@@ -161,6 +161,8 @@ end
 
 -- acquire <rollout> <fence> <group> <weight> <version> <excluded, comma separated> <limited> <admit>
 -- <group slack>
+though_full()
+
 if op == 'acquire' then
   local fence, group, weight = ARGV[3], ARGV[4], ARGV[5]
   if not holds(id, fence) then return answer('lost', nil, '') end
@@ -243,6 +245,16 @@ elseif op == 'extend' then
 -- release <rollout>
 elseif op == 'release' then
   return release_backend(id)
+
+-- suspect <backend>: a call to it failed
+elseif op == 'suspect' then
+  return redis.call('HINCRBY', 'backends:suspects', id, 1)
+
+-- suspects: those entered since this was asked last, with how often
+elseif op == 'suspects' then
+  local found = redis.call('HGETALL', 'backends:suspects')
+  redis.call('DEL', 'backends:suspects')
+  return found
 
 -- put <backend> <description> <capacity> <most rollouts> <version>
 elseif op == 'put' then

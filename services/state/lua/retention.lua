@@ -1,4 +1,4 @@
--- Acknowledgement and retention of results. Prepended: retention_account.lua.
+-- Acknowledgement and retention of results. Prepended: full.lua, retention_account.lua.
 
 local op = ARGV[1]
 local clock = redis.call('TIME')
@@ -37,6 +37,7 @@ end
 -- ack <tenant or ''> <id> …: one word each: acknowledged, already, live or unknown
 if op == 'ack' then
   local out = {}
+  though_full()
   for i = 3, #ARGV do
     local id = ARGV[i]
     local r = redis.call('HMGET', record(id), 'state', 'acked', 'tenant')
@@ -85,6 +86,7 @@ elseif op == 'sweep' then
 -- trim <retention ms>: forget completions whose records are gone; how many
 elseif op == 'trim' then
   local before = now - tonumber(ARGV[2])
+  though_full()
   local oldest = redis.call('XRANGE', 'completions', '-', '+', 'COUNT', 1)[1]
   if not oldest or tonumber(oldest[1]:match('^(%d+)')) >= before then return 0 end
   -- Readers compare their cursor with it, to learn that they have missed something.

@@ -1,6 +1,6 @@
 -- The life of a rollout: the only code that writes a state. Prepended: `ALLOWED` (the transition
--- table of rollouts.py), observations.lua, timeline.lua, backends.lua (a rollout that ends gives its backend's
--- load back), fair.lua, ahead.lua and requests.lua.
+-- table of rollouts.py), full.lua, observations.lua, timeline.lua, backends.lua (a rollout that ends gives its
+-- backend's load back), fair.lua, ahead.lua and requests.lua.
 -- Times are milliseconds of Redis' own clock, so that nodes need not agree on theirs.
 
 local op = ARGV[1]
@@ -135,6 +135,51 @@ local function most_attempts(id)
   return type(limits) == 'table' and tonumber(limits.max_attempts) or 3
 end
 
+-- A rollout that saw so many workers end while they held it may be what ended them. It is carried alone among its
+-- kind: one such rollout a worker at once. Before that no attempt is counted, for the many that a worker took along
+-- did nothing; from then on each worker lost costs one. Who may be tried once only is not tried again for nothing.
+local SPARED_DEATHS, ALONE_AGAIN_MS = 2, 1000
+
+-- Whether the owner carries another suspect, beside which this one is not to be in the stage in which it saw them end.
+local function crowded(id, stage, owner)
+  local r = get(id, 'deaths', 'deaths_in')
+  if tonumber(r[1] or '0') < SPARED_DEATHS or r[2] ~= stage then return false end
+  local other = redis.call('HGET', 'rollouts:suspects', owner)
+  if other and other ~= id and get(other, 'owner')[1] == owner then return true end
+  redis.call('HSET', 'rollouts:suspects', owner, id)
+  return false
+end
+
+-- It went through the stage, so it was not what ended the workers.
+local function clear_suspicion(id, stage, owner)
+  if get(id, 'deaths_in')[1] ~= stage then return end
+  redis.call('HDEL', record(id), 'deaths', 'deaths_in')
+  if redis.call('HGET', 'rollouts:suspects', owner) == id then redis.call('HDEL', 'rollouts:suspects', owner) end
+end
+
+-- Books a lost worker; how many there have been in that stage.
+local function count_death(id, stage, most)
+  local r = get(id, 'deaths_in', 'spared')
+  if r[1] and r[1] ~= stage then redis.call('HDEL', record(id), 'deaths') end
+  redis.call('HSET', record(id), 'deaths_in', stage)
+  local deaths = redis.call('HINCRBY', record(id), 'deaths', 1)
+  -- Of three stages, each of which may come again.
+  if deaths <= SPARED_DEATHS and most > 1 and tonumber(r[2] or '0') < 3 * SPARED_DEATHS then
+    redis.call('HINCRBY', record(id), 'spared', 1)
+  end
+  return deaths
+end
+
+-- Attempts that count. Those that a lost worker cost nothing are in the number of the attempt, which keeps old
+-- messages and sandboxes apart, and are taken off here.
+local function attempts_used(id, attempt) return tonumber(attempt) - tonumber(get(id, 'spared')[1] or '0') end
+
+-- The same claim again, from a client that got no answer, perhaps long after: it holds the rollout from now.
+local function renew(id, lease)
+  redis.call('HSET', record(id), 'lease', now + lease)
+  redis.call('ZADD', 'rollouts:due', now + lease, id)
+end
+
 -- What whoever holds a rollout must know of it.
 local function claimed(id)
   local r = get(id, 'fence', 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics',
@@ -237,7 +282,15 @@ elseif op == 'claim' then
       redis.call('ZADD', 'rollouts:due', now, id)
       return {'overdue'}
     end
+    though_full()
+    if crowded(id, stage, ARGV[5]) then
+      redis.call('ZADD', 'rollouts:due', now + ALONE_AGAIN_MS, id)
+      return {'crowded'}
+    end
     take(id, r[1], stage, ARGV[5], tonumber(ARGV[6]), ARGV[7])
+  else
+    though_full()
+    renew(id, tonumber(ARGV[6]))
   end
   return claimed(id)
 
@@ -249,7 +302,9 @@ elseif op == 'claim_next' then
   local before = redis.call('GET', done)
   if before then
     local r = get(before, 'owner', 'token')
-    return r[1] and r[2] == ARGV[6] and claimed(before) or {'stale'}
+    if not (r[1] and r[2] == ARGV[6]) then return {'stale'} end
+    renew(before, lease)
+    return claimed(before)
   end
   if named[1] == 'queued' and named[2] == ARGV[3] and not named[3] then wait_for_turn(ARGV[2]) end
   local full = full_place(ARGV[7], ARGV[8], ARGV[9])
@@ -264,9 +319,14 @@ elseif op == 'claim_next' then
     elseif now >= tonumber(r[3]) then
       redis.call('ZADD', 'rollouts:due', now, id)
       leave_queue(id, tenant)
+    elseif crowded(id, 'init', ARGV[4]) then
+      -- The reaper rings for it again.
+      redis.call('ZADD', 'rollouts:due', now + ALONE_AGAIN_MS, id)
+      leave_queue(id, tenant)
     else
       charge(tenant)
-      redis.call('SET', done, id, 'PX', lease)
+      -- An outage of Redis may lie between a claim and its repetition.
+      redis.call('SET', done, id, 'PX', lease + 120000)
       begin_ahead(id, ARGV[7])
       take(id, r[1], 'init', ARGV[4], lease, ARGV[6])
       return claimed(id)
@@ -279,6 +339,7 @@ elseif op == 'claim_next' then
 -- more than the patience. Then the reaper ends the rollout.
 elseif op == 'heartbeat' then
   local lease, patience, out = tonumber(ARGV[2]), tonumber(ARGV[3]), {}
+  though_full()
   for i = 4, #ARGV, 2 do
     local id = ARGV[i]
     local r = get(id, 'fence', 'owner', 'cancel', 'deadline')
@@ -302,14 +363,16 @@ elseif op == 'note' then
   local id = ARGV[2]
   local r = get(id, 'fence', 'owner', 'attempt')
   if r[1] ~= ARGV[3] or not r[2] then return 'lost' end
+  though_full()
   if #ARGV > 4 then redis.call('HSET', record(id), unpack(ARGV, 5)) end
   if ARGV[4] ~= '' then tell(id, r[3], ARGV[3], ARGV[4]) end
   return 'ok'
 
--- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <trajectory or ''>
--- <field> <value> …
--- `next` is a state, `again` (another attempt from INIT if one is left, else failed), or `handback`
--- (a stopping worker returns the rollout; no attempt is used up). The answer is the state entered,
+-- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <longest elsewhere ms>
+-- <trajectory or ''> <field> <value> …
+-- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker
+-- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
+-- failed with the given fields once nobody could for so long). The answer is the state entered,
 -- or `lost`. The same finish again, from a client that got no answer, gets the same answer.
 elseif op == 'finish' then
   local id, fence, stage, to = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
@@ -319,24 +382,45 @@ elseif op == 'finish' then
   if r[8] == fence then return r[9] end
   if not state or TERMINAL[state] or r[2] ~= fence or not r[3] then return 'lost' end
   if r[7] and not TERMINAL[to] then to = 'cancelled' end
-  if to == 'again' and tonumber(attempt) >= tonumber(ARGV[7]) then to = 'failed' end
+  if to == 'again' and attempts_used(id, attempt) >= tonumber(ARGV[7]) then to = 'failed' end
+  local delay = tonumber(ARGV[6])
+  if to == 'elsewhere' then
+    local e = get(id, 'elsewhere_since', 'elsewhere')
+    if e[1] and now - tonumber(e[1]) >= tonumber(ARGV[9]) then
+      to = 'failed'
+    else
+      -- Ever more rarely: where one worker of many knows how, it is found soon; where none does, nobody spins.
+      delay = math.min(delay * 2 ^ tonumber(e[2] or '0'), 30000)
+    end
+  end
+  local back = to == 'handback' or to == 'elsewhere'
   local enters = to
-  if to == 'again' or to == 'handback' then
-    enters = (to == 'handback' and stage == 'eval') and 'evaluating' or 'queued'
+  if to == 'again' or back then
+    enters = (back and stage == 'eval') and 'evaluating' or 'queued'
   end
   require_transition(id, state, enters)
+  -- A trajectory waits until there is room.
+  if ARGV[10] == '' then though_full() end
   redis.call('HSET', record(id), 'ended_fence', fence, 'ended_in', enters)
   book(id, stage, r[6], 'stage_' .. stage)
-  if #ARGV > 9 then redis.call('HSET', record(id), unpack(ARGV, 10)) end
-  for i = 10, #ARGV, 2 do
-    if ARGV[i] == 'error' then tell_error(id, attempt, fence, ARGV[i + 1]) end
+  if #ARGV > 10 then redis.call('HSET', record(id), unpack(ARGV, 11)) end
+  local handed_on = 0
+  if to == 'elsewhere' then
+    redis.call('HSETNX', record(id), 'elsewhere_since', now)
+    handed_on = redis.call('HINCRBY', record(id), 'elsewhere', 1)
+  elseif not back then
+    redis.call('HDEL', record(id), 'elsewhere_since', 'elsewhere')
+    if to ~= 'again' then clear_suspicion(id, stage, r[3]) end
+  end
+  for i = 11, #ARGV, 2 do
+    if ARGV[i] == 'error' and handed_on < 2 then tell_error(id, attempt, fence, ARGV[i + 1]) end
   end
   if to == 'handback' then tell(id, attempt, fence, 'handed back: worker ' .. r[3] .. ' stops') end
-  if ARGV[9] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[9]) end
+  if ARGV[10] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[10]) end
   if to == 'cancelled' then
     redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
   end
-  if to == 'again' or to == 'handback' then
+  if to == 'again' or back then
     if to == 'again' then
       redis.call('HINCRBY', 'rollouts:totals', 'retry_' .. (get(id, 'blame')[1] or 'unknown'), 1)
       attempt = redis.call('HINCRBY', record(id), 'attempt', 1)
@@ -344,6 +428,8 @@ elseif op == 'finish' then
       redis.call('HDEL', record(id), 'error', 'blame', 'drop', 'drop_reason', 'finish_reason',
         'policy_versions')
       redis.call('DEL', record(id) .. ':trajectory')
+    elseif to == 'elsewhere' then
+      redis.call('HDEL', record(id), 'error', 'blame', 'drop', 'drop_reason')
     end
     if enters == 'queued' then
       -- What RUN did to the sandbox cannot be undone: a rollout handed back starts afresh.
@@ -351,7 +437,7 @@ elseif op == 'finish' then
       release_backend(id)
     end
     set_state(id, state, enters, r[4], attempt, fence, r[3])
-    wait_again(id, tonumber(ARGV[6]))
+    wait_again(id, delay)
     -- Another attempt waits for its turn only once its delay is over and the reaper rings for it.
     if enters == 'queued' and to == 'handback' then wait_for_turn(id) end
     return enters
@@ -360,7 +446,7 @@ elseif op == 'finish' then
   if TERMINAL[to] then
     finish_rollout(id, ARGV[8])
   else
-    wait_again(id, tonumber(ARGV[6]))
+    wait_again(id, delay)
   end
   return to
 
@@ -369,6 +455,7 @@ elseif op == 'cancel' then
   local id = ARGV[3]
   local r = get(id, 'state', 'owner', 'created', 'attempt', 'fence', 'node', 'tenant')
   if not r[1] or (ARGV[4] ~= '' and ARGV[4] ~= (r[7] or 'default')) then return {'gone', '', '', '0'} end
+  though_full()
   if TERMINAL[r[1]] then return {'ended', r[1], '', r[4]} end
   if r[2] then
     if redis.call('HSETNX', record(id), 'cancel', now) == 1 then
@@ -381,10 +468,16 @@ elseif op == 'cancel' then
   finish_rollout(id, ARGV[2])
   return {'cancelled', 'cancelled', r[6] or '', r[4]}
 
--- overdue <limit> <requeue ms> <max requeue ms> <retention ms>: what the reaper has to do, as
+-- overdue <limit> <requeue ms> <max requeue ms> <retention ms> <latest ms or ''>: what the reaper has to do, as
 -- {action, id, attempt, stage, node of a sandbox to clean up}; action: send, ended
+-- Nothing is judged, and the answer is `jumped`, where it is later than the reaper's own clock can explain: Redis'
+-- time jumped, or stood still with the call, and nobody could extend a lease.
 elseif op == 'overdue' then
   local requeue, longest, out = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
+  if ARGV[6] ~= '' and now > tonumber(ARGV[6]) then return {'jumped'} end
+  though_full()
+  -- Once for all: each rollout that waits for INIT has its message, and needs no second one.
+  local rung = redis.call('LLEN', 'init') >= redis.call('ZCARD', 'rollouts:state:queued')
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', 'rollouts:due', '-inf', now, 'LIMIT', 0, ARGV[2])) do
     local r = get(id, 'state', 'owner', 'lease', 'deadline', 'created', 'attempt', 'fence', 'node',
       'kicks', 'claimed', 'cancel')
@@ -407,9 +500,12 @@ elseif op == 'overdue' then
     elseif r[2] then
       -- The lease ran out: whoever held the rollout is dead, stopped or cut off.
       redis.call('HINCRBY', 'rollouts:totals', 'lost_' .. STAGE_IN[state], 1)
-      if tonumber(attempt) >= most_attempts(id) then
+      local most = most_attempts(id)
+      local deaths = count_death(id, STAGE_IN[state], most)
+      if attempts_used(id, attempt) >= most then
         lay_blame(id, 'infrastructure', cjson.null, 'WorkerLost',
-          'worker ' .. r[2] .. ' was lost in state ' .. state .. ' at attempt ' .. attempt, 'worker lost')
+          'worker ' .. r[2] .. ' was lost in state ' .. state .. ' at attempt ' .. attempt .. '; workers lost while they '
+          .. 'held it: ' .. deaths, 'worker lost')
         redis.call('HSET', record(id), 'finish_reason', 'error')
         set_state(id, state, 'failed', r[5], attempt, r[7], '-')
         finish_rollout(id, ARGV[5])
@@ -444,7 +540,7 @@ elseif op == 'overdue' then
       if state == 'queued' then wait_for_turn(id) end
       if kicks == 1 then tell(id, attempt, r[7], 'still waits: its message is sent again') end
       redis.call('ZADD', 'rollouts:due', now + math.min(requeue * 2 ^ kicks, longest), id)
-      out[#out + 1] = {'send', id, attempt, WAITS_FOR[state], node}
+      if not (state == 'queued' and rung) then out[#out + 1] = {'send', id, attempt, WAITS_FOR[state], node} end
     end
   end
   return out
@@ -454,6 +550,7 @@ elseif op == 'overdue' then
 -- and a message of the old attempt must not count; else the node ends in order. Answers as `overdue`.
 elseif op == 'vacate' then
   local lost, requeue, retention, out = ARGV[2] == 'lost', tonumber(ARGV[3]), ARGV[4], {}
+  though_full()
   local gone, candidates = {}, redis.call('ZRANGE', 'rollouts:state:evaluating', 0, -1)
   for i = 5, #ARGV do
     gone[ARGV[i]] = true
@@ -463,7 +560,7 @@ elseif op == 'vacate' then
     local r = get(id, 'state', 'owner', 'node', 'created', 'attempt', 'fence')
     if (r[1] == 'ready' or r[1] == 'evaluating') and not r[2] and gone[r[3] or ''] then
       local attempt = r[5]
-      if lost and tonumber(attempt) >= most_attempts(id) then
+      if lost and attempts_used(id, attempt) >= most_attempts(id) then
         lay_blame(id, 'infrastructure', cjson.null, 'NodeLost',
           'node ' .. r[3] .. ' was lost with its sandbox in state ' .. r[1] .. ' at attempt ' .. attempt, 'node lost')
         redis.call('HSET', record(id), 'finish_reason', 'error')

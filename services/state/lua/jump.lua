@@ -1,0 +1,43 @@
+-- Redis' clock has jumped: what is kept as a time of it moves along, for every rollout that has not ended.
+-- ARGV: <ms> <token> <longest lease ms> <limit>. Answers how many are left to be moved; call again until none is.
+-- Prepended: full.lua. Several reapers may see one jump: who comes later goes on with what the first has begun.
+
+local ms, token, longest, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+though_full()
+
+local JUMP, SAME_MS = 'rollouts:jump', 120000
+local last = redis.call('HMGET', JUMP, 'token', 'ms', 'at')
+if last[1] and last[1] ~= token and math.abs(now - tonumber(last[3])) < SAME_MS
+    and math.abs(tonumber(last[2]) - ms) < math.max(2000, math.abs(ms) / 10) then
+  token, ms = last[1], tonumber(last[2])
+elseif last[1] ~= token then
+  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'at', now)
+end
+
+local left = 0
+for _, id in ipairs(redis.call('ZRANGE', 'rollouts:due', 0, -1)) do
+  local key = 'rollout:{' .. id .. '}'
+  local r = redis.call('HMGET', key, 'jump', 'owner', 'lease', 'created')
+  -- One that was submitted since is right already.
+  local since = last[1] == token and tonumber(last[3]) or now
+  if r[4] and r[1] ~= token and not (ms > 0 and tonumber(r[4]) > since - ms / 2) then
+    if limit == 0 then
+      left = left + 1
+    else
+      limit = limit - 1
+      redis.call('HSET', key, 'jump', token)
+      for _, name in ipairs({'deadline', 'since', 'claimed', 'cancel', 'elsewhere_since'}) do
+        local at = redis.call('HGET', key, name)
+        if at then redis.call('HSET', key, name, string.format('%.0f', at + ms)) end
+      end
+      -- Workers extend their leases by the new time. Where it went back, a dead one's must not last for ever.
+      if r[2] and tonumber(r[3]) > now + longest then redis.call('HSET', key, 'lease', now + longest) end
+      if tonumber(redis.call('ZSCORE', 'rollouts:due', id)) > now + longest then
+        redis.call('ZADD', 'rollouts:due', now + longest, id)
+      end
+    end
+  end
+end
+return left
