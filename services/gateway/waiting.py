@@ -20,6 +20,7 @@ import structlog
 from services.gateway.problems import ApiProblem
 from services.gateway.streams import most_each
 from services.state import keys
+from services.state.redis import is_away
 from services.state.results import CompletionStore, matches
 
 log = structlog.get_logger("gateway")
@@ -245,7 +246,13 @@ class WaitingRoom:
         try:
             while True:
                 ticket.rearm()
-                answer = look()
+                try:
+                    answer = look()
+                except redis.RedisError as error:
+                    # Whoever waits already goes on: an outage shorter than the wait is not the client's concern.
+                    if not is_away(error) or time.monotonic() >= deadline or (waiter and waiter.over):
+                        raise
+                    answer = None
                 if answer or time.monotonic() >= deadline or (waiter and waiter.over):
                     return answer
                 if waiter is not None:
@@ -288,11 +295,12 @@ class WaitingRoom:
                 if not away:
                     log.warning("the stream of completions cannot be read", error=str(error))
                 away = True
-                # They look for themselves, and their callers hear of it.
-                self._wake_all()
                 time.sleep(1.0)
                 continue
-            away = False
+            if away:
+                # Behind Sentinels another server, whose entries may come before ours: they look for themselves.
+                away = False
+                self._wake_all()
             with self.lock:
                 for stream, entries in reply or ():
                     after[stream] = entries[-1][0]

@@ -141,6 +141,16 @@ class Chaos(Stack):
             lambda: len(list(gates.glob(f"{stage}.*"))) >= count, PATIENCE_S, f"{count} handlers in {stage}"
         )
 
+    def states(self, ids: Sequence[str]) -> Counter[str]:
+        """How many of them are in which state."""
+        with self.redis.client.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hget(f"rollout:{{{rollout_id}}}", "state")
+            return Counter(pipe.execute())
+
+    def all_ended(self, ids: Sequence[str]) -> bool:
+        return sum(self.states(ids)[state] for state in TERMINAL_STATES) == len(ids)
+
     def known(self, ids: Sequence[str]) -> int:
         """How many of the ids have a record."""
         return self.redis.client.exists(*(f"rollout:{{{rollout_id}}}" for rollout_id in ids))
@@ -157,13 +167,7 @@ class Chaos(Stack):
         wait_until(said, PATIENCE_S, f"the cancel of {rollout_id} to be heard")
 
     def wait_for_ends(self, ids: Sequence[str]) -> None:
-        def ended() -> bool:
-            with self.redis.client.pipeline(transaction=False) as pipe:
-                for rollout_id in ids:
-                    pipe.hget(f"rollout:{{{rollout_id}}}", "state")
-                return all(state in TERMINAL_STATES for state in pipe.execute())
-
-        wait_until(ended, PATIENCE_S, f"{len(ids)} rollouts to end")
+        wait_until(lambda: self.all_ended(ids), PATIENCE_S, f"{len(ids)} rollouts to end")
 
     # -- the count ------------------------------------------------------------------------------
 

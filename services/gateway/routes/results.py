@@ -29,6 +29,7 @@ from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.gateway.streams import TenantFull
 from services.gateway.waiting import Interest, Ticket, Waiter
 from services.state.api_keys import Scope
+from services.state.redis import is_away
 from services.state.results import is_cursor
 
 log = structlog.get_logger("gateway")
@@ -36,6 +37,8 @@ blueprint = Blueprint("results", __name__, url_prefix="/v1")
 
 INCLUDE = ("trajectory", "summary")
 MAX_PAGE = 1000
+AWAY_PAUSE_S = 2.0
+"""Between two tries of a stream to read from a Redis that is away."""
 STREAM_PAGE = 16
 """Rollouts of a stream that are read at once: a long trajectory is 1 MB of JSON."""
 STREAMS_RETRY_S = 10
@@ -155,30 +158,44 @@ def _events(
             parked.deadline = 0.0
             yield parked
         while parked is None or not parked.over:
-            if not look():
-                deadline = time.monotonic() + gate.settings.sse_heartbeat_s
-                if parked is None:
-                    ticket.sleep(gate.settings.sse_heartbeat_s)
-                else:
-                    parked.deadline = deadline
-                    yield parked
+            try:
                 if not look():
-                    if time.monotonic() < deadline and not (parked and parked.over):
-                        continue  # what woke it was read before
-                    yield ": nothing new\n\n"
-            if not gate.guard.holds(reader):  # its key was revoked, say
-                return
-            there = set()
-            for item in gate.rollouts.get_many(ids, trajectory=trajectory):
-                there.add(item.id)
-                yield f"id: {item.completion}\nevent: completion\ndata: {item.model_dump_json()}\n\n"
-            for rollout_id in ids:
-                if rollout_id not in there:
-                    yield f"event: expired\ndata: {json.dumps({'id': rollout_id})}\n\n"
-            if after != cursor:
-                # Also past what another tag has: an event without data moves the reader's cursor alone.
-                yield f"id: {after}\n\n"
-                cursor = after
+                    deadline = time.monotonic() + gate.settings.sse_heartbeat_s
+                    if parked is None:
+                        ticket.sleep(gate.settings.sse_heartbeat_s)
+                    else:
+                        parked.deadline = deadline
+                        yield parked
+                    if not look():
+                        if time.monotonic() < deadline and not (parked and parked.over):
+                            continue  # what woke it was read before
+                        yield ": nothing new\n\n"
+                if not gate.guard.holds(reader):  # its key was revoked, say
+                    return
+                there = set()
+                for item in gate.rollouts.get_many(ids, trajectory=trajectory):
+                    there.add(item.id)
+                    yield f"id: {item.completion}\nevent: completion\ndata: {item.model_dump_json()}\n\n"
+                    cursor = item.completion or cursor
+                for rollout_id in ids:
+                    if rollout_id not in there:
+                        yield f"event: expired\ndata: {json.dumps({'id': rollout_id})}\n\n"
+                if after != cursor:
+                    # Also past what another tag has: an event without data moves the reader's cursor alone.
+                    yield f"id: {after}\n\n"
+                    cursor = after
+            except redis.RedisError as error:
+                if not is_away(error):
+                    raise
+                # The stream goes on behind the last event sent once Redis is back.
+                ids, after = [], cursor
+                yield ": Redis is away\n\n"
+                if parked is None:
+                    ticket.sleep(AWAY_PAUSE_S)
+                else:
+                    ticket.rearm()
+                    parked.deadline = time.monotonic() + AWAY_PAUSE_S
+                    yield parked
     except redis.RedisError as error:
         # Too late for a 503. The reader comes back with the last id, and is told then.
         log.warning("stream of completions cut: Redis does not answer", error=str(error))
