@@ -1,4 +1,7 @@
-"""A service to break, and the count of what became of its rollouts."""
+"""A service to break, and the count of what became of its rollouts.
+
+Redis syncs its file as shipped (`everysec`), and rollouts have the attempts that they have by default.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from rollout.client import ApiError
 from rollout.schema import TERMINAL_STATES, Rollout, RolloutRequest, State, new_id
-from tests.helpers.stack import NODE, Process, Stack, wait_until
+from tests.helpers.stack import NODE, Process, RedisServer, Stack, wait_until
 
 LONG = bool(os.environ.get("CHAOS_LONG"))
 """The whole form of each test, for `make chaos`."""
@@ -26,10 +29,14 @@ PATIENCE_S = 120.0
 class Chaos(Stack):
     """A stack whose workers are killed and replaced, with a gate for each stage."""
 
-    def __init__(self, directory: Path, sandbox_dir: Path, env: dict[str, str] | None = None) -> None:
-        super().__init__(directory, sandbox_dir, ENV | (env or {}))
-        # A killed server loses nothing that it answered for; what `everysec` may lose is another question.
-        self.redis.client.config_set("appendfsync", "always")
+    def __init__(
+        self,
+        directory: Path,
+        sandbox_dir: Path,
+        env: dict[str, str] | None = None,
+        redis: RedisServer | None = None,
+    ) -> None:
+        super().__init__(directory, sandbox_dir, ENV | (env or {}), redis)
         self.workers: dict[str, Process] = {}
         self._generation = 0
         self.gates_made = 0
@@ -72,7 +79,6 @@ class Chaos(Stack):
         """SIGKILL, then a new server on the same port and append-only file."""
         self.redis.kill()
         self.redis = self.redis.restarted()
-        self.redis.client.config_set("appendfsync", "always")
 
     def restart_gateway(self) -> None:
         """SIGKILL, then a new one on the same port."""
@@ -90,13 +96,13 @@ class Chaos(Stack):
         return directory
 
     def submit(self, count: int, gates: Path | None = None, **limits: float) -> list[str]:
-        """Rollouts that will pass the gates; `limits` beside many attempts."""
+        """Rollouts that will pass the gates."""
         requests = [
             RolloutRequest(
                 handler="gated",
                 id=new_id(),
                 task={"gates": str(gates or "")},
-                limits={"max_attempts": 20, **limits},
+                limits=limits,
             )
             for _ in range(count)
         ]

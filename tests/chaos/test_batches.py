@@ -27,7 +27,6 @@ def lottery(count: int, run_s: float = 0.3) -> list[RolloutRequest]:
         RolloutRequest(
             handler="lottery",
             task={"rewards": [1, 0] if k % 2 else [1], "run_s": run_s, "number": k},
-            limits={"max_attempts": 20},
         )
         for k in range(count)
     ]

@@ -112,6 +112,7 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
     for thread in waiting:
         thread.start()
     chaos.wait_for_arrived(gates, "init", 1)
+    time.sleep(1.5)  # for both requests to be parked: nothing shows that from outside
     chaos.redis.kill()
     time.sleep(2.5)  # the fault itself; longer than the reader of completions asks at once
     body = {"requests": [{"handler": "gated", "id": f"late-{rollout_id}"}]}

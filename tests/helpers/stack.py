@@ -116,11 +116,11 @@ class Process:
 class RedisServer(Process):
     """An append-only Redis on a free loopback port."""
 
-    def __init__(self, directory: Path, port: int | None = None) -> None:
+    def __init__(self, directory: Path, port: int | None = None, env: dict[str, str] | None = None) -> None:
         self.directory = directory
         self.port = port or free_port()
         argv = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory)]
-        super().__init__("redis", [*argv, "--appendonly", "yes", "--save", ""], directory)
+        super().__init__("redis", [*argv, "--appendonly", "yes", "--save", ""], directory, env)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = redis.from_url(self.url, decode_responses=True)
         wait_until(self._answers, 10, "Redis to answer", self)
