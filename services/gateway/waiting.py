@@ -249,7 +249,7 @@ class WaitingRoom:
                 try:
                     answer = look()
                 except redis.RedisError as error:
-                    # Whoever waits already goes on: an outage shorter than the wait is not the client's concern.
+                    # Whoever waits goes on: an outage shorter than the wait does not concern the client.
                     if not is_away(error) or time.monotonic() >= deadline or (waiter and waiter.over):
                         raise
                     answer = None
@@ -298,7 +298,7 @@ class WaitingRoom:
                 time.sleep(1.0)
                 continue
             if away:
-                # Behind Sentinels another server, whose entries may come before ours: they look for themselves.
+                # Perhaps another server, whose entries come before ours: they look for themselves.
                 away = False
                 self._wake_all()
             with self.lock:

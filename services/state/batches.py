@@ -144,8 +144,8 @@ class BatchStore:
             BatchRuns: `carry_from` has not ended.
             StoreFull: Redis has no room for new work.
         """
-        self._room.require()
         body = request.model_dump_json()
+        self._room.require(len(body))
         source = request.carry_from
         if source is not None and not self.get(source, tenant).state.ended:
             raise BatchRuns(f"batch {source} has not ended; its groups are its own until then")
@@ -199,7 +199,7 @@ class BatchStore:
             StoreFull: Redis has no room for new work.
         """
         if prompts:
-            self._room.require()
+            self._room.require(sum(map(len, prompts)))
         owner = self.get(batch_id, tenant).tenant
         said = "" if closed is None else str(int(closed))
         most = "" if quota_bytes is None else quota_bytes

@@ -6,7 +6,7 @@ New work is refused while there is room for what is under way to end: a full Red
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import redis
 
@@ -14,7 +14,9 @@ REFUSE_AT = 0.8
 """Share of the memory from which on new work is refused, and acknowledged results are freed at once."""
 RESULTS_SHARE = 0.5
 """Of the memory, for results of ended rollouts where no limit is set."""
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 0.2
+COPIES = 2
+"""Of what is submitted: as an argument it is held by Lua as well, until its collector comes."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,22 @@ class StoreFull(redis.OutOfMemoryError):
 
 
 class Room:
-    """Whether there is room for new work; asks Redis at most once a second."""
+    """Whether there is room for new work; asks Redis a few times a second at most."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
         self._looked = float("-inf")
         self._memory = Memory(0, 0)
 
-    def require(self) -> None:
-        """Raises StoreFull."""
+    def require(self, size: int) -> None:
+        """Take so many bytes, about, if there is room.
+
+        Raises:
+            StoreFull: There is none.
+        """
         if time.monotonic() - self._looked > LOOK_EVERY_S:
             self._memory, self._looked = read(self._redis), time.monotonic()
-        if self._memory.scarce:
-            raise StoreFull(self._memory)
+        wanted = replace(self._memory, used=self._memory.used + COPIES * size)
+        if wanted.scarce:
+            raise StoreFull(wanted)
+        self._memory = wanted

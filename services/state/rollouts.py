@@ -182,7 +182,7 @@ class RolloutStore(RolloutReader):
             QuotaExceeded: The tenant may not have so many more; nothing was written.
             StoreFull: Redis has no room for new work; nothing was written.
         """
-        self._room.require()
+        self._room.require(sum({new.digest: len(new.request_json) for new in rollouts}.values()))
         tenant = tenant or Tenant(name=DEFAULT_TENANT)
         bodies: dict[str, int] = {}
         requests: list[Any] = []

@@ -1,4 +1,4 @@
-"""Redis is away for a while: live rollouts lose nothing by it, no attempt and no blame, in whatever stage they are."""
+"""Redis is away for a while: live rollouts lose nothing by it, in whatever stage they are."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_redis_that_stands_still_costs_live_rollouts_nothing(chaos, at_work):
 
 @pytest.mark.timeout(400)
 def test_sandboxes_and_model_calls_go_on_through_an_outage(chaos, embedded):
-    """What uses Redis within a stage: the note of a sandbox in INIT, placement before each turn, its release."""
+    """What uses Redis within a stage: the note of a sandbox in INIT, placement before each turn, …"""
     chaos.client.add_backend(embedded.url)
     requests = [
         RolloutRequest(handler="calculator", task=task, id=new_id()) for task in load_tasks(TASKS_FILE, COUNT)

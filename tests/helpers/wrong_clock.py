@@ -30,7 +30,8 @@ int clock_gettime(clockid_t clock, struct timespec *at) {
   static int (*real)(clockid_t, struct timespec *);
   if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
   int result = real(clock, at);
-  if (!result && offset && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += (long)*offset;
+  int wall = clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE;
+  if (!result && offset && wall) at->tv_sec += (long)*offset;
   return result;
 }
 

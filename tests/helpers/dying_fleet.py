@@ -1,0 +1,70 @@
+"""Workers of RUN that end under a rollout, without a process: what their leases come to."""
+
+from __future__ import annotations
+
+import redis
+
+from rollout.schema import RolloutRequest, Stage, State
+from services.state import keys
+from services.state.rollouts import Claim, Finish, NewRollout, RolloutStore
+
+
+class DyingFleet:
+    """Workers of RUN that end whenever they carry the poison, over and over."""
+
+    def __init__(self, client: redis.Redis, store: RolloutStore) -> None:
+        self.client, self.store = client, store
+        self.number = 0
+        self.worker = "run0"
+
+    def submit(self, *ids, **limits):
+        request = RolloutRequest(handler="noop", limits=limits)
+        body = request.model_dump_json()
+        self.store.submit([NewRollout(one, one, 0, request, body, "digest") for one in ids])
+
+    def claim(self, rollout_id, stage):
+        attempt = self.store.get(rollout_id).attempt
+        if stage is Stage.INIT:
+            return self.store.claim(rollout_id, attempt, stage, "init@n")
+        return self.store.claim(rollout_id, attempt, stage, self.worker)
+
+    def carry(self, ids):
+        """All that can be carried into RUN by the one worker there is."""
+        held = []
+        for one in ids:
+            if self.store.get(one).state is State.QUEUED:
+                claim = self.claim(one, Stage.INIT)
+                assert isinstance(claim, Claim), claim
+                assert self.store.finish(claim, Finish(State.READY)) == State.READY
+            claim = self.claim(one, Stage.RUN)
+            if isinstance(claim, Claim):
+                held.append(claim)
+            else:
+                assert claim == "crowded"
+        return held
+
+    def die(self):
+        """SIGKILL: the leases of all that it held run out."""
+        for one in self.client.zrange(keys.by_state("running"), 0, -1):
+            self.client.hset(keys.record(one), "lease", 0)
+            self.client.zadd(keys.DUE, {one: 0})
+        self.store.overdue(1000)
+        self.number += 1
+        self.worker = f"run{self.number}"
+
+    def live_out(self, poison, neighbours):
+        """Rounds of carrying until everything has ended; how often a worker ended."""
+        everybody = [poison, *neighbours]
+        for _ in range(50):
+            live = [one for one in everybody if not self.store.get(one).state.terminal]
+            if not live:
+                return self.number
+            held = self.carry(live)
+            if any(claim.rollout_id == poison for claim in held):
+                self.die()
+                continue
+            for claim in held:
+                assert self.store.finish(claim, Finish(State.EVALUATING)) == State.EVALUATING
+                claim = self.claim(claim.rollout_id, Stage.EVAL)
+                assert self.store.finish(claim, Finish(State.COMPLETED, {"reward": "1.0"})) == State.COMPLETED
+        raise AssertionError("it never ends")

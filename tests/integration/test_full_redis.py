@@ -1,0 +1,166 @@
+"""A real Redis whose memory is full: what ends work or frees memory goes on, what brings more does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import redis
+
+from rollout.schema import RolloutRequest, Stage, State
+from rollout.trajectory import Chain, Segment, Trajectory
+from services.dispatch import Dispatcher
+from services.gateway.app import create_app
+from services.queues import make_celery
+from services.settings import Settings
+from services.state import keys
+from services.state.fleet import FleetStore
+from services.state.memory import REFUSE_AT, StoreFull
+from services.state.redis import connect
+from services.state.retention import ResultStore
+from services.state.rollouts import Finish, NewRollout, RolloutStore
+from workers import patience
+from workers.reaper import Reaper
+
+LARGE = Trajectory(chains=[Chain(segments=[Segment(role="assistant", token_ids=list(range(200_000)))])])
+"""About a megabyte as stored."""
+
+
+@pytest.fixture
+def client(server):
+    client = connect(server.url)
+    client.config_set("maxmemory", 0)
+    client.flushall()
+    yield client
+    client.config_set("maxmemory", 0)
+
+
+def settings(server, **more):
+    return Settings(redis_url=server.url, **more)
+
+
+@pytest.fixture
+def store(client, server):
+    return RolloutStore(client, settings(server))
+
+
+def submit(store, *ids):
+    request = RolloutRequest(handler="noop")
+    body = request.model_dump_json()
+    store.submit([NewRollout(one, one, 0, request, body, "digest") for one in ids])
+
+
+def claimed(store, rollout_id, stage=Stage.INIT):
+    return store.claim(rollout_id, store.get(rollout_id).attempt, stage, "worker@n")
+
+
+def through(store, rollout_id, trajectory=LARGE):
+    """A whole rollout, with its result."""
+    assert store.finish(claimed(store, rollout_id), Finish(State.READY)) == State.READY
+    run = claimed(store, rollout_id, Stage.RUN)
+    assert store.finish(run, Finish(State.EVALUATING, {}, trajectory)) == State.EVALUATING
+    assert store.finish(claimed(store, rollout_id, Stage.EVAL), Finish(State.COMPLETED)) == State.COMPLETED
+
+
+def fill(client):
+    """Let there be less memory than is used, by a little less than a result takes."""
+    client.config_set("maxmemory", client.info("memory")["used_memory"] - 300_000)
+    with pytest.raises(redis.OutOfMemoryError):
+        client.set("more", "x" * 1000)
+
+
+def test_the_reaper_is_elected_sweeps_and_ends_what_is_over_though_redis_is_full(client, store, server):
+    submit(store, "acked", "dead")
+    through(store, "acked")
+    claimed(store, "dead")
+    # Never freed as long as there is room.
+    results = ResultStore(client, settings(server, keep_acked_s=3600.0))
+    assert results.acknowledge(["acked"]) == ["acknowledged"] and results.sweep() == []
+    client.hset(keys.record("dead"), mapping={"lease": 0, "deadline": 1})
+    client.zadd(keys.DUE, {"dead": 0})
+    fill(client)
+    config = settings(server, keep_acked_s=3600.0, reaper_interval_s=0.1)
+    reaper = Reaper(client, store, Dispatcher(make_celery(config), store), config, "reaper")
+    assert reaper._election.won()
+    reaper.tick()
+    assert store.get("dead").state is State.TIMED_OUT
+    assert client.exists(keys.trajectory("acked")) == 0
+    client.set("more", "x" * 1000)  # there is room again
+
+
+def test_what_is_under_way_lives_on_and_ends_though_redis_is_full(client, store, server):
+    submit(store, "held", "waits", "evaluated", "done", "cancelled")
+    held = claimed(store, "held")
+    assert store.finish(claimed(store, "waits"), Finish(State.READY)) == State.READY
+    through(store, "done", None)
+    claim = claimed(store, "evaluated")
+    store.finish(claim, Finish(State.READY))
+    store.finish(claimed(store, "evaluated", Stage.RUN), Finish(State.EVALUATING, {}, LARGE))
+    fill(client)
+    fleet = FleetStore(client)
+    fleet.announce("run@n", ["run"], "n", slots=8)
+    fleet.put_node("n", {"claimed": 1})
+    assert fleet.alive()["run"] == ["run@n"] and fleet.lost_nodes(0.5) == []
+    assert store.heartbeat([("held", held.fence)]) == ["ok"]
+    assert store.note("held", held.fence, {"node": "n"}) is True
+    assert store.finish(held, Finish(State.FAILED)) == State.FAILED
+    assert store.cancel("cancelled")[0] == "cancelled"
+    assert ResultStore(client, settings(server)).acknowledge(["done"]) == ["acknowledged"]
+    scored = claimed(store, "evaluated", Stage.EVAL)
+    assert store.finish(scored, Finish(State.COMPLETED, {"reward": "1.0"})) == State.COMPLETED
+    assert store.get("evaluated").reward == 1.0
+    assert claimed(store, "waits", Stage.RUN).rollout_id == "waits"
+
+
+def test_a_result_waits_for_room_and_is_not_lost(client, store, monkeypatch):
+    monkeypatch.setattr(patience, "RETRY_S", 0.05)
+    submit(store, "one")
+    store.finish(claimed(store, "one"), Finish(State.READY))
+    claim = claimed(store, "one", Stage.RUN)
+    fill(client)
+    outcome, entered = Finish(State.EVALUATING, {}, LARGE), []
+    with pytest.raises(redis.OutOfMemoryError):
+        store.finish(claim, outcome)
+    writer = threading.Thread(
+        target=lambda: entered.append(patience.wait_for(lambda: store.finish(claim, outcome)))
+    )
+    writer.start()
+    time.sleep(0.5)
+    assert not entered and store.heartbeat([("one", claim.fence)]) == ["ok"]
+    client.config_set("maxmemory", 0)
+    writer.join(30)
+    assert entered == [State.EVALUATING]
+    assert claimed(store, "one", Stage.EVAL).trajectory() == LARGE
+
+
+def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client, store, server):
+    submit(store, "one")
+    gateway = create_app(settings(server)).test_client()
+    client.config_set("maxmemory", int(client.info("memory")["used_memory"] / (REFUSE_AT + 0.1)))
+    for path, body in (
+        ("/v1/rollouts", {"requests": [{"handler": "noop"}]}),
+        ("/v1/batches", {"prompts": [{"handler": "noop"}], "groups": 1}),
+    ):
+        client.hset(keys.HANDLERS, "noop", '{"name": "noop"}')
+        answer = gateway.post(path, json=body)
+        assert answer.status_code == 503, answer.text
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert answer.json["title"] == "No room for new work" and "maxmemory" in answer.json["detail"]
+    with pytest.raises(StoreFull):
+        submit(RolloutStore(client, settings(server)), "two")
+    through(store, "one", None)
+
+
+def test_results_may_take_half_of_redis_memory_where_no_limit_is_set(client, store, server):
+    ids = [f"r{number}" for number in range(8)]
+    submit(store, *ids)
+    for one in ids:
+        through(store, one)
+    results = ResultStore(client, settings(server))
+    assert results.sweep() == []
+    stored = results.stored_bytes()
+    client.config_set("maxmemory", stored)  # half of it is less than what there is
+    assert [one.rollout_id for one in results.sweep()] == ids[:4], "the oldest"
+    client.config_set("maxmemory", 0)
+    assert ResultStore(client, settings(server, results_max_bytes=0)).sweep() == []
