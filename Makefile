@@ -67,6 +67,7 @@ chaos: setup ## break a running service in every way we know, then soak it with 
 	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \
 	  tests/integration/test_openapi_fuzz.py --timeout 1800
 	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
+	@$(BIN)/python -m tests.chaos.soak --rollouts 500 --real
 
 slurm-dev: setup-slurm ## a virtual Slurm cluster on this machine; prints what to export, ends with Ctrl-C
 	@$(BIN)/python -m tests.slurm.cluster --nodes $(or $(NODES),4)

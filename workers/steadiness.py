@@ -1,7 +1,7 @@
 """Whether Redis, its clock and this process ran on without a break, so that silence means a dead worker.
 
-Leases and deadlines are times of Redis' clock. Nobody could extend one while Redis was away or stood still, and
-a clock that jumps (a machine that was suspended, a step of NTP) lets all of them run out at once.
+Leases and deadlines are times of Redis' clock. Nobody could extend one while Redis was away or stood still,
+and a clock that jumps (a suspended machine, a step of NTP) lets all of them run out at once.
 """
 
 from __future__ import annotations

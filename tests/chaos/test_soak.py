@@ -13,15 +13,23 @@ from tests.helpers.stack import ROOT
 ROLLOUTS = 200
 
 
+REAL = 40
+"""With real sandboxes and the embedded model, and leases of 30 s."""
+
+
 @pytest.mark.timeout(600)
-def test_random_kills_lose_nothing_and_end_nothing_twice():
-    argv = [sys.executable, "-m", "tests.chaos.soak", "--rollouts", str(ROLLOUTS), "--every", "2"]
+@pytest.mark.parametrize(
+    "form",
+    [("--rollouts", str(ROLLOUTS), "--every", "2"), ("--rollouts", str(REAL), "--real", "--every", "4")],
+)
+def test_random_kills_lose_nothing_and_end_nothing_twice(form):
+    argv = [sys.executable, "-m", "tests.chaos.soak", *form]
     out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert out.stdout, out.stderr[-3000:]
     said = json.loads(out.stdout.splitlines()[-1])
     assert said["results"] == {
-        "submitted": ROLLOUTS,
-        "ended": ROLLOUTS,
+        "submitted": int(form[1]),
+        "ended": int(form[1]),
         "ended_twice": 0,
         "lost": 0,
         "leftovers": 0,

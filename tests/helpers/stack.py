@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "demo_model" / "checkpoint"
+REDIS_CONF = ROOT / "deploy" / "redis" / "redis.conf"
 NODE = "testnode"
 GUNICORN = [
     *(sys.executable, "-m", "gunicorn", "--worker-class", "services.gateway.parking.ParkingWorker"),
@@ -114,13 +115,13 @@ class Process:
 
 
 class RedisServer(Process):
-    """An append-only Redis on a free loopback port."""
+    """A Redis as shipped (deploy/redis/redis.conf) on a free loopback port."""
 
     def __init__(self, directory: Path, port: int | None = None, env: dict[str, str] | None = None) -> None:
         self.directory = directory
         self.port = port or free_port()
-        argv = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory)]
-        super().__init__("redis", [*argv, "--appendonly", "yes", "--save", ""], directory, env)
+        argv = [redis_binary(), str(REDIS_CONF), "--port", str(self.port), "--bind", "127.0.0.1"]
+        super().__init__("redis", [*argv, "--dir", str(directory)], directory, env)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = redis.from_url(self.url, decode_responses=True)
         wait_until(self._answers, 10, "Redis to answer", self)

@@ -12,6 +12,7 @@ from tests.helpers.stack import ROOT
 
 KEYS = {
     "pipeline": {"throughput_ratio_to_bare_chain", "submit_per_s", "cpu_ms_per_rollout"},
+    "durability": {"always_throughput_ratio", "always_submit_ms", "everysec_submit_ms"},
     "control_plane": {
         "recovery_s_over_lease",
         "cpu_ms_over_bare_chain",
