@@ -1,9 +1,9 @@
 """What it costs that a power cut loses nothing: Redis with `appendfsync always` against `everysec`.
 
-Rollouts go through their whole life in Redis (submitted, claimed and finished in three stages; no other work):
-first by one caller at a time, for the time a submission takes to be answered, then by 32 at once, for the rate.
-Turns of the two settings alternate on one server, whose file is in the directory given: measure on the disk that
-matters.
+Rollouts go through their whole life in Redis (submitted, claimed and finished in three stages; no other
+work): first by one caller at a time, for the time a submission takes to be answered, then by 32 at once, for
+the rate. Turns of the two settings alternate on one server, whose file is in the directory given: measure on
+the disk that matters.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def submit(
     FILE is JSON lines (- is stdin), Parquet, or a dataset on disk; it is checked to its end before the first
     rollout is submitted, and read row by row.
 
-    What the service accepted survives the end of any of its processes. A power cut of the machine of Redis may
-    lose the last second, unless the service was started with ROLLOUT_REDIS_FSYNC=always.
+    What the service accepted survives the end of any of its processes. A power cut of the machine of Redis
+    may lose the last second, unless the service was started with ROLLOUT_REDIS_FSYNC=always.
     """
     submit_all(Tasks(file, handler, n=n, tags=tags, **dataset), output, in_flight, url, file)
 
