@@ -77,7 +77,7 @@ class Service:
 
     def submit(self, store: RolloutStore, name: str, **task) -> None:
         request = RolloutRequest(handler="noop", task=task)
-        store.submit([NewRollout(name, name, 0, request, request.model_dump_json(), "digest")])
+        store.submit([NewRollout(name, name, 0, request, request.model_dump_json(), name)])
 
     def fill(self) -> None:
         """Let more be used than there is."""

@@ -13,6 +13,7 @@ import pytest
 from rollout.schema import RolloutRequest, State, new_id
 from services.local.demo import TASKS_FILE, load_tasks
 from tests.chaos.harness import LONG, PATIENCE_S, STAGES
+from tests.helpers.keys import HEADERS
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
 
@@ -98,11 +99,13 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
     answers = {}
 
     def long_poll():
-        answers["poll"] = httpx.get(f"{chaos.url}/v1/rollouts/{rollout_id}?wait=40", timeout=PATIENCE_S)
+        answers["poll"] = httpx.get(
+            f"{chaos.url}/v1/rollouts/{rollout_id}?wait=40", headers=HEADERS, timeout=PATIENCE_S
+        )
 
     def stream():
         url = f"{chaos.url}/v1/completions/stream?cursor=0-0"
-        with httpx.stream("GET", url, timeout=PATIENCE_S) as answer:
+        with httpx.stream("GET", url, headers=HEADERS, timeout=PATIENCE_S) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data:") and rollout_id in line:
                     answers["stream"] = json.loads(line.removeprefix("data:"))
@@ -116,7 +119,7 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
     chaos.redis.kill()
     time.sleep(2.5)  # the fault itself; longer than the reader of completions asks at once
     body = {"requests": [{"handler": "gated", "id": f"late-{rollout_id}"}]}
-    refused = httpx.post(f"{chaos.url}/v1/rollouts", json=body, timeout=PATIENCE_S)
+    refused = httpx.post(f"{chaos.url}/v1/rollouts", json=body, headers=HEADERS, timeout=PATIENCE_S)
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
     assert httpx.get(f"{chaos.url}/health").status_code == 200
     chaos.redis = chaos.redis.restarted()

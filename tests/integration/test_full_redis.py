@@ -20,6 +20,7 @@ from services.state.memory import REFUSE_AT, StoreFull
 from services.state.redis import connect
 from services.state.retention import ResultStore
 from services.state.rollouts import Finish, NewRollout, RolloutStore
+from tests.helpers.keys import keyed
 from workers import patience
 from workers.reaper import Reaper
 
@@ -136,7 +137,7 @@ def test_a_result_waits_for_room_and_is_not_lost(client, store, monkeypatch):
 
 def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client, store, server):
     submit(store, "one")
-    gateway = create_app(settings(server)).test_client()
+    gateway = keyed(create_app(settings(server)))
     client.config_set("maxmemory", int(client.info("memory")["used_memory"] / (REFUSE_AT + 0.1)))
     for path, body in (
         ("/v1/rollouts", {"requests": [{"handler": "noop"}]}),

@@ -19,7 +19,7 @@ NEW = "tests.helpers.chaos_handlers:all_handlers,tests.helpers.handlers:all_hand
 def stack(tmp_path):
     with tempfile.TemporaryDirectory(prefix="ru-", dir="/tmp") as sandboxes:
         try:
-            with Stack(tmp_path, Path(sandboxes), {"ROLLOUT_HANDLER_WAIT_S": "4"}) as stack:
+            with Stack(tmp_path, Path(sandboxes)) as stack:
                 yield stack
         finally:
             stop_host(Path(sandboxes))
@@ -46,7 +46,7 @@ def test_a_rollout_goes_on_to_a_worker_that_knows_its_handler_without_using_up_a
 def test_one_that_no_worker_knows_fails_in_the_end_says_so_and_nobody_spins(stack):
     announced = stack.start_worker("run,eval", env={"ROLLOUT_HANDLERS": NEW})
     wait_until(lambda: "gated" in {one.name for one in stack.client.handlers()}, 60, "the handler", announced)
-    old = stack.start_worker("init", "old")
+    old = stack.start_worker("init", "old", env={"ROLLOUT_HANDLER_WAIT_S": "4"})
     began = time.monotonic()
     done = stack.client.wait(submit(stack), 90)
     assert (done.state, done.error.blame, done.error.type) == (
