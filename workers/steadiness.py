@@ -14,6 +14,8 @@ from services.state.redis import now
 
 LEAST_SLACK_S = 1.0
 """Between two clocks, for a slow machine."""
+LEAST_SETTLE_S = 5.0
+"""For workers to reach Redis again and extend their leases, where everybody comes back at once."""
 
 
 class Steadiness:
@@ -24,8 +26,9 @@ class Steadiness:
         self._monotonic = monotonic
         # A worker extends its leases every third of one: what is less takes none from a living worker.
         self._slack_s = max(LEAST_SLACK_S, lease_s / 6)
-        self._gap_s = max(LEAST_SLACK_S, lease_s / 3)
-        self._settle_s = lease_s / 2
+        self._gap_s = max(2 * LEAST_SLACK_S, lease_s / 3)
+        self._start_s = lease_s / 2
+        self._settle_s = max(LEAST_SETTLE_S, lease_s / 2)
         self._seen: tuple[float, float] | None = None
         """Redis' time and ours at the last look."""
         self._patient_until = float("-inf")
@@ -51,7 +54,7 @@ class Steadiness:
         before, self._seen = self._seen, (at, ended)
         if before is None:
             # A worker that has just come, perhaps after an outage that others have still to recover from.
-            self.disturbed()
+            self._patient_until = max(self._patient_until, ended + self._start_s)
             return 0.0
         passed = ended - before[1]
         jump = at - before[0] - passed

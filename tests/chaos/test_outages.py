@@ -89,7 +89,8 @@ def test_sandboxes_and_model_calls_go_on_through_an_outage(chaos, embedded):
     chaos.wait_for_ends(ids)
     for rollout_id in ids:
         item = chaos.client.get(rollout_id, include="summary")
-        assert (item.state, item.attempt, item.error) == (State.COMPLETED, 1, None), item
+        told = [note.text for note in item.notes]
+        assert (item.state, item.attempt, item.error) == (State.COMPLETED, 1, None), told
     wait_until(lambda: leftovers(chaos.sandbox_dir) == [], PATIENCE_S, "the sandboxes to be gone")
 
 
