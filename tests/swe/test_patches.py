@@ -162,3 +162,4 @@ def test_files_that_are_too_large_to_compare_are_no_patch(by_name: dict[str, Row
     result = roll(by_name["parse"], "truncate -s 100M sparse.bin")
     assert (result.reward, result.report["status"]) == (0.0, "no_patch")
     assert "sparse.bin" in result.report["detail"]
+    assert (result.report["blame"], result.rollout.drop) == ("agent", False)

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from rollout.schema import Blame
 from rollout.trajectory import FinishReason, Message
 from sandbox.client import SandboxClient
 from sandbox.errors import ImageError
@@ -177,6 +178,8 @@ def _notes(patch: Patch) -> dict[str, Any]:
 def _report(instance: Instance, judgement: Judgement, taken: dict[str, Any]) -> dict[str, Any]:
     told = asdict(judgement)
     del told["log"]
+    if judgement.status in ("no_patch", "tests_not_placed"):
+        told["blame"] = Blame.AGENT.value
     return {"instance_id": instance.instance_id, "source": instance.source, **told, "patch": taken}
 
 

@@ -87,8 +87,9 @@ async def take_patch(ctx: Context[Any], instance: Instance, spec: Spec, sandbox:
         StageError: A sandbox failed.
     """
     assert ctx.sandbox is not None
-    # A process of the agent must not change files while they are read.
-    await ctx.sandbox.reset()
+    # A process of the agent must not change files while they are read. This ends them all, and unlike `reset`
+    # needs no shell, which the agent may have broken.
+    await ctx.sandbox.exec(["true"])
     try:
         changes = await ctx.sandbox.changed_tree(spec.repo_dir)
     except SandboxRequestError as error:
