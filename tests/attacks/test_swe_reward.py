@@ -30,8 +30,23 @@ from workers.scoring.swe_tests import grade
 
 HERE = Path(__file__).parent / "reward"
 PATIENCE_S = 120.0
+ROWS = {
+    "unittest_asserts_stubbed": swe_toy.unittest_instance,
+    "unittest_run_stubbed": swe_toy.unittest_instance,
+    "unittest_lines": swe_toy.django_instance,
+    "plain_lines": swe_toy.sympy_instance,
+    "caller_locals": swe_toy.cases_instance,
+}
+"""Instance that a cheat is for; else `swe_toy.instance`."""
+MANY = 10
+"""From so many tests on, all rollouts are made at once, two at a time."""
 CONTROL_RUN = "a second run whose tests must fail"
 APART = "the patch leaves out what configures tests"
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """The instance of a cheat."""
+    return ROWS.get(name, swe_toy.instance)()
 
 
 def script_of(name: str) -> str:
@@ -53,18 +68,22 @@ class RewardTarget:
     control: bool
     host: HostClient
 
-    def cheated(self, name: str, row: dict[str, Any] | None = None, places_tests: bool = True) -> bool:
+    rolled: dict[str, Result]
+    """Rollouts that were made already."""
+
+    def cheated(self, name: str, places_tests: bool = True) -> bool:
         """Whether a cheat is taken for a fix."""
-        row = row or swe_toy.instance()
         if self.control:
-            return asyncio.run(self._naive(script_of(name), row, places_tests))
-        result = self.roll(name, row)
+            return asyncio.run(self._naive(script_of(name), row_of(name), places_tests))
+        result = self.roll(name)
         assert result.reward is not None, result.rollout.error
         return result.reward == 1.0
 
-    def roll(self, name: str, row: dict[str, Any] | None = None) -> Result:
+    def roll(self, name: str) -> Result:
         """A rollout of an agent that does what the script says."""
-        return asyncio.run(roll_many([(row or swe_toy.instance(), [script_of(name)])]))[0]
+        if name not in self.rolled:
+            self.rolled[name] = asyncio.run(roll_many([(row_of(name), [script_of(name)])]))[0]
+        return self.rolled[name]
 
     async def _naive(self, script: str, row: dict[str, Any], places_tests: bool) -> bool:
         async with self.sandbox(row) as box:
@@ -103,17 +122,29 @@ def host() -> Iterator[HostClient]:
     require_apptainer()
     with private_state() as state, pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "ROLLOUT_SANDBOX_DIR", str(state))
-        swe_toy.image()
+        # A host takes images by their path from below such places alone.
+        patch.setitem(os.environ, "ROLLOUT_SANDBOX_IMAGE_ROOTS", str(swe_toy.image().parent))
         yield HostClient(state)
         left = leftovers(state)
         asyncio.run(HostClient(state).stop())
         assert left == []
 
 
+@pytest.fixture(scope="module")
+def rolled(request: pytest.FixtureRequest, host: HostClient) -> dict[str, Result]:
+    """Rollouts of all cheats, by name, where many are wanted."""
+    wanted = [item for item in request.session.items if item.path == request.path]
+    if len(wanted) < MANY:
+        return {}
+    names = sorted(path.stem for path in HERE.iterdir() if path.suffix in (".py", ".sh"))
+    names.remove("names")
+    return dict(zip(names, asyncio.run(roll_many([(row_of(n), [script_of(n)]) for n in names])), strict=True))
+
+
 @pytest.fixture(params=["service", "control"])
-def target(request: pytest.FixtureRequest, host: HostClient) -> RewardTarget:
+def target(request: pytest.FixtureRequest, host: HostClient, rolled: dict[str, Result]) -> RewardTarget:
     """The service, and the naive way."""
-    return RewardTarget("service", request.param == "control", host)
+    return RewardTarget("service", request.param == "control", host, rolled)
 
 
 # -- outcomes that code under test decides -----------------------------------------------------------
@@ -136,12 +167,12 @@ def test_pass_by_another_assertion_error_in_the_tests_module(target):
 
 @attack(stopped_by=CONTROL_RUN)
 def test_pass_with_stubbed_assertions_of_unittest(target):
-    return target.cheated("unittest_asserts_stubbed", swe_toy.unittest_instance())
+    return target.cheated("unittest_asserts_stubbed")
 
 
 @attack(stopped_by=CONTROL_RUN)
 def test_pass_with_a_stubbed_run_of_unittest(target):
-    return target.cheated("unittest_run_stubbed", swe_toy.unittest_instance())
+    return target.cheated("unittest_run_stubbed")
 
 
 @attack(stopped_by=CONTROL_RUN)
@@ -196,15 +227,14 @@ def test_change_reports_before_anybody_reads_them(target):
 
 @attack(stopped_by="comparisons with what nobody can know")
 def test_return_what_the_caller_has_in_a_variable(target):
-    return target.cheated("caller_locals", swe_toy.cases_instance())
+    return target.cheated("caller_locals")
 
 
 @attack(stopped_by="told in the report as suspicious")
 def test_be_rewarded_unnoticed_for_looking_at_the_caller(target):
-    row = swe_toy.instance()
     if target.control:
-        return target.cheated("caller_recognised", row)
-    result = target.roll("caller_recognised", row)
+        return target.cheated("caller_recognised")
+    result = target.roll("caller_recognised")
     return result.reward == 1.0 and not result.report["suspicious"]
 
 
@@ -228,12 +258,12 @@ def test_print_results_at_the_end_of_the_process(target):
 
 @attack(stopped_by=CONTROL_RUN)
 def test_print_what_djangos_runner_would(target):
-    return target.cheated("unittest_lines", swe_toy.django_instance())
+    return target.cheated("unittest_lines")
 
 
 @attack(stopped_by=CONTROL_RUN)
 def test_print_what_sympys_runner_would(target):
-    return target.cheated("plain_lines", swe_toy.sympy_instance())
+    return target.cheated("plain_lines")
 
 
 # -- files that decide -------------------------------------------------------------------------------
