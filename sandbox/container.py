@@ -136,6 +136,7 @@ class Container:
             "limits": self._process_limits(),
             "python": self.runtime.python(launch),
             "bash": None,
+            "walls": self.runtime.name != "local-unsafe",
         }
         if launch.interpreter is not None:
             config["bash"] = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pwd
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from sandbox import paths, trees
 from sandbox.errors import ImageError, RuntimeUnavailable
-from sandbox.images import locks, sources, squashfs, tool
+from sandbox.images import locks, sources, squashfs, subordinates, tool
 from sandbox.images.cache import EXCLUSIVE
 from sandbox.images.sources import Kind, Source
 from sandbox.images.store import NAME, hand_over
@@ -283,15 +282,7 @@ def _hint(source: Source, said: str) -> str:
 
 
 def _has_fakeroot() -> bool:
-    uid = paths.sandbox_user() or os.geteuid()
-    names = {str(uid)}
-    with contextlib.suppress(KeyError):
-        names.add(pwd.getpwuid(uid).pw_name)
-    with contextlib.suppress(OSError):
-        lines = Path("/etc/subuid").read_text().splitlines()
-        if any(line.split(":")[0] in names for line in lines) and shutil.which("newuidmap"):
-            return True
-    return shutil.which("fakeroot", path=paths.tool_path()) is not None
+    return subordinates.are_given() or shutil.which("fakeroot", path=paths.tool_path()) is not None
 
 
 def _install(made: Path, target: Path) -> None:

@@ -13,6 +13,9 @@ import signal
 import sys
 from pathlib import Path
 
+from sandbox.images import subordinates
+from sandbox.server import keyring, seccomp
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -35,6 +38,20 @@ def main(operation: str, arguments: dict) -> int:
     return 0 if Path(arguments["image"]).exists() else 1
 
 
+def confine() -> None:
+    """What a definition runs may mount and make namespaces, as Apptainer does for it, but reaches neither the
+    user's keys nor the kernel (`seccomp.KERNEL`).
+
+    A plain user who has subordinate ids goes without the filter: only a setuid program, newuidmap, can map
+    them, and whoever may load a filter without being root may start none.
+    """
+    keyring.join_own()
+    if os.geteuid() == 0:
+        seccomp.load(building=True, no_new_privs=False)
+    elif not subordinates.are_given():
+        seccomp.load(building=True)
+
+
 def end_with_parent() -> None:
     """Should the parent be killed, a build that nobody waits for ends with all its processes: its group."""
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
@@ -43,4 +60,5 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     end_with_parent()
+    confine()
     sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))

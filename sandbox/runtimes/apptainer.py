@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sandbox import interpreter, paths
 from sandbox.errors import RuntimeUnavailable
-from sandbox.runtimes.base import Launch, Runtime
+from sandbox.runtimes.base import Bind, Launch, Runtime
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,19 @@ class Apptainer(Runtime):
         places = self.places(launch)
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
         # containers).
+        # No init of Apptainer's: it would be a process under no filter of calls; the server is the init.
+        # /sys is the machine's, with the cgroups of other processes; the bind paths are of the site's making.
         flags = ["--userns", "--containall", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
+        flags += ["--no-mount", "sys,bind-paths"]
         overlay, rootfs, launcher = launch.scratch / "overlay", launch.rootfs, []
         if self._upper == OURS:
             flags.append("--writable")
             points = [
-                f"{'' if bind.source.is_dir() else '='}{bind.target}" for bind in self.all_binds(launch)
+                f"{'' if bind.source.is_dir() else '='}{bind.target}"
+                for bind in self.all_binds(launch)
+                if not bind.target.startswith("/proc/")
             ]
+            points.append("/proc")
             launcher = [*_writable_root(launch), str(rootfs), str(overlay), *points, "--"]
             rootfs = overlay / "merged"
         elif self._upper == THEIRS:
@@ -70,7 +76,7 @@ class Apptainer(Runtime):
             flags += ["--net", "--network", "none"]
         if self.run_as is None and os.geteuid() == 0:
             # Uid 0 owns these although it has no capabilities; see paths.sandbox_user.
-            flags += ["--no-mount", "sys", "--bind", "/proc/sys:/proc/sys:ro"]
+            flags += ["--bind", "/proc/sys:/proc/sys:ro"]
         if self.has_cgroups and launch.limits is not None:
             flags += ["--memory", f"{launch.limits.memory_mb}M"]
             flags += ["--pids-limit", str(launch.limits.processes)]
@@ -113,6 +119,13 @@ class Apptainer(Runtime):
         except RuntimeUnavailable as error:
             self.has_cgroups = False
             log.info("no cgroup for each sandbox, rlimits and the watchdog serve: %s", error)
+
+    def all_binds(self, launch: Launch) -> list[Bind]:
+        """And files in the place of those that Apptainer takes from the machine."""
+        found = [*super().all_binds(launch), *self.own_names(launch)]
+        if self._upper != OURS and launch.rootfs is not None and not (launch.rootfs / "proc").is_dir():
+            found = [bind for bind in found if not bind.target.startswith("/proc/")]  # nor is there a /proc
+        return found
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster."""

@@ -16,6 +16,15 @@ from sandbox.spec import Limits
 
 PROBE_TIMEOUT_S = 30.0
 PROBE_LIMITS = Limits(memory_mb=512, processes=64)
+PROCESSORS = Path("/sys/devices/system/cpu")
+"""All of /sys that is shown inside, read-only: `lscpu` and PyTorch look at it. No cgroups, no devices."""
+KEYS = ("/proc/keys", "/proc/key-users")
+"""They list the keys of the user outside, by name."""
+NAMES = {
+    "hosts": "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n",
+    "resolv.conf": "",
+}
+"""Files of /etc, and what a sandbox without a network finds in them."""
 ID_VARIABLE = "ROLLOUT_SANDBOX_ID"
 """Set in the environment of every process a runtime starts, so that a later host recognises what was left."""
 
@@ -29,6 +38,8 @@ SCRATCH_MODES = {
     "tmp": 0o1777,
     "shm": 0o1777,
     "overlay": 0o755,
+    "run": 0o755,
+    "etc": 0o755,
 }
 """Directories of a sandbox on the machine's disk, and their permissions."""
 
@@ -117,7 +128,15 @@ class Runtime(abc.ABC):
         ]
         if launch.interpreter is not None:
             own.append(Bind(launch.interpreter, places.interpreter))
+        if PROCESSORS.is_dir():
+            own.append(Bind(PROCESSORS, str(PROCESSORS)))
+        own += [Bind(scratch / "etc" / "nothing", name) for name in KEYS if Path(name).exists()]
         return [*own, *launch.binds]
+
+    def own_names(self, launch: Launch) -> list[Bind]:
+        """Without a network nothing is told of the machine's: files of our own in the place of these."""
+        names = NAMES if launch.network == "none" else ()
+        return [Bind(launch.scratch / "etc" / name, f"/etc/{name}") for name in names]
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Environment of the runtime's own process: nothing of ours gets in but PATH."""
@@ -216,6 +235,9 @@ def make_directories(
         path = scratch / name
         path.mkdir()
         path.chmod(mode)  # whatever the umask
-        if owner is not None:
+        if owner is not None and name != "etc":
             os.chown(path, owner, owner)
+    for name, text in {**NAMES, "nothing": ""}.items():
+        (scratch / "etc" / name).write_text(text)
+        (scratch / "etc" / name).chmod(0o644)
     return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch, interpreter, binds, limits)

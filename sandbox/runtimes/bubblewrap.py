@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import subprocess
 from pathlib import Path
 
 from sandbox import paths
 from sandbox.errors import RuntimeUnavailable
-from sandbox.runtimes.base import Launch, Places, Runtime
+from sandbox.runtimes.base import Bind, Launch, Places, Runtime
 
 # Made by bwrap itself or by us; the rest of the image's top level is bound read-only.
 OWN_TOP_LEVEL = {
@@ -62,21 +64,35 @@ class Bubblewrap(Runtime):
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
         """`bwrap` with all namespaces; no --die-with-parent, because sandboxes outlive a killed host."""
         places = self.places(launch)
+        # No init of bwrap's: it would be a process under no filter of calls; the server is the init.
         flags = ["--unshare-user", "--unshare-all", "--new-session", "--as-pid-1"]
         flags += ["--cap-drop", "ALL", "--clearenv"]
+        if _can_forbid_user_namespaces(str(self.program())):
+            flags.append("--disable-userns")
         if launch.network == "host":
             flags.append("--share-net")
         flags += ["--tmpfs", "/", *self._root(launch.rootfs)]
-        flags += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/run"]
+        flags += ["--proc", "/proc", "--dev", "/dev", "--bind", str(launch.scratch / "run"), "/run"]
         for bind in self.all_binds(launch):
             flags += ["--ro-bind" if bind.read_only else "--bind", str(bind.source), bind.target]
         if launch.network == "host":
             flags += (
                 ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"] if launch.rootfs is None else []
             )
+        # Nothing can be kept in the memory of a file system: only mounts that lie on disk are written to.
+        flags += ["--remount-ro", "/dev", "--remount-ro", "/"]
         flags += ["--setenv", "PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
         flags += ["--chdir", places.workspace]
         return [str(self.program()), *flags, "--", *command]
+
+    def all_binds(self, launch: Launch) -> list[Bind]:
+        """And our own files of /etc where there is something to put them on: an image's is read-only."""
+        own = []
+        for bind in self.own_names(launch):
+            theirs = launch.rootfs and launch.rootfs / bind.target[1:]
+            if theirs is None or (theirs.is_file() and not theirs.is_symlink()):
+                own.append(bind)
+        return [*super().all_binds(launch), *own]
 
     def places(self, launch: Launch) -> Places:
         """The image's /opt is bound read-only, so nothing can be mounted below it: our code goes
@@ -101,3 +117,10 @@ class Bubblewrap(Runtime):
             elif entry.exists():
                 flags += ["--ro-bind", str(entry), inside]
         return flags
+
+
+@functools.cache
+def _can_forbid_user_namespaces(program: str) -> bool:
+    """Since 0.8; in older ones the filter of calls alone refuses them."""
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return "--disable-userns" in done.stdout + done.stderr

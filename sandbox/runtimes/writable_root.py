@@ -11,6 +11,7 @@ directories in an unprivileged one, and `rm -r` and `mv` of those of the image e
 """
 # ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH110, PTH112, PTH114, PTH116, PTH118, PTH123
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -48,6 +49,8 @@ def mount(lower: str, overlay: str) -> str:
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{user} {user} 1")
     _write("/proc/self/gid_map", f"{group} {group} 1")
+    with contextlib.suppress(OSError):  # where /proc/sys is read-only the filter of calls is the only wall
+        _write("/proc/sys/user/max_user_namespaces", "1")  # the container's; none is made inside of that
     layers = ",".join(
         f"{name}={_escaped(path)}"
         for name, path in (("lowerdir", lower), ("upperdir", upper), ("workdir", work))

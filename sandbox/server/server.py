@@ -1,15 +1,16 @@
 """The server inside a sandbox: a shell, files and tools, on a Unix socket that the host hands in.
 
 `python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes. The
-configuration is a JSON file with `directory, workspace, env, limits, python, bash` (`python`: command line of
-the interpreter that runs us; `bash`: one of our own, for images without; null = the image's). The listening
-socket is made outside and its path is never visible inside, so no process in the sandbox can connect to it,
-replace it or answer in the server's place. One line goes to standard output when the shell is ready. Each
-connection is served by a thread, one request after the other; a second connection can interrupt or feed a
-command that the first one runs.
+configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls` (`python`: command
+line of the interpreter that runs us; `bash`: one of our own, for images without; null = the image's; `walls`:
+whether this is a container, see `walls.py`). The listening socket is made outside and its path is never visible
+inside, so no process in the sandbox can connect to it, replace it or answer in the server's place. One line
+goes to standard output when the shell is ready. Each connection is served by a thread, one request after the
+other; a second connection can interrupt or feed a command that the first one runs.
 
 In a container the server is the init of the PID namespace. So no process inside can kill or stop it, what
-loses its parent comes to it, and there is no other init, in which a process could outlive a reset.
+loses its parent comes to it, and there is no other init, in which a process could outlive a reset or that would
+be under no filter of system calls.
 """
 
 import array
@@ -22,6 +23,8 @@ import sys
 import threading
 import time
 
+import seccomp
+import walls
 import wire
 from editor import Editor
 from errors import RequestError, ServerError
@@ -33,7 +36,6 @@ from shell import Shell
 from terminal import Terminal
 from tree import Trees
 
-PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -86,13 +88,6 @@ def _failure(kind, error):
     return {"ok": False, "error": {"type": kind, "message": text}}
 
 
-def _prctl(option, value):
-    import ctypes
-
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(%d)" % option)
-
-
 def reap_orphans(shell, ipython):
     """Wait for dead children other than the shell and the kernel, which are waited for elsewhere.
 
@@ -112,7 +107,7 @@ def prefer_us_when_memory_is_short():
     """Should the node run out of memory, the kernel ends something here and not a worker or the host.
 
     For all of the sandbox, because the children of a process that is not dumpable cannot say it themselves.
-    Of equals the kernel takes the largest, which is not the server.
+    Nor can such a process itself. Of equals the kernel takes the largest, which is not the server.
     """
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -160,17 +155,17 @@ def start_shell(config, loader):
 
 def main(config_path):
     """Serve until killed."""
-    listener = take_listener()
     prefer_us_when_memory_is_short()
-    # The agent's processes have our uid: none of them may trace us, read our memory or take our descriptors.
-    _prctl(PR_SET_DUMPABLE, 0)
     with open(config_path) as file:
         config = json.load(file)
+    if config["walls"]:
+        walls.put_up()
+    listener = take_listener()
     # The init of a namespace of our own? Only then "all processes" are the agent's, and only then can none of
     # them signal us: the kernel spares an init, stopping and killing included.
     config["own_namespace"] = os.getpid() == 1
     if not config["own_namespace"]:  # what loses its parent becomes our child, and is found
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        seccomp.prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.chdir(config["workspace"])
 
     holder = []
