@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import interpreter, paths, processes
+from sandbox import interpreter, memory, paths, processes
 from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.records import Record
 from sandbox.runtimes import Launch, Runtime
@@ -59,6 +59,8 @@ class Container:
     start_time: int | None = None
     protected: list[int] = dataclasses.field(default_factory=list)
     """Processes of the runtime and the server, which the watchdog must not end."""
+    file_system: int | None = None
+    """A directory in what the runtime keeps in memory for it, open so that its use can be seen."""
     exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     deadline: float | None = None
     """Seconds of CLOCK_BOOTTIME at which the host ends it; None = not claimed yet."""
@@ -124,8 +126,23 @@ class Container:
                 f"sandbox on {self.runtime.name}{image} {problem}; it said: {tail or '(nothing)'}"
             )
         # Nothing of the agent's runs yet: all but the last, the shell, is the runtime and the server.
-        self.protected = [self.pid, *processes.descendants(self.pid)[:-1]]
+        *own, shell = processes.descendants(self.pid)
+        self.protected = [self.pid, *own]
+        self.see_memory(shell)
         self.ready = True
+
+    def see_memory(self, pid: int) -> None:
+        """Have the watchdog see what is kept in memory as files, if `pid` is inside and open to us."""
+        if processes.pid_namespace(pid) not in (None, processes.pid_namespace(os.getpid())):
+            self.file_system = memory.open_file_system(pid)
+
+    def close(self) -> None:
+        """Let go of what is open of it outside, once it has ended."""
+        if self.said is not None:
+            self.said.close()
+        if self.file_system is not None:
+            os.close(self.file_system)
+            self.file_system = None
 
     def _write_config(self) -> None:
         places, launch = self.runtime.places(self.launch), self.launch

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sandbox import adoption, aio, binds, interpreter, paths, payload, trees
+from sandbox import adoption, aio, binds, interpreter, paths, payload, processes, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, check_id_fits, now
 from sandbox.errors import ImageError, NodeShort, SandboxError, SandboxRequestError, SandboxStartError
@@ -332,8 +332,7 @@ class Containers:
         finally:
             self.counts["released"] += 1
             self._all.pop(container.id, None)
-            if container.said is not None:
-                container.said.close()
+            container.close()
             for lease in container.leases:
                 lease.release()
 
@@ -389,6 +388,9 @@ class Containers:
         own_python = self._interpreter(adoption.runtime_of(record))
         container = adoption.revive(record, self.state, self._payload, own_python)
         self._all[record.id] = container
+        for one in reversed(processes.usages(record.pid) if record.pid else []):
+            if container.file_system is None:  # one that is open to us; the agent may have closed all
+                container.see_memory(one.pid)
         try:
             self._hold_images(container)
         except ImageError as error:  # evicted while no host held it; what is open of it goes on working

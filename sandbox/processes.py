@@ -139,24 +139,6 @@ def proportional_bytes(pid: int) -> int:
     return 0
 
 
-def unlinked_bytes(pids: list[int], in_memory: bool) -> int:
-    """Bytes in files that these processes hold open though no directory names them (any more).
-
-    `in_memory`: those of memfd_create, which are memory of no process; else those on disk.
-    """
-    sizes: dict[tuple[int, int], int] = {}
-    for pid in pids:
-        try:
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                name = str(fd.readlink())
-                if name.endswith(" (deleted)") and name.startswith("/memfd:") == in_memory:
-                    info = fd.stat()
-                    sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
-        except OSError:
-            continue
-    return sum(sizes.values())
-
-
 def memory_available() -> int:
     """Bytes of memory that the machine can still give (MemAvailable)."""
     return _meminfo("MemAvailable")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from sandbox import aio, processes, trees
+from sandbox import aio, memory, processes, trees
 from sandbox.container import Container
 from sandbox.errors import SandboxError
 from sandbox.processes import Usage
@@ -138,25 +138,31 @@ class Watchdog:
         if total <= most and not thorough:
             return
         # Resident sizes count shared pages once for each process; before a verdict they are shared out, and
-        # what lies in unnamed files (memfd) and in no process's memory is added.
-        pids = [one.pid for one in used]
-        shares = await asyncio.to_thread(lambda: {pid: processes.proportional_bytes(pid) for pid in pids})
-        unnamed = await asyncio.to_thread(processes.unlinked_bytes, pids, True)
-        total = sum(shares.values()) + unnamed
-        if total <= most:
+        # what lies in no process's memory is added.
+        holding = await asyncio.to_thread(memory.held, used, container.file_system)
+        if holding.total <= most:
             return
+        shares = holding.shares
         largest = max(shares, key=lambda pid: shares[pid])
-        what = f"{total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
-        if largest not in container.protected and total - shares[largest] <= most:
+        what = f"{holding.total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
+        if largest not in container.protected and holding.total - shares[largest] <= most:
             processes.send([largest], signal.SIGKILL)  # at once; what the server does besides takes longer
         self._breach(container, "memory", what)
 
     async def _check_node(self, containers: list[Container], used: dict[str, list[Usage]]) -> None:
-        """With the machine itself short of memory the largest sandbox gives way before the kernel chooses."""
+        """With the machine itself short of memory the sandbox that holds most gives way before the kernel
+        chooses. What may lie in sockets and pipes counts in full: hidden there it shows nowhere else.
+        """
         available, total = processes.memory_available(), processes.memory_total()
         if available >= NODE_RESERVE * total:
             return
-        largest = max(containers, key=lambda c: sum(one.rss_bytes for one in used[c.id]))
+
+        def holding(container: Container) -> int:
+            own = used[container.id]
+            return memory.held(own, container.file_system).total + memory.possible_buffers(own)
+
+        holdings = await asyncio.to_thread(lambda: {c.id: holding(c) for c in containers})
+        largest = max(containers, key=lambda c: holdings[c.id])
         what = f"the node has only {available / MIB:.0f} MiB left and this sandbox uses most"
         self._breach(largest, "memory", what, node_short=True)
 
@@ -169,7 +175,7 @@ class Watchdog:
         watched.files = watched.files or most_files
         root = container.launch.scratch
         size, count = await asyncio.to_thread(trees.usage, root, 4 * watched.disk_bytes, 4 * watched.files)
-        size += await asyncio.to_thread(processes.unlinked_bytes, [one.pid for one in used], False)
+        size += await asyncio.to_thread(memory.unlinked_bytes, [one.pid for one in used])
         if size <= watched.disk_bytes and count <= watched.files:
             return
         what = (

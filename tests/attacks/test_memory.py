@@ -1,0 +1,162 @@
+"""Memory beyond the limit, hidden from whoever counts it: the node falls short, and another is blamed."""
+
+from __future__ import annotations
+
+from tests.attacks import attack
+from tests.attacks.calls import succeeds
+
+MEMORY_MB = 80
+HOST_SETTINGS = {"ROLLOUT_SANDBOX_MEMORY_MB": str(MEMORY_MB)}
+HELD_S = 14
+"""How long it must be kept to count as unnoticed; the watchdog counts all every five seconds."""
+FILTER = "the filter of system calls"
+COUNTED = "counted by the watchdog"
+
+
+def _keeps(target, hide: str) -> bool:
+    """Whether twice the memory allowed is held, by a script that hides it, longer than the watchdog takes."""
+    seconds = 0 if target.control else HELD_S
+    prelude = f"SIZE, MIB, CONTROL = {2 * MEMORY_MB << 20}, 1 << 20, {target.control}\n"
+    return succeeds(target, prelude + hide + f"\ntime.sleep({seconds})\ndone()\nwon(True)\n")
+
+
+@attack(stopped_by="no more namespaces, no mount")
+def test_hold_memory_in_a_file_system_of_a_nested_namespace(target):
+    return succeeds(
+        target,
+        """
+def hides():
+    if call("unshare", 0x10020000) != 0: return False
+    os.makedirs("place", exist_ok=True)
+    if call("mount", b"none", b"place", b"tmpfs", 0, b"size=8m") != 0: return False
+    return open("place/x", "wb").write(bytes(4 << 20)) > 0
+won(in_child(hides))
+""",
+    )
+
+
+@attack(stopped_by="tmpfs read-only (bubblewrap) or counted (Apptainer)")
+def test_hold_memory_in_the_file_systems_of_the_container(target):
+    """/run and / of bubblewrap were a tmpfs without a size, /dev of Apptainer one of a gigabyte."""
+    return _keeps(
+        target,
+        """
+left, files = SIZE, set()
+for line in open("/proc/self/mountinfo"):
+    place, kind = line.split()[4], line.partition(" - ")[2].split()[0]
+    if kind not in ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs"): continue
+    if os.path.isdir(place): path = f"{place}/held-{os.getpid()}"
+    elif place.startswith("/etc/"): path = place
+    else: continue
+    if CONTROL and place != "/dev/shm": continue  # the control stays where anybody may write
+    try:
+        with open(path, "ab") as file:
+            files.add(path)
+            while left > 0: left -= file.write(bytes(MIB))
+    except OSError: pass
+def done():
+    for path in files: os.path.dirname(path) == "/etc" or os.unlink(path)
+if left > 0: print("LOST"); done(); sys.exit()
+""",
+    )
+
+
+@attack(stopped_by="tmpfs read-only (bubblewrap) or counted (Apptainer)")
+def test_hold_memory_in_empty_files(target):
+    """A file without content takes a kilobyte of the kernel's; a tmpfs of 1 MB may have millions."""
+    return _keeps(
+        target,
+        """
+place = "/dev/shm" if CONTROL else "/dev"
+directory = f"{place}/held-{os.getpid()}"
+def done():
+    import shutil
+    shutil.rmtree(directory, ignore_errors=True)
+try:
+    os.mkdir(directory)
+    for number in range(SIZE // 1000): os.close(os.open(f"{directory}/{number}", os.O_CREAT | os.O_WRONLY))
+except OSError:
+    print("LOST"); done(); sys.exit()
+""",
+    )
+
+
+@attack(stopped_by=COUNTED)
+def test_hold_memory_that_is_mapped_no_more(target):
+    """Shared memory stays when its pages are dropped from the process; resident size and PSS are zero."""
+    return _keeps(
+        target,
+        """
+held = mmap.mmap(-1, SIZE)
+for start in range(0, SIZE, MIB):
+    held[start:start + MIB] = b"x" * MIB
+    held.madvise(mmap.MADV_DONTNEED, start, MIB)
+done = held.close
+""",
+    )
+
+
+@attack(stopped_by=COUNTED)
+def test_hold_memory_in_a_file_without_a_name_that_is_only_mapped(target):
+    return _keeps(
+        target,
+        """
+fd = os.memfd_create("held")
+for _ in range(SIZE // MIB): os.write(fd, b"x" * MIB)
+held = mmap.mmap(fd, 4096)
+os.close(fd)
+done = held.close
+""",
+    )
+
+
+@attack(stopped_by="segments of at most 64 KiB (the filter)")
+def test_hold_memory_in_a_segment_that_nobody_has_attached(target):
+    return _keeps(
+        target,
+        """
+libc.shmat.restype, libc.shmat.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+segment = call("shmget", 0, SIZE, 0o1600)
+if segment < 0: print("LOST"); sys.exit()
+address = libc.shmat(segment, None, 0)
+ctypes.memset(address, 1, SIZE)
+libc.shmdt(ctypes.c_void_p(address))
+done = lambda: call("shmctl", segment, 0, 0)
+""",
+    )
+
+
+@attack(stopped_by=FILTER)
+def test_hold_memory_in_messages(target):
+    return succeeds(
+        target,
+        """
+queue = call("msgget", 0, 0o1600)
+won(queue >= 0)
+libc.msgctl(queue, 0, None)
+""",
+    )
+
+
+@attack(stopped_by="sets of at most 32 (the filter)")
+def test_hold_memory_in_semaphores(target):
+    """32,000 sets of 32,000: 64 GB of the kernel's memory."""
+    return succeeds(
+        target,
+        """
+semaphores = call("semget", 0, 30000, 0o1600)
+won(semaphores >= 0)
+call("semctl", semaphores, 0, 0, 0)
+""",
+    )
+
+
+@attack(stopped_by="memfd_secret answers ENOSYS")
+def test_hold_memory_that_not_even_the_kernel_shows(target):
+    return succeeds(
+        target,
+        """
+fd = call("memfd_secret", 0)
+won(fd >= 0)
+""",
+    )

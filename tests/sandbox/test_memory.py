@@ -1,0 +1,125 @@
+"""What the watchdog sees of memory that resident sizes do not show, and whom it blames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox import memory, processes
+from sandbox.container import Container
+from sandbox.runtimes import RUNTIMES, Launch
+from sandbox.spec import Limits, SandboxSpec
+from sandbox.watchdog import Watchdog
+
+MIB = 1 << 20
+NOBODY = 65534
+LARGE = f"x = bytes({40 * MIB}).replace(bytes(1), b'x')"
+SOCKETS = """
+import socket
+pairs = [socket.socketpair() for _ in range(400)]
+for one, _ in pairs:
+    one.setblocking(False)
+    try:
+        while True: one.send(bytes(65536))
+    except BlockingIOError: pass
+"""
+UNNAMED = f"import os; fd = os.memfd_create('x'); [os.write(fd, b'x' * {MIB}) for _ in range(120)]"
+DROPPED = (
+    f"import mmap; m = mmap.mmap(-1, {120 * MIB}); m.write(b'x' * {120 * MIB}); m.madvise(mmap.MADV_DONTNEED)"
+)
+CLOSED = f"import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n{LARGE}"
+
+
+@contextlib.contextmanager
+def running(code: str, user: int | None = None) -> Iterator[int]:
+    """The pid of a Python that has run `code` and waits."""
+    options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    python = sys.executable if user is None else "/usr/bin/python3"
+    process = subprocess.Popen(
+        [python, "-c", f"{code}\nprint('ready', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd="/",
+        **options,
+    )
+    with process:
+        assert process.stdout and process.stdout.readline() == b"ready\n"
+        yield process.pid
+        process.kill()
+
+
+@pytest.mark.parametrize("code", [UNNAMED, DROPPED], ids=["memfd", "mapped no more"])
+def test_shared_memory_counts_whoever_maps_it(code):
+    if code == DROPPED and os.geteuid() != 0:
+        pytest.skip("only root may look at what a process has mapped")
+    with running(code) as pid:
+        found = memory.held(processes.usages(pid), None)
+        assert found.shares[pid] < 30 * MIB
+        assert 120 * MIB <= found.total < 170 * MIB
+
+
+def test_what_is_shared_and_mapped_counts_once():
+    code = f"import mmap, os; m = mmap.mmap(-1, {60 * MIB}); m.write(b'x' * {60 * MIB}); os.fork() or input()"
+    with running(code) as pid:
+        assert 60 * MIB <= memory.held(processes.usages(pid), None).total < 100 * MIB
+
+
+def test_a_file_system_in_memory_counts_with_its_empty_files():
+    with os.scandir("/dev/shm"):
+        directory = os.open("/dev/shm", os.O_RDONLY)
+    try:
+        before = memory.held([], directory).total
+        name = Path(f"/dev/shm/rollout-test-{os.getpid()}")
+        name.write_bytes(bytes(8 * MIB))
+        assert memory.held([], directory).total - before >= 7 * MIB  # others use it, too
+        name.unlink()
+    finally:
+        os.close(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user, to whom a process can be closed")
+def test_a_process_that_closes_itself_counts_by_its_resident_size():
+    with running(CLOSED, NOBODY) as pid:
+        code = (
+            f"from sandbox import memory, processes; print(memory.held(processes.usages({pid}), None).total)"
+        )
+        root = Path(__file__).resolve().parents[2]
+        options = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", code], capture_output=True, text=True, cwd=root, check=True, **options
+        )
+    assert int(done.stdout) >= 40 * MIB
+
+
+@pytest.mark.parametrize("code", [UNNAMED, SOCKETS], ids=["memfd", "sockets"])
+def test_who_hides_memory_gives_way_and_not_the_largest(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "memory_available", lambda: 0)
+    ended = []
+    with running(LARGE) as large, running(code) as hiding:
+        containers = []
+        for name, pid in (("large", large), ("hiding", hiding)):
+            (tmp_path / name).mkdir()
+            launch = Launch(name, None, "none", tmp_path / name / "s", tmp_path, tmp_path / name)
+            limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=10**6, files=10**6)
+            containers.append(
+                Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=pid)
+            )
+        usages = {name: processes.usages(pid) for name, pid in (("large", large), ("hiding", hiding))}
+        resident = {name: sum(one.rss_bytes for one in used) for name, used in usages.items()}
+        assert resident["hiding"] < resident["large"]
+
+        async def scenario():
+            watchdog = Watchdog(lambda: containers, lambda one, *why: ended.append(one.id), tmp_path)
+            await watchdog.look()
+            while not ended:  # nobody listens on its socket, so it is ended
+                await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert ended == ["hiding"]
