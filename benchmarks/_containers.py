@@ -16,6 +16,8 @@ LIMIT_S = 120.0
 SETTLE_S = 10.0
 WORK = ("python3", "-c", "print('hi')")
 ISOLATION = ("--userns", "--containall", "--no-home", "--cleanenv", "--writable-tmpfs")
+UNPACKED = ("--net", "--network", "none")
+"""And what else our sandboxes have, where both run the same unpacked image."""
 HOST_FILES = {"host.lock", "host.log", "start.lock"}
 """What a sandbox host that was stopped leaves in its directory on purpose."""
 
@@ -36,12 +38,17 @@ class PlainApptainer:
         runtime.check_installed()
         self._program = str(runtime.program())
         self._image = str(ImageStore().find("base"))
+        self._unpacked = str(ImageStore().rootfs("base", paths.sandbox_user()))
         self._environment = {"PATH": paths.tool_path(), "HOME": str(home), "LANG": "C.UTF-8"}
         self._numbers = itertools.count()
 
     def exec(self) -> None:
         """A container for one command, from start to end. Raises ContainerError."""
         self._check(self._run("exec", *ISOLATION, self._image, *WORK))
+
+    def exec_unpacked(self) -> None:
+        """The same from the unpacked image that our sandboxes run from, with their first command."""
+        self._check(self._run("exec", *ISOLATION, *UNPACKED, self._unpacked, "bash", "-c", "echo hi"))
 
     def start_instance(self) -> str:
         """A container in the background and the first command in it; returns its name."""

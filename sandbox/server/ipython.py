@@ -11,7 +11,6 @@ import threading
 import time
 
 from errors import RequestError, ServerError
-from kernel_life import KernelLife, NoPackages, wait_until_ready
 
 DEFAULT_MAX_CHARS = 30000
 PYTHON_VARIABLE = "ROLLOUT_IPYTHON"
@@ -173,6 +172,8 @@ class IPython:
 
     def _start_in_background(self):
         def start():
+            from kernel_life import NoPackages  # not at the top: it costs a sandbox's start five milliseconds
+
             try:
                 self._live(None)
             except (NoPackages, RequestError, ServerError, OSError):
@@ -192,6 +193,8 @@ class IPython:
                     raise  # else it was ended with all others while it started
 
     def _live_now(self, hangup_fd):
+        from kernel_life import KernelLife, NoPackages, wait_until_ready
+
         with self._start_lock:
             life = self._life
             if life is not None and not life.gone:

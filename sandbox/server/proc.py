@@ -1,7 +1,6 @@
 """What /proc tells of the sandbox's processes: who waits for the keyboard, and ending them all."""
 
 import os
-import platform
 import signal
 import struct
 import time
@@ -12,7 +11,7 @@ from errors import ServerError
 _CALLS = {
     "x86_64": {0: "read", 19: "read", 23: "select", 270: "select", 7: "poll", 271: "ppoll"},
     "aarch64": {63: "read", 65: "read", 72: "select", 73: "ppoll"},
-}.get(platform.machine(), {})
+}.get(os.uname().machine, {})
 _POLLFD = struct.Struct("ihh")
 _POLL_IN = 0x1
 _MOST_FDS = 64  # a process that watches more is a server, not at a prompt

@@ -11,7 +11,6 @@ A filter is inherited by all that a process starts, and can never be taken off.
 import ctypes
 import errno
 import os
-import platform
 import struct
 import sys
 
@@ -217,7 +216,7 @@ ARGUMENTS = {
 def program(machine, building=False):
     """The filter as a list of instructions (code, jump if true, jump if false, operand).
 
-    `machine`: as `platform.machine()` names it. `building`: the profile of image builds. Raises OSError for a
+    `machine`: as `uname` names it. `building`: the profile of image builds. Raises OSError for a
     machine whose calls are not known here.
     """
     if machine not in AUDIT_ARCH:
@@ -250,7 +249,7 @@ def load(building=False, no_new_privs=True):
     `no_new_privs`: also that no setuid program gives them more rights; without it only root may load one.
     Raises OSError where the kernel has no filters.
     """
-    instructions = program(platform.machine(), building)
+    instructions = program(os.uname().machine, building)
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))

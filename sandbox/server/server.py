@@ -26,9 +26,7 @@ import time
 import seccomp
 import walls
 import wire
-from editor import Editor
 from errors import RequestError, ServerError
-from files import Files
 from ipython import IPython
 from program import Programs
 from repair import Loader
@@ -46,10 +44,23 @@ class Server:
         self._shell = shell
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
+        self._workspace = workspace
+        self._loading = threading.Lock()
         terminal = Terminal(shell, ipython.while_all_end)
-        trees = Trees(workspace)
-        for part in (terminal, ipython, programs, Editor(workspace), Files(workspace), trees):
+        for part in (terminal, ipython, programs, Trees(workspace)):
             self._operations.update(part.operations())
+
+    def load_rest(self):
+        """The parts that no first command needs; to import them takes as long as to start bash."""
+        with self._loading:
+            if self._workspace is not None:
+                import kernel_life  # noqa: F401 (of the first cell)
+                from editor import Editor
+                from files import Files
+
+                for part in (Editor(self._workspace), Files(self._workspace)):
+                    self._operations.update(part.operations())
+                self._workspace = None
 
     def serve_connection(self, connection):
         """Answer requests until the peer closes the connection."""
@@ -66,6 +77,9 @@ class Server:
     def _answer(self, request, connection):
         try:
             operation = self._operations.get(request.get("op"))
+            if operation is None:
+                self.load_rest()
+                operation = self._operations.get(request.get("op"))
             if operation is None:
                 names = ", ".join(sorted(self._operations))
                 raise RequestError("unknown operation %r; known are %s" % (request.get("op"), names))
@@ -198,6 +212,7 @@ def main(config_path):
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     os.dup2(0, 1)  # the host closes its end of the pipe now
+    threading.Thread(target=server.load_rest, daemon=True).start()
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=server.serve_connection, args=(connection,), daemon=True).start()
