@@ -41,6 +41,7 @@ def mount(lower: str, overlay: str) -> str:
     upper, work, root = (os.path.join(overlay, name) for name in ("upper", "work", "merged"))
     for path in (upper, work, root):
         os.makedirs(path, mode=0o755, exist_ok=True)
+    _hide(upper, ".singularity.d")
     # Seen through the mount, the image's own root directory is that of the upper layer.
     os.chmod(upper, os.stat(lower).st_mode & 0o7777)
     user, group = os.geteuid(), os.getegid()
@@ -62,6 +63,15 @@ def mount(lower: str, overlay: str) -> str:
         "no overlay with userxattr",
     )
     return root
+
+
+def _hide(upper: str, name: str) -> None:
+    """Show an empty directory in its place. Apptainer would run the image's scripts for the environment from
+    there, before the filter of system calls is loaded; the shell's variables are our own anyway.
+    """
+    path = os.path.join(upper, name)
+    os.makedirs(path, mode=0o755, exist_ok=True)
+    os.setxattr(path, "user.overlay.opaque", b"y")
 
 
 def make_points(root: str, points: list[str]) -> None:

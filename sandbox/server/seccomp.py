@@ -18,7 +18,7 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
-LOAD, JUMP, EQUAL, ABOVE, ANY_BIT, AND, RETURN = 0x20, 0x05, 0x15, 0x25, 0x45, 0x54, 0x06
+LOAD, JUMP, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x05, 0x15, 0x25, 0x45, 0x06
 """Operations of the kernel's filter machine (linux/bpf_common.h), each with a constant as operand."""
 NUMBER, ARCHITECTURE = 0, 4
 """Offsets in what the filter looks at, `struct seccomp_data`."""

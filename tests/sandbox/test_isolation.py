@@ -82,6 +82,16 @@ def test_there_are_no_capabilities_and_no_way_to_the_kernels_switches(pair):
         assert client.bash(f": >>{path}").exit_code != 0, path
 
 
+def test_all_processes_inside_are_under_the_filter_of_system_calls(pair):
+    client = pair[2][0]
+    client.bash("sleep 60 &")
+    cell = client.ipython("print(*[l for l in open('/proc/self/status') if l.startswith('Seccomp:')])", 60)
+    assert cell.output.split() == ["Seccomp:", "2"]
+    found = client.bash("grep -h '^Seccomp:' /proc/[0-9]*/status | sort | uniq -c").output.split()
+    assert found[1:] == ["Seccomp:", "2"]
+    assert int(found[0]) >= 7  # init, server, shell, sleep, the kernel's two, grep
+
+
 def test_the_servers_code_is_read_only(pair):
     client = pair[2][0]
     place = "$(dirname $(ls /opt/sbx/server.py /run/sbx-server/server.py 2>/dev/null))"
