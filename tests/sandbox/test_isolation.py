@@ -100,6 +100,22 @@ def test_the_servers_code_is_read_only(pair):
 
 
 @pytest.mark.apptainer
+def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(shared_state):
+    """Apptainer sources them in the container; they could also give the server a library to load."""
+    image = shared_state / "scripts"
+    scripts = image / ".singularity.d" / "env"
+    scripts.mkdir(parents=True)
+    (scripts / "10-hostile.sh").write_text("echo ran >/tmp/ran\nexport LD_PRELOAD=/none.so\n")
+    image.chmod(0o755)
+    host = SyncHostClient(shared_state)
+    info = host.start(SandboxSpec(runtime="apptainer", image=str(image)))
+    with SyncSandboxClient(info.socket) as client:
+        result = client.bash("[ ! -e /tmp/ran ] && echo no")
+        assert result.output == "no\n"
+    host.release(info.id)
+
+
+@pytest.mark.apptainer
 def test_system_directories_may_be_changed_and_are_private(shared_state):
     host = SyncHostClient(shared_state)
     infos = [host.start(SandboxSpec(runtime="apptainer")) for _ in range(2)]
