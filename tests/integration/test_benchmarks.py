@@ -32,6 +32,7 @@ KEYS = {
     "sandbox_start": {
         "warm_p50_ms",
         "cold_p50_ms",
+        "cold_ratio_to_exec",
         "starts_per_s",
         "end_p50_ms",
         "held_100_mb",
