@@ -122,10 +122,17 @@ class Apptainer(Runtime):
 
     def all_binds(self, launch: Launch) -> list[Bind]:
         """And files in the place of those that Apptainer takes from the machine."""
-        found = [*super().all_binds(launch), *self.own_names(launch)]
+        names = [bind for bind in self.own_names(launch) if self._has_place(launch, bind.target)]
+        found = [*super().all_binds(launch), *names]
         if self._upper != OURS and launch.rootfs is not None and not (launch.rootfs / "proc").is_dir():
             found = [bind for bind in found if not bind.target.startswith("/proc/")]  # nor is there a /proc
         return found
+
+    def _has_place(self, launch: Launch, target: str) -> bool:
+        """Whether the file is there or can be made: a directory image may belong to somebody else."""
+        place = Path(f"{launch.rootfs}{target}")
+        owner = os.geteuid() if self.run_as is None else self.run_as
+        return place.exists() or not place.parent.is_dir() or place.parent.stat().st_uid == owner
 
     def environment(self, launch: Launch) -> dict[str, str]:
         """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster."""

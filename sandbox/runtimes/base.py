@@ -20,6 +20,8 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 """All of /sys that is shown inside, read-only: `lscpu` and PyTorch look at it. No cgroups, no devices."""
 KEYS = ("/proc/keys", "/proc/key-users")
 """They list the keys of the user outside, by name."""
+PRELOAD = "/etc/ld.so.preload"
+"""What it names is loaded into every program, the server included, before that has put up any wall."""
 NAMES = {
     "hosts": "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n",
     "resolv.conf": "",
@@ -130,7 +132,10 @@ class Runtime(abc.ABC):
             own.append(Bind(launch.interpreter, places.interpreter))
         if PROCESSORS.is_dir():
             own.append(Bind(PROCESSORS, str(PROCESSORS)))
-        own += [Bind(scratch / "etc" / "nothing", name) for name in KEYS if Path(name).exists()]
+        hidden = [name for name in KEYS if Path(name).exists()]
+        if launch.rootfs is not None and os.path.lexists(f"{launch.rootfs}{PRELOAD}"):
+            hidden.append(PRELOAD)
+        own += [Bind(scratch / "etc" / "nothing", name) for name in hidden]
         return [*own, *launch.binds]
 
     def own_names(self, launch: Launch) -> list[Bind]:

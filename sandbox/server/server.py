@@ -3,14 +3,14 @@
 `python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes. The
 configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls` (`python`: command
 line of the interpreter that runs us; `bash`: one of our own, for images without; null = the image's; `walls`:
-whether this is a container, see `walls.py`). The listening socket is made outside and its path is never visible
-inside, so no process in the sandbox can connect to it, replace it or answer in the server's place. One line
-goes to standard output when the shell is ready. Each connection is served by a thread, one request after the
-other; a second connection can interrupt or feed a command that the first one runs.
+whether this is a container, see `walls.py`). The listening socket is made outside and its path is never
+visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's place. One
+line goes to standard output when the shell is ready. Each connection is served by a thread, one request after
+the other; a second connection can interrupt or feed a command that the first one runs.
 
 In a container the server is the init of the PID namespace. So no process inside can kill or stop it, what
-loses its parent comes to it, and there is no other init, in which a process could outlive a reset or that would
-be under no filter of system calls.
+loses its parent comes to it, and there is no other init, in which a process could outlive a reset, or through
+which it could act under no filter of system calls.
 """
 
 import array
@@ -133,7 +133,7 @@ def prefer_us_when_memory_is_short():
 def take_listener():
     """The listening socket, which the host sends over the socket that is our standard input.
 
-    Sent and not inherited, because the container's init has the same standard input as we, and can be traced.
+    Sent and not inherited, because what the runtime runs in the container before us has the same.
     """
     item = array.array("i", [-1])
     with socket.socket(fileno=os.dup(0)) as source:

@@ -1,6 +1,6 @@
 """What the first process in a container does before anything else: it closes what the runtime left open.
 
-It is the server, and the init of the PID namespace, in both runtimes; so no process inside is under no filter.
+It is the server, and the init of the PID namespace, in both runtimes; so none inside is under no filter.
 """
 
 import keyring

@@ -9,7 +9,7 @@ from tests.attacks.calls import succeeds
 
 FILTER = "the filter of system calls"
 NAMESPACES = "the filter; no more user namespaces (ucounts)"
-INIT = "init and server are ours, and cannot be traced"
+INIT = "init is our server, which cannot be traced"
 NEWUSER_NEWNS = 0x10020000
 
 
@@ -252,7 +252,7 @@ SERVER = 'int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split
 
 
 def _own(target) -> str:
-    """Init and server; the machine's own init is left alone by the control."""
+    """Init and server, which should be one; the machine's own init is left alone by the control."""
     return f"[{SERVER}]" if target.control else f"[1, {SERVER}]"
 
 
