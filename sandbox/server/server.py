@@ -4,9 +4,9 @@
 configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls` (`python`: command
 line of the interpreter that runs us; `bash`: one of our own, for images without; null = the image's; `walls`:
 whether this is a container, see `walls.py`). The listening socket is made outside and its path is never
-visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's place. One
-line goes to standard output when the shell is ready. Each connection is served by a thread, one request after
-the other; a second connection can interrupt or feed a command that the first one runs.
+visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's place.
+One line goes to standard output when the shell is ready. Each connection is served by a thread, one request
+after the other; a second connection can interrupt or feed a command that the first one runs.
 
 In a container the server is the init of the PID namespace. So no process inside can kill or stop it, what
 loses its parent comes to it, and there is no other init, in which a process could outlive a reset, or through
