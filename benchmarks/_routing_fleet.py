@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks._routing_policies import CAPACITY_TOKENS, Policy
 from benchmarks._routing_workload import MAX_CONTEXT, TIMING, SimulatedRollout
 from rollout.schema import Backend, SamplingParams
+from services.engines.base import Asked
 from services.engines.select import engine_of
 from tests.helpers import virtual_time
 from tests.helpers.engine_model import EngineModel
@@ -153,7 +154,7 @@ class Fleet:
         status, answer = await self._engines[number].request("POST", call.path, body)
         if status != 200:
             raise RuntimeError(f"engine {number} answered {status}: {answer}")
-        completion = wire.read(sent(answer), call_id)
+        completion = wire.read(sent(answer), Asked(call_id, prompt, sampled))
         self.outcome.calls[number] += 1
         self.outcome.prompt_tokens += len(prompt)
         self.outcome.cached_tokens += completion.cached_tokens or 0

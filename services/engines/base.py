@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout.schema import Backend, SamplingParams
+from rollout.schema import SamplingParams
 
 
 class BrokenAnswer(ValueError):
@@ -27,13 +26,28 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a call has asked for, so that the answer can be held against it."""
+
+    call_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """An engine ends the call at the first of these."""
+    end_ids: frozenset[int] | None = None
+    """Further ids that may end a turn (a model's own); None = not known, so that any may."""
+    vocab_size: int | None = None
+    """Ids are below it; None = not known."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """One call's answer. `token_ids` and `logprobs` are parallel, and `spans` cover them."""
 
     call_id: str
     token_ids: list[int]
     logprobs: list[float]
-    """Natural log-probabilities, finite, one per id."""
+    """Natural log-probabilities, finite and at most 0, one per id."""
     finish_reason: str
     """`stop` or `length`."""
     spans: list[tuple[str | None, int, int]]
@@ -60,12 +74,13 @@ class Engine(Protocol):
     ) -> Call:
         """The request that samples a continuation of `prompt`."""
 
-    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
-        """The answer to `generate`.
+    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
+        """The answer to `generate`, held against what was asked.
 
         Raises:
             CallAborted: The engine ended the call; there may be tokens, but they are not to be used.
-            BrokenAnswer: Something that a trajectory needs is missing or contradicts itself.
+            BrokenAnswer: Something that a trajectory needs is missing, contradicts itself or is no answer to
+                this call.
         """
 
     def score(self, token_ids: list[int]) -> Call:
@@ -75,78 +90,5 @@ class Engine(Protocol):
         """Log-prob of each id but the first, given those before it; length `len(token_ids) - 1`.
 
         Raises:
-            BrokenAnswer: The engine did not answer with one finite number per id.
+            BrokenAnswer: The engine did not answer with one log-prob per id.
         """
-
-
-IMPOSSIBLE = -9999.0
-"""What vLLM sends for the log-prob of a token of probability 0, which JSON cannot write; none is sampled."""
-
-
-def completion(
-    *,
-    backend: Backend,
-    call_id: str,
-    token_ids: list[int],
-    logprobs: list[float],
-    finish_reason: str,
-    spans: list[tuple[str | None, int, int]] | None,
-    cached_tokens: int | None,
-    logged: list[int] | None = None,
-    routed_experts: Any = None,
-) -> Completion:
-    """A checked `Completion`; without spans all ids get the version that the backend had before the call.
-
-    Args:
-        logged: The ids that the log-probs are said to belong to; None = the format does not say.
-
-    Raises:
-        CallAborted: `finish_reason` says so.
-        BrokenAnswer: No ids, unequal lengths, log-probs of other ids, a log-prob that is not finite, spans
-            with gaps.
-    """
-    if finish_reason not in ("stop", "length"):
-        raise CallAborted(f"backend {backend.id}: the call ended with {finish_reason!r}")
-    if not token_ids:
-        raise BrokenAnswer(f"backend {backend.id}: no token was sampled")
-    if len(logprobs) != len(token_ids):
-        raise BrokenAnswer(f"backend {backend.id}: {len(token_ids)} ids with {len(logprobs)} log-probs")
-    if logged is not None and logged != token_ids:
-        raise BrokenAnswer(f"backend {backend.id}: the log-probs are of other ids than those sampled")
-    if not all(math.isfinite(value) and value > IMPOSSIBLE for value in logprobs):
-        raise BrokenAnswer(f"backend {backend.id}: a log-prob is not finite")
-    spans = [span for span in spans or [] if span[2] > span[1]]
-    spans = spans or [(backend.policy_version, 0, len(token_ids))]
-    edges = [0, *(end for _, _, end in spans)]
-    if [start for _, start, _ in spans] != edges[:-1] or edges[-1] != len(token_ids):
-        raise BrokenAnswer(f"backend {backend.id}: version spans {spans} do not cover {len(token_ids)} ids")
-    return Completion(call_id, token_ids, logprobs, finish_reason, spans, cached_tokens, routed_experts)
-
-
-def scores(backend: Backend, values: list[float]) -> list[float]:
-    """The log-probs of given ids, checked.
-
-    Raises:
-        BrokenAnswer: One is not finite.
-    """
-    if not all(math.isfinite(value) for value in values):
-        raise BrokenAnswer(f"backend {backend.id}: a log-prob is not finite")
-    return values
-
-
-def as_ids(values: Iterable[Any]) -> list[int]:
-    """Token ids exactly as they were sent.
-
-    Raises:
-        TypeError: One is no integer; nothing is converted, for 3.7 would become another token.
-    """
-    ids = list(values)
-    for value in ids:
-        if type(value) is not int or value < 0:
-            raise TypeError(f"{value!r} is no token id")
-    return ids
-
-
-def unreadable(backend: Backend, error: Exception) -> BrokenAnswer:
-    """The error for an answer that lacks a field or has another type there."""
-    return BrokenAnswer(f"backend {backend.id}: unreadable answer: {type(error).__name__}: {error}")

@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.schema import Backend, SamplingParams
-from services.engines.base import BrokenAnswer, Call, Completion, as_ids, completion, scores, unreadable
+from services.engines.base import Asked, BrokenAnswer, Call, Completion
+from services.engines.checks import (
+    UNREADABLE,
+    Span,
+    Verdict,
+    as_ids,
+    as_numbers,
+    as_spans,
+    as_version,
+    checked_logprobs,
+    unreadable,
+)
 from services.engines.vllm import SCORE_SALT
 
 
@@ -54,31 +65,31 @@ class SGLang:
             body["extra_key"] = cache_salt
         return Call("/generate", body)
 
-    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
+    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
         try:
             meta = answer["meta_info"]
-            finish_reason = meta["finish_reason"]["type"] if meta["finish_reason"] else "abort"
+            end = meta["finish_reason"] or {"type": "abort"}
             entries = meta.get("output_token_logprobs") or []
-            logprobs = [float(entry[0]) for entry in entries]
             logged = as_ids(entry[1] for entry in entries)
             # Old servers send ids only in this list, newer ones also beside it.
             token_ids = as_ids(answer.get("output_ids") or logged)
-            spans = self._spans(meta, len(token_ids))
-            cached = meta.get("cached_tokens")
-            cached = None if cached is None else int(cached)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            fields = {
+                "token_ids": token_ids,
+                "logged": logged,
+                "logprobs": as_numbers(entry[0] for entry in entries),
+                "finish_reason": end["type"],
+                # Text here is a stop string, of which none was asked for, or SGLang's word for NaN logits.
+                "stop_reason": end.get("matched"),
+                "spans": self._spans(meta, len(token_ids)),
+                "usage": meta,
+                "cached_tokens": meta.get("cached_tokens"),
+                "routed_experts": meta.get("routed_experts"),
+                "echoes": [("id", meta.get("id"))],
+            }
+        except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return completion(
-            backend=self._backend,
-            call_id=call_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            logged=logged,
-            finish_reason=finish_reason,
-            spans=spans,
-            cached_tokens=cached,
-            routed_experts=meta.get("routed_experts"),
-        )
+        # SGLang cuts a call a few ids before the context is full, and where its cache has no room for more.
+        return Verdict(self._backend, asked).completion(**fields, short_is_odd=False)
 
     def score(self, token_ids: list[int]) -> Call:
         # Positions from `logprob_start_len` on are always computed, never taken from the cache.
@@ -97,24 +108,21 @@ class SGLang:
     def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         try:
             entries = answer["meta_info"]["input_token_logprobs"][1:]
-            values = [float(entry[0]) for entry in entries]
+            values = as_numbers(entry[0] for entry in entries)
             logged = as_ids(entry[1] for entry in entries)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
         if logged != token_ids[1:]:
             raise BrokenAnswer(f"backend {self._backend.id}: the log-probs are of other ids than those sent")
-        return scores(self._backend, values)
+        return checked_logprobs(self._backend, values)
 
     @staticmethod
-    def _spans(meta: Mapping[str, Any], length: int) -> list[tuple[str | None, int, int]] | None:
+    def _spans(meta: Mapping[str, Any], length: int) -> list[Span] | None:
         """`weight_versions` where the server sends spans, else one span with its `weight_version`.
 
         Older servers send the latter alone: the last weights of a call within which they were exchanged.
         """
         if meta.get("weight_versions"):
-            return [
-                (str(span["version"]), int(span["start"]), int(span["end"]))
-                for span in meta["weight_versions"]
-            ]
+            return as_spans(meta["weight_versions"])
         version = meta.get("weight_version")
-        return None if version is None else [(str(version), 0, length)]
+        return None if version is None else [(as_version(version), 0, length)]

@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.schema import Backend, SamplingParams
-from services.engines.base import Call, Completion, as_ids, completion, scores, unreadable
+from services.engines.base import Asked, Call, Completion
+from services.engines.checks import (
+    UNREADABLE,
+    Verdict,
+    as_ids,
+    as_numbers,
+    as_spans,
+    checked_logprobs,
+    the_choice,
+    unreadable,
+)
 
 SCORE_SALT = "score"
 """An engine reads no cache for a request that asks for log-probs of its prompt, but it writes one. The salt
@@ -65,32 +75,27 @@ class VllmGenerate(_Vllm):
 
     path = "/inference/v1/generate"
 
-    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
+    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
         try:
-            choice = answer["choices"][0]
+            choice = the_choice(answer)
             entries = (choice.get("logprobs") or {}).get("content") or []
             fields = {
-                "token_ids": as_ids(choice["token_ids"]),
+                **_common(answer, choice),
                 "logged": as_ids(entry["token_id"] for entry in entries),
-                "logprobs": [float(entry["logprob"]) for entry in entries],
-                "finish_reason": choice["finish_reason"] or "abort",
-                "spans": [
-                    (str(span["version"]), int(span["start"]), int(span["end"]))
-                    for span in choice.get("weight_versions") or []
-                ],
-                "cached_tokens": _cached_tokens(answer),
-                "routed_experts": choice.get("routed_experts"),
+                "logprobs": as_numbers(entry["logprob"] for entry in entries),
+                "spans": as_spans(choice.get("weight_versions") or []),
+                "echoes": [("id", answer.get("request_id")), ("prompt", answer.get("prompt_token_ids"))],
             }
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return completion(backend=self._backend, call_id=call_id, **fields)
+        return Verdict(self._backend, asked).completion(**fields)
 
     def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         try:
             values = _prompt_logprobs(answer, token_ids)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return scores(self._backend, values)
+        return checked_logprobs(self._backend, values)
 
     def _body(self, token_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -105,37 +110,42 @@ class VllmCompletions(_Vllm):
 
     path = "/v1/completions"
 
-    def read(self, answer: Mapping[str, Any], call_id: str) -> Completion:
+    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
         try:
-            choice = answer["choices"][0]
-            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            choice = the_choice(answer)
             fields = {
-                "token_ids": as_ids(choice["token_ids"]),
-                "logprobs": [float(value) for value in logprobs],
-                "finish_reason": choice["finish_reason"] or "abort",
-                "cached_tokens": _cached_tokens(answer),
-                "routed_experts": choice.get("routed_experts"),
+                **_common(answer, choice),
+                "logprobs": as_numbers((choice.get("logprobs") or {}).get("token_logprobs") or []),
+                "spans": None,
+                "echoes": [("id", answer.get("id")), ("prompt", choice.get("prompt_token_ids"))],
             }
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return completion(backend=self._backend, call_id=call_id, spans=None, **fields)
+        return Verdict(self._backend, asked).completion(**fields)
 
     def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         try:
-            values = _prompt_logprobs(answer["choices"][0], token_ids)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            values = _prompt_logprobs(the_choice(answer), token_ids)
+        except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return scores(self._backend, values)
+        return checked_logprobs(self._backend, values)
 
     def _body(self, token_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         return {"model": self._backend.model, "prompt": token_ids, "return_token_ids": True, **params}
 
 
-def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
-    """What the answer tells of the prefix cache (vLLM: only with `--enable-prompt-tokens-details`)."""
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
-    return None if cached is None else int(cached)
+def _common(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What both formats say in the same words."""
+    usage = answer.get("usage") or {}
+    return {
+        "token_ids": as_ids(choice["token_ids"]),
+        "finish_reason": choice["finish_reason"] or "abort",
+        "stop_reason": choice.get("stop_reason"),
+        "usage": usage,
+        # vLLM: only with `--enable-prompt-tokens-details`.
+        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        "routed_experts": choice.get("routed_experts"),
+    }
 
 
 def _prompt_logprobs(holder: Mapping[str, Any], token_ids: list[int]) -> list[float]:
@@ -147,4 +157,5 @@ def _prompt_logprobs(holder: Mapping[str, Any], token_ids: list[int]) -> list[fl
     entries = holder["prompt_logprobs"][1:]
     if len(entries) != len(token_ids) - 1:
         raise ValueError(f"{len(entries)} log-probs after the first id, for {len(token_ids)} ids")
-    return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids[1:], strict=True)]
+    pairs = zip(entries, token_ids[1:], strict=True)
+    return as_numbers(entry[str(token)]["logprob"] for entry, token in pairs)

@@ -200,6 +200,10 @@ class BackendStore:
         """What `want_version` said last."""
         return self._redis.get(keys.BACKEND_VERSION)
 
+    def knows_version(self, version: str | None) -> bool:
+        """Whether an update has brought weights of this version to the fleet."""
+        return version is not None and self._redis.zscore(keys.POLICY_SEQUENCE, version) is not None
+
     # -- rollouts ----------------------------------------------------------------------------
 
     def acquire(self, rollout_id: str, **options: Any) -> Placed:

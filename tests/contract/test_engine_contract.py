@@ -12,7 +12,7 @@ import pytest
 from rollout.schema import BackendRequest, SamplingParams
 from services.engines import stats
 from services.engines.address import session as http_session
-from services.engines.base import CallAborted
+from services.engines.base import Asked, CallAborted
 from services.engines.describe import DescribeError, describe
 from services.engines.select import engine_of
 from tests.helpers import llm_reference
@@ -174,7 +174,7 @@ def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
 
     for _ in range(TRIES):  # a fast engine can be through with it before the pause
         try:
-            engine.read(attempt().json(), "long")
+            engine.read(attempt().json(), Asked("long", PROMPT, LONG))
         except CallAborted:
             return
     pytest.fail(f"none of {TRIES} calls of {LONG} tokens was aborted")

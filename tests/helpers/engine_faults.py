@@ -16,6 +16,7 @@ KINDS = {
     "nan": "a log-prob is not a number",
     "slow": "every step takes `factor` times as long",
     "unhealthy": "/health answers 503",
+    "lie": "an answer is the lie `name` (`engine_lies.LIES`); `*` is each of them in turn",
 }
 
 
@@ -34,6 +35,7 @@ class Fault:
     status: int = 500
     factor: float = 10.0
     health: bool = False
+    name: str = "*"
 
 
 class Faults:

@@ -31,6 +31,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.helpers.engine_faults import EngineDied, Fault, Faults
+from tests.helpers.engine_lies import LIES, Raw, tell
 from tests.helpers.engine_model import EngineModel, PromptTooLong, Sequence, Timing
 from tests.helpers.fake_language import FakeLanguage
 from tests.helpers.fake_wire import COMPLETIONS, GENERATE, Call, Refused, answer, metrics, parse
@@ -41,7 +42,7 @@ MAX_BODY = 64 * 2**20
 START_TIMEOUT = 60.0
 
 Reply = tuple[int, Any]
-"""Status and JSON body; None = an empty body, a str = text."""
+"""Status and JSON body; None = an empty body, a str = text, a `Raw` = as it is."""
 
 
 @dataclass
@@ -82,6 +83,7 @@ class FakeEngine:
         self.reloads: list[dict[str, Any]] = []
         """Arguments of every /collective_rpc."""
         self.dead = False
+        self.lies_told = 0
         self._sequences: dict[str, Sequence] = {}
 
     def fault(self, kind: str, **options: Any) -> Fault:
@@ -216,14 +218,19 @@ class FakeEngine:
             del self._sequences[call.wire_id]
             record.sampled, record.cached_tokens = sequence.sampled, sequence.cached_tokens
 
-    def _answer(self, call: Call, sequence: Sequence) -> dict[str, Any]:
+    def _answer(self, call: Call, sequence: Sequence) -> Any:
         logprobs = list(sequence.logprobs)
         if self.faults.take("short_logprobs"):
             logprobs = logprobs[:-1]
         if self.faults.take("nan"):
             logprobs[-1:] = [float("nan")]
         scores = self.model.language.prompt_logprobs(call.prompt) if call.prompt_logprobs else None
-        return answer(call, sequence, logprobs, scores, self.served_name)
+        honest = answer(call, sequence, logprobs, scores, self.served_name)
+        if fault := self.faults.take("lie"):
+            name = fault.name if fault.name != "*" else [*LIES][self.lies_told % len(LIES)]
+            self.lies_told += 1
+            return tell(name, honest, call)
+        return honest
 
 
 def create_app(engine: FakeEngine) -> web.Application:
@@ -244,6 +251,8 @@ def create_app(engine: FakeEngine) -> web.Application:
             os._exit(EXIT_OF_THE_DEAD)
         if reply is None or isinstance(reply, str):
             return web.Response(status=status, text=reply, content_type="text/plain")
+        if isinstance(reply, Raw):
+            return web.Response(status=reply.status, body=reply.body, headers=reply.headers)
         payload = json.dumps(reply).encode()
         if request.path in (GENERATE, COMPLETIONS) and status == 200:
             if engine.faults.take("truncated"):
@@ -295,8 +304,8 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=0.5, help="one decode step")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=1e6)
-    parser.add_argument("--first-id", type=int, default=1000, help="least id that is sampled")
-    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--first-id", type=int, default=20, help="least id that is sampled")
+    parser.add_argument("--vocab-size", type=int, default=300, help="ids are below")
     parser.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"))
     parser.add_argument("--script", metavar="MODULE:FUNCTION", help="(prompt ids, call number) to ids")
     options = parser.parse_args()

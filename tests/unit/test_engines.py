@@ -11,19 +11,24 @@ import math
 import pytest
 
 from rollout.schema import Backend, SamplingParams
-from services.engines.base import BrokenAnswer, CallAborted
+from services.engines.base import Asked, BrokenAnswer, CallAborted
 from services.engines.describe import capacity_of_vllm
 from services.engines.select import engine_of
 from services.engines.stats import parse_stats
 
 VLLM = {
     "request_id": "generate-tokens-c",
-    "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}},
+    "usage": {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    },
     "prompt_logprobs": [None, {"2": {"logprob": -0.25, "rank": 1}}, {"3": {"logprob": -0.5, "rank": 2}}],
     "choices": [
         {
             "token_ids": [7, 8, 9],
             "finish_reason": "length",
+            "stop_reason": None,
             "logprobs": {"content": [{"token_id": t, "logprob": -t / 10} for t in (7, 8, 9)]},
             "weight_versions": [
                 {"version": "step-1", "start": 0, "end": 2},
@@ -34,11 +39,13 @@ VLLM = {
     ],
 }
 COMPLETIONS = {
+    "id": "cmpl-c",
     "usage": {"prompt_tokens": 3, "prompt_tokens_details": None},
     "choices": [
         {
             "token_ids": [7, 8, 9],
             "finish_reason": "length",
+            "stop_reason": None,
             "logprobs": {"token_logprobs": [-0.7, -0.8, -0.9]},
             "prompt_logprobs": VLLM["prompt_logprobs"],
         }
@@ -58,6 +65,7 @@ SGLANG = {
         "routed_experts": "opaque==",
     },
 }
+ASKED = Asked("c", [1, 2, 3], 3, frozenset({9}), frozenset({10}), 100)
 ANSWERS = {"generate": VLLM, "completions": COMPLETIONS, "sglang": SGLANG}
 
 
@@ -169,7 +177,7 @@ def test_top_k_0_is_sent_as_off_for_some_engines_refuse_0(api):
 
 @pytest.mark.parametrize("api", ANSWERS)
 def test_an_answer_is_read_with_its_log_probs_versions_and_experts(api):
-    done = engine_of(backend(api)).read(ANSWERS[api], "c")
+    done = engine_of(backend(api)).read(ANSWERS[api], ASKED)
     assert (done.call_id, done.token_ids, done.logprobs) == ("c", [7, 8, 9], [-0.7, -0.8, -0.9])
     assert done.finish_reason == ("stop" if api == "sglang" else "length")
     assert done.cached_tokens == (None if api == "completions" else 2)
@@ -187,11 +195,11 @@ def test_an_answer_is_read_with_its_log_probs_versions_and_experts(api):
 def test_a_newer_sglang_tells_spans_and_an_older_one_the_last_version_only():
     spans = [{"version": "step-1", "start": 0, "end": 1}, {"version": "step-2", "start": 1, "end": 3}]
     engine = engine_of(backend("sglang"))
-    done = engine.read(changed(SGLANG, ["meta_info", "weight_versions"], spans), "c")
+    done = engine.read(changed(SGLANG, ["meta_info", "weight_versions"], spans), ASKED)
     assert done.spans == [("step-1", 0, 1), ("step-2", 1, 3)]
-    silent = engine.read(changed(SGLANG, ["meta_info", "weight_version"], ...), "c")
+    silent = engine.read(changed(SGLANG, ["meta_info", "weight_version"], ...), ASKED)
     assert silent.spans == [("step-0", 0, 3)]
-    ids_in_log_probs_only = engine.read(changed(SGLANG, ["output_ids"], ...), "c")
+    ids_in_log_probs_only = engine.read(changed(SGLANG, ["output_ids"], ...), ASKED)
     assert ids_in_log_probs_only.token_ids == [7, 8, 9]
 
 
@@ -235,14 +243,14 @@ META = ["meta_info"]
 )
 def test_an_answer_that_contradicts_itself_or_lacks_something_is_not_used(api, path, value):
     with pytest.raises(BrokenAnswer, match="backend b: "):
-        engine_of(backend(api)).read(changed(ANSWERS[api], path, value), "c")
+        engine_of(backend(api)).read(changed(ANSWERS[api], path, value), ASKED)
 
 
 @pytest.mark.parametrize("api", ANSWERS)
 @pytest.mark.parametrize("answer", [[], None, "text", 3, {}])
 def test_an_answer_of_another_shape_is_broken_and_nothing_worse(api, answer):
     with pytest.raises(BrokenAnswer):
-        engine_of(backend(api)).read(answer, "c")
+        engine_of(backend(api)).read(answer, ASKED)
     with pytest.raises(BrokenAnswer):
         engine_of(backend(api)).read_score(answer, [1, 2, 3])
 
@@ -259,7 +267,7 @@ def test_an_answer_of_another_shape_is_broken_and_nothing_worse(api, answer):
 )
 def test_tokens_of_an_aborted_call_are_not_used(api, path, value):
     with pytest.raises(CallAborted):
-        engine_of(backend(api)).read(changed(ANSWERS[api], path, value), "c")
+        engine_of(backend(api)).read(changed(ANSWERS[api], path, value), ASKED)
 
 
 @pytest.mark.parametrize("api", ANSWERS)

@@ -144,7 +144,11 @@ def load_codec(path: str) -> Codec:
         if path not in _codecs:
             codec = _load(path)
             # A new checkpoint directory for every policy version mostly brings the tokenizer that is here.
-            same = (one for one in _codecs.values() if one.digest == codec.digest)
+            same = (
+                one
+                for one in _codecs.values()
+                if (one.digest, one.vocab_size) == (codec.digest, codec.vocab_size)
+            )
             _codecs[path] = next(same, codec)
             if len(_codecs) > MAX_LOADED:
                 del _codecs[next(iter(_codecs))]
@@ -165,4 +169,21 @@ def _load(path: str) -> Codec:
     guard = TokenizerGuard(tokenizer)
     codec = _renderer_codec(guard, path) or TemplateCodec(guard)
     codec.digest = _digest(tokenizer, path)
+    config = _model_config(path)
+    # A model's output may have more rows than the tokenizer has ids, and a policy may sample them.
+    rows = config.get("vocab_size")
+    codec.vocab_size = max(len(tokenizer), rows if type(rows) is int else 0)
+    eos = config.get("eos_token_id")
+    codec.end_ids = guard.control_ids | frozenset(eos if isinstance(eos, list) else [eos]) - {None}
     return codec
+
+
+def _model_config(path: str) -> dict[str, Any]:
+    """The text model's configuration beside the tokenizer; empty where there is none."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path)
+    except (OSError, ValueError):
+        return {}
+    return {**config, **(config.get("text_config") or {})}

@@ -26,6 +26,10 @@ class Codec(Protocol):
     digest: str
     """Name and a digest of tokenizer and template: rollouts with the same digest share token ids."""
     stop_token_ids: list[int]
+    vocab_size: int | None
+    """Rows of the model's output: an engine samples ids below it. None = not known."""
+    end_ids: frozenset[int] | None
+    """Ids that may end a turn beside the stop ids, for an engine knows further ones; None = not known."""
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Ids of the conversation's start, generation prompt included."""
@@ -45,6 +49,9 @@ class Codec(Protocol):
 
 class RendererCodec:
     """Uses the library `renderers`, which knows the model's format in Python."""
+
+    vocab_size: int | None = None
+    end_ids: frozenset[int] | None = None
 
     def __init__(self, guard: TokenizerGuard, renderer: Any) -> None:
         self.name = f"renderers/{type(renderer).__name__}"
@@ -118,6 +125,9 @@ class TemplateCodec:
     Raises:
         CodecError: The tokenizer has no template, or one that takes neither tool nor user messages so.
     """
+
+    vocab_size: int | None = None
+    end_ids: frozenset[int] | None = None
 
     def __init__(self, guard: TokenizerGuard) -> None:
         self.name = "chat-template"

@@ -10,12 +10,17 @@ from pydantic_core import from_json
 
 from rollout.schema import Backend, SamplingParams
 from services.engines.address import root
-from services.engines.base import BrokenAnswer, Call, CallAborted, Completion
+from services.engines.base import Asked, BrokenAnswer, Call, CallAborted, Completion
 from services.engines.select import engine_of
 from workers.errors import ModelError
 
 MAX_ANSWER_BYTES = 256 << 20
-"""A million sampled tokens are about 150 MB in the wordiest format; a broken server may send without end."""
+"""Of any answer. A million sampled tokens are about 150 MB in the wordiest format."""
+BASE_BYTES = 1 << 20
+SAMPLED_BYTES = 1024
+"""Of one sampled id with its log-prob; the wordiest format takes 150."""
+CONTEXT_BYTES = 8192
+"""Of one id of prompt or answer: an echo, and the expert choices of the largest mixtures in base64."""
 TRY_ELSEWHERE = frozenset({408, 429})
 """Beside 5xx: the answers of a proxy or of a full queue, which say nothing about the request itself."""
 
@@ -38,6 +43,9 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        # What is small on the wire may be without end when it is unpacked.
+        auto_decompress=False,
+        headers={"Accept-Encoding": "identity"},
     )
 
 
@@ -60,13 +68,18 @@ class EngineClient:
         call_id: str,
         cache_salt: str | None,
         timeout_s: float,
+        vocab_size: int | None = None,
+        end_ids: frozenset[int] | None = None,
     ) -> Completion:
         """Sample a continuation of `prompt`. Cancelling it cancels the call in the engine.
+
+        Args:
+            vocab_size, end_ids: What is known of the model, to hold the answer against; see `Asked`.
 
         Raises:
             BackendUnavailable: No usable answer: connection, time-out, 408, 429, 5xx, an aborted call, a body
                 that is cut off, too long or no JSON.
-            BrokenCall: The answer breaks the contract.
+            BrokenCall: The answer breaks the contract, or is none to this call.
             ModelError: The engine refused the call (other 4xx).
         """
         call = self._engine.generate(
@@ -78,45 +91,74 @@ class EngineClient:
             call_id=call_id,
             cache_salt=cache_salt,
         )
-        answer = await self._post(call, timeout_s)
+        asked = Asked(
+            call_id=call_id,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset((*stop_token_ids, *sampling.stop_token_ids)),
+            end_ids=end_ids,
+            vocab_size=vocab_size,
+        )
+        answer = await self._post(call, asked, timeout_s)
         try:
-            return self._engine.read(answer, call_id)
+            return self._engine.read(answer, asked)
         except CallAborted as error:
             raise BackendUnavailable(str(error), aborted=True) from error
         except BrokenAnswer as error:
             raise BrokenCall(str(error)) from error
+        except Exception as error:
+            # Whatever else an answer brings about: it is the backend's fault and nobody else's.
+            raise BrokenCall(f"backend {self._backend.id}: unreadable answer: {error!r:.300}") from error
 
-    async def _post(self, call: Call, timeout_s: float) -> Any:
+    async def _post(self, call: Call, asked: Asked, timeout_s: float) -> Any:
         """The JSON of the answer."""
         url = root(self._backend.url) + call.path
         where = f"backend {self._backend.id} ({url})"
+        most = _most_bytes(asked)
         try:
-            async with asyncio.timeout(timeout_s), self._http.post(url, json=call.body) as response:
-                body = await _read(response.content)
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.post(
+                    url,
+                    json=call.body,
+                    # vLLM takes the id from here where a proxy would else write one of its own.
+                    headers={"X-Request-Id": asked.call_id},
+                    allow_redirects=False,
+                ) as response,
+            ):
+                body = await _read(response.content, most)
         except aiohttp.ClientError as error:  # before TimeoutError, which one of them is as well
             raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         except TimeoutError:
             raise BackendUnavailable(f"{where}: no answer within {timeout_s:g} s") from None
         except OSError as error:
             raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
-        if response.status >= 400:
+        if response.status >= 300:
             text = f"{where}: HTTP {response.status}: {body[:500].decode(errors='replace')}"
-            if response.status >= 500 or response.status in TRY_ELSEWHERE:
+            if not 400 <= response.status < 500 or response.status in TRY_ELSEWHERE:
                 raise BackendUnavailable(text)
             raise ModelError(text)
-        if len(body) > MAX_ANSWER_BYTES:
-            raise BackendUnavailable(f"{where}: the answer has more than {MAX_ANSWER_BYTES} bytes")
+        if len(body) > most:
+            raise BrokenCall(
+                f"{where}: the answer has more than {most} bytes, for {asked.max_tokens} ids asked for"
+            )
         try:
             return from_json(body)
         except ValueError as error:
             raise BackendUnavailable(f"{where}: the answer is no JSON: {error}") from error
 
 
-async def _read(stream: aiohttp.StreamReader) -> bytearray:
+def _most_bytes(asked: Asked) -> int:
+    """What an honest answer stays below."""
+    context = len(asked.prompt) + asked.max_tokens
+    return min(BASE_BYTES + SAMPLED_BYTES * asked.max_tokens + CONTEXT_BYTES * context, MAX_ANSWER_BYTES)
+
+
+async def _read(stream: aiohttp.StreamReader, most: int) -> bytearray:
     """The body, or as much of it as passes the limit."""
     body = bytearray()
     async for chunk in stream.iter_any():
         body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
+        if len(body) > most:
             break
     return body

@@ -135,6 +135,8 @@ class AgentLoop:
             max_tokens=max_tokens,
             seed=self._seed(turn_number),
             stop_token_ids=self._codec.stop_token_ids,
+            vocab_size=self._codec.vocab_size,
+            end_ids=self._codec.end_ids,
             call_id=new_id(),
             cache_salt=self._cache_salt,
             timeout_s=self._request.limits.call_timeout_s,

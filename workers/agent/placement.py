@@ -112,12 +112,19 @@ class Placements:
                     answer.set_result(reply)
 
     async def trusted(self, backend_id: str, version: str | None) -> bool:
-        """Whether tokens that a backend sampled from these weights count. Waits while they are exchanged."""
+        """Whether tokens that a backend sampled from these weights count. Waits while they are exchanged.
+
+        They do where it is known to serve them, or did: a long call may see several updates. A label that
+        nobody knows is a server that was started anew, and is probed, or one that lies.
+        """
         while True:
             backend = await ask(self._store.get, backend_id)
             if backend is None or not backend.paused:
-                return backend is not None and (backend.healthy or backend.policy_version == version)
+                break
             await asyncio.sleep(EXCHANGE_POLL_S)
+        if backend is None or backend.policy_version == version:
+            return backend is not None
+        return backend.healthy and await asyncio.to_thread(self._store.knows_version, version)
 
     # -- waiting for room --------------------------------------------------------------------
 

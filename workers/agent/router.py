@@ -151,17 +151,20 @@ class BackendRouter:
                     error=str(last),
                 )
             trouble_since = trouble_since or self._placements.clock()
-            if backend is not None and not last.aborted:
+            # Whoever ends every call by itself is no better than one that fails it.
+            if backend is not None and not (last.aborted and attempts < MIN_ATTEMPTS):
                 failed = (*failed, backend.id)
                 await self._placements.suspect(backend.id)
                 continue
             if isinstance(last, BrokenCall) and attempts >= MIN_ATTEMPTS:
-                raise ModelError(f"{attempts} answers could not be used; the last: {last}") from last
+                raise self._unusable(attempts, last) from last
             # None: every backend has failed this turn or is down, so begin again with the pinned one.
             # Aborted: the engine lives and says so (a weight update); the prefix is cached there, so stay.
             failed = ()
             waited = self._placements.clock() - trouble_since
             if waited >= self._wait_s and (backend is None or attempts >= MIN_ATTEMPTS):
+                if isinstance(last, BrokenCall):
+                    raise self._unusable(attempts, last) from last
                 raise InfrastructureError(
                     f"no backend answered for {waited:.0f} s, {attempts} calls failed; the last: {last}"
                 ) from last
@@ -180,12 +183,13 @@ class BackendRouter:
             raise BackendUnavailable(f"backend {backend.id} was found unusable during the call") from None
         finally:
             request.cancel()
-        version = completion.spans[-1][0]
-        # Weights that came during the call: an engine samples from them before the canary has passed.
-        if backend.policy_version not in (None, version) and not await self._placements.trusted(
-            backend.id, version
-        ):
-            raise BackendUnavailable(f"backend {backend.id}: weights {version!r} turned out to be wrong")
+        # Weights that came during the call: an engine samples from them before the canary has passed. And
+        # none that the service does not know of: they would pass for another policy's samples.
+        for version in dict.fromkeys(version for version, _, _ in completion.spans):
+            if backend.policy_version in (None, version):
+                continue
+            if not await self._placements.trusted(backend.id, version):
+                raise BackendUnavailable(f"backend {backend.id}: weights {version!r} turned out to be wrong")
         return completion
 
     async def _extend(self, context: int, failed: tuple[str, ...]) -> Backend | None:
@@ -236,6 +240,10 @@ class BackendRouter:
 
     def _lost(self) -> InfrastructureError:
         return InfrastructureError(f"rollout {self._rollout_id} is not this worker's any more")
+
+    @staticmethod
+    def _unusable(attempts: int, last: BrokenCall) -> ModelError:
+        return ModelError(f"{attempts} answers could not be used; the last: {last}")
 
     def _none_usable(self, why: str) -> InfrastructureError:
         wanted = f" of policy version {self._policy_version!r}" if self._policy_version else ""

@@ -1,0 +1,272 @@
+"""What an engine answers is believed only as far as it can be held against what was asked.
+
+Only what vLLM and SGLang guarantee is asked of an answer; all that a trajectory takes over is looked at.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollout.schema import Backend
+from services.engines.base import Asked, BrokenAnswer, CallAborted, Completion
+
+UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError)
+"""What reading an answer of another shape raises."""
+
+BEFORE_ITS_TIME = ("abort", "error")
+"""Words of vLLM and SGLang for a call that the engine itself has ended."""
+IMPOSSIBLE = -9999.0
+"""What vLLM sends for the log-prob of a token of probability 0, which JSON cannot write; none is sampled."""
+ROUNDING = 1e-4
+"""A log-softmax in float32 may round the log-prob of a certain token to just above 0. What is above 0 by no
+more than this is taken as 0, what is above by more is no log-prob."""
+MAX_VERSION = 128
+"""Characters of a policy version, as in `POST /v1/policy`."""
+EXPERT_BYTES = 16_384
+"""Of one token, most that a record of expert choices may have: 128 layers, 16 experts, 8 bytes each."""
+
+Span = tuple[str | None, int, int]
+
+
+class Verdict:
+    """Finds fault with one answer of one backend."""
+
+    def __init__(self, backend: Backend, asked: Asked) -> None:
+        self._backend = backend
+        self._asked = asked
+
+    def completion(
+        self,
+        *,
+        token_ids: list[int],
+        logprobs: list[float],
+        finish_reason: str,
+        stop_reason: Any,
+        spans: list[Span] | None,
+        cached_tokens: Any,
+        usage: Mapping[str, Any],
+        echoes: Iterable[tuple[str, Any]],
+        logged: list[int] | None = None,
+        routed_experts: Any = None,
+        short_is_odd: bool = True,
+    ) -> Completion:
+        """A checked `Completion`; without spans all ids get the version that the backend had before the call.
+
+        Args:
+            stop_reason: The id that ended the call, if the answer names it.
+            usage: Counts of `prompt_tokens` and `completion_tokens`; what is None is not told.
+            echoes: What the answer repeats of the call, as pairs of `id` or `prompt` and the value.
+            logged: The ids that the log-probs are said to belong to; None = the format does not say.
+            short_is_odd: `length` means that the call was given all it asked for, or the context is full.
+
+        Raises:
+            CallAborted: `finish_reason` says so.
+            BrokenAnswer: Anything else that is wrong.
+        """
+        if finish_reason in BEFORE_ITS_TIME:
+            raise CallAborted(f"backend {self._backend.id}: the call ended with {finish_reason!r}")
+        if finish_reason not in ("stop", "length"):
+            self._broken(f"{finish_reason!r:.100} is no reason for which a call ends")
+        self._echoes(echoes)
+        self._ids(token_ids)
+        if len(logprobs) != len(token_ids):
+            self._broken(f"{len(token_ids)} ids with {len(logprobs)} log-probs")
+        if logged is not None and logged != token_ids:
+            self._broken("the log-probs are of other ids than those sampled")
+        self._usage(usage, len(token_ids))
+        self._end(token_ids, finish_reason, stop_reason, short_is_odd)
+        self._experts(routed_experts, len(token_ids))
+        return Completion(
+            self._asked.call_id,
+            token_ids,
+            checked_logprobs(self._backend, logprobs),
+            finish_reason,
+            self._spans(spans, len(token_ids)),
+            self._cached(cached_tokens),
+            routed_experts,
+        )
+
+    def _broken(self, what: str) -> None:
+        raise BrokenAnswer(f"backend {self._backend.id}: {what}")
+
+    def _echoes(self, echoes: Iterable[tuple[str, Any]]) -> None:
+        for name, value in echoes:
+            if value is None:
+                continue
+            # Servers put their own words around the id that they were given.
+            if name == "id" and not (isinstance(value, str) and self._asked.call_id in value):
+                self._broken(f"the answer is to call {value!r:.100}, not to {self._asked.call_id!r}")
+            if name == "prompt" and value != list(self._asked.prompt):
+                self._broken("the answer is to another prompt than was sent")
+
+    def _ids(self, token_ids: list[int]) -> None:
+        asked = self._asked
+        if not token_ids:
+            self._broken("no token was sampled")
+        most = min(asked.max_tokens, self._backend.max_model_len - len(asked.prompt))
+        if len(token_ids) > most:
+            self._broken(f"{len(token_ids)} ids were sampled where {most} had room")
+        if asked.vocab_size is not None and max(token_ids) >= asked.vocab_size:
+            self._broken(
+                f"id {max(token_ids)} is outside the vocabulary of {asked.vocab_size}; if the model has it, "
+                "register the backend with `tokenizer` set to the model's own directory, its config.json included"
+            )
+        early = next((token for token in token_ids[:-1] if token in asked.stop_token_ids), None)
+        if early is not None:
+            self._broken(f"ids follow the stop id {early}")
+
+    def _usage(self, usage: Mapping[str, Any], sampled: int) -> None:
+        for name, true in (("prompt_tokens", len(self._asked.prompt)), ("completion_tokens", sampled)):
+            said = usage.get(name)
+            if said is not None and (type(said) is not int or said != true):
+                self._broken(f"{name} is {said!r:.100}, and they are {true}")
+
+    def _end(self, token_ids: list[int], reason: str, stop_reason: Any, short_is_odd: bool) -> None:
+        asked, last = self._asked, token_ids[-1]
+        if reason == "stop":
+            ends = None if asked.end_ids is None else asked.end_ids | asked.stop_token_ids
+            if ends is not None and last not in ends:
+                self._broken(f"the call is said to have ended by itself, and its last id {last} ends no turn")
+            if stop_reason is not None and (type(stop_reason) is not int or stop_reason != last):
+                self._broken(
+                    f"the call is said to have ended with {stop_reason!r:.100}; its last id is {last}"
+                )
+            return
+        most = min(asked.max_tokens, self._backend.max_model_len - len(asked.prompt))
+        if short_is_odd and len(token_ids) < most:
+            self._broken(f"the call was cut at {len(token_ids)} ids, and {most} had room")
+
+    def _spans(self, spans: list[Span] | None, length: int) -> list[Span]:
+        spans = [span for span in spans or [] if span[2] != span[1]]
+        spans = spans or [(self._backend.policy_version, 0, length)]
+        edges = [0, *(end for _, _, end in spans)]
+        ordered = all(start < end for _, start, end in spans)
+        if not ordered or [start for _, start, _ in spans] != edges[:-1] or edges[-1] != length:
+            self._broken(f"version spans {str(spans)[:200]} do not cover {length} ids")
+        return spans
+
+    def _cached(self, cached: Any) -> int | None:
+        """A number that is for a metric alone: what cannot be is as if it had not been told."""
+        return cached if type(cached) is int and 0 <= cached <= len(self._asked.prompt) else None
+
+    def _experts(self, experts: Any, sampled: int) -> None:
+        """vLLM sends a base64 `.npy` with a row a token but the last, SGLang base64 of the numbers alone."""
+        tokens = len(self._asked.prompt) + sampled
+        if experts is None:
+            return
+        if not isinstance(experts, str):
+            self._broken(f"routed_experts is {type(experts).__name__}, not base64")
+        try:
+            raw = base64.b64decode(experts, validate=True)
+            wrong = _wrong_array(raw, sampled, tokens) if raw.startswith(b"\x93NUMPY") else None
+        except ValueError as error:
+            wrong = str(error)
+        else:
+            wrong = wrong or (None if len(raw) <= tokens * EXPERT_BYTES else f"{len(raw)} bytes")
+        if wrong:
+            self._broken(f"routed_experts of {tokens} tokens: {wrong:.200}")
+
+
+def _wrong_array(raw: bytes, sampled: int, tokens: int) -> str | None:
+    """What is wrong with a `.npy`; None = it holds numbers of layers and experts for tokens of this call."""
+    from numpy.lib import format as npy  # only mixture-of-experts models send any
+
+    file = io.BytesIO(raw)
+    version = npy.read_magic(file)
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    if version not in readers:
+        return f"a .npy of version {version}"
+    shape, _, dtype = readers[version](file)
+    # An array of objects is a pickle: code, for who loads it.
+    if dtype.kind not in "iu" or len(shape) != 3 or not sampled - 1 <= shape[0] <= tokens:
+        return f"an array of {dtype} and shape {shape}"
+    if math.prod(shape) * dtype.itemsize != len(raw) - file.tell():
+        return f"{len(raw) - file.tell()} bytes for {dtype} of shape {shape}"
+    return None
+
+
+def checked_logprobs(backend: Backend, values: Iterable[float]) -> list[float]:
+    """Log-probs as they were sent, a tiny rounding above 0 taken off.
+
+    Raises:
+        BrokenAnswer: One is not finite, or above 0.
+    """
+    values = list(values)
+    if not all(math.isfinite(value) and value > IMPOSSIBLE for value in values):
+        raise BrokenAnswer(f"backend {backend.id}: a log-prob is not finite")
+    if values and max(values) > ROUNDING:
+        raise BrokenAnswer(f"backend {backend.id}: a log-prob is {max(values)}, the most is 0")
+    return [min(value, 0.0) for value in values]
+
+
+def as_ids(values: Iterable[Any]) -> list[int]:
+    """Token ids exactly as they were sent.
+
+    Raises:
+        TypeError: One is no integer; nothing is converted, for 3.7 would become another token.
+    """
+    ids = list(values)
+    for value in ids:
+        if type(value) is not int or value < 0:
+            raise TypeError(f"{value!r:.100} is no token id")
+    return ids
+
+
+def as_numbers(values: Iterable[Any]) -> list[float]:
+    """Numbers as they were sent.
+
+    Raises:
+        TypeError: One is no number: text, null or a truth value.
+        OverflowError: An integer that is too large.
+    """
+    found = []
+    for value in values:
+        if type(value) not in (float, int):
+            raise TypeError(f"{value!r:.100} is no number")
+        found.append(float(value))
+    return found
+
+
+def as_spans(values: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Spans of policy versions.
+
+    Raises:
+        TypeError, KeyError: One has no version, or no place.
+    """
+    found: list[Span] = []
+    for value in values:
+        start, end = as_ids((value["start"], value["end"]))
+        found.append((as_version(value["version"]), start, end))
+    return found
+
+
+def as_version(value: Any) -> str:
+    """The label of weights.
+
+    Raises:
+        TypeError: It is no text, empty, or too long.
+    """
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_VERSION:
+        raise TypeError(f"{value!r:.100} is no policy version")
+    return value
+
+
+def the_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The one choice of an answer.
+
+    Raises:
+        ValueError, KeyError, TypeError: There is none, or more than the one that was asked for.
+    """
+    (choice,) = answer["choices"]
+    if choice.get("index") not in (None, 0):
+        raise ValueError(f"choice {choice['index']!r:.100} of the one that was asked for")
+    return choice
+
+
+def unreadable(backend: Backend, error: Exception) -> BrokenAnswer:
+    """The error for an answer that lacks a field or has another type there."""
+    return BrokenAnswer(f"backend {backend.id}: unreadable answer: {type(error).__name__}: {error!s:.300}")

@@ -1,0 +1,124 @@
+"""One rollout against fake engines that lie, all in this process: real HTTP, real stages, no Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from rollout.schema import Backend, Rollout, RolloutRequest
+from rollout.trajectory import Message
+from services.state.backends import Placed
+from tests.helpers.engine_model import EngineModel
+from tests.helpers.fake_engine import FakeEngine, create_app
+from tests.helpers.fake_language import FakeLanguage
+from tests.helpers.stack import CHECKPOINT
+from workers.agent.llm import session
+from workers.agent.router import BackendRouter
+from workers.handlers import AgentHandler, EvalContext, Reward
+from workers.inprocess import InProcess, MakeRouter, Model, _OneBackend
+
+LANGUAGE = FakeLanguage(first_id=20, vocab_size=300, answer_tokens=(10, 30))
+"""Plain text of the demo model's vocabulary."""
+TURN_TOKENS = 64
+WAIT_S = 2.0
+
+
+class Generous(AgentHandler):
+    """Gives a reward for whatever the engine said."""
+
+    name = "generous"
+
+    def prompt(self, task: Any) -> list[Message]:
+        return [Message(role="user", content="1")]
+
+    async def evaluate(self, ctx: EvalContext) -> Reward:
+        return Reward(1.0)
+
+
+class _Fleet(_OneBackend):
+    """Some backends; the first that has not failed the turn."""
+
+    def __init__(self, backends: list[Backend]) -> None:
+        super().__init__(backends[0])
+        self._backends = backends
+        self.suspected: list[str] = []
+
+    async def extend(self, rollout_id: str, tokens: int, exclude: tuple[str, ...] = (), **_: Any) -> Placed:
+        left = [one for one in self._backends if one.id not in exclude]
+        return Placed("ok", left[0], "failover") if left else Placed("none", None, "all failed")
+
+    async def suspect(self, backend_id: str) -> None:
+        self.suspected.append(backend_id)
+
+    async def trusted(self, backend_id: str, version: str | None) -> bool:
+        return False
+
+
+@dataclass
+class _Servers(Model):
+    engines: list[FakeEngine]
+    suspected: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def routers(self) -> AsyncIterator[MakeRouter]:
+        runners, backends = [], []
+        for number, engine in enumerate(self.engines):
+            runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = site._server.sockets[0].getsockname()[1]
+            backends.append(
+                Backend(
+                    id=f"engine{number}",
+                    url=f"http://127.0.0.1:{port}",
+                    model="fake",
+                    tokenizer=str(CHECKPOINT),
+                    max_model_len=2048,
+                    policy_version="default",
+                    api="completions" if engine.completions_only else "generate",
+                )
+            )
+            runners.append(runner)
+        fleet = _Fleet(backends)
+        try:
+            async with session() as http:
+                yield lambda run: BackendRouter(run.claim.rollout_id, fleet, http, wait_s=WAIT_S)
+        finally:
+            self.suspected = fleet.suspected
+            for runner in runners:
+                await runner.cleanup()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of a rollout."""
+
+    rollout: Rollout
+    lies: int
+    """How often the first engine lied."""
+    suspected: list[str]
+    """Backends whose health was to be looked into, a word for each failed call."""
+
+
+def engine(lie: str | None = None, **options: Any) -> FakeEngine:
+    """A fake engine; with `lie` it answers with nothing else."""
+    made = FakeEngine(EngineModel(language=LANGUAGE), max_model_len=2048, **options)
+    if lie is not None:
+        made.fault("lie", name=lie)
+    return made
+
+
+async def told(lie: str, *, honest: bool) -> Told:
+    """A rollout that begins at an engine which lies; `honest`: there is another one."""
+    liar = engine(lie)
+    servers = _Servers([liar, engine()] if honest else [liar])
+    request = RolloutRequest(
+        handler="generous", sampling={"max_tokens": TURN_TOKENS}, limits={"max_turns": 1, "max_attempts": 1}
+    )
+    (rollout,) = await InProcess(Generous(), servers).run(request)
+    return Told(rollout, liar.lies_told, servers.suspected)
