@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from rollout.schema import State
-from rollout.trajectory import FinishReason
+from rollout.trajectory import FinishReason, Trajectory
 from sandbox.errors import SandboxError
 from services.state.rollouts import Finish
 from workers.agent.loop import AgentLoop
-from workers.errors import AgentFault, StageError, StageTimeout, time_limit
+from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError, time_limit
 from workers.handlers.base import RunContext, check_artifacts
 from workers.hooks import consult
 from workers.stage import StageRun, failed, outcome_fields
@@ -72,6 +72,11 @@ async def run_turns(run: StageRun) -> Finish:
         await router.release()
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
+    if handler.uses_model and "error" not in fields and not agent.trajectory.sampled_tokens:
+        error = unsampled(reason, agent.trajectory)
+        if error.retry:
+            raise error
+        fields |= failed(run, error) | {"finish_reason": reason.value}
     agent.metrics["turns"] = agent.trajectory.turns
     versions = agent.trajectory.versions_used
     agent.metrics["policy_versions"] = len(versions)
@@ -84,4 +89,19 @@ async def run_turns(run: StageRun) -> Finish:
         outcome_fields(finish_reason=reason, metrics=agent.metrics, policy_versions=json.dumps(versions))
         | fields,
         agent.trajectory,
+    )
+
+
+def unsampled(reason: FinishReason, trajectory: Trajectory) -> StageError:
+    """Why a rollout is not scored in which the model said nothing: no reward could teach anything."""
+    ids = sum(len(chain.token_ids) for chain in trajectory.chains)
+    if reason is FinishReason.TIME_LIMIT:
+        return StageTimeout("run_timeout_s passed before the model had said anything")
+    if reason is FinishReason.CONTEXT_LENGTH:
+        return TaskError(
+            f"the prompt of {ids} ids leaves no room for a turn in the model's context; shorten the task, or "
+            "start the LLM server with a longer one (max_model_len)"
+        )
+    return HandlerError(
+        f"RUN ended with {reason.value} and without a model call, though the handler uses one"
     )

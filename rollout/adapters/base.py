@@ -1,7 +1,8 @@
 """What the adapters share: the chains of a rollout as parallel lists, and what becomes of dropped ones.
 
-A dropped rollout was not judged, so it must not teach anything. Where a trainer wants a row for every
-rollout, it gets one with a mask of zeros, and the mean reward of its group, which shifts no baseline.
+A dropped rollout was not judged, and one without a sampled token says nothing of the policy, so neither must
+teach anything. Where a trainer wants a row for every rollout, it gets one with a mask of zeros, and the mean
+reward of its group, which shifts no baseline.
 """
 
 from __future__ import annotations
@@ -47,8 +48,16 @@ class Sample:
 
 
 def usable(rollout: Rollout) -> bool:
-    """Whether it may be learned from."""
-    return not rollout.drop and rollout.reward is not None
+    """Whether it may be learned from: it was judged, and something of it was sampled."""
+    return not rollout.drop and rollout.reward is not None and not _silent(rollout)
+
+
+def _silent(rollout: Rollout) -> bool:
+    """Whether it has a trajectory in which nothing was sampled. One that was not fetched is not looked at."""
+    if rollout.trajectory is not None:
+        return not any(s.sampled for chain in rollout.trajectory.chains for s in chain.segments)
+    arrays = rollout.__dict__.get("arrays")
+    return arrays is not None and not any(chain.loss_mask.any() for chain in arrays.chains)
 
 
 def trajectory_of(rollout: Rollout) -> Trajectory | None:
@@ -84,17 +93,16 @@ def samples(rollout: Rollout) -> list[Sample]:
 def last_sample(rollout: Rollout) -> Sample:
     """The last chain in which something was sampled, for trainers that take one row a rollout.
 
-    Raises:
-        ValueError: No model call was made, so there is no row.
+    Without one it is a row that weighs nothing: two ids that every vocabulary has, neither sampled. The
+    prompt is not in it, for it may be what did not fit.
     """
     found = samples(rollout)
-    if not found:
-        why = rollout.drop_reason or rollout.state.value
-        raise ValueError(
-            f"rollout {rollout.id} has no turn ({why}): there is no row to give; submit it again, or leave "
-            "its group out"
-        )
-    return found[-1]
+    return found[-1] if found else weightless()
+
+
+def weightless() -> Sample:
+    """The least row that every trainer takes, to learn nothing from."""
+    return Sample(Chain(), True, [0], [0], [0], [0.0], [None])
 
 
 def neutral_reward(group: Iterable[Rollout]) -> float:
@@ -111,6 +119,17 @@ def rewards(rollouts: Iterable[Rollout]) -> list[float]:
         groups.setdefault(rollout.group_id, []).append(rollout)
     means = {name: neutral_reward(group) for name, group in groups.items()}
     return [one.reward if usable(one) else means[one.group_id] for one in every]
+
+
+def advantages(rollouts: Iterable[Rollout]) -> list[float]:
+    """Each reward less the mean of its group; 0.0 for what may not be learned from."""
+    every = list(rollouts)
+    given = rewards(every)
+    means: dict[str, float] = {}
+    for one in every:
+        if one.group_id not in means:
+            means[one.group_id] = neutral_reward(each for each in every if each.group_id == one.group_id)
+    return [reward - means[one.group_id] for one, reward in zip(every, given, strict=True)]
 
 
 def step_of(version: str | None) -> int:

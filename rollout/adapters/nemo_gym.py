@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rollout.adapters.base import samples, usable
+from rollout.adapters.base import samples, usable, weightless
 from rollout.schema import Rollout
 from rollout.trajectory import Chain, Message, Segment
 from rollout.turns import calls_of
@@ -33,7 +33,9 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
             "created_at": int(rollout.created_at),
             "model": params.get("model") or (rollout.trajectory.model if rollout.trajectory else None) or "",
             "object": "response",
-            "output": output_items(found[-1].chain, rollout.id, unread) if found else [],
+            "output": output_items(found[-1].chain, rollout.id, unread)
+            if found
+            else [weightless_item(rollout.id)],
             "parallel_tool_calls": True,
             "tool_choice": params.get("tool_choice", "auto"),
             "tools": params.get("tools", []),
@@ -46,6 +48,21 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
         answer["mask_sample"] = True
         answer["_ng_failure_class"] = rollout.error.blame.value if rollout.error else rollout.state.value
     return answer
+
+
+def weightless_item(name: str) -> dict[str, Any]:
+    """A turn that says nothing, for a masked row without one: a row without tokens ends NeMo RL's step."""
+    row = weightless()
+    return {
+        "type": "message",
+        "id": f"msg_{name}_none",
+        "role": "assistant",
+        "status": "incomplete",
+        "content": [{"type": "output_text", "text": "", "annotations": []}],
+        "prompt_token_ids": row.prompt_ids,
+        "generation_token_ids": row.response_ids,
+        "generation_log_probs": row.logprobs,
+    }
 
 
 def output_items(chain: Chain, name: str, unread: Iterable[Message] = ()) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """prime-rl and verifiers: `TrainingSample`s of prime-rl, and the message graph of a verifiers v1 `Trace`.
 
-prime-rl is not on the package index: its names follow its source (`transport/types.py`). verifiers is: 0.4.
+prime-rl is not on the package index: its names follow its source (`transports/rollouts/types.py`).
+verifiers is: 0.4.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from rollout.schema import Rollout, State
 from rollout.trajectory import Chain, Message
 
 
-def training_samples(rollout: Rollout, *, env_name: str | None = None) -> list[dict[str, Any]]:
+def training_samples(
+    rollout: Rollout, *, advantage: float | None = None, env_name: str | None = None
+) -> list[dict[str, Any]]:
     """Arguments of `TrainingSample`, one a chain; none for a dropped rollout, which teaches nothing.
 
     Args:
+        advantage: Of the rollout, for every token that was sampled; see `base.advantages`. None = none is
+            set, which prime-rl's trainer takes only where a sample's weights for RL are 0.
         env_name: None = the handler's name.
     """
     if not usable(rollout):
@@ -25,16 +30,18 @@ def training_samples(rollout: Rollout, *, env_name: str | None = None) -> list[d
     for sample in samples(rollout):
         prompt = len(sample.prompt_ids)
         tokens = sample.prompt_ids + sample.response_ids
+        mask = [False] * prompt + [bit == 1 for bit in sample.loss_mask]
         found.append(
             {
                 "token_ids": tokens,
-                "mask": [False] * prompt + [bit == 1 for bit in sample.loss_mask],
+                "mask": mask,
                 "logprobs": [0.0] * prompt + sample.logprobs,
                 "temperatures": [rollout.request.sampling.temperature] * len(tokens),
                 "env_name": env_name or rollout.handler,
-                "reward": rollout.reward,
             }
         )
+        if advantage is not None:
+            found[-1]["advantages"] = [advantage * bit for bit in mask]
     return found
 
 

@@ -17,14 +17,11 @@ def generator_output(
     Args:
         step_wise: A row for every chain, `is_last_step` set on a rollout's last; else the last chain alone.
         trajectory_id: SkyRL's class `TrajectoryID`; without it the ids are dicts.
-
-    Raises:
-        ValueError: A rollout has no turn, so there is no row for it.
     """
     rows: list[tuple[Rollout, Sample, float, bool]] = []
     for rollout, reward in zip(rollouts, rewards(rollouts), strict=True):
-        last = last_sample(rollout)
-        found = samples(rollout) if step_wise else [last]
+        last = [last_sample(rollout)]
+        found = (samples(rollout) or last) if step_wise else last
         rows += [(rollout, sample, reward, sample is found[-1]) for sample in found]
     return {
         "prompt_token_ids": [sample.prompt_ids for _, sample, _, _ in rows],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.adapters.base import TRUNCATED, Sample, rewards, samples, usable
+from rollout.adapters.base import TRUNCATED, Sample, last_sample, rewards, samples, usable
 from rollout.schema import Rollout, State
 
 
@@ -22,26 +22,26 @@ def sample_dicts(group: Sequence[Rollout], *, group_index: int, first_index: int
     found = []
     for rollout, reward in zip(group, rewards(group), strict=True):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
-        for sample in samples(rollout) or [None]:
+        for sample in samples(rollout) or [last_sample(rollout)]:
             found.append(_fields(rollout, sample, reward) | {"group_index": group_index})
             found[-1]["index"] = first_index + len(found) - 1
     return found
 
 
-def _fields(rollout: Rollout, sample: Sample | None, reward: float) -> dict[str, Any]:
-    segments = sample.chain.segments if sample else []
+def _fields(rollout: Rollout, sample: Sample, reward: float) -> dict[str, Any]:
+    segments = sample.chain.segments
     first = next((i for i, segment in enumerate(segments) if segment.sampled), 0)
     calls = {s.call_id: s.policy_version for s in segments if s.sampled}
     return {
         "prompt": [message.to_chat() for segment in segments[:first] for message in segment.messages],
-        "tokens": sample.prompt_ids + sample.response_ids if sample else [],
+        "tokens": sample.prompt_ids + sample.response_ids,
         "response": "".join(message.text for segment in segments[first:] for message in segment.messages),
-        "response_length": len(sample.response_ids) if sample else 0,
+        "response_length": len(sample.response_ids),
         "reward": reward,
-        "loss_mask": sample.loss_mask if sample else [],
+        "loss_mask": sample.loss_mask,
         "weight_versions": [version or "" for version in calls.values()],
-        "rollout_log_probs": sample.logprobs if sample else [],
-        "remove_sample": not usable(rollout) or sample is None,
+        "rollout_log_probs": sample.logprobs,
+        "remove_sample": not usable(rollout),
         "status": _status(rollout),
         "metadata": {"rollout_id": rollout.id, "group_id": rollout.group_id, **rollout.reward_components},
     }

@@ -14,11 +14,7 @@ from rollout.schema import Rollout
 
 
 def rollout_func_result(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """The result for these rollouts, in their order: that of the prompts which TRL passed.
-
-    Raises:
-        ValueError: A rollout has no turn, so there is no row for it.
-    """
+    """The result for these rollouts, in their order: that of the prompts which TRL passed."""
     rows = [last_sample(rollout) for rollout in rollouts]
     return {
         "prompt_ids": [row.prompt_ids for row in rows],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.adapters.base import StepOf, last_sample, step_of, usable
+from rollout.adapters.base import StepOf, last_sample, step_of, usable, weightless
 from rollout.schema import Rollout
 
 
@@ -27,10 +27,12 @@ def agent_loop_output(
         neutral_reward: What a dropped rollout gets beside its mask of zeros; see `base.neutral_reward`.
 
     Raises:
-        ValueError: No model call was made, a policy version has no number, or the prompt is too long: verl
+        ValueError: A policy version has no number, or the prompt of a rollout to learn from is too long: verl
             would cut it at its left, and train on something that the engine never saw.
     """
     sample = last_sample(rollout)
+    if prompt_length is not None and len(sample.prompt_ids) > prompt_length and not usable(rollout):
+        sample = weightless()
     if prompt_length is not None and len(sample.prompt_ids) > prompt_length:
         raise ValueError(
             f"the prompt of {rollout.id} has {len(sample.prompt_ids)} ids and rollout.prompt_length is "
@@ -49,8 +51,9 @@ def agent_loop_output(
             "compute_score": rollout.stage_seconds.get("eval", 0.0),
         },
         "extra_fields": {
-            "min_global_steps": min(steps),
-            "max_global_steps": max(steps),
+            # Without a turn: as weights that the engine was started with.
+            "min_global_steps": min(steps, default=0),
+            "max_global_steps": max(steps, default=0),
             "rollout_id": rollout.id,
             "reward_extra_info": dict(rollout.reward_components),
         },

@@ -113,7 +113,7 @@ class Verdict:
         if asked.vocab_size is not None and max(token_ids) >= asked.vocab_size:
             self._broken(
                 f"id {max(token_ids)} is outside the vocabulary of {asked.vocab_size}; if the model has it, "
-                "register the backend with `tokenizer` set to the model's own directory, its config.json included"
+                "set the backend's `tokenizer` to the model's own directory, with its config.json"
             )
         early = next((token for token in token_ids[:-1] if token in asked.stop_token_ids), None)
         if early is not None:

@@ -13,7 +13,7 @@ import httpx
 
 from rollout.policy import PauseMode
 from rollout.schema import Backend
-from services.engines.address import root
+from services.engines.address import ask, json_object, root
 from services.engines.base import BrokenAnswer
 from services.engines.select import engine_of
 
@@ -105,8 +105,11 @@ class _Http:
         if left <= 0:
             raise ControlError(f"{where}: not begun, the update's {self._timeout_s:g} s are over")
         try:
-            response = self._http.post(
+            response = ask(
+                self._http,
+                "POST",
                 self._root + path,
+                within_s=left,
                 json=body,
                 params=query or None,
                 timeout=httpx.Timeout(left, connect=min(CONNECT_S, left)),
@@ -116,7 +119,8 @@ class _Http:
         except httpx.HTTPError as error:
             raise ControlError(f"{where}: {type(error).__name__}: {error}") from None
         if response.is_success:
-            return _object(response)
+            # Engines answer some routes with nothing, or with a word.
+            return json_object(response)
         message = f"{where}: HTTP {response.status_code}: {_said(response)}"
         if response.status_code in (404, 405):
             message += self.missing
@@ -222,18 +226,9 @@ class SGLangControl(_Http):
         self._post("/pause_generation", {"mode": "abort"}, limit_s=GIVE_UP_S)
 
 
-def _object(response: httpx.Response) -> dict[str, Any]:
-    """The answer as an object; engines answer some routes with nothing, or with a word."""
-    try:
-        answer = response.json()
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
-
-
 def _said(response: httpx.Response) -> str:
     """An engine's own words for an error."""
-    answer = _object(response)
+    answer = json_object(response)
     said = answer.get("error", answer.get("detail", answer.get("message")))
     if isinstance(said, dict):
         said = said.get("message")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, cast
+from typing import Any
 
 import httpx
 
 from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
-from services.engines.address import root, session
-from services.engines.stats import each_sample
+from services.engines.address import ask, json_object, root, session
+from services.engines.stats import MOST, each_sample, version_in
 from services.state.backends import BackendStore
 
 TIMEOUT_S = 10.0
@@ -18,6 +17,9 @@ INFO_TIMEOUT_S = 20.0
 """For `/server_info`: vLLM looks at all of its environment at the first one; seen: 3 s."""
 SERVER_INFO = ("/server_info?config_format=json", "/get_server_info")
 """Of vLLM (in dev mode), SGLang and the embedded backend; the second is of older SGLangs."""
+MAX_CONTEXT = 2**31 - 1
+MAX_NAME = 4096
+"""Characters of a model's name, or of a path."""
 _OWNERS: dict[str, EngineName] = {"vllm": "vllm", "sglang": "sglang", "rollout-embedded": "embedded"}
 """`owned_by` in `/v1/models`."""
 
@@ -58,15 +60,18 @@ class _Server:
         card = self._card(wanted.model)
         engine = self._engine(card)
         info = self._info()
-        max_model_len = card.get("max_model_len") or info.get("context_length")
-        if not max_model_len:
+        max_model_len = _positive(card.get("max_model_len")) or _positive(info.get("context_length"))
+        if not max_model_len or max_model_len > MAX_CONTEXT:
             raise DescribeError("url", f"{self._url}/v1/models does not say max_model_len of {card['id']!r}")
         return Backend(
             id=wanted.id or BackendStore.id_of(self._url),
             url=self._url,
             model=card["id"],
-            tokenizer=wanted.tokenizer or info.get("tokenizer_path") or card.get("root") or card["id"],
-            max_model_len=int(max_model_len),
+            tokenizer=wanted.tokenizer
+            or _name(info.get("tokenizer_path"))
+            or _name(card.get("root"))
+            or card["id"],
+            max_model_len=max_model_len,
             engine=engine,
             api=self._api(engine),
             logprobs_mode=wanted.logprobs_mode or self._logprobs_mode(card, info),
@@ -78,20 +83,16 @@ class _Server:
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The object at a path; empty when the server has none there."""
-        answer = self._http.get(self._url + path, timeout=timeout_s)
-        if answer.status_code != 200:
-            return {}
-        try:
-            said = answer.json()
-        except ValueError:
-            return {}
-        return said if isinstance(said, dict) else {}
+        answer = ask(self._http, "GET", self._url + path, timeout=timeout_s, within_s=timeout_s)
+        return json_object(answer) if answer.status_code == 200 else {}
 
     def _card(self, wanted: str | None) -> dict[str, Any]:
         """The entry of the model in `/v1/models`."""
-        answer = self._http.get(f"{self._url}/v1/models").raise_for_status()
+        answer = ask(self._http, "GET", f"{self._url}/v1/models").raise_for_status()
         try:
-            cards = {str(card["id"]): card for card in answer.json()["data"]}
+            cards = {_name(card["id"]): card for card in json_object(answer)["data"]}
+            if None in cards:
+                raise ValueError("a model without a name")
         except (ValueError, KeyError, TypeError) as error:
             raise DescribeError("url", f"{self._url}/v1/models is no list of models: {error!r}") from error
         if not cards:
@@ -99,14 +100,15 @@ class _Server:
         name = wanted if wanted is not None else next(iter(cards))
         if name not in cards:
             raise DescribeError(
-                "model", f"{self._url} does not serve {name!r}; it serves: {', '.join(cards)}"
+                "model", f"{self._url} does not serve {name!r}; it serves: {', '.join(cards):.1000}"
             )
         return cards[name]
 
     def _engine(self, card: dict[str, Any]) -> EngineName:
         """Which engine it is. A server in front of another one may name another owner."""
-        if card.get("owned_by") in _OWNERS:
-            return _OWNERS[card["owned_by"]]
+        owner = card.get("owned_by")
+        if isinstance(owner, str) and owner in _OWNERS:
+            return _OWNERS[owner]
         is_sglang = self._get("/model_info") or self._get("/get_model_info")
         return "sglang" if "is_generation" in is_sglang else "vllm"
 
@@ -115,7 +117,7 @@ class _Server:
             return "sglang"
         # An empty request: 400 or 422 means the route is there; vLLM without --enable-scale-out answers
         # 403 or 404.
-        answer = self._http.post(f"{self._url}/inference/v1/generate", json={})
+        answer = ask(self._http, "POST", f"{self._url}/inference/v1/generate", json={})
         return "completions" if answer.status_code in (403, 404, 405) else "generate"
 
     def _info(self) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class _Server:
         if engine == "sglang":
             each = _positive(info.get("max_total_num_tokens"))
             return each and each * (_positive(info.get("dp_size")) or 1)
-        answer = self._http.get(f"{self._url}/metrics")
+        answer = ask(self._http, "GET", f"{self._url}/metrics")
         return capacity_of_vllm(answer.text) if answer.status_code == 200 else None
 
     def _version(self, engine: EngineName) -> str | None:
@@ -154,14 +156,15 @@ class _Server:
             said = self._get("/model_info") or self._get("/get_model_info")
         else:
             said = self._get("/weight_info")
-        version = said.get("weight_version")
-        return None if version is None else str(version)
+        return version_in(said)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of vLLM that matter here, out of its nested configuration."""
-    model = cast(dict[str, Any], config.get("model_config") or {})
-    auxiliary = cast(dict[str, Any], config.get("aux_output_config") or {})
+    model, auxiliary = (
+        part if isinstance(part := config.get(name), dict) else {}
+        for name in ("model_config", "aux_output_config")
+    )
     routed = model.get("enable_return_routed_experts") or auxiliary.get("enable_return_routed_experts")
     return {
         "logprobs_mode": model.get("logprobs_mode"),
@@ -188,9 +191,14 @@ def capacity_of_vllm(metrics: str) -> int | None:
 
 
 def _positive(value: Any) -> int | None:
-    """A number above 0, also as text; None for anything else."""
+    """A number above 0 and within reason, also as text; None for anything else."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return int(number) if math.isfinite(number) and number >= 1 else None
+    return int(number) if 1 <= number <= MOST and value is not True else None
+
+
+def _name(value: Any) -> str | None:
+    """A name or path; None for anything else."""
+    return value if isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable() else None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.schema import Backend, BackendStats
-from services.engines.address import root
+from services.engines.address import ask, json_object, root
+from services.engines.checks import as_version
 
 HEALTH_TIMEOUT_S = 5.0
 """An idle server answers in milliseconds; one that samples on all its cores has taken a second."""
+
+MOST = 2.0**53
+"""Of a count; beyond it numbers have gaps."""
 
 _NAMES = {
     "vllm": {
@@ -60,7 +64,7 @@ def probe(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOU
     """
     url = f"{root(backend.url)}/health"
     try:
-        answer = http.get(url, timeout=timeout_s)
+        answer = ask(http, "GET", url, timeout=timeout_s, within_s=timeout_s)
     except httpx.HTTPError as error:
         raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
     if answer.status_code != 200:
@@ -71,7 +75,7 @@ def probe(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOU
 def read_stats(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
     """The server's own metrics. What it does not tell, or not in time, is None."""
     try:
-        answer = http.get(f"{root(backend.url)}/metrics", timeout=timeout_s)
+        answer = ask(http, "GET", f"{root(backend.url)}/metrics", timeout=timeout_s, within_s=timeout_s)
     except httpx.HTTPError:
         return BackendStats(at=time.time())
     return parse_stats(backend, answer.text if answer.status_code == 200 else "")
@@ -84,7 +88,8 @@ def parse_stats(backend: Backend, text: str) -> BackendStats:
 
     def keep(name: str, labels: dict[str, str], value: float) -> None:
         # With priorities SGLang repeats a number once for each of them.
-        if name in wanted and not labels.get("priority") and math.isfinite(value):
+        # What no count can be is as if it had not been told.
+        if name in wanted and not labels.get("priority") and 0 <= value <= MOST:
             found.setdefault(wanted[name], []).append(value)
 
     each_sample(text, keep)
@@ -92,7 +97,7 @@ def parse_stats(backend: Backend, text: str) -> BackendStats:
     seconds = values.pop("request_seconds", None)
     whole = {field: round(value) for field, value in values.items()}
     usage = found.get("kv_usage")
-    kv_usage = sum(usage) / len(usage) if usage else None
+    kv_usage = min(1.0, sum(usage) / len(usage)) if usage else None
     return BackendStats(at=time.time(), kv_usage=kv_usage, request_seconds=seconds, **whole)
 
 
@@ -102,7 +107,8 @@ def each_sample(text: str, take: Callable[[str, dict[str, str], float], None]) -
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 take(sample.name, sample.labels, sample.value)
-    except (ValueError, KeyError, IndexError):
+    except Exception:
+        # Whatever the parser makes of it: a probe must not end on what a server sends.
         return
 
 
@@ -117,13 +123,17 @@ def current_version(backend: Backend, http: httpx.Client, timeout_s: float = HEA
     for route in _WEIGHT_ROUTES[backend.engine]:
         url = root(backend.url) + route
         try:
-            answer = http.get(url, timeout=timeout_s)
+            answer = ask(http, "GET", url, timeout=timeout_s, within_s=timeout_s)
         except httpx.HTTPError as error:
             raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
         if answer.status_code == 200:
-            try:
-                version = answer.json().get("weight_version")
-            except (ValueError, AttributeError):
-                return None
-            return None if version is None else str(version)
+            return version_in(json_object(answer))
     return None
+
+
+def version_in(said: dict[str, Any]) -> str | None:
+    """`weight_version`; None where it is not told, or is no version."""
+    try:
+        return as_version(said.get("weight_version"))
+    except TypeError:
+        return None

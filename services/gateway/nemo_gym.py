@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rollout.adapters.nemo_gym import output_items
+from rollout.adapters.nemo_gym import output_items, weightless_item
 from rollout.schema import HandlerInfo, Rollout, RolloutRequest, SamplingParams, State
 from rollout.strict import MAX_INT53, Items
 from rollout.summary import summarize
@@ -179,7 +179,11 @@ def answer(
 
 def failed(row: RunRequest, params: dict[str, Any], why: str, message: str) -> dict[str, Any]:
     """A row of which no rollout could be made."""
-    empty = _responses_object(params, "failed", [], None) | {"id": "resp_none", "created_at": 0, "model": ""}
+    empty = _responses_object(params, "failed", [weightless_item("none")], None) | {
+        "id": "resp_none",
+        "created_at": 0,
+        "model": "",
+    }
     return (
         _named(row)
         | {"responses_create_params": params, "response": empty, "reward": 0.0, "reward_components": {}}
@@ -228,11 +232,15 @@ def response(params: dict[str, Any], found: Rollout, info: HandlerInfo | None) -
 
 
 def _output(found: Rollout) -> list[dict[str, Any]]:
-    """Items of the last chain: a reader may take what it sees for one growing context."""
+    """Items of the last chain: a reader may take what it sees for one growing context.
+
+    A masked row in which nothing was sampled has a turn that says nothing: without any it would end a
+    trainer's step.
+    """
     trajectory = found.trajectory
-    if trajectory is None or not trajectory.chains:
-        return []
-    return output_items(trajectory.chain, found.id, trajectory.unread)
+    if trajectory is not None and trajectory.sampled_tokens:
+        return output_items(trajectory.chain, found.id, trajectory.unread)
+    return [weightless_item(found.id)] if found.drop or trajectory is None else []
 
 
 def _responses_object(

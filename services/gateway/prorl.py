@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -27,7 +27,6 @@ NO_EFFECT = frozenset(
         "model",
         "api_key",
         "max_model_len",
-        "token_level_generation",
         "custom_tokenizer",
         "native_tool_calling",
         "ensure_thinking_end_properly",
@@ -60,6 +59,8 @@ def _not_empty(value: object) -> object:
 Name = Annotated[Any, AfterValidator(_name)]
 """Ids are numbers in some data sets, and are handed back as they came."""
 JobId = Annotated[Name, AfterValidator(_not_empty)]
+Ids = Literal["sampled", "all", "compact"]
+"""Which messages carry ids: those that were sampled, each with its prompt; all; all, and none its prompt."""
 
 
 class _Open(BaseModel):
@@ -89,6 +90,13 @@ class ProrlSampling(_Open):
     """Most turns."""
     compact: bool | None = None
     """True: messages without `input_ids`; each has its own `token_ids`."""
+    token_level_generation: bool | None = None
+    """True: every message has `token_ids`, `input_ids` and `logprobs`, for trainers read all of them."""
+
+    @property
+    def ids(self) -> Ids:
+        """How messages are to carry ids."""
+        return "compact" if self.compact else "all" if self.token_level_generation else "sampled"
 
     def sampling(self) -> dict[str, Any]:
         """As `SamplingParams` has it."""
@@ -164,18 +172,18 @@ def _limits(budget_s: float, max_iterations: int | None) -> Limits:
 # -- the result --------------------------------------------------------------------------------
 
 
-def result(found: Rollout, info: HandlerInfo | None, *, compact: bool) -> dict[str, Any]:
+def result(found: Rollout, info: HandlerInfo | None, *, ids: Ids) -> dict[str, Any]:
     """The result object of an ended rollout.
 
     Args:
         info: Of its handler, for the tools; None = unknown.
-        compact: Without the prompt of each call.
+        ids: Which messages carry ids.
     """
     trajectory = found.trajectory
     lost = not found.drop and trajectory is None
     dropped = found.drop or lost
     reason = found.finish_reason
-    ids = found.request.metadata
+    names = found.request.metadata
     error = found.error
     why = None
     if lost:
@@ -183,15 +191,15 @@ def result(found: Rollout, info: HandlerInfo | None, *, compact: bool) -> dict[s
     elif found.drop:
         why = f"{error.blame}: {error.message}" if error else found.drop_reason or found.state.value
     return {
-        "instance_id": ids.get("instance_id"),
-        "trajectory_id": ids.get("trajectory_id"),
+        "instance_id": names.get("instance_id"),
+        "trajectory_id": names.get("trajectory_id"),
         "git_patch": trajectory.artifacts.get("patch") if trajectory else None,
         "success": not dropped,
         "finish": not dropped and reason is FinishReason.STOP,
         "end_properly": not dropped and reason is not FinishReason.TIME_LIMIT and not _cut_off(found),
         "resolved": not dropped and (found.reward or 0.0) > SUCCESS,
         "reward": None if dropped else found.reward,
-        "messages": list(_messages(found, compact=compact)),
+        "messages": list(_messages(found, ids)),
         "tools": info.tool_schemas if info else [],
         "critical_error": "final_result" if lost else _critical_error(found),
         "filter": dropped,
@@ -236,20 +244,28 @@ def _timing(found: Rollout) -> dict[str, Any]:
     }
 
 
-def _messages(found: Rollout, *, compact: bool) -> Iterator[dict[str, Any]]:
+def _messages(found: Rollout, ids: Ids) -> Iterator[dict[str, Any]]:
     """Messages of all chains, in order. Log-probs and ids stay as they were sampled."""
     if found.trajectory is None:
         return
     chains = found.trajectory.chains
     for number, chain in enumerate(chains):
         where = {"chain": number} if len(chains) > 1 else {}
-        for message in _chain_messages(chain, compact=compact):
+        for message in _chain_messages(chain, ids):
             yield message | where
     for message in found.trajectory.unread:
-        yield _message(message) | ({"token_ids": []} if compact else {})
+        yield _message(message) | _NOT_SAMPLED[ids]
 
 
-def _chain_messages(chain: Chain, *, compact: bool) -> Iterator[dict[str, Any]]:
+_NOT_SAMPLED: dict[Ids, dict[str, Any]] = {
+    "sampled": {},
+    "all": {"token_ids": [], "input_ids": None, "logprobs": None},
+    "compact": {"token_ids": []},
+}
+"""What a message that was not sampled has beside its text."""
+
+
+def _chain_messages(chain: Chain, form: Ids) -> Iterator[dict[str, Any]]:
     seen: list[int] = []
     for call in calls_of(chain):
         ids = [token for segment in call for token in segment.token_ids]
@@ -258,14 +274,14 @@ def _chain_messages(chain: Chain, *, compact: bool) -> Iterator[dict[str, Any]]:
             answer = said[-1] if said else _message(Message(role="assistant"))
             answer["token_ids"] = ids
             answer["logprobs"] = [value for segment in call for value in segment.logprobs or ()]
-            if not compact:
+            if form != "compact":
                 answer["input_ids"] = list(seen)
             said = [answer]
-        elif compact:
+        elif form != "sampled":
             # The ids of messages that came together cannot be told apart; the last has them all.
-            said = said or [{"role": call[0].role, "content": ""}]
-            for message in said:
-                message["token_ids"] = []
+            said = [
+                message | _NOT_SAMPLED[form] for message in said or [{"role": call[0].role, "content": ""}]
+            ]
             said[-1]["token_ids"] = ids
         seen += ids
         yield from said

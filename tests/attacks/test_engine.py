@@ -1,8 +1,8 @@
 """What an LLM engine wants that is broken, or somebody else's: that its lies are trained on.
 
-One fake engine speaks the wire format and lies (`tests/helpers/engine_lies.py` has all of its lies, which
-`tests/unit/test_engine_lies.py` tells with and without an honest engine beside it). In the control the check under
-test is taken away.
+One fake engine speaks the wire format and lies. `tests/helpers/engine_lies.py` has all of its lies, which
+`tests/unit/test_engine_lies.py` tells with and without an honest engine beside it. In the control the check
+under test is taken away.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_sample_beyond_what_was_asked_for(target):
 def test_forge_what_comes_behind_the_end_of_a_turn(target):
     target.unless(Verdict, "_ids")
     taken = target.says("ids_after_the_stop_id")
-    return taken is not None and 321 in sampled(taken).token_ids[:-1]
+    return taken is not None and sampled(taken).token_ids[0] > 300
 
 
 @attack(stopped_by="a call that ended by itself ends with an id that ends a turn")

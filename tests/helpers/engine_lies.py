@@ -1,7 +1,7 @@
-"""Answers of an engine that lies, made of honest ones: what is in them would poison a trainer, or end a worker.
+"""Answers of an engine that lies, made of honest ones: they would poison a trainer, or end a worker.
 
-`LIES` maps a name to a function of the honest body of `/inference/v1/generate` and the call. It changes the body
-in place, or returns what is sent instead: another JSON value, or a `Raw` answer.
+`LIES` maps a name to a function of the honest body of `/inference/v1/generate` and the call. It changes the
+body in place, or returns what is sent instead: another JSON value, or a `Raw` answer.
 """
 
 from __future__ import annotations

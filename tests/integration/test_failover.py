@@ -285,3 +285,19 @@ def test_a_server_that_was_started_again_with_other_weights_is_noticed(service, 
     assert set(one.trajectory.policy_versions) <= {"elsewhere", None}
     stats = service.client.backend("fake0").stats
     assert stats.running == 0 and stats.prompt_tokens is not None
+
+
+def test_a_backend_that_lies_costs_no_rollout_and_no_token_and_is_left_alone(service, fleet):
+    servers = fleet(2, step_ms=5)
+    httpx.post(f"{servers['fake0'].url}/fault", json={"kind": "lie"}).raise_for_status()
+    submitted = service.client.submit(talk(60, turns=4, tag="lies"))
+    wait_until(lambda: service.client.backend("fake0").error, 60, "the one that lies to be left alone")
+    assert "calls failed" in service.client.backend("fake0").error
+    ended = collect(service, submitted)
+    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 60}
+    assert {one.attempt for one in ended.values()} == {1}
+    for one in ended.values():
+        check_tokens(one)
+        assert {s.policy_version for s in one.trajectory.chain.segments if s.sampled} == {"default"}
+    assert sum(one.metrics.get("failed_calls", 0) for one in ended.values()) > 8
+    check_counters(service)

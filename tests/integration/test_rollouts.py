@@ -7,7 +7,7 @@ import math
 import pytest
 
 from examples.demo_model.task import make_tasks
-from rollout.schema import RolloutRequest, State
+from rollout.schema import Blame, RolloutRequest, State
 from rollout.trajectory import FinishReason, Message
 from tests.helpers.llm_reference import chain_logprobs
 from tests.helpers.llm_servers import DEMO_MODEL
@@ -137,7 +137,12 @@ def test_a_full_context_ends_the_rollout_with_its_own_reason(client, room):
     request = RolloutRequest(handler="digits", task={"digits": 2048 - room - frame}, sampling={"seed": 1})
     (item,) = client.run([request])
     assert item.finish_reason is FinishReason.CONTEXT_LENGTH
-    assert item.state is State.COMPLETED and item.reward == 0.5
+    if room > 0:
+        assert item.state is State.COMPLETED and item.reward == 0.5
+    else:
+        assert item.state is State.FAILED and item.drop and item.reward is None, "nothing was sampled"
+        assert item.error.blame is Blame.TASK and "leaves no room for a turn" in item.error.message
+        assert item.attempt == 1
     assert len(item.trajectory.chain.token_ids) == 2048 - min(room, 0)
     assert item.trajectory.sampled_tokens == max(room, 0)
 

@@ -119,15 +119,55 @@ def test_a_chain_that_ends_in_a_prompt_still_gives_the_last_one_with_a_turn():
     assert skyrl.generator_output([found], step_wise=True)["is_last_step"] == [True]
 
 
-def test_a_rollout_without_a_turn_is_refused_where_a_row_is_needed_and_marked_elsewhere():
-    empty = rollout(7, chains=[], drop=True)
-    for make in (verl.agent_loop_output, lambda one: skyrl.generator_output([one])):
-        with pytest.raises(ValueError, match=r"r7 has no turn \(the backend was gone\)"):
-            make(empty)
-    (sample,) = slime.sample_dicts([empty], group_index=0)
-    assert sample["remove_sample"] and sample["tokens"] == []
-    assert nemo_gym.run_response(empty)["response"]["output"] == []
+PROMPT_ONLY = Chain()
+PROMPT_ONLY.append(Segment(role="user", token_ids=[1] * 5000, messages=[Message(role="user", content="Q")]))
+WITHOUT_A_TURN = [
+    rollout(7, chains=[], drop=True),
+    rollout(8, chains=[PROMPT_ONLY], drop=True),
+    # As a service that is older than the rule would have it.
+    rollout(9, reward=0.0, chains=[PROMPT_ONLY]),
+    rollout(10, drop=True, trajectory=None),
+]
+
+
+@pytest.mark.parametrize(
+    "empty", WITHOUT_A_TURN, ids=["no chain", "prompt only", "with a reward", "none kept"]
+)
+def test_a_rollout_without_a_turn_weighs_nothing_and_ends_no_step(empty):
+    step = [GROUP[0], empty, GROUP[1]]
+    rows = trl.rollout_func_result(step)
+    assert rows["reward"] == [1.0, None, 0.0]
+    assert [sum(mask) for mask in rows["env_mask"]] == [4, 0, 4]
+    assert [len(rows[name][1]) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")] == [
+        1
+    ] * 4
+    for step_wise in (False, True):
+        output = skyrl.generator_output(step, step_wise=step_wise)
+        assert output["rewards"] == [1.0, 0.5, 0.0] and sum(output["loss_masks"][1]) == 0
+        assert {len(output[name]) for name in ("prompt_token_ids", "response_ids", "rollout_logprobs")} == {3}
+    row = verl.agent_loop_output(empty, prompt_length=2, neutral_reward=0.5)
+    assert (row["response_mask"], row["reward_score"]) == ([0], 0.5)
+    assert len(row["prompt_ids"]) == len(row["response_ids"]) == len(row["response_logprobs"]) == 1
+    sample = slime.sample_dicts(step, group_index=0)[1]
+    assert sample["remove_sample"] and sample["reward"] == 0.5
+    assert (len(sample["tokens"]), sample["response_length"], sample["loss_mask"]) == (2, 1, [0])
     assert prime_rl.training_samples(empty) == [] and areal.tensor_dict(empty) is None
+    answer = nemo_gym.run_response(empty)
+    assert (answer["mask_sample"], answer["reward"]) == (True, 0.0)
+    (item,) = answer["response"]["output"]
+    assert (item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"]) == (
+        [0],
+        [0],
+        [0.0],
+    )
+    assert base.advantages(step) == [0.5, 0.0, -0.5]
+
+
+def test_prime_rl_takes_an_advantage_a_token_and_no_reward():
+    (sample,) = prime_rl.training_samples(GROUP[0], advantage=base.advantages(GROUP)[0])
+    assert sample["advantages"] == [0.5 * bit for bit in sample["mask"]]
+    known = {"token_ids", "mask", "logprobs", "temperatures", "env_name", "advantages"}
+    assert set(sample) == known, "`TrainingSample` refuses what it does not know"
 
 
 def test_policy_versions_become_steps():

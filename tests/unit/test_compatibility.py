@@ -212,8 +212,8 @@ def chain(first: int = 1, finish_reason: str = "stop") -> Chain:
     return found
 
 
-def result(found: Rollout, *, compact: bool = False, info: HandlerInfo | None = None) -> dict[str, Any]:
-    return check(prorl.result(found, info, compact=compact))
+def result(found: Rollout, *, ids: prorl.Ids = "sampled", info: HandlerInfo | None = None) -> dict[str, Any]:
+    return check(prorl.result(found, info, ids=ids))
 
 
 def test_a_turn_across_a_weight_swap_is_one_message_with_all_its_ids():
@@ -228,13 +228,28 @@ def test_a_turn_across_a_weight_swap_is_one_message_with_all_its_ids():
 
 
 def test_compact_messages_together_are_the_context():
-    found = result(ended(), compact=True)
+    found = result(ended(), ids="compact")
     assert [token for one in found["messages"] for token in one["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
     assert [one["content"] for one in found["messages"]] == ["S", "Q", "", "one", "malformed", "A"]
     unread = [Message(role="tool", content="late", tool_call_id="c9")]
-    found = result(ended(trajectory=Trajectory(chains=[chain(), chain(9)], unread=unread)), compact=True)
+    found = result(ended(trajectory=Trajectory(chains=[chain(), chain(9)], unread=unread)), ids="compact")
     assert [one.get("chain") for one in found["messages"]] == [0] * 6 + [1] * 6 + [None]
     assert found["messages"][-1] == {"role": "tool", "content": "late", "tool_call_id": "c9", "token_ids": []}
+
+
+def test_every_message_has_all_three_lists_where_a_trainer_reads_them_of_every_message():
+    sampling = prorl.ProrlSampling(token_level_generation=True)
+    unread = [Message(role="tool", content="late", tool_call_id="c9")]
+    messages = result(ended(trajectory=Trajectory(chains=[chain()], unread=unread)), ids=sampling.ids)[
+        "messages"
+    ]
+    # As verl's code of ProRL's server does, and NeMo RL's.
+    assert [token for one in messages for token in one["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
+    given = [one for one in messages if one["input_ids"] is None]
+    assert [one["logprobs"] for one in given] == [None] * len(given) and len(given) == 5
+    sampled = [one for one in messages if one["input_ids"] is not None]
+    assert [len(one["logprobs"]) for one in sampled] == [2, 1]
+    assert prorl.ProrlSampling(token_level_generation=True, compact=True).ids == "compact"
 
 
 BROKEN = ErrorInfo(blame="sandbox", stage="run", type="X", message="gone", traceback="Traceback …")
@@ -268,7 +283,8 @@ def test_only_what_the_service_failed_at_is_filtered(found, critical, filtered, 
     assert not (filtered and told["resolved"])
     row = nemo_gym.answer(nemo_gym.RunRequest(responses_create_params={}), {}, found, None)
     assert bool(row.get("mask_sample")) == filtered
-    assert check_response(row["response"]) == ([] if found.trajectory is None else [1, 2, 3, 4, 5, 6, 7])
+    # Without tokens a row would end the step of a trainer that masks it.
+    assert check_response(row["response"]) == ([0, 0] if found.trajectory is None else [1, 2, 3, 4, 5, 6, 7])
 
 
 @pytest.mark.parametrize(

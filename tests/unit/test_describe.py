@@ -106,3 +106,82 @@ def test_a_probe_asks_health_and_metrics_and_says_why_a_server_is_not_well():
             silent = found.model_copy(update={"url": url})
             assert stats.probe(silent, http).running is None
             assert stats.current_version(silent, http) is None
+
+
+NESTED = '{"data":' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        {**CARD, "max_model_len": True},
+        {**CARD, "max_model_len": 1e400},
+        {**CARD, "max_model_len": -5},
+        {**CARD, "max_model_len": [512]},
+        {**CARD, "max_model_len": 2**40},
+        {**CARD, "id": 7},
+        {**CARD, "id": "m\x00"},
+        {**CARD, "id": ""},
+        "m",
+        None,
+    ],
+)
+def test_a_server_that_says_impossible_things_of_its_model_is_no_backend(card):
+    with pytest.raises(DescribeError):
+        described({"GET /v1/models": {"data": [card]}})
+
+
+@pytest.mark.parametrize("models", [NESTED, "[]", '{"data": {"id": "m"}}', " " * (17 << 20), "NaN"])
+def test_a_server_that_answers_with_something_else_is_no_backend(models):
+    with pytest.raises(DescribeError):
+        described({"GET /v1/models": models})
+
+
+@pytest.mark.parametrize("said", [None, 7, "", {"a": 1}, ["v"], "v" * 129, True])
+def test_a_version_that_is_none_is_not_told(said):
+    lying = {**SGLANG, "GET /model_info": {**SGLANG["GET /model_info"], "weight_version": said}}
+    with describing(lying) as url, session(5) as http:
+        backend = describe(BackendRequest(url=url))
+        assert backend.policy_version is None
+        assert stats.current_version(backend, http) is None
+
+
+@pytest.mark.parametrize("info", [NESTED, '{"vllm_config": {"model_config": 7}}', "7", '{"dp_size": 1e999}'])
+def test_settings_that_cannot_be_read_are_not_told(info):
+    found = described({**PLAIN, "GET /server_info": info})
+    assert (found.capacity_tokens, found.logprobs_mode, found.tokenizer) == (None, None, "/models/m")
+
+
+@pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
+def test_counts_that_cannot_be_are_not_told(value):
+    said = stats.parse_stats(
+        described(SGLANG), f"sglang:num_running_reqs {value}\nsglang:token_usage 7\nsglang:num_queue_reqs 2\n"
+    )
+    assert (said.running, said.waiting, said.kv_usage) == (None, 2, 1.0)
+
+
+def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch):
+    import socketserver
+    import threading
+    import time
+
+    class Dripping(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(65536)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            try:
+                for _ in range(300):
+                    self.request.sendall(b" ")
+                    time.sleep(0.1)
+            except OSError:
+                pass
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as server, session(5) as http:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        backend = described(SGLANG).model_copy(update={"url": f"http://127.0.0.1:{server.server_address[1]}"})
+        began = time.monotonic()
+        with pytest.raises(stats.ProbeError, match="longer than"):
+            stats.probe(backend, http, 1.0)
+        assert time.monotonic() - began < 10
+        server.shutdown()

@@ -176,3 +176,30 @@ def test_a_route_that_is_missing_is_reported_with_the_remedy():
     assert "backend s: POST /pause: HTTP 404: Not Found; start vLLM with VLLM_SERVER_DEV_MODE=1" in str(
         missing.value
     )
+
+
+CANARY = {
+    "true": True,
+    "text": "-0.5",
+    "none": None,
+    "not a number": float("nan"),
+    "above zero": 2.5,
+    "four hundred digits": -(10**400),
+}
+
+
+@pytest.mark.parametrize("value", CANARY.values(), ids=CANARY)
+def test_a_canarys_answer_that_is_no_log_prob_is_the_backends_failure(value):
+    answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [value, 2, None]]}}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=json.dumps(answer).encode()))
+    with (
+        httpx.Client(transport=transport) as http,
+        pytest.raises(ControlError, match="canary was not answered"),
+    ):
+        control_of(SGLANG, http, 5.0).score([1, 2])
+
+
+def test_an_engine_that_answers_a_step_without_end_has_failed_it():
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=b" " * (17 << 20)))
+    with httpx.Client(transport=transport) as http, pytest.raises(ControlError, match="more than"):
+        control_of(SGLANG, http, 5.0).resume()

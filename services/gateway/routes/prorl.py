@@ -15,7 +15,7 @@ from services.gateway.bodies import body_json
 from services.gateway.context import gateway
 from services.gateway.instances import as_instance_problem
 from services.gateway.problems import ApiProblem, from_validation, invalid
-from services.gateway.prorl import JobId, ProcessRequest, result, rollout_request
+from services.gateway.prorl import Ids, JobId, ProcessRequest, result, rollout_request
 from services.gateway.routes.backends import register
 from services.state.api_keys import Scope
 
@@ -75,22 +75,22 @@ def stop() -> Response:
 @needs(Scope.SUBMIT)
 def process() -> Response:
     """Submit a rollout and answer when it has ended."""
-    call, compact = calls.once(_begin)
+    call, ids = calls.once(_begin)
     gate = gateway()
     found = calls.finish(call, replay_s=calls.REPLAY_S)
     gate.prorl.ended(call.tenant, call.rollout_id)
     info = gate.tasks.handlers().get(found.handler)
-    return jsonify(result(found, info, compact=compact))
+    return jsonify(result(found, info, ids=ids))
 
 
-def _begin() -> tuple[calls.Call, bool]:
+def _begin() -> tuple[calls.Call, Ids]:
     gate, tenant = gateway(), caller().tenant.name
     body = _body(ProcessRequest)
     run = gate.prorl.run(tenant)
     if run.running is False:
         raise ApiProblem(409, "Stopped", "POST /stop was called: POST /start first")
     request = rollout_request(body, calls.handlers(), gate.settings, run.number)
-    compact = bool(body.sampling_params and body.sampling_params.compact)
+    ids = body.sampling_params.ids if body.sampling_params else "sampled"
     job = None if body.job_id is None else _job(body.job_id)
     try:
         call = calls.begin(request, job, before=lambda rollout_id: gate.prorl.began(tenant, rollout_id))
@@ -99,7 +99,7 @@ def _begin() -> tuple[calls.Call, bool]:
     if gate.prorl.run(tenant).number != run.number:
         # A /stop came in between, and may not have seen it.
         gate.dispatcher.cancel(call.rollout_id, tenant)
-    return call, compact
+    return call, ids
 
 
 @blueprint.post("/cancel")
