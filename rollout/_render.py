@@ -283,6 +283,11 @@ def status_view(status: dict[str, Any]) -> RenderableType:
         rows.append(
             ("no key", Text(f"{compat['address']}: whoever reaches it is {compat['tenant']!r}", "red"))
         )
+    for name, part in (status.get("parts") or {}).items():
+        if part["away"]:
+            rows.append(("part " + name, Text("has ended; it is started anew soon", "red")))
+        elif part["restarts"]:
+            rows.append(("part " + name, Text(f"was started anew {part['restarts']} times", "yellow")))
     return _grid(rows)
 
 

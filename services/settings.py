@@ -234,6 +234,11 @@ class Settings(BaseModel):
         "auto", description="`auto`, `apptainer`, `bubblewrap` or `local-unsafe` (no isolation at all)."
     )
     sandbox_image: str = Field("base", description="Image of sandboxes whose handler names none.")
+    stack_record: str = Field(
+        "",
+        description="Where `rollout up` notes how the parts of its stack fare, which `rollout status` shows; "
+        "set by it.",
+    )
     flower_url: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",

@@ -63,6 +63,33 @@ class Process:
         return asdict(self)
 
 
+class Adopted:
+    """A process that is no child of ours, with what is needed of `subprocess.Popen`."""
+
+    returncode: int | None = None
+    """Nobody can tell."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        """None while it lives."""
+        return None if self._process.alive else -1
+
+    def terminate(self) -> None:
+        _signal((self.pid, self._process.started), signal.SIGTERM)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: It lives on.
+        """
+        if not _gone([(self.pid, self._process.started)], timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+
+
 def spawn(name: str, command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> Process:
     """Start a command in a new session, its output in `log` (which is emptied)."""
     with log.open("wb") as output:

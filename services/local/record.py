@@ -8,11 +8,25 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from services.local.errors import StackError
 from services.local.processes import Process
+
+
+@dataclass
+class Restarts:
+    """How a part has fared since `rollout up`."""
+
+    count: int = 0
+    """How often it was started anew."""
+    away: bool = False
+    """True: it has ended and waits for that."""
+    last_at: float | None = None
+    """When it ended last; seconds since the epoch."""
+    exit: int | None = None
+    """How: status, below 0 the signal; None = nobody saw."""
 
 
 @dataclass
@@ -30,14 +44,20 @@ class Record:
     """Set if the stack has a sandbox host of its own to end."""
     grace_s: float = 10.0
     """Seconds that the fleets get to hand their rollouts back."""
+    node: str = ""
+    """Name under which its workers hold sandboxes."""
     processes: list[Process] = field(default_factory=list)
+    supervisor: Process | None = None
+    """Starts the others anew; it is no part of what is counted."""
+    restarts: dict[str, Restarts] = field(default_factory=dict)
+    """By part; one that has never ended is not named."""
 
     @property
     def live(self) -> list[Process]:
         return [process for process in self.processes if process.alive]
 
     def save(self, path: Path) -> None:
-        data = {**self.__dict__, "processes": [process.to_json() for process in self.processes]}
+        data = asdict(self)
         draft = path.with_suffix(".new")
         draft.write_text(json.dumps(data, indent=1))
         draft.replace(path)
@@ -51,10 +71,15 @@ class Record:
         """
         try:
             data = json.loads(path.read_text())
-            return cls(**{**data, "processes": [Process(**item) for item in data["processes"]]})
+            nested = {
+                "processes": [Process(**item) for item in data["processes"]],
+                "supervisor": Process(**data["supervisor"]) if data.get("supervisor") else None,
+                "restarts": {name: Restarts(**item) for name, item in data.get("restarts", {}).items()},
+            }
+            return cls(**{**data, **nested})
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise StackError(
                 f"{path} cannot be read ({error}); end its processes by hand and delete it"
             ) from error

@@ -6,10 +6,12 @@ anybody waits for it, so that whatever happens to `up`, `down` finds and ends th
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from services.local.errors import StackError
 from services.local.plan import Options, Part
 from services.local.processes import MARK, SANDBOX_MARK, Process, end, end_marked, spawn, tail
 from services.local.record import Record, locked
+from services.local.supervise import Parts, parts_file, read_parts, write_parts
 from services.settings import ENV_PREFIX, Settings
 
 START_TIMEOUT_S = 120.0
@@ -57,6 +60,8 @@ class Stack:
         self._taken: set[int] = set()
         self.api_key = ""
         """Of the scope admin, made by `up`."""
+        self._parts: Parts = {}
+        self._ports = Ports(state_dir / "ports.json")
 
     # ------------------------------------------------------------------------------ up
 
@@ -85,13 +90,17 @@ class Stack:
         if old is None:
             return
         if old.live:
+            if old.supervisor is not None and not old.supervisor.alive:
+                self.record = old
+                self._supervise()
+                self.say("the supervisor had ended and looks after the stack again")
             raise StackError(f"a stack runs already: gateway at {old.url}. `rollout down` ends it")
         self._end(old)  # `up` or the machine was killed: sweep what is left
 
     def _start(self, options: Options) -> None:
         settings = Settings.from_env()
         record = self.record
-        record.grace_s = settings.shutdown_grace_s
+        record.grace_s, record.node = settings.shutdown_grace_s, settings.node
         port = self._gateway_port(options, settings)
         # 0.0.0.0 is where it listens, not where one reaches it.
         host = "127.0.0.1" if settings.gateway_host in ("0.0.0.0", "::") else settings.gateway_host
@@ -102,6 +111,8 @@ class Stack:
         env["ROLLOUT_REDIS_URL"] = self._start_redis(env)
         self.api_key = keys.accepted(env["ROLLOUT_REDIS_URL"], self.dir)
         keys.announce(self.dir, record.url, self.api_key, private=options.private_ports)
+        # Of a life that nobody ended in order; its sandboxes are gone.
+        self._hand_back(record, env)
 
         # All at once: most of their time is imports, and each waits for the others by itself.
         begun = time.monotonic()
@@ -137,6 +148,16 @@ class Stack:
             healthy = f"{record.flower_url}/healthcheck"
             text = f"{record.flower_url}, user and password in {record.flower_auth_file}"
             self._await(monitor, lambda: answers(healthy), begun, text)
+        self._supervise()
+
+    def _supervise(self) -> None:
+        """Have a process of its own, which outlives this one and its terminal, start anew what ends."""
+        command = [sys.executable, "-m", "services.local.supervise", str(self.dir)]
+        log = self._logs / "supervisor.log"
+        env = {**os.environ, MARK: self.record.mark, "PYTHONPATH": str(paths.REPO)}
+        env.pop(KEY_VARIABLE, None)
+        self.record.supervisor = spawn("supervisor", command, env, paths.REPO, log)
+        self.record.save(self._file)
 
     def _gateway_port(self, options: Options, settings: Settings) -> int:
         if options.port:
@@ -147,15 +168,22 @@ class Stack:
         return self._port("gateway", settings.gateway_port, options)
 
     def _port(self, name: str, preferred: int, options: Options) -> int:
-        port = ports.pick(0 if options.private_ports else preferred, self._taken)
-        if preferred and port != preferred and not options.private_ports:
-            self.say(f"port {preferred} is taken: {name} gets {port}")
+        if options.private_ports:
+            return ports.pick(0, self._taken)
+        last = self._ports.last(name, preferred)
+        port = ports.pick(last or preferred, self._taken)
+        if port not in (last, preferred):
+            self.say(f"port {last or preferred} is taken: {name} gets {port}")
+        elif port != preferred:
+            self.say(f"{name} keeps port {port}, which it had before")
+        self._ports.note(name, preferred, port)
         return port
 
     def _environment(self, options: Options, port: int) -> dict[str, str]:
         env = {**os.environ, MARK: self.record.mark, "PYTHONUNBUFFERED": "1"}
         env["ROLLOUT_URL"] = self.record.url
         env["ROLLOUT_GATEWAY_PORT"] = str(port)
+        env["ROLLOUT_STACK_RECORD"] = str(self._file)
         # Children run in the checkout, and what is installed may be another version of it.
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(paths.REPO), os.environ.get("PYTHONPATH")]))
         # The key is for calls of ours: no part needs it, and what runs beside handlers should not have it.
@@ -271,6 +299,8 @@ class Stack:
     # ------------------------------------------------------------------------------ one part
 
     def _spawn(self, part: Part, env: dict[str, str]) -> Process:
+        self._parts[part.name] = {"command": part.command, "env": dict(env)}
+        write_parts(self.dir, self._parts)
         log = self._logs / f"{part.name.replace(' fleet', '')}.log"
         process = spawn(part.name, part.command, env, paths.REPO, log)
         self.record.processes.append(process)
@@ -297,6 +327,23 @@ class Stack:
             time.sleep(POLL_S)
         self._done("fleets" if others else process.name, begun, text)
 
+    def _hand_back(self, record: Record, env: dict[str, str]) -> None:
+        """Rollouts that wait with a sandbox of this stack begin anew: it ends, or has ended, by no fault of
+        theirs."""
+        if not (record.sandbox_dir and record.node and env.get("ROLLOUT_REDIS_URL")):
+            return
+        from services.handback import (
+            hand_back,  # Celery, which a `down` that has nothing to end need not load
+        )
+
+        try:
+            count = hand_back(Settings.from_env(env), record.node)
+        except Exception as error:  # as where Redis was killed: the next `up` does it
+            self.say(f"rollouts that wait with a sandbox were not handed back: {error!r:.300}")
+            return
+        if count:
+            self.say(f"handed back {count} rollouts that waited with a sandbox; no attempt is used up")
+
     def _failure(self, process: Process, what: str) -> StackError:
         lines = tail(process.log, LAST_LINES)
         return StackError(f"{process.name} {what}. The end of {process.log}:\n{lines}")
@@ -305,16 +352,16 @@ class Stack:
         self.say(f"{name:<10} {time.monotonic() - begun:5.1f} s  {text}")
 
     def wait(self) -> None:
-        """Stay until a part ends, for `--foreground`.
+        """Stay as long as the stack is looked after, for `--foreground`.
 
         Raises:
-            StackError: A part ended by itself.
+            StackError: The supervisor ended by itself.
         """
-        while True:
-            for process in self.record.processes:
-                if not process.alive:
-                    raise self._failure(process, "ended")
+        assert self.record.supervisor is not None
+        while self.record.supervisor.alive:
             time.sleep(0.5)
+        if self._file.exists():
+            raise self._failure(self.record.supervisor, "ended")
 
     # ------------------------------------------------------------------------------ down
 
@@ -324,6 +371,10 @@ class Stack:
             return None
         with locked(self.dir), quiet_signals():
             record = Record.load(self._file)
+            if record is not None and record.supervisor is not None:
+                # First, or it would start anew what is ended; it may just have done so.
+                end([record.supervisor], 5.0)
+                record = Record.load(self._file)
             return self._end(record) if record else None
 
     def _end(self, record: Record) -> Ended:
@@ -332,8 +383,11 @@ class Stack:
         by_name = {process.name: process for process in record.processes}
         fleets = [process for process in record.processes if process.name.endswith("fleet")]
         rest = [by_name[name] for name in ("flower", "backend", "gateway") if name in by_name]
+        if record.supervisor is not None:
+            end([record.supervisor], 5.0)
         ended = end(fleets, record.grace_s + 10.0)
         if record.sandbox_dir:
+            self._hand_back(record, read_parts(self.dir).get("gateway", {}).get("env", {}))
             stop_sandbox_host(Path(record.sandbox_dir), self.say)
         ended += end(rest, 10.0)
         ended += end([process for process in record.processes if process.name == "redis"], 10.0)
@@ -345,7 +399,32 @@ class Stack:
                 f"could not be ended: {', '.join(f'{p.name} (pid {p.pid})' for p in record.live)}"
             )
         self._file.unlink(missing_ok=True)
+        parts_file(self.dir).unlink(missing_ok=True)
         return Ended([f"{process.name} (pid {process.pid})" for process in ended], strays)
+
+
+class Ports:
+    """Ports that parts had last, for clients know them: they get the same ones where they can be had."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _read(self) -> dict[str, list[int]]:
+        try:
+            found = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def last(self, name: str, preferred: int) -> int | None:
+        """The port that a part got the last time that it wanted this one."""
+        match self._read().get(name):
+            case [int(wanted), int(got)] if wanted == preferred and 0 < got < 65536:
+                return got
+        return None
+
+    def note(self, name: str, preferred: int, got: int) -> None:
+        self._path.write_text(json.dumps(self._read() | {name: [preferred, got]}))
 
 
 def stop_sandbox_host(directory: Path, say: Say) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import structlog
 
+from services.local.supervisor import LOOK_S, Interrupted, Supervisor
 from services.slurm.errors import SlurmError
 from services.slurm.place import Place, Scratch
 from services.slurm.plan import HEAD
 from services.slurm.rundir import DRAINING, UP, Member, RunDir
-from services.slurm.supervisor import LOOK_S, Interrupted, Supervisor
 
 log = structlog.get_logger("slurm")
 
@@ -41,7 +41,7 @@ class ServiceJob(ABC):
         self.run_dir = run
         self.place = place
         self.name = name
-        self.supervisor = Supervisor(logs)
+        self.supervisor = Supervisor(logs, SlurmError, die_with_parent=True)
 
     def run(self) -> int:
         """Serve until a signal or `rollout slurm` says to end; the exit status of the job.

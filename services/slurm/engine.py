@@ -15,13 +15,13 @@ from rollout.client import Client, RolloutError
 from services.local import ports
 from services.local.plan import Part
 from services.local.stack import answers
+from services.local.supervisor import LOOK_S, Interrupted
 from services.slurm import place as places
 from services.slurm.base import MemberJob
 from services.slurm.errors import SlurmError
 from services.slurm.place import Place
 from services.slurm.plan import ENGINE
 from services.slurm.rundir import UP, Head, RunDir
-from services.slurm.supervisor import LOOK_S, Interrupted
 
 log = structlog.get_logger("slurm")
 

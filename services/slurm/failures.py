@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.local.processes import tail
+from services.local.supervisor import ended, part_log
 from services.slurm import scheduler
 from services.slurm.plan import ALLOCATION
-from services.slurm.rundir import Member, RunDir, Submitted, part_log
+from services.slurm.rundir import Member, RunDir, Submitted
 from services.slurm.scheduler import Job
-from services.slurm.supervisor import ended
 
 LAST_LINES = 15
 """Of a log that are shown: most of a traceback."""

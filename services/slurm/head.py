@@ -13,6 +13,7 @@ import structlog
 from services import flower
 from services.local import plan, ports, redis
 from services.local.stack import answers
+from services.local.supervisor import LOOK_S
 from services.settings import settings
 from services.slurm import place as places
 from services.slurm import scheduler
@@ -21,7 +22,6 @@ from services.slurm.errors import SlurmError
 from services.slurm.place import Place
 from services.slurm.plan import HEAD
 from services.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
-from services.slurm.supervisor import LOOK_S
 from services.state.api_keys import KeyProblem, KeyStore, Scope
 from services.state.redis import connect
 from services.state.tenants import DEFAULT_TENANT

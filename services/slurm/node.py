@@ -11,18 +11,17 @@ import redis
 import structlog
 from kombu.exceptions import OperationalError
 
-from services.dispatch import Dispatcher
+from services.handback import hand_back
 from services.local import paths, plan
 from services.local.redis import ping
-from services.queues import EVAL, INIT, RUN, Ref, make_celery, queue_for
+from services.local.supervisor import LOOK_S, Interrupted
+from services.queues import EVAL, INIT, RUN, make_celery, queue_for
 from services.settings import Settings
 from services.slurm import place as places
 from services.slurm.base import MemberJob
 from services.slurm.place import Place
 from services.slurm.plan import NODE
 from services.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
-from services.slurm.supervisor import LOOK_S, Interrupted
-from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import RolloutStore
 
@@ -213,26 +212,13 @@ class NodeJob(MemberJob):
     def _vacate(self) -> None:
         """Rollouts that wait for this node's workers begin anew on others; the reaper would see to it
         later."""
-        settings = self._settings()
         try:
-            with connect(settings.redis_url, max_connections=2, retries=0) as client:
-                store = RolloutStore(client, settings)
-                refs = [
-                    Ref(id=one.rollout_id, attempt=one.attempt, node=None)
-                    for one in store.vacate([self.place.name], lost=False)
-                    if one.action == "restart"
-                ]
-                FleetStore(client).forget_nodes([self.place.name])
-                app = make_celery(settings)
-                try:
-                    Dispatcher(app, store).send(INIT, refs)
-                finally:
-                    app.close()
+            count = hand_back(self._settings(), self.place.name)
         except (redis.RedisError, OSError) as error:
             log.warning("Redis does not answer; the reaper hands back what waits here", error=str(error))
             return
-        if refs:
-            log.info("handed back what waited here", count=len(refs))
+        if count:
+            log.info("handed back what waited here", count=count)
 
 
 def _slots(stage: str) -> int:

@@ -280,8 +280,3 @@ class RunDir:
                     continue
                 raise SlurmError(f"{self.path / name} cannot be read: {error}; delete it") from None
         return None
-
-
-def part_log(directory: Path, part: str) -> Path:
-    """What a program of a job says, in the job's directory of logs."""
-    return directory / f"{part.replace(' ', '-')}.log"

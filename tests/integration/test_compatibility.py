@@ -358,7 +358,9 @@ def test_a_row_of_swe_keeps_its_instance_in_the_metadata(collector):
     answer = collector.post("/v1/responses", {"input": [], "metadata": metadata})
     assert answer.status_code == 200, answer.text
     found = answer.json()
-    assert check_response(found) == [0, 0] and found["status"] == "failed", "a masked row with a turn of nothing"
+    assert check_response(found) == [0, 0] and found["status"] == "failed", (
+        "a masked row with a turn of nothing"
+    )
     assert "no test command is known for 'me/it'" in found["error"]["message"]
     assert found["metadata"] == metadata
 

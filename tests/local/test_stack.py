@@ -20,9 +20,10 @@ from rollout.schema import RolloutRequest, State
 from services.local import plan, ports
 from services.local.errors import StackError
 from services.local.plan import Options, Part
-from services.local.processes import marked
+from services.local.processes import Process, marked
 from services.local.record import Record
 from services.local.stack import Stack
+from tests.helpers.stack import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 ROLLOUT = [sys.executable, "-m", "rollout.cli"]
@@ -149,26 +150,131 @@ def test_ctrl_c_during_the_start_ends_everything(state):
     assert list(marked(started.mark)) == []
 
 
-def test_in_the_foreground_a_part_that_dies_takes_the_rest_with_it(state):
+def test_in_the_foreground_a_part_that_dies_comes_back_and_ctrl_c_ends_all(state):
     command = [*ROLLOUT, "up", "--foreground", "--no-backend", "--no-flower", "--state-dir", str(state)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in child.stdout:
         if line.startswith("export"):
             break
     started = record(state)
-    victim = next(process for process in started.processes if process.name == "run fleet")
+    victim = part(state, "run fleet")
     os.kill(victim.pid, signal.SIGKILL)
-    stdout, stderr = child.communicate(timeout=60)
-    assert child.returncode == 1
-    assert "run fleet ended" in stderr
-    assert "ended gateway" in stdout
-    assert started.live == []
+    back = wait_until(lambda: comes_back(state, victim), 60, "the fleet to come back")
+    assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    stdout, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "ended gateway" in stdout and f"ended run fleet (pid {back.pid})" in stdout
+    assert started.live == [] and not back.alive and not started.supervisor.alive
+
+
+def part(directory: Path, name: str) -> Process:
+    return next(process for process in record(directory).processes if process.name == name)
+
+
+def comes_back(directory: Path, before: Process) -> Process | None:
+    now = part(directory, before.name)
+    return now if now.pid != before.pid and now.alive else None
+
+
+def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(state):
+    """The shell that ran `up` is gone: `subprocess.run` has waited for it."""
+    up = rollout(
+        "up", "--state-dir", str(state), "--slots-init", "2", "--slots-run", "4", "--slots-eval", "2"
+    )
+    assert up.returncode == 0, up.stdout + up.stderr
+    first = record(state)
+    names = [process.name for process in first.processes]
+    assert sorted(names) == [
+        *("backend", "eval fleet", "flower", "gateway", "init fleet", "redis", "run fleet"),
+    ]
+    with Client(first.url, retry_for=60) as client:
+        kept = client.run([RolloutRequest(handler="noop")], timeout=60)[0].id
+        for name in names:
+            victim = part(state, name)
+            os.kill(victim.pid, signal.SIGKILL)
+            wait_until(lambda victim=victim: comes_back(state, victim), 60, f"{name} to come back")
+            task = {"question": "37 times 85", "answer": "3145"}
+            requests = [RolloutRequest(handler="calculator", task=task), RolloutRequest(handler="noop", n=3)]
+            done = client.run(requests, timeout=120)
+            assert {one.state for one in done} == {State.COMPLETED}, name
+        assert client.get(kept).state is State.COMPLETED, "Redis has loaded its file"
+        told = client.status()["parts"]
+    assert {name: one["restarts"] for name, one in told.items()} == dict.fromkeys(names, 1)
+    shown = rollout("status", env={"ROLLOUT_URL": first.url, "COLUMNS": "200"})
+    assert all(f"part {name}" in shown.stdout for name in names), shown.stdout
+    assert "was started anew 1 times" in shown.stdout
+    said = (state / "logs" / "supervisor.log").read_text()
+    assert all(f"part={name!r}" in said or f"part={name}" in said for name in names)
+    before = [Path(f"/proc/{first.supervisor.pid}/stat").read_text().split()[13:15] for _ in (1,)]
+    assert sum(map(int, before[0])) < 2000, "ticks of a hundredth of a second: it must not be a busy loop"
+
+    os.kill(first.supervisor.pid, signal.SIGKILL)
+    wait_until(lambda: not first.supervisor.alive, 10, "the supervisor to be gone")
+    again = rollout("up", "--state-dir", str(state))
+    assert again.returncode == 1 and "looks after the stack again" in again.stdout
+    victim = part(state, "gateway")
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_until(lambda: comes_back(state, victim), 60, "the gateway to come back")
+    last = record(state)
+    down = rollout("down", "--state-dir", str(state))
+    assert down.returncode == 0, down.stderr
+    assert last.live == [] and not last.supervisor.alive and list(marked(last.mark)) == []
+    assert not (state / "parts.json").exists(), "it holds the password of Redis"
+
+
+def test_down_and_up_keep_the_port_and_cost_a_rollout_with_a_sandbox_no_attempt(state):
+    options = ("up", "--state-dir", str(state), "--no-backend", "--no-flower", "--slots-init", "4")
+    env = {"ROLLOUT_HANDLERS": "tests.helpers.handlers:all_handlers"}
+    first = rollout(*options, "--slots-run", "1", env=env)
+    assert first.returncode == 0, first.stderr
+    url = record(state).url
+    with Client(url, retry_for=60) as client:
+        # RUN has room for one: the others wait with their sandboxes.
+        ids = [one.id for one in client.submit([RolloutRequest(handler="in_tool", n=3)])]
+
+        def waiting():
+            return [one for one in map(client.get, ids) if one.state is State.READY]
+
+        ready = wait_until(
+            lambda: len(waiting()) == 2 and waiting(), 120, "two rollouts to wait with a sandbox"
+        )
+        down = rollout("down", "--state-dir", str(state))
+        assert down.returncode == 0 and "handed back 2 rollouts" in down.stdout, down.stdout
+        second = rollout(*options, "--slots-run", "3", env=env)
+        assert second.returncode == 0, second.stderr
+        assert record(state).url == url
+        running = lambda: all(client.get(one).state is State.RUNNING for one in ids)  # noqa: E731
+        wait_until(running, 60, "all to run, each in a new sandbox")
+        assert {client.get(one).attempt for one in ids} == {1}
+        assert all(client.get(one.id).error is None for one in ready)
+        for one in ids:
+            client.cancel(one)
+
+
+def test_a_port_that_was_not_the_usual_one_is_kept(state):
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        usual = str(holder.getsockname()[1])
+        options = ("up", "--state-dir", str(state), "--no-backend", "--no-flower")
+        first = rollout(*options, env={"ROLLOUT_GATEWAY_PORT": usual})
+        assert first.returncode == 0, first.stderr
+        url = record(state).url
+        rollout("down", "--state-dir", str(state))
+    second = rollout(*options, env={"ROLLOUT_GATEWAY_PORT": usual})
+    assert second.returncode == 0, second.stderr
+    assert record(state).url == url and "which it had before" in second.stdout
 
 
 def test_a_stack_whose_parts_were_killed_is_swept_by_the_next_up(state):
     first = rollout("up", "--state-dir", str(state), "--no-backend", "--no-flower")
     assert first.returncode == 0, first.stderr
-    for process in record(state).processes:
+    found = record(state)
+    # The supervisor first, as when the machine goes: it would bring the others back.
+    for process in [found.supervisor, *found.processes]:
         os.kill(process.pid, signal.SIGKILL)
     second = rollout("up", "--state-dir", str(state), "--no-backend", "--no-flower")
     assert second.returncode == 0, second.stderr

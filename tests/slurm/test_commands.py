@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from sandbox import processes
 from sandbox.paths import SOCKET_PATH_MAX
-from services.slurm import engine, place, plan, scheduler, site, supervisor
+from services.local import supervisor
+from services.slurm import engine, place, plan, scheduler, site
 from services.slurm.commands import slurm
 from services.slurm.errors import SlurmError
 from services.slurm.place import Place, Scratch
@@ -369,7 +370,7 @@ def test_the_command_of_a_server_names_model_address_and_gpus():
 
 
 def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(tmp_path):
-    watched = supervisor.Supervisor(tmp_path / "logs")
+    watched = supervisor.Supervisor(tmp_path / "logs", SlurmError)
     # Ends once, then stays, with a child that ignores TERM.
     script = (
         f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) -gt 1 ] || exit 3; "
@@ -390,7 +391,7 @@ def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(tmp_path):
 
 def test_a_part_that_keeps_ending_is_told_until_it_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.01)
-    watched = supervisor.Supervisor(tmp_path / "logs")
+    watched = supervisor.Supervisor(tmp_path / "logs", SlurmError)
     script = f"[ -e {tmp_path}/mended ] && exec sleep 900; kill -9 $$"
     child = watched.start(supervisor.Part("part", ["bash", "-c", script]), os.environ)
 
@@ -413,7 +414,7 @@ def test_a_part_that_keeps_ending_is_told_until_it_lives(tmp_path, monkeypatch):
 
 
 def test_a_part_that_does_not_start_is_reported_with_the_end_of_its_log(tmp_path):
-    watched = supervisor.Supervisor(tmp_path / "logs")
+    watched = supervisor.Supervisor(tmp_path / "logs", SlurmError)
     child = watched.start(supervisor.Part("redis", ["bash", "-c", "echo no space left; exit 1"]), os.environ)
     child.process.wait(60)
     with pytest.raises(SlurmError, match=r"(?s)redis ended. The end of .*redis.log:\nno space left"):

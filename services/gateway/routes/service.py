@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import redis
 import structlog
@@ -46,7 +49,28 @@ def status() -> Response:
         backends=[backend.model_dump() for backend in gate.backends.list()],
         flower=_flower(gate.settings.flower_url),
         compat=compat.to_json() if (compat := Compat.of(gate.settings)) else None,
+        parts=_parts(gate.settings.stack_record),
     )
+
+
+def _parts(record: str) -> dict[str, dict[str, Any]] | None:
+    """How often each part of a stack of `rollout up` was started anew, and whether it is away; None = no such
+    stack, or its record cannot be read just now."""
+    if not record:
+        return None
+    try:
+        found = json.loads(Path(record).read_text())
+        noted = {one["name"]: found["restarts"].get(one["name"], {}) for one in found["processes"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return {
+        name: {
+            "restarts": one.get("count", 0),
+            "away": one.get("away", False),
+            "ended_at": one.get("last_at"),
+        }
+        for name, one in noted.items()
+    }
 
 
 def _flower(url: str) -> dict[str, str] | None:

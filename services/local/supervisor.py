@@ -1,7 +1,8 @@
-"""Keeps the programs of one job alive, and ends them in order.
+"""Keeps programs alive, and ends them in order: those of one Slurm job, or of the stack of one machine.
 
-A job's batch script becomes this process, so Slurm's signals arrive here: USR1 means that the end is near, or
-that somebody wants the job to end (then `control/` says how long it may take); TERM that it is now.
+The batch script of a Slurm job becomes this process, so Slurm's signals arrive here: USR1 means that the end
+is near, or that somebody wants the job to end (then `control/` says how long it may take); TERM that it is
+now.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ import structlog
 
 from services.local import paths
 from services.local.plan import Part
-from services.local.processes import tail
-from services.slurm.errors import SlurmError
-from services.slurm.rundir import part_log
+from services.local.processes import Adopted, tail
 
-log = structlog.get_logger("slurm")
+log = structlog.get_logger("supervisor")
 
 START_S = 180.0
 """For a part to answer: imports from a parallel file system that a hundred nodes read at once are slow."""
@@ -54,12 +53,14 @@ class Child:
     part: Part
     env: dict[str, str]
     log: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Adopted
     started: float
     failures: int = 0
     """Ends in a row without having settled."""
-    exit: int = 0
-    """Status of the last of them; below 0 = the signal that ended it."""
+    restarts: int = 0
+    """How often it was started anew."""
+    exit: int | None = 0
+    """Status of the last end; below 0 = the signal that ended it, None = nobody saw it."""
     again_at: float | None = None
     """When it is to be started anew; None while it runs."""
     wanted: bool = True
@@ -72,8 +73,17 @@ class Child:
 class Supervisor:
     """Starts parts, starts them anew when they end, ends them."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(
+        self, logs: Path, error: type[RuntimeError] = RuntimeError, *, die_with_parent: bool = False
+    ) -> None:
+        """
+        Args:
+            error: Raised where a part does not start.
+            die_with_parent: The parts end with this process, however it ends.
+        """
         self.logs = logs
+        self._error = error
+        self._before_exec = _die_with_parent if die_with_parent else None
         logs.mkdir(parents=True, exist_ok=True)
         self.children: dict[str, Child] = {}
         self.signal: int | None = None
@@ -121,6 +131,11 @@ class Supervisor:
         log.info("started", part=part.name, pid=child.process.pid, log=str(path))
         return child
 
+    def adopt(self, part: Part, env: Mapping[str, str], path: Path, process: Adopted) -> Child:
+        """Look after a part that somebody else has started."""
+        child = self.children[part.name] = Child(part, dict(env), path, process, time.monotonic())
+        return child
+
     def _spawn(self, part: Part, env: Mapping[str, str], path: Path) -> subprocess.Popen[bytes]:
         with path.open("ab") as output:
             return subprocess.Popen(
@@ -131,7 +146,7 @@ class Supervisor:
                 env=dict(env),
                 cwd=paths.REPO,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=self._before_exec,
             )
 
     def look(self) -> None:
@@ -145,6 +160,8 @@ class Supervisor:
                 child.exit = child.process.returncode
                 pause = min(LONGEST_PAUSE_S, 2.0**child.failures)
                 child.again_at = now + pause
+                # What it left behind may hold its port.
+                _kill_group(child.process.pid)
                 log.error(
                     "ended by itself and will be started anew",
                     part=child.part.name,
@@ -155,6 +172,7 @@ class Supervisor:
             elif now >= child.again_at and self.signal is None:
                 child.process, child.started = self._spawn(child.part, child.env, child.log), now
                 child.again_at = None
+                child.restarts += 1
 
     def failing(self) -> dict[str, str]:
         """Parts that keep ending, and how."""
@@ -169,7 +187,7 @@ class Supervisor:
         """Wait until `missing` gives None.
 
         Raises:
-            SlurmError: The part ended, or does not answer in time; with the end of its log.
+            RuntimeError: The part ended, or does not answer in time; with the end of its log.
             Interrupted: The job is to end.
         """
         deadline = time.monotonic() + patience_s
@@ -178,7 +196,7 @@ class Supervisor:
                 raise Interrupted
             if not child.alive or time.monotonic() > deadline:
                 what = f"is not ready after {patience_s:.0f} s ({reason})" if child.alive else "ended"
-                raise SlurmError(f"{child.part.name} {what}. The end of {child.log}:\n{tail(child.log)}")
+                raise self._error(f"{child.part.name} {what}. The end of {child.log}:\n{tail(child.log)}")
             self.pause(POLL_S)
 
     def lives(self, name: str) -> bool:
@@ -215,8 +233,15 @@ class Supervisor:
         self.stop(list(self.children), grace_s)
 
 
-def ended(status: int) -> str:
+def part_log(directory: Path, part: str) -> Path:
+    """What a program says, in a job's directory of logs."""
+    return directory / f"{part.replace(' ', '-')}.log"
+
+
+def ended(status: int | None) -> str:
     """How a process ended, for people."""
+    if status is None:
+        return "nobody saw how"
     return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
