@@ -46,6 +46,8 @@ def test_secrets_come_from_the_caller_s_environment_and_are_asked_for():
     text = (REPO / "docker-compose.dev.yml").read_text()
     for name in ("ROLLOUT_API_KEY", "FLOWER_BASIC_AUTH"):
         assert f"{name}: ${{{name}:?" in text
+    # A sandbox with `network: host` is in the network of the containers.
+    assert "redis://:${ROLLOUT_REDIS_PASSWORD:?" in text and "requirepass %s" in text
 
 
 def test_it_has_a_service_for_each_part():

