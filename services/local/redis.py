@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from sandbox.room import memory_limit
 from services.local.errors import StackError
@@ -78,13 +79,19 @@ class Server:
 
 
 def prepare(
-    choice: Choice, directory: Path, port: int, host: str = "127.0.0.1", password: str | None = None
+    choice: Choice,
+    directory: Path,
+    port: int,
+    host: str = "127.0.0.1",
+    password: str | None = None,
+    tls: tuple[Path, Path] | None = None,
 ) -> Server:
     """Write the configuration of our own Redis below `directory` (0700). Its data stays from life to life.
 
     Args:
         host: The one address it listens on.
         password: None = a new one.
+        tls: Certificate and key; None = without TLS.
     """
     assert choice.binary is not None
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,12 +105,29 @@ def prepare(
     # The password is in the file: on the command line every user of the machine could read it.
     config.write_text(
         f'include "{deploy_file("redis/redis.conf")}"\n'
-        f'bind {host}\nport {port}\ndir "{data}"\nrequirepass {password}\n'
+        f'bind {host}\n{_listen(port, tls)}dir "{data}"\nrequirepass {password}\n'
         "daemonize no\nprotected-mode yes\n"
         f"maxmemory {max_memory_mb()}mb\nappendfsync {Settings.from_env().redis_fsync}\n"
     )
+    return Server([str(choice.binary), str(config)], url_of(host, port, password, tls and tls[0]))
+
+
+def _listen(port: int, tls: tuple[Path, Path] | None) -> str:
+    if tls is None:
+        return f"port {port}\n"
+    certificate, key = tls
+    return (
+        f'port 0\ntls-port {port}\ntls-cert-file "{certificate}"\ntls-key-file "{key}"\ntls-auth-clients no\n'
+    )
+
+
+def url_of(host: str, port: int, password: str, certificate: Path | None = None) -> str:
+    """The address of a Redis of ours; with a certificate it is spoken to by TLS, and has to have that one."""
     shown = f"[{host}]" if ":" in host else host
-    return Server([str(choice.binary), str(config)], f"redis://:{password}@{shown}:{port}/0")
+    scheme, query = (
+        ("redis", "") if certificate is None else ("rediss", f"?ssl_ca_certs={quote(str(certificate))}")
+    )
+    return f"{scheme}://:{password}@{shown}:{port}/0{query}"
 
 
 def max_memory_mb() -> int:

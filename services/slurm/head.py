@@ -16,7 +16,7 @@ from services.local.stack import answers
 from services.local.supervisor import LOOK_S
 from services.settings import settings
 from services.slurm import place as places
-from services.slurm import scheduler
+from services.slurm import scheduler, tls
 from services.slurm.base import ServiceJob
 from services.slurm.errors import SlurmError
 from services.slurm.place import Place
@@ -58,7 +58,7 @@ class HeadJob(ServiceJob):
         before = self.run_dir.head()
         address = places.address(self.place.node)
         base = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
-        redis_port = self._start_redis(address, before, base)
+        redis_port, redis_tls = self._start_redis(address, before, base)
         head = Head(
             job=self.place.job,
             node=self.place.node,
@@ -67,6 +67,7 @@ class HeadJob(ServiceJob):
             url=f"http://{_host(address)}:{self._port(address, _port_of(before), settings().gateway_port)}",
             flower_url="",
             redis_port=redis_port,
+            redis_tls=redis_tls,
         )
         env = base | {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
         self._make_key(env["ROLLOUT_REDIS_URL"])
@@ -83,25 +84,28 @@ class HeadJob(ServiceJob):
         self.run_dir.write_head(head)
         log.info("the head is up", url=head.url, flower=head.flower_url, node=head.node)
 
-    def _start_redis(self, address: str, before: Head | None, env: dict[str, str]) -> int | None:
+    def _start_redis(self, address: str, before: Head | None, env: dict[str, str]) -> tuple[int | None, bool]:
+        """Its port, None where it is not ours, and whether it speaks TLS."""
         choice = redis.choose()
         if choice.url:
             if reason := redis.ping(choice.url):
                 raise SlurmError(
                     f"ROLLOUT_REDIS_URL={redis.hide_password(choice.url)} does not answer: {reason}"
                 )
-            return None
+            return None, False
+        assert choice.binary is not None
         port = self._port(address, before.redis_port if before else None, 6379)
         # Below a directory of the user's, which is not ours to close to others.
         chosen = os.environ.get("ROLLOUT_SLURM_DATA")
         data = Path(chosen) / f"rollout-redis-{self.run_dir.service}" if chosen else self.run_dir.redis
         self.run_dir.redis.mkdir(mode=0o700, exist_ok=True)
-        server = redis.prepare(choice, data, port, address, self.run_dir.redis_password())
+        secured = tls.make(self.run_dir.redis, address, choice.binary)
+        server = redis.prepare(choice, data, port, address, self.run_dir.redis_password(), secured)
         process = self.supervisor.start(plan.Part("redis", server.command), env)
         begun = time.monotonic()
         self.supervisor.wait_for(process, lambda: redis.ping(server.url), patience_s=1800.0)
         log.info("Redis is up", data=str(data), seconds=round(time.monotonic() - begun, 1))
-        return port
+        return port, secured is not None
 
     def _port(self, address: str, before: int | None, usual: int) -> int:
         """That of the head's earlier life if it is free, for then nobody notices; else the usual one, else

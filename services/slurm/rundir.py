@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.local.redis import url_of
 from services.slurm.errors import SlurmError
 from services.state.api_keys import new_text
 
@@ -56,6 +57,8 @@ class Head:
     flower_url: str
     redis_port: int | None
     """None: the Redis is not ours, its address is in ROLLOUT_REDIS_URL."""
+    redis_tls: bool = False
+    """It speaks TLS, with the certificate of the run directory."""
 
 
 @dataclass
@@ -166,8 +169,8 @@ class RunDir:
             if url := os.environ.get("ROLLOUT_REDIS_URL"):
                 return url
             raise SlurmError(f"the service of {self.path} uses a Redis of yours: set ROLLOUT_REDIS_URL")
-        host = f"[{head.address}]" if ":" in head.address else head.address
-        return f"redis://:{self.redis_password()}@{host}:{head.redis_port}/0"
+        certificate = self.redis / "tls.crt" if head.redis_tls else None
+        return url_of(head.address, head.redis_port, self.redis_password(), certificate)
 
     def redis_password(self) -> str:
         """The password of Redis, made at the first call: a head that comes back keeps it."""
