@@ -81,7 +81,8 @@ class SGLang:
                 # Text here is a stop string, of which none was asked for, or SGLang's word for NaN logits.
                 "stop_reason": end.get("matched"),
                 "spans": self._spans(meta, len(token_ids)),
-                "usage": meta,
+                # Its count of sampled ids may hold some that were drafted behind the last one.
+                "usage": {"prompt_tokens": meta.get("prompt_tokens")},
                 "cached_tokens": meta.get("cached_tokens"),
                 "routed_experts": meta.get("routed_experts"),
                 "echoes": [("id", meta.get("id"))],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
+import time
+
 import pytest
 
 from rollout.schema import Backend, BackendRequest
@@ -161,10 +165,6 @@ def test_counts_that_cannot_be_are_not_told(value):
 
 
 def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch):
-    import socketserver
-    import threading
-    import time
-
     class Dripping(socketserver.BaseRequestHandler):
         def handle(self):
             self.request.recv(65536)
