@@ -252,6 +252,24 @@ def test_every_message_has_all_three_lists_where_a_trainer_reads_them_of_every_m
     assert prorl.ProrlSampling(token_level_generation=True, compact=True).ids == "compact"
 
 
+def test_what_never_sampled_is_no_reward_for_clients_of_other_servers():
+    asked = Chain(segments=[Segment(role="user", token_ids=[1] * 9000, messages=[])])
+    found = ended(
+        State.FAILED,
+        drop=True,
+        error=ErrorInfo(blame="task", stage="run", type="TaskError", message="leaves no room for a turn"),
+        finish_reason="context_length",
+        trajectory=Trajectory(chains=[asked]),
+    )
+    told = result(found)
+    assert (told["success"], told["filter"], told["reward"]) == (False, True, None)
+    assert "leaves no room for a turn" in told["error"]
+    row = nemo_gym.answer(nemo_gym.RunRequest(responses_create_params={}), {}, found, None)
+    assert row["mask_sample"] and row["reward"] == 0.0
+    (item,) = row["response"]["output"]
+    assert (item["prompt_token_ids"], item["generation_token_ids"]) == ([0], [0]), "NeMo RL wants some"
+
+
 BROKEN = ErrorInfo(blame="sandbox", stage="run", type="X", message="gone", traceback="Traceback …")
 LATE = ErrorInfo(blame="timeout", stage="eval", type="X", message="too long")
 

@@ -159,7 +159,8 @@ def _load(path: str) -> Codec:
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # The path may be a server's word: nothing that lies there is run.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         reason = str(error).split("\n")[0]
         raise CodecError(
