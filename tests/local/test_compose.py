@@ -6,6 +6,7 @@ There is no Docker engine on the machines that run this; test_compose_stack.py r
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -66,8 +67,11 @@ def test_only_loopback_ports_are_published():
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_its_settings_are_settings(name):
     variables = OURS[name]["environment"]
-    settings = Settings.from_env(variables)
-    assert settings.redis_url == "redis://redis:6379/0"
+    given = {
+        name: re.sub(r"\$\{ROLLOUT_REDIS_PASSWORD[^}]*\}", "pw", value) for name, value in variables.items()
+    }
+    settings = Settings.from_env(given)
+    assert settings.redis_url == "redis://:pw@redis:6379/0"
     known = {f"ROLLOUT_{field.upper()}" for field in Settings.model_fields}
     # Of the client, of the sandbox, and of Flower itself.
     elsewhere = {"ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_SANDBOX_DIR", "FLOWER_BASIC_AUTH"}
@@ -98,7 +102,8 @@ def test_every_file_it_mounts_or_builds_from_exists():
 
 
 def test_redis_keeps_an_append_only_file():
-    assert SERVICES["redis"]["command"][1] == "/etc/rollout/redis.conf"
+    command = SERVICES["redis"]["command"]
+    assert command[:2] == ["sh", "-c"] and "include /etc/rollout/redis.conf" in command[2]
     lines = (REPO / "deploy" / "redis" / "redis.conf").read_text().splitlines()
     assert "appendonly yes" in lines
     assert "maxmemory-policy noeviction" in lines
