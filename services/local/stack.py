@@ -111,8 +111,10 @@ class Stack:
         env["ROLLOUT_REDIS_URL"] = self._start_redis(env)
         self.api_key = keys.accepted(env["ROLLOUT_REDIS_URL"], self.dir)
         keys.announce(self.dir, record.url, self.api_key, private=options.private_ports)
-        # Of a life that nobody ended in order; its sandboxes are gone.
-        self._hand_back(record, env)
+        if not os.environ.get(redis.URL_VARIABLE):
+            # Of a life that nobody ended in order: its sandboxes are gone. In a Redis of yours they may be
+            # those of workers that were started by hand.
+            self._hand_back(record, env)
 
         # All at once: most of their time is imports, and each waits for the others by itself.
         begun = time.monotonic()
