@@ -124,7 +124,7 @@ class Placements:
             await asyncio.sleep(EXCHANGE_POLL_S)
         if backend is None or backend.policy_version == version:
             return backend is not None
-        return backend.healthy and await asyncio.to_thread(self._store.knows_version, version)
+        return backend.healthy and await ask(self._store.knows_version, version)
 
     # -- waiting for room --------------------------------------------------------------------
 
