@@ -177,6 +177,7 @@ def comes_back(directory: Path, before: Process) -> Process | None:
     return now if now.pid != before.pid and now.alive else None
 
 
+@pytest.mark.timeout(900)
 def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(state):
     """The shell that ran `up` is gone: `subprocess.run` has waited for it."""
     up = rollout(
@@ -223,6 +224,7 @@ def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(state):
     assert not (state / "parts.json").exists(), "it holds the password of Redis"
 
 
+@pytest.mark.timeout(600)
 def test_down_and_up_keep_the_port_and_cost_a_rollout_with_a_sandbox_no_attempt(state):
     options = ("up", "--state-dir", str(state), "--no-backend", "--no-flower", "--slots-init", "4")
     env = {"ROLLOUT_HANDLERS": "tests.helpers.handlers:all_handlers"}
