@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -124,15 +125,16 @@ def test_its_home_is_new_and_empty_and_gone_afterwards(client):
 
 
 def test_nothing_runs_beside_it_and_nothing_is_left(client):
-    client.bash("setsid sleep 601 >/dev/null 2>&1 & disown; (sleep 602 &)")
+    names = [f"sleep {random.randrange(10**6, 10**8)}" for _ in range(4)]  # others may run this test, too
+    agent_s, agent_s_child, own, own_child = names
+    client.bash(f"setsid {agent_s} >/dev/null 2>&1 & disown; ({agent_s_child} &)")
     listing = "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$p; echo; done 2>/dev/null"
-    said = client.exec(["sh", "-c", f"setsid sleep 603 & (sleep 604 &); {listing}"]).stdout
-    assert "sleep 603" in said
-    assert "sleep 604" in said
-    assert "sleep 601" not in said
-    assert "sleep 602" not in said
-    left = client.bash(listing).output
-    assert "sleep 60" not in left
+    said = client.exec(["sh", "-c", f"setsid {own} & ({own_child} &) ; sleep 0.3; {listing}"]).stdout
+    lines = [line.strip() for line in said.splitlines()]
+    assert own in lines and own_child in lines
+    assert agent_s not in lines and agent_s_child not in lines
+    left = [line.strip() for line in client.bash(listing).output.splitlines()]
+    assert not set(names) & set(left)
 
 
 def test_the_shell_is_back_after_it(client):
