@@ -12,11 +12,9 @@ import math
 import re
 from typing import Any
 
-from flask import current_app, request
-from gunicorn.http.errors import ParseException
-from werkzeug.exceptions import RequestEntityTooLarge
+from flask import request
 
-from services.gateway.problems import ApiProblem, invalid, short
+from services.gateway.problems import ApiProblem, invalid
 
 MAX_DEPTH = 64
 """Levels of a body. Readers of answers, in which a request is a few levels deeper, take 200."""
@@ -37,28 +35,6 @@ class _Refused:
         self.why = why
 
 
-def body_bytes() -> bytes:
-    """The body of the request under way, of at most `MAX_CONTENT_LENGTH` bytes however it is sent.
-
-    Raises:
-        RequestEntityTooLarge: It is longer.
-        ApiProblem: 400; it ends in the middle.
-    """
-    if request.content_length is not None:
-        return request.get_data(cache=False)
-    if not request.environ.get("wsgi.input_terminated"):
-        return b""
-    # In chunks: how long it is shows when it is read.
-    most = current_app.config["MAX_CONTENT_LENGTH"]
-    try:
-        data = request.environ["wsgi.input"].read(most + 1)
-    except (OSError, ParseException) as error:
-        raise invalid("(body)", f"its chunks cannot be read: {short(str(error), 100)}") from None
-    if len(data) > most:
-        raise RequestEntityTooLarge
-    return data
-
-
 def body_json(*, empty: Any = None) -> Any:
     """The JSON body.
 
@@ -68,7 +44,7 @@ def body_json(*, empty: Any = None) -> Any:
     Raises:
         ApiProblem: 415 for another media type or character set, 400 for what is not JSON or cannot be kept.
     """
-    data = body_bytes()
+    data = request.get_data(cache=False)
     if not data and empty is not None:
         return empty
     if not request.is_json:
