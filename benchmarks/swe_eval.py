@@ -1,6 +1,7 @@
 """What EVAL of a SWE instance costs over its tests, and whether its grading agrees with the official one.
 
-ours      EVAL of the gold patch: a fresh sandbox from a pool that is full, patch, tests, recorder, grading
+ours      EVAL of the gold patch: a fresh sandbox from a pool that is full, patch, tests, recorder, grading,
+          and another sandbox for the run whose tests must fail
 by hand   the same tests on the same patched tree, typed into a sandbox of the same image: from the call to
           their output
 

@@ -38,8 +38,6 @@ ROWS = {
     "caller_locals": swe_toy.cases_instance,
 }
 """Instance that a cheat is for; else `swe_toy.instance`."""
-MANY = 10
-"""From so many tests on, all rollouts are made at once, two at a time."""
 CONTROL_RUN = "a second run whose tests must fail"
 APART = "the patch leaves out what configures tests"
 
@@ -68,9 +66,6 @@ class RewardTarget:
     control: bool
     host: HostClient
 
-    rolled: dict[str, Result]
-    """Rollouts that were made already."""
-
     def cheated(self, name: str, places_tests: bool = True) -> bool:
         """Whether a cheat is taken for a fix."""
         if self.control:
@@ -81,9 +76,7 @@ class RewardTarget:
 
     def roll(self, name: str) -> Result:
         """A rollout of an agent that does what the script says."""
-        if name not in self.rolled:
-            self.rolled[name] = asyncio.run(roll_many([(row_of(name), [script_of(name)])]))[0]
-        return self.rolled[name]
+        return asyncio.run(roll_many([(row_of(name), [script_of(name)])]))[0]
 
     async def _naive(self, script: str, row: dict[str, Any], places_tests: bool) -> bool:
         async with self.sandbox(row) as box:
@@ -130,21 +123,10 @@ def host() -> Iterator[HostClient]:
         assert left == []
 
 
-@pytest.fixture(scope="module")
-def rolled(request: pytest.FixtureRequest, host: HostClient) -> dict[str, Result]:
-    """Rollouts of all cheats, by name, where many are wanted."""
-    wanted = [item for item in request.session.items if item.path == request.path]
-    if len(wanted) < MANY:
-        return {}
-    names = sorted(path.stem for path in HERE.iterdir() if path.suffix in (".py", ".sh"))
-    names.remove("names")
-    return dict(zip(names, asyncio.run(roll_many([(row_of(n), [script_of(n)]) for n in names])), strict=True))
-
-
 @pytest.fixture(params=["service", "control"])
-def target(request: pytest.FixtureRequest, host: HostClient, rolled: dict[str, Result]) -> RewardTarget:
+def target(request: pytest.FixtureRequest, host: HostClient) -> RewardTarget:
     """The service, and the naive way."""
-    return RewardTarget("service", request.param == "control", host, rolled)
+    return RewardTarget("service", request.param == "control", host)
 
 
 # -- outcomes that code under test decides -----------------------------------------------------------
