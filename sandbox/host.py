@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, errors, paths
+from sandbox import aio, errors, paths, peers
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
 from sandbox.server.wire import FrameTooLarge
@@ -69,6 +69,11 @@ class Host:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if refusal := peers.refusal(writer.get_extra_info("socket")):
+                log.warning("somebody who is not ours has connected: %s", refusal)
+                said = errors.NotAllowed(f"the sandbox host answers its own user's programs alone: {refusal}")
+                await aio.send(writer, {"ok": False, "error": errors.to_wire(said)})
+                return
             while (request := await aio.receive(reader)) is not None:
                 task = asyncio.create_task(self._answer(request))
                 gone = asyncio.create_task(

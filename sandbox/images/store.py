@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 
 from sandbox import paths
-from sandbox.errors import ImageError
+from sandbox.errors import ImageError, NotAllowed
 from sandbox.images import squashfs
 from sandbox.images.cache import ImageCache, read_json, write_json
 from sandbox.images.locks import Lease
+from sandbox.images.policy import ImagePolicy, find_socket
 
 KEY_CHARS = 20  # of the SHA-256 in hexadecimal: 80 bits, no accidental collision
 HASHES_KEPT = 1000
@@ -23,20 +24,27 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 class ImageStore:
     """Resolves image names and keeps the node's cache of unpacked images. Thread- and process-safe."""
 
-    def __init__(self, cache: Path | None = None, quota: int | None = None):
+    def __init__(
+        self, cache: Path | None = None, quota: int | None = None, policy: ImagePolicy | None = None
+    ):
         """`cache`: its directory; `quota`: bytes. None = what `ROLLOUT_IMAGE_CACHE` and
-        `ROLLOUT_IMAGE_CACHE_GB` say.
+        `ROLLOUT_IMAGE_CACHE_GB` say. `policy`: what may be an image; None = anything, for the
+        operator's own tools.
         """
         self.cache = ImageCache(cache or paths.image_cache(), quota)
+        self._policy = policy
+        self._without_sockets: set[Path] = set()
         self._hashes: dict[str, str] = {}
         self._given: dict[str, tuple[str, int | None]] = {}
         self._lock = threading.Lock()
 
     def find(self, image: str) -> Path:
         """The SIF file or directory behind a path or a name. Raises ImageError saying where it was looked
-        for.
+        for, NotAllowed when it may not be an image here.
         """
         if "/" in image:
+            if self._policy is not None:
+                self._policy.check_path(image)
             candidates = [Path(image)]
         else:
             images = paths.image_dir()
@@ -48,7 +56,10 @@ class ImageStore:
             candidates = [images / f"{image}.sif", images / image]
         for path in candidates:
             if path.exists():
-                return path.resolve()
+                found = path.resolve()
+                if self._policy is not None:
+                    self._policy.check_place(image, found)
+                return found
         places = " and ".join(map(str, candidates))
         remedy = "run deploy/setup/image.sh" if image == "base" else "build it or give its path"
         raise ImageError(f"image {image!r} not found; looked for {places}; {remedy}")
@@ -62,6 +73,7 @@ class ImageStore:
         """
         path = self.find(image)
         if path.is_dir():
+            self._refuse_sockets(image, path)
             return path
         self.cache.make()
         key = self.content_hash(path) + ("" if owner is None else f"-{owner}")
@@ -77,6 +89,14 @@ class ImageStore:
                 hand_over(target, owner)
 
         return self.cache.fill(key, path, squashfs.unpacked_bytes(path), unpack)
+
+    def _refuse_sockets(self, image: str, directory: Path) -> None:
+        """Once for each directory: nobody but the operator writes there."""
+        if self._policy is None or directory in self._without_sockets:
+            return
+        if found := find_socket(directory):
+            raise NotAllowed(f"image {image!r} holds a socket, {found}; remove it")
+        self._without_sockets.add(directory)
 
     def hold(self, rootfs: Path) -> Lease:
         """Keep a directory that `rootfs` gave from being evicted until the lease is released or this process

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,16 @@ def runtime(request) -> str:
 def anything() -> str:
     """The name of a runtime for tests about the host, not the isolation."""
     return "bubblewrap" if why_not("apptainer") else "apptainer"
+
+
+@pytest.fixture
+def images(monkeypatch) -> Iterator[Path]:
+    """A place whose directories may be images by their paths."""
+    directory = Path(tempfile.mkdtemp(prefix="sbxi-", dir="/tmp"))
+    directory.chmod(0o755)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(directory))
+    yield directory
+    shutil.rmtree(directory)
 
 
 def processes_of(pid: int) -> list[int]:
@@ -276,8 +289,8 @@ def test_cancelling_a_command_interrupts_it_inside(host, anything):
 
 
 @pytest.mark.apptainer
-def test_a_failed_start_says_what_the_runtime_said(state, host):
-    image = state / "broken"
+def test_a_failed_start_says_what_the_runtime_said(state, host, images):
+    image = images / "broken"
     (image / "usr").mkdir(parents=True)
     (image / "workspace").write_text("where a directory has to be")
     image.chmod(0o755)
@@ -293,11 +306,11 @@ def test_a_failed_start_says_what_the_runtime_said(state, host):
 
 @pytest.mark.apptainer
 @pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
-def test_an_image_without_python_shell_or_c_library_serves(state, host, name):
+def test_an_image_without_python_shell_or_c_library_serves(host, images, name):
     """The server brings its own; what the image lacks is missing to the agent only."""
     if reason := why_not(name):
         pytest.skip(reason)
-    image = state / "empty"
+    image = images / "empty"
     (image / "usr" / "bin").mkdir(parents=True)
     (image / "bin").symlink_to("usr/bin")
     image.chmod(0o755)

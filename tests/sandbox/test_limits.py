@@ -44,6 +44,10 @@ def test_a_limit_is_the_nodes_default_or_what_was_asked_for_up_to_the_most():
         ("BINDS", "/data"),
         ("NETWORKS", "none,wifi"),
         ("WARM", "-1"),
+        ("RUNTIMES", "apptainer,docker"),
+        ("IMAGE_ROOTS", "/"),
+        ("IMAGE_ROOTS", "images"),
+        ("CLOSED", "run"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_named(name, value):
