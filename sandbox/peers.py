@@ -1,7 +1,7 @@
-"""Who is at the other end of a Unix socket: one of ours, or somebody in a sandbox to whom the socket was shown.
+"""Who is at the other end of a Unix socket: one of ours, or somebody in a sandbox.
 
-A read-only mount keeps nobody from connecting to a socket that lies in it. So the host asks the kernel who has
-connected, and answers nobody in another user or PID namespace than its own: every container has its own.
+A read-only mount keeps nobody from connecting to a socket that lies in it. So the host asks the kernel who
+has connected, and answers nobody in another user or PID namespace than its own: every container has its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NAMESPACES = ("user", "pid")
 def refusal(connection: Any) -> str | None:
     """Why whoever has connected is not to be answered; None = it may be.
 
-    The descriptor of the process keeps its pid from becoming another's meanwhile. Kernels before 6.5 give it only
-    from the pid, and who connects and ends before that is looked at may be taken for the next of that pid.
+    The descriptor of the process keeps its pid from becoming another's meanwhile. Kernels before 6.5 give it
+    only from the pid: who connects and ends before that is looked at may be taken for the next of that pid.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(raw)
