@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import interpreter, paths, processes
+from sandbox.address import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.records import Record
 from sandbox.runtimes import Launch, Runtime
@@ -52,6 +53,8 @@ class Container:
     spec: SandboxSpec
     launch: Launch
     limits: Limits
+    key: str | None = dataclasses.field(default_factory=new_key)
+    """Without it the server answers nobody; None for one of an older release that was adopted."""
     pid: int | None = None
     """The runtime's first process; a child of ours unless adopted."""
     process: subprocess.Popen | None = None
@@ -70,6 +73,11 @@ class Container:
     """The end of what the runtime and the server say on standard error; None for one that was adopted."""
     leases: list[Any] = dataclasses.field(default_factory=list)
     """Keep its images from being evicted."""
+
+    @property
+    def address(self) -> Address:
+        """Of its server."""
+        return Address(str(self.launch.socket), self.key)
 
     # -- boot ----------------------------------------------
 
@@ -136,6 +144,7 @@ class Container:
             "limits": self._process_limits(),
             "python": self.runtime.python(launch),
             "bash": None,
+            "key": self.key,
         }
         if launch.interpreter is not None:
             config["bash"] = [

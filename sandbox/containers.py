@@ -225,7 +225,7 @@ class Containers:
         assert container.pid is not None
         return SandboxInfo(
             id=container.id,
-            socket=str(container.launch.socket),
+            socket=container.address.text(),
             runtime=runtime.name,
             node=socket.gethostname(),
             isolation_missing=self._missing(container),
@@ -241,7 +241,7 @@ class Containers:
     async def _ask(container: Container, request: dict[str, Any]) -> None:
         """One request to the server inside, before the sandbox is anybody's."""
         try:
-            await aio.exchange(str(container.launch.socket), request, SETUP_TIMEOUT_S)
+            await aio.exchange(container.address, request, SETUP_TIMEOUT_S)
         except SandboxRequestError:
             raise
         except SandboxError as error:
@@ -388,6 +388,7 @@ class Containers:
                 if container.deadline is not None and now() >= container.deadline:
                     self.end_for(container, f"outlived its {container.spec.max_lifetime_s:g} s", "expired")
             self.pool.tidy()
+            self.images.cache.guard()
 
     def claimed(self) -> list[Container]:
         """Those that somebody works with."""

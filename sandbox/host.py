@@ -23,6 +23,7 @@ from typing import Any
 from sandbox import aio, errors, paths, peers
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
+from sandbox.images import locks
 from sandbox.server.wire import FrameTooLarge
 from sandbox.spec import SandboxSpec
 from sandbox.watchdog import Watchdog
@@ -196,8 +197,9 @@ def main() -> int:
         # Root's sandboxes run as another user, who must get through to its own directories below.
         state = paths.own_directory(options.state_dir, 0o711 if paths.sandbox_user() is not None else 0o700)
         config = HostConfig.from_environment()
-        lock = take_lock(state)
+        lock, shield = take_lock(state), locks.shield(state)
         asyncio.run(serve(state))
+        os.close(shield)
         os.close(lock)
     except (errors.SandboxError, OSError) as error:
         log.error("%s", error)

@@ -96,7 +96,7 @@ class SandboxInfo(_Json):
     id: str
     """Eight hexadecimal digits, unique on the node."""
     socket: str
-    """Path of the Unix socket of its server, for `SandboxClient`."""
+    """Address of its server, for `SandboxClient`: path of a Unix socket, `#` and the key that it asks for."""
     runtime: str
     node: str
     """Host name of the node; the socket works only there."""

@@ -198,7 +198,7 @@ class Watchdog:
         message = f"{kind} limit of the sandbox: {what}; its processes were ended"
         request = {"op": "breach", "kind": kind, "message": message, "node_short": node_short}
         try:
-            await aio.exchange(str(container.launch.socket), request, BREACH_TIMEOUT_S)
+            await aio.exchange(container.address, request, BREACH_TIMEOUT_S)
         except SandboxError as error:
             # What the node lacks is not the agent's doing.
             fate = "died" if node_short else "limited"

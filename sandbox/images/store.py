@@ -8,6 +8,7 @@ import re
 import stat
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 from sandbox import paths
 from sandbox.errors import ImageError, NotAllowed
@@ -76,19 +77,26 @@ class ImageStore:
             self._refuse_sockets(image, path)
             return path
         self.cache.make()
-        key = self.content_hash(path) + ("" if owner is None else f"-{owner}")
-        self._given[key] = (image, owner)
-        tree = self.cache.tree(key)
-        if tree.is_dir():
-            self.cache.touch(key)
-            return tree
+        with path.open("rb") as file:  # once, for hash and content shall be those of one file
+            key = self._hash_of(path, file) + ("" if owner is None else f"-{owner}")
+            self._given[key] = (image, owner)
+            tree = self.cache.tree(key)
+            if tree.is_dir():
+                self.cache.touch(key)
+                return tree
+            before = _identity(path, file)
 
-        def unpack(target: Path, lock: int) -> None:
-            squashfs.unpack(path, target, lock)
-            if os.geteuid() == 0:
-                hand_over(target, owner)
+            def unpack(target: Path, lock: int) -> None:
+                user = squashfs.reader(file.fileno(), owner)
+                if user is not None:
+                    os.chown(target, user, user)
+                squashfs.unpack(path, target, lock, opened=file.fileno(), user=user)
+                if os.geteuid() == 0 and user is None:
+                    hand_over(target, owner)
+                if _identity(path, file) != before:
+                    raise ImageError(f"{path} changed while it was unpacked; start the sandbox again")
 
-        return self.cache.fill(key, path, squashfs.unpacked_bytes(path), unpack)
+            return self.cache.fill(key, path, squashfs.unpacked_bytes(path, owner), unpack)
 
     def _refuse_sockets(self, image: str, directory: Path) -> None:
         """Once for each directory: nobody but the operator writes there."""
@@ -124,8 +132,11 @@ class ImageStore:
         """The first 20 digits of the file's SHA-256. Remembered, in the cache's directory too, as long as
         inode, size and times of change stay: a large image on a busy file system takes long to read.
         """
-        info = path.stat()
-        identity = f"{path}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
+        with path.open("rb") as file:
+            return self._hash_of(path, file)
+
+    def _hash_of(self, path: Path, file: BinaryIO) -> str:
+        identity = _identity(path, file)
         memory = self.cache.directory / "hashes.json"
         with self._lock:
             if identity not in self._hashes:
@@ -133,14 +144,19 @@ class ImageStore:
             known = self._hashes.get(identity)
         if known is not None:
             return known
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:KEY_CHARS]
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:KEY_CHARS]
         with self._lock:
             # A concurrent process may overwrite this; then the hash is computed once more.
             self._hashes = dict([*read_json(memory).items(), (identity, digest)][-HASHES_KEPT:])
             self.cache.make()
             write_json(memory, self._hashes)
         return digest
+
+
+def _identity(path: Path, file: BinaryIO) -> str:
+    """Another one whenever the file's content may be: nobody but the kernel sets the time of change."""
+    info = os.fstat(file.fileno())
+    return f"{path}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
 
 
 def hand_over(directory: Path, owner: int | None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import paths, processes
+from sandbox.address import Address
 from sandbox.client import SandboxClient
 from sandbox.errors import (
     ImageError,
@@ -85,7 +86,7 @@ def assert_gone(state: Path, info: SandboxInfo, pids: list[int]) -> None:
         time.sleep(0.01)
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
     assert not [path for path in state.rglob("*") if info.id in path.name]
-    assert not Path(info.socket).exists()
+    assert not Path(Address.parse(info.socket).path).exists()
 
 
 def test_release_leaves_no_process_socket_or_file(state, host, runtime):
