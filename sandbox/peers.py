@@ -27,8 +27,6 @@ def refusal(connection: Any) -> str | None:
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(raw)
-    if uid not in (0, os.geteuid()):
-        return f"uid {uid} is not ours"
     if pid <= 0:
         return "it runs in another PID namespace"
     try:
@@ -45,7 +43,7 @@ def refusal(connection: Any) -> str | None:
         return f"process {pid} cannot be looked at: {error}"
     finally:
         os.close(process)
-    return None
+    return None if uid in (0, os.geteuid()) else f"uid {uid} is not ours"
 
 
 def _open(connection: Any, pid: int) -> int:
