@@ -18,6 +18,7 @@ from rollout.image_names import images_in, is_below, is_path, local_name
 from rollout.schema import FieldError, HandlerInfo, Problem, RolloutRequest
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem, invalid, respond
+from services.settings import Settings
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
 from services.state.tenants import Tenant
 

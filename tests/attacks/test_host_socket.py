@@ -40,6 +40,7 @@ def call(path, *frames):
 
 shared, state = sys.argv[1:]
 host = shared + "/host.sock"
+GOT = " ".join(("the", "attacker", "got", "it"))  # not in a traceback
 """
 
 
@@ -123,11 +124,11 @@ def target(request, node) -> Iterator[Insider]:
 @attack(stopped_by="the host looks at its caller's namespaces")
 def test_start_a_sandbox_without_walls_through_the_host_s_socket(target) -> bool:
     return target.gets(
-        f"""
-reply = call(host, {{"op": "start", "spec": {{"runtime": "local-unsafe"}}}})
+        """
+reply = call(host, {"op": "start", "spec": {"runtime": "local-unsafe"}})
 if reply["ok"]:
-    print("{GOT}")
-    call(host, {{"op": "release", "id": reply["result"]["id"]}})
+    print(GOT)
+    call(host, {"op": "release", "id": reply["result"]["id"]})
 """
     )
 
@@ -141,7 +142,7 @@ def test_end_another_s_sandbox_through_the_host_s_socket(target) -> bool:
 
 @attack(stopped_by="the host looks at its caller's namespaces")
 def test_learn_the_keys_of_all_sandboxes_from_the_host(target) -> bool:
-    return target.gets(f'print(call(host, {{"op": "list"}})["ok"] and "{GOT}")')
+    return target.gets('print(call(host, {"op": "list"})["ok"] and GOT)')
 
 
 @attack(stopped_by="a server answers to its key alone")
