@@ -46,7 +46,7 @@ SETUP_TIMEOUT_S = 10.0
 FATES_KEPT = 1000
 COUNTS = (
     *("started", "claimed_warm", "failed", "released"),
-    *("expired", "died", "limited", "adopted", "swept"),
+    *("expired", "died", "limited", "node", "adopted", "swept"),
 )
 HOST_ROOT_NOTE = "files (no image here: the machine's own /usr is visible read-only)"
 SOFT_LIMITS_NOTE = "hard memory and CPU limits (no cgroup of its own: rlimits and a watchdog serve)"

@@ -82,8 +82,8 @@ class Fate(_Json):
     """How a sandbox ended that nobody had released."""
 
     kind: str
-    """`limited` (the agent used more than its limits, again or without letting itself be stopped), `expired`
-    (its lifetime) or `died` (by itself).
+    """`limited` (the agent used more than its limits, again or without letting itself be stopped), `node`
+    (the machine ran short of memory or disk), `expired` (its lifetime) or `died` (by itself).
     """
     reason: str
     """In words."""
