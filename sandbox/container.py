@@ -18,6 +18,7 @@ from typing import Any
 from sandbox import interpreter, paths, processes
 from sandbox.address import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
+from sandbox.images.environment import docker_environment
 from sandbox.records import Record
 from sandbox.runtimes import Launch, Runtime
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
@@ -156,12 +157,16 @@ class Container:
         self._give(path)
 
     def _shell_env(self) -> dict[str, str]:
-        """A UTF-8 locale only where the image has one: each program would complain of it else."""
-        root = self.launch.rootfs or Path("/")
+        """What the image declares, below what a shell needs that nobody watches. A UTF-8 locale only where
+        the image has one: each program would complain of it else.
+        """
+        root = self.launch.rootfs
+        declared = docker_environment(root) if root is not None else {}
+        environment = declared | SHELL_ENV | {"PATH": declared.get("PATH") or SHELL_ENV["PATH"]}
         for name in UTF8_LOCALES:
-            if (root / "usr/lib/locale" / name).exists():
-                return SHELL_ENV | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
-        return dict(SHELL_ENV)
+            if ((root or Path("/")) / "usr/lib/locale" / name).exists():
+                return environment | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+        return environment
 
     def _process_limits(self) -> dict[str, int]:
         if self.runtime.name == "local-unsafe":  # it would count all processes of the user

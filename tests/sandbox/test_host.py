@@ -327,6 +327,36 @@ def test_an_image_without_python_shell_or_c_library_serves(host, images, name):
     run(scenario())
 
 
+@pytest.mark.apptainer
+@pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
+def test_the_agent_s_shell_has_what_a_docker_image_declares(host, images, name):
+    if reason := why_not(name):
+        pytest.skip(reason)
+    environment = images / "image" / ".singularity.d" / "env"
+    environment.mkdir(parents=True)
+    (images / "image" / "usr" / "bin").mkdir(parents=True)
+    lines = ['export PATH="/opt/conda/bin:/usr/bin"']
+    lines += [f'export {one}="${{{one}:-"of the image"}}"' for one in ("COLOUR", "PAGER")]
+    (environment / "10-docker2singularity.sh").write_text("\n".join(lines))
+
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=name, image=str(images / "image")))
+        async with SandboxClient(info.socket) as client:
+            said = await client.bash("echo $PATH $COLOUR $PAGER")
+            assert said.output == "/opt/conda/bin:/usr/bin of the image cat\n"
+
+    run(scenario())
+
+
+def test_what_bounds_the_image_cache_reaches_a_host_that_starts_by_itself(state, host, monkeypatch):
+    if reason := why_not("apptainer"):
+        pytest.skip(reason)
+    monkeypatch.setenv("ROLLOUT_IMAGE_CACHE", str(state / "cache"))
+    monkeypatch.setenv("ROLLOUT_IMAGE_CACHE_GB", "0.001")
+    with pytest.raises(ImageError, match=r"ROLLOUT_IMAGE_CACHE_GB|1\.0 MB"):
+        run(host.start(SandboxSpec()))
+
+
 def test_impossible_requests_name_the_remedy(host):
     async def scenario():
         with pytest.raises(RuntimeUnavailable, match=r"'docker'.*choose auto, apptainer"):
