@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sandbox import processes
+from sandbox.address import Address
 from sandbox.container import Container, now
 from sandbox.records import Record
 from sandbox.runtimes import RUNTIMES, Launch, Runtime
@@ -35,17 +36,19 @@ def revive(record: Record, state: Path, payload: Path, interpreter: Path | None)
         state / "scratch" / record.id,
         interpreter,
     )
+    info = SandboxInfo.from_json(record.info)
     return Container(
         record.id,
         runtime_of(record),
         SandboxSpec.from_json(record.spec),
         launch,
         Limits.from_json(record.limits),
+        key=Address.parse(info.socket).key,
         pid=record.pid,
         start_time=record.start_time,
         protected=record.protected,
         deadline=record.deadline,
-        info=SandboxInfo.from_json(record.info),
+        info=info,
         ready=True,
     )
 

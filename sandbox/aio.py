@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sandbox import errors, paths
+from sandbox import errors
+from sandbox.address import Address
 from sandbox.server import wire
 
 STREAM_BUFFER_BYTES = 1 << 20
@@ -19,14 +20,15 @@ class NotListening(errors.SandboxGone):
     """Nobody took the connection, so nothing of the request was done."""
 
 
-async def connect(socket_path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a Unix socket. Raises NotListening when nobody is there."""
+async def connect(address: str | Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a Unix socket and show its key. Raises NotListening when nobody is there."""
+    address = Address.parse(address)
     try:
-        return await asyncio.open_unix_connection(
-            paths.check_socket_path(socket_path), limit=STREAM_BUFFER_BYTES
-        )
+        reader, writer = await asyncio.open_unix_connection(address.path, limit=STREAM_BUFFER_BYTES)
     except OSError as error:
-        raise NotListening(f"nobody listens on {socket_path}: {error}") from error
+        raise NotListening(f"nobody listens on {address}: {error}") from error
+    writer.write(address.greeting())
+    return reader, writer
 
 
 async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -45,7 +47,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         return None
 
 
-def result_of(reply: dict[str, Any] | None, socket_path: str) -> dict[str, Any]:
+def result_of(reply: dict[str, Any] | None, socket_path: str | Address) -> dict[str, Any]:
     """The result in a reply. Raises what the other side reports, or SandboxGone when there was no reply."""
     if reply is None:
         raise errors.SandboxGone(f"the connection to {socket_path} was closed before the answer came")
@@ -66,20 +68,21 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
         raise
 
 
-async def exchange(socket_path: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+async def exchange(address: str | Address, request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """One request on a connection of its own. Raises SandboxGone, SandboxTimeout or what the other side
     reports.
     """
-    reader, writer = await connect(socket_path)
+    address = Address.parse(address)
+    reader, writer = await connect(address)
     try:
         async with asyncio.timeout(timeout):
             await send(writer, request)
-            return result_of(await receive(reader), socket_path)
+            return result_of(await receive(reader), address)
     except TimeoutError as error:
         raise errors.SandboxTimeout(
-            f"no answer to {request['op']!r} from {socket_path} in {timeout:g} s"
+            f"no answer to {request['op']!r} from {address} in {timeout:g} s"
         ) from error
     except ConnectionError as error:
-        raise errors.SandboxGone(f"the connection to {socket_path} broke: {error}") from error
+        raise errors.SandboxGone(f"the connection to {address} broke: {error}") from error
     finally:
         writer.close()

@@ -6,8 +6,9 @@ import posixpath
 from collections.abc import Sequence
 from pathlib import Path
 
+from sandbox import ground
 from sandbox.config import AllowedBind
-from sandbox.errors import SandboxRequestError
+from sandbox.errors import NotAllowed, SandboxRequestError
 from sandbox.runtimes.base import Bind
 from sandbox.spec import BindSpec
 
@@ -17,15 +18,19 @@ RESERVED = ("/proc", "/sys", "/dev", "/run/sbx", "/opt/sbx", "/opt/sbx-python", 
 UNSAFE_CHARACTERS = set(":,\\\n\0")
 
 
-def check(asked: Sequence[BindSpec], allowed: Sequence[AllowedBind]) -> tuple[Bind, ...]:
+def check(
+    asked: Sequence[BindSpec], allowed: Sequence[AllowedBind], closed: Sequence[Path] = ()
+) -> tuple[Bind, ...]:
     """The binds as they will be mounted, symbolic links of the source resolved.
+
+    `closed`: places that are never shown, nor anything in or above them, whatever is allowed.
 
     Raises SandboxRequestError when one is not allowed, not there, or would cover what the sandbox needs.
     """
-    return tuple(_check_one(bind, allowed) for bind in asked)
+    return tuple(_check_one(bind, allowed, closed) for bind in asked)
 
 
-def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind]) -> Bind:
+def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[Path]) -> Bind:
     for name in (bind.source, bind.target):
         if not name.startswith("/") or UNSAFE_CHARACTERS & set(name):
             raise SandboxRequestError(f"bind {name!r}: an absolute path without ':', ',' or '\\' is needed")
@@ -46,4 +51,8 @@ def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind]) -> Bind:
         )
     if not bind.read_only and not any(place.writable for place in grants):
         raise SandboxRequestError(f"bind source {bind.source!r} may be bound read-only, not read-write")
-    return Bind(source, target, bind.read_only)
+    if place := ground.overlap(source, closed):
+        raise NotAllowed(f"bind source {bind.source!r} is at, in or above {place}, which no sandbox may show")
+    if not (source.is_dir() or source.is_file()):
+        raise NotAllowed(f"bind source {bind.source!r} is neither a directory nor a file")
+    return Bind(source, target, bind.read_only, ground.identity(source))

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandbox import aio, calls, errors, paths, transfer
+from sandbox import aio, calls, errors, transfer
+from sandbox.address import Address
 from sandbox.calls import (
     MAX_OUTPUT_CHARS,
     TRUSTED_PYTHON,
@@ -42,8 +43,9 @@ class SandboxClient:
     connection is closed, which the server takes as an interrupt.
     """
 
-    def __init__(self, socket_path: str):
-        self._path = paths.check_socket_path(socket_path)
+    def __init__(self, address: str):
+        """`address`: `SandboxInfo.socket`."""
+        self._path = Address.parse(address)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.room import Floors
+from sandbox.runtimes import AUTO, RUNTIMES
 from sandbox.spec import NETWORKS, Limits
 
 
@@ -43,6 +44,16 @@ class HostConfig:
     """`ROLLOUT_SANDBOX_FILES`: files and directories that it makes."""
     networks: tuple[str, ...] = NETWORKS
     """`ROLLOUT_SANDBOX_NETWORKS`: what requests may ask for."""
+    runtimes: tuple[str, ...] = AUTO
+    """`ROLLOUT_SANDBOX_RUNTIMES`: what requests may ask for; `auto` is the first of them that works and
+    isolates. By default what `ROLLOUT_SANDBOX_RUNTIME`, the deployment's own, stands for.
+    """
+    image_roots: tuple[Path, ...] = ()
+    """`ROLLOUT_SANDBOX_IMAGE_ROOTS`: directories, separated by colons, below which an image may be a path."""
+    closed: tuple[Path, ...] = ()
+    """`ROLLOUT_SANDBOX_CLOSED`: places, separated by colons, that are never shown, nor anything in or above
+    them, besides the host's own; services name their run directories.
+    """
     binds: tuple[AllowedBind, ...] = ()
     """`ROLLOUT_SANDBOX_BINDS`: `PATH:ro` or `PATH:rw`, separated by commas."""
     warm: int = 4
@@ -58,6 +69,9 @@ class HostConfig:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> HostConfig:
         """Raises SandboxError naming the variable that makes no sense."""
         given: dict[str, Any] = {"floors": Floors.from_environment(environment)}
+        own = environment.get("ROLLOUT_SANDBOX_RUNTIME", "").strip() or "auto"
+        runtimes = environment.get("ROLLOUT_SANDBOX_RUNTIMES", "").strip() or own
+        environment = {**environment, "ROLLOUT_SANDBOX_RUNTIMES": runtimes}
         for field in dataclasses.fields(cls):
             name = f"ROLLOUT_SANDBOX_{field.name.upper()}"
             text = environment.get(name, "").strip()
@@ -107,6 +121,24 @@ def _networks(text: str) -> tuple[str, ...]:
     return names
 
 
+def _runtimes(text: str) -> tuple[str, ...]:
+    names: list[str] = []
+    for name in (part.strip() for part in text.split(",")):
+        names += AUTO if name == "auto" else (name,)
+    if unknown := set(names) - set(RUNTIMES):
+        known = ", ".join(("auto", *RUNTIMES))
+        raise ValueError(f"unknown runtime {', '.join(sorted(unknown))}; known are {known}")
+    return tuple(dict.fromkeys(names))
+
+
+def _places(text: str) -> tuple[Path, ...]:
+    places = tuple(Path(part) for part in text.split(":") if part)
+    for place in places:
+        if not place.is_absolute() or place.resolve() == Path("/"):
+            raise ValueError(f"{str(place)!r} is no absolute path of a directory below /")
+    return tuple(place.resolve() for place in places)
+
+
 def _binds(text: str) -> tuple[AllowedBind, ...]:
     allowed = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
@@ -119,6 +151,9 @@ def _binds(text: str) -> tuple[AllowedBind, ...]:
 
 _PARSERS = {
     "networks": _networks,
+    "runtimes": _runtimes,
+    "image_roots": _places,
+    "closed": _places,
     "binds": _binds,
     "warm": _number,
     "warm_total": _number,

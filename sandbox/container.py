@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import interpreter, memory, paths, processes
+from sandbox.address import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
+from sandbox.images.environment import docker_environment
 from sandbox.records import Record
 from sandbox.runtimes import Launch, Runtime
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
@@ -52,6 +54,8 @@ class Container:
     spec: SandboxSpec
     launch: Launch
     limits: Limits
+    key: str | None = dataclasses.field(default_factory=new_key)
+    """Without it the server answers nobody; None for one of an older release that was adopted."""
     pid: int | None = None
     """The runtime's first process; a child of ours unless adopted."""
     process: subprocess.Popen | None = None
@@ -72,6 +76,11 @@ class Container:
     """The end of what the runtime and the server say on standard error; None for one that was adopted."""
     leases: list[Any] = dataclasses.field(default_factory=list)
     """Keep its images from being evicted."""
+
+    @property
+    def address(self) -> Address:
+        """Of its server."""
+        return Address(str(self.launch.socket), self.key)
 
     # -- boot ----------------------------------------------
 
@@ -154,6 +163,7 @@ class Container:
             "python": self.runtime.python(launch),
             "bash": None,
             "walls": self.runtime.name != "local-unsafe",
+            "key": self.key,
         }
         if launch.interpreter is not None:
             config["bash"] = [
@@ -165,12 +175,16 @@ class Container:
         self._give(path)
 
     def _shell_env(self) -> dict[str, str]:
-        """A UTF-8 locale only where the image has one: each program would complain of it else."""
-        root = self.launch.rootfs or Path("/")
+        """What the image declares, below what a shell needs that nobody watches. A UTF-8 locale only where
+        the image has one: each program would complain of it else.
+        """
+        root = self.launch.rootfs
+        declared = docker_environment(root) if root is not None else {}
+        environment = declared | SHELL_ENV | {"PATH": declared.get("PATH") or SHELL_ENV["PATH"]}
         for name in UTF8_LOCALES:
-            if (root / "usr/lib/locale" / name).exists():
-                return SHELL_ENV | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
-        return dict(SHELL_ENV)
+            if ((root or Path("/")) / "usr/lib/locale" / name).exists():
+                return environment | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+        return environment
 
     def _process_limits(self) -> dict[str, int]:
         if self.runtime.name == "local-unsafe":  # it would count all processes of the user

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import functools
 import logging
 import os
 import re
@@ -17,12 +19,20 @@ from typing import Any
 from sandbox import adoption, aio, binds, interpreter, paths, payload, processes, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, check_id_fits, now
-from sandbox.errors import ImageError, NodeShort, SandboxError, SandboxRequestError, SandboxStartError
+from sandbox.errors import (
+    ImageError,
+    NodeShort,
+    NotAllowed,
+    SandboxError,
+    SandboxRequestError,
+    SandboxStartError,
+)
 from sandbox.images import ImageStore
+from sandbox.images.policy import ImagePolicy
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id
 from sandbox.room import shortages
-from sandbox.runtimes import Runtime, select_runtime
+from sandbox.runtimes import AUTO, RUNTIMES, Runtime, select_runtime
 from sandbox.runtimes.base import make_directories
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
@@ -36,7 +46,7 @@ SETUP_TIMEOUT_S = 10.0
 FATES_KEPT = 1000
 COUNTS = (
     *("started", "claimed_warm", "failed", "released"),
-    *("expired", "died", "limited", "adopted", "swept"),
+    *("expired", "died", "limited", "node", "adopted", "swept"),
 )
 HOST_ROOT_NOTE = "files (no image here: the machine's own /usr is visible read-only)"
 SOFT_LIMITS_NOTE = "hard memory and CPU limits (no cgroup of its own: rlimits and a watchdog serve)"
@@ -50,7 +60,11 @@ class Containers:
     def __init__(self, state: Path, config: HostConfig, images: ImageStore | None = None):
         self.state = state
         self.config = config
-        self.images = images or ImageStore()
+        closed = (state, paths.image_cache(), *config.closed)
+        self._closed = tuple(place.resolve() for place in closed)
+        writable = tuple(place.path for place in config.binds if place.writable)
+        policy = ImagePolicy(config.image_roots, self._closed, writable)
+        self.images = images or ImageStore(policy=policy)
         self._all: dict[str, Container] = {}
         self._runtimes: dict[str, Runtime] = {}
         self._runtime_lock = asyncio.Lock()
@@ -111,12 +125,24 @@ class Containers:
         if not 0 < spec.max_lifetime_s < float("inf"):
             raise SandboxRequestError(f"max_lifetime_s={spec.max_lifetime_s} must be above 0 and finite")
         limits = self.config.limits(spec.limits)
-        bound = binds.check(spec.binds, self.config.binds)
+        self._check_runtime(spec.runtime)
+        bound = binds.check(spec.binds, self.config.binds, self._closed)
         runtime = await self._runtime(spec)
         if bound and runtime.name == "local-unsafe":
             raise SandboxRequestError("binds need a container; local-unsafe has none")
         rootfs = await asyncio.to_thread(self._rootfs, spec.image, runtime)
         return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound, spec.ipython), runtime
+
+    def _check_runtime(self, name: str) -> None:
+        """Which runtimes there are is the deployment's choice. Raises NotAllowed."""
+        allowed = self.config.runtimes
+        known = name in RUNTIMES or name == "auto"
+        if not known or name in allowed or (name == "auto" and set(AUTO) & set(allowed)):
+            return
+        raise NotAllowed(
+            f"runtime {name!r} is not among ROLLOUT_SANDBOX_RUNTIMES={','.join(allowed)} of this node; set "
+            "it where the sandbox host starts (`rollout sandbox-host stop` ends the one that runs)"
+        )
 
     async def _boot_warm(self, kind: Kind) -> Container:
         spec = SandboxSpec(image=kind.image, runtime=kind.runtime, network=kind.network)
@@ -167,7 +193,7 @@ class Containers:
             kind.network,
             runtime.run_as,
             payload=self._payload,
-            interpreter=self._interpreter(runtime),
+            interpreter=self._interpreter(runtime, kind.rootfs),
             binds=kind.binds,
             limits=kind.limits,
         )
@@ -199,7 +225,7 @@ class Containers:
         assert container.pid is not None
         return SandboxInfo(
             id=container.id,
-            socket=str(container.launch.socket),
+            socket=container.address.text(),
             runtime=runtime.name,
             node=socket.gethostname(),
             isolation_missing=self._missing(container),
@@ -215,7 +241,7 @@ class Containers:
     async def _ask(container: Container, request: dict[str, Any]) -> None:
         """One request to the server inside, before the sandbox is anybody's."""
         try:
-            await aio.exchange(str(container.launch.socket), request, SETUP_TIMEOUT_S)
+            await aio.exchange(container.address, request, SETUP_TIMEOUT_S)
         except SandboxRequestError:
             raise
         except SandboxError as error:
@@ -239,18 +265,12 @@ class Containers:
     # -- runtime and image ----------------------------------------------
 
     async def _runtime(self, spec: SandboxSpec) -> Runtime:
-        """Probed once in the life of the host; the base image serves for that when it is there."""
+        """Probed once in the life of the host, with the base image and never with a task's."""
         async with self._runtime_lock:
             if spec.runtime not in self._runtimes:
-
-                def probe_rootfs(runtime: Runtime) -> Path | None:
-                    try:
-                        return self._rootfs("base", runtime)
-                    except ImageError:
-                        return self._rootfs(spec.image, runtime)
-
+                auto = [name for name in AUTO if name in self.config.runtimes]
                 self._runtimes[spec.runtime] = await asyncio.to_thread(
-                    select_runtime, spec.runtime, probe_rootfs, self.state
+                    select_runtime, spec.runtime, functools.partial(self._rootfs, "base"), self.state, auto
                 )
             return self._runtimes[spec.runtime]
 
@@ -264,14 +284,20 @@ class Containers:
                 return None
             raise
 
-    def _interpreter(self, runtime: Runtime) -> Path | None:
-        """Our own Python for the server, from the base image; None where there is no base image."""
-        if not runtime.needs_image:
+    def _interpreter(self, runtime: Runtime, rootfs: Path | None) -> Path | None:
+        """Our own Python for the server, from the base image; None where the machine's `usr` is shown.
+
+        Raises ImageError where there is none: a task's image never takes its place.
+        """
+        if not runtime.needs_image or rootfs is None:
             return None
-        try:
-            return interpreter.find(self.images.rootfs("base", runtime.run_as))
-        except ImageError:
-            return None
+        base = self.images.rootfs("base", runtime.run_as)
+        found = interpreter.find(base)
+        if found is None:
+            raise ImageError(
+                f"image 'base' ({base}) has no Python that could run the server; run deploy/setup/image.sh"
+            )
+        return found
 
     def _hold_images(self, container: Container) -> None:
         """Keep the images it runs from in the cache; the base image is among them for its interpreter."""
@@ -361,6 +387,7 @@ class Containers:
                 if container.deadline is not None and now() >= container.deadline:
                     self.end_for(container, f"outlived its {container.spec.max_lifetime_s:g} s", "expired")
             self.pool.tidy()
+            self.images.cache.guard()
 
     def claimed(self) -> list[Container]:
         """Those that somebody works with."""
@@ -385,7 +412,9 @@ class Containers:
             await asyncio.to_thread(payload.remove_others, self._payload.parent, {self._payload})
 
     def _adopt(self, record: Record) -> None:
-        own_python = self._interpreter(adoption.runtime_of(record))
+        own_python = None
+        with contextlib.suppress(ImageError):  # it runs already
+            own_python = self._interpreter(adoption.runtime_of(record), Path(record.rootfs or "/"))
         container = adoption.revive(record, self.state, self._payload, own_python)
         self._all[record.id] = container
         for one in reversed(processes.usages(record.pid) if record.pid else []):

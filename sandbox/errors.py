@@ -11,6 +11,10 @@ class SandboxRequestError(SandboxError):
     """The caller asked for something impossible (bad path, unknown operation, no running command)."""
 
 
+class NotAllowed(SandboxRequestError):
+    """The deployment does not allow it, whoever asks: an image, a runtime, a place to bind."""
+
+
 class RuntimeUnavailable(SandboxError):
     """No container runtime works on this machine, or the one asked for by name does not."""
 
@@ -40,6 +44,7 @@ _BY_NAME = {
     for cls in (
         SandboxError,
         SandboxRequestError,
+        NotAllowed,
         RuntimeUnavailable,
         ImageError,
         SandboxStartError,

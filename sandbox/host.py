@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, errors, paths
+from sandbox import aio, errors, paths, peers
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
+from sandbox.images import locks
 from sandbox.server import keyring
 from sandbox.server.wire import FrameTooLarge
 from sandbox.spec import SandboxSpec
@@ -70,6 +71,11 @@ class Host:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if refusal := peers.refusal(writer.get_extra_info("socket")):
+                log.warning("somebody who is not ours has connected: %s", refusal)
+                said = errors.NotAllowed(f"the sandbox host answers its own user's programs alone: {refusal}")
+                await aio.send(writer, {"ok": False, "error": errors.to_wire(said)})
+                return
             while (request := await aio.receive(reader)) is not None:
                 task = asyncio.create_task(self._answer(request))
                 gone = asyncio.create_task(
@@ -193,8 +199,9 @@ def main() -> int:
         # Root's sandboxes run as another user, who must get through to its own directories below.
         state = paths.own_directory(options.state_dir, 0o711 if paths.sandbox_user() is not None else 0o700)
         config = HostConfig.from_environment()
-        lock = take_lock(state)
+        lock, shield = take_lock(state), locks.shield(state)
         asyncio.run(serve(state))
+        os.close(shield)
         os.close(lock)
     except (errors.SandboxError, OSError) as error:
         log.error("%s", error)

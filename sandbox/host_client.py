@@ -27,6 +27,14 @@ FLOORS = (DISK_FLOOR, MEMORY_FLOOR)
 
 # All that the daemon gets of the environment of whoever starts it. Above all no API keys.
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+# Besides all that begins with ROLLOUT_SANDBOX_.
+NAMED = (
+    "ROLLOUT_HOME",
+    "ROLLOUT_IMAGES",
+    "ROLLOUT_APPTAINER",
+    "ROLLOUT_IMAGE_CACHE",
+    "ROLLOUT_IMAGE_CACHE_GB",
+)
 
 
 class HostClient:
@@ -190,7 +198,7 @@ def _answers(state: Path) -> bool:
 def _spawn(state: Path) -> None:
     package_root = str(Path(__file__).resolve().parent.parent)
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("ROLLOUT_SANDBOX_")}
-    for name in ("ROLLOUT_HOME", "ROLLOUT_IMAGES", "ROLLOUT_APPTAINER", "ROLLOUT_IMAGE_CACHE", *FLOORS):
+    for name in (*NAMED, *FLOORS):
         if name in os.environ:
             environment[name] = os.environ[name]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))

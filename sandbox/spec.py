@@ -82,8 +82,8 @@ class Fate(_Json):
     """How a sandbox ended that nobody had released."""
 
     kind: str
-    """`limited` (the agent used more than its limits, again or without letting itself be stopped), `expired`
-    (its lifetime) or `died` (by itself).
+    """`limited` (the agent used more than its limits, again or without letting itself be stopped), `node`
+    (the machine ran short of memory or disk), `expired` (its lifetime) or `died` (by itself).
     """
     reason: str
     """In words."""
@@ -96,7 +96,7 @@ class SandboxInfo(_Json):
     id: str
     """Eight hexadecimal digits, unique on the node."""
     socket: str
-    """Path of the Unix socket of its server, for `SandboxClient`."""
+    """Address of its server, for `SandboxClient`: path of a Unix socket, `#` and the key that it asks for."""
     runtime: str
     node: str
     """Host name of the node; the socket works only there."""

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandbox import aio, calls, errors, paths, transfer
+from sandbox import aio, calls, errors, transfer
+from sandbox.address import Address
 from sandbox.calls import (
     MAX_OUTPUT_CHARS,
     BashResult,
@@ -27,8 +28,9 @@ from sandbox.transfer import FileInfo, Transfer, TreeChanges
 class SyncSandboxClient:
     """:class:`SandboxClient` for blocking code; same methods, same errors. Safe to share between threads."""
 
-    def __init__(self, socket_path: str):
-        self._path = paths.check_socket_path(socket_path)
+    def __init__(self, address: str):
+        """`address`: `SandboxInfo.socket`."""
+        self._path = Address.parse(address)
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -232,24 +234,26 @@ class SyncSandboxClient:
             return aio.result_of(reply, self._path)
 
 
-def exchange(socket_path: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+def exchange(address: str | Address, request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """:func:`sandbox.aio.exchange` for blocking code."""
-    with _connect(socket_path) as sock:
-        return aio.result_of(_round_trip(sock, request, timeout, socket_path), socket_path)
+    address = Address.parse(address)
+    with _connect(address) as sock:
+        return aio.result_of(_round_trip(sock, request, timeout, address), address)
 
 
-def _connect(socket_path: str) -> socket.socket:
+def _connect(address: Address) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(paths.check_socket_path(socket_path))
+        sock.connect(address.path)
+        sock.sendall(address.greeting())
     except OSError as error:
         sock.close()
-        raise errors.SandboxGone(f"nobody listens on {socket_path}: {error}") from error
+        raise errors.SandboxGone(f"nobody listens on {address}: {error}") from error
     return sock
 
 
 def _round_trip(
-    sock: socket.socket, request: dict[str, Any], timeout: float, path: str
+    sock: socket.socket, request: dict[str, Any], timeout: float, path: Address
 ) -> dict[str, Any] | None:
     sock.settimeout(timeout)
     try:

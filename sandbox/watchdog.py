@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -34,6 +36,10 @@ ALARM_BYTES = 256 << 20
 """When the machine has lost so much free space or memory, everything is measured now."""
 NODE_RESERVE = 0.03
 """Part of the machine's memory that must stay available; else the largest sandbox gives way."""
+NODE_DISK_RESERVE_BYTES = 256 << 20
+"""The same for the disk that sandboxes write to, or `NODE_RESERVE` of it if that is less."""
+FULL_SHARE = 1 / 16
+"""Part of that reserve below which the disk counts as full."""
 BREACH_TIMEOUT_S = 10.0
 FULL_PROCESSES = 4
 """With so few processes (or a twentieth) left up to the limit the shell can hardly work."""
@@ -104,7 +110,8 @@ class Watchdog:
         if thorough:
             took = time.monotonic() - began
             self._thorough_due = time.monotonic() + max(THOROUGH_PERIOD_S, DUTY * took)
-        await self._check_node(containers, trees_of)
+        await self._check_node_memory(containers, trees_of)
+        await self._check_node_disk(containers)
 
     def _alarmed(self) -> bool:
         """Whether the machine's free disk space or memory fell by much since it was last said so."""
@@ -149,12 +156,16 @@ class Watchdog:
             processes.send([largest], signal.SIGKILL)  # at once; what the server does besides takes longer
         self._breach(container, "memory", what)
 
-    async def _check_node(self, containers: list[Container], used: dict[str, list[Usage]]) -> None:
+    # -- the node ----------------------------------------------
+
+    # What the node lacks is no agent's fault. Its sandbox is ended: what it did since cannot be judged.
+
+    async def _check_node_memory(self, containers: list[Container], used: dict[str, list[Usage]]) -> None:
         """With the machine itself short of memory the sandbox that holds most gives way before the kernel
         chooses. What may lie in sockets and pipes counts in full: hidden there it shows nowhere else.
         """
         available, total = processes.memory_available(), processes.memory_total()
-        if available >= NODE_RESERVE * total:
+        if available >= NODE_RESERVE * total or _giving_way(containers):
             return
 
         def holding(container: Container) -> int:
@@ -163,8 +174,26 @@ class Watchdog:
 
         holdings = await asyncio.to_thread(lambda: {c.id: holding(c) for c in containers})
         largest = max(containers, key=lambda c: holdings[c.id])
-        what = f"the node has only {available / MIB:.0f} MiB left and this sandbox uses most"
-        self._breach(largest, "memory", what, node_short=True)
+        left = f"the node has {available / MIB:.0f} MiB of memory left"
+        self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
+
+    async def _check_node_disk(self, containers: list[Container]) -> None:
+        """The same for its disk. Once that is full, any sandbox may have met the end of it."""
+        disk = shutil.disk_usage(self._scratch)
+        reserve = min(NODE_DISK_RESERVE_BYTES, NODE_RESERVE * disk.total)
+        if disk.free >= reserve or _giving_way(containers):
+            return
+        left = f"the node has {disk.free / MIB:.0f} MiB of disk left"
+        if disk.free < reserve * FULL_SHARE:
+            for container in containers:
+                self._end_for(container, f"was ended: {left}, so that writing may have failed", "node")
+            return
+        sizes = {
+            c.id: (await asyncio.to_thread(trees.usage, c.launch.scratch, sys.maxsize, sys.maxsize))[0]
+            for c in containers
+        }
+        largest = max(containers, key=lambda c: sizes[c.id])
+        self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
 
     # -- disk ----------------------------------------------
 
@@ -191,24 +220,29 @@ class Watchdog:
 
     # -- stepping in ----------------------------------------------
 
-    def _breach(self, container: Container, kind: str, what: str, node_short: bool = False) -> None:
+    def _breach(self, container: Container, kind: str, what: str) -> None:
         """Have the server end the agent's processes and say why; without an answer end the sandbox."""
         watched = self._watched[container.id]
         if container.ending is not None or (watched.answering and not watched.answering.done()):
             return
         self.breaches[kind] += 1
         log.warning("sandbox %s of %r is over its limit: %s", container.id, container.spec.owner, what)
-        watched.answering = asyncio.create_task(self._tell(container, kind, what, node_short))
+        watched.answering = asyncio.create_task(self._tell(container, kind, what))
 
-    async def _tell(self, container: Container, kind: str, what: str, node_short: bool) -> None:
+    async def _tell(self, container: Container, kind: str, what: str) -> None:
         message = f"{kind} limit of the sandbox: {what}; its processes were ended"
-        request = {"op": "breach", "kind": kind, "message": message, "node_short": node_short}
+        request = {"op": "breach", "kind": kind, "message": message}
         try:
-            await aio.exchange(str(container.launch.socket), request, BREACH_TIMEOUT_S)
+            await aio.exchange(container.address, request, BREACH_TIMEOUT_S)
         except SandboxError as error:
-            # What the node lacks is not the agent's doing.
-            fate = "died" if node_short else "limited"
-            self._end_for(container, f"was ended: over its limit ({what}) and not answering: {error}", fate)
+            self._end_for(
+                container, f"was ended: over its limit ({what}) and not answering: {error}", "limited"
+            )
+
+
+def _giving_way(containers: list[Container]) -> bool:
+    """Whether one is being ended already, which may be enough."""
+    return any(container.ending is not None for container in containers)
 
 
 @contextlib.contextmanager

@@ -234,6 +234,11 @@ class Settings(BaseModel):
         "auto", description="`auto`, `apptainer`, `bubblewrap` or `local-unsafe` (no isolation at all)."
     )
     sandbox_image: str = Field("base", description="Image of sandboxes whose handler names none.")
+    sandbox_image_roots: str = Field(
+        "",
+        description="Directories, separated by colons, below which a task may name its image by a path; "
+        "none = images have names. The sandbox host decides, the gateway refuses early.",
+    )
     stack_record: str = Field(
         "",
         description="Where `rollout up` notes how the parts of its stack fare, which `rollout status` shows; "

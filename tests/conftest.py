@@ -12,11 +12,16 @@ from collections import OrderedDict
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from sandbox import paths
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_missing, vllm_server
 
 # Tests look for what sandboxes leave on the machine, and one kept warm would look left. Tests of the warm
 # pool set their own.
 os.environ["ROLLOUT_SANDBOX_WARM"] = "0"
+# Tests of the host, and controls of attacks, need no walls.
+os.environ["ROLLOUT_SANDBOX_RUNTIMES"] = "auto,local-unsafe"
+# The images of `helpers/swe_instances.py` are directories.
+os.environ["ROLLOUT_SANDBOX_IMAGE_ROOTS"] = str(paths.rollout_home() / "swe")
 # Nor may INIT stop because the machine of the tests is short of something; tests of that set their own.
 os.environ["ROLLOUT_NODE_MIN_FREE_DISK_MB"] = os.environ["ROLLOUT_NODE_MIN_FREE_MEMORY_MB"] = "0"
 

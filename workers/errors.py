@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from rollout.schema import Blame, ErrorInfo, Stage
-from sandbox.errors import NodeShort, SandboxError, SandboxRequestError
+from sandbox.errors import NodeShort, NotAllowed, SandboxError, SandboxRequestError
 from sandbox.spec import Fate
 from workers.clocks import counted
 
@@ -62,14 +62,17 @@ class SandboxFailure(StageError):
 def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
     """A sandbox's error as a stage's, given what its host knows of its end.
 
-    A request that cannot be served is its caller's fault. A sandbox that its host ended for going over its
-    limits is the agent's doing. One that died is not: no process inside can end or stop its server, so the
-    kernel or somebody on the node did, and another attempt may go better.
+    A request that cannot be served is its caller's fault, and what the node does not allow the task's, which
+    named it. A sandbox that its host ended for going over its limits is the agent's doing, one that was ended
+    because the node ran short the deployment's. One that died is neither's: no process inside can end or stop
+    its server, so the kernel or somebody on the node did, and another attempt may go better.
     """
     message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
     if fate is not None and fate.kind == "limited":
         return AgentFault(message)
-    if isinstance(error, NodeShort):
+    if isinstance(error, NotAllowed):
+        return TaskError(message)
+    if isinstance(error, NodeShort) or (fate is not None and fate.kind == "node"):
         return InfrastructureError(message)
     kind = HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure
     return kind(message)

@@ -145,7 +145,10 @@ def _model(
 @click.option(
     "--tokenizer", help="With --local. [default: as the server says; the demo model's for --actions]"
 )
-@click.option("--runtime", help="With --local: apptainer, bubblewrap or local-unsafe.")
+@click.option(
+    "--runtime",
+    help="With --local: apptainer, bubblewrap, or local-unsafe where ROLLOUT_SANDBOX_RUNTIMES has it.",
+)
 @click.option(
     "-o", "--output", type=click.File("w", encoding="utf-8"), help="Where whole rollouts go as JSON lines."
 )

@@ -174,6 +174,9 @@ class _Run(StageRun):
     def router(self) -> Any:
         return self._make_router(self)
 
+    def init_nodes(self) -> set[str]:
+        return set()
+
 
 class InProcess:
     """Runs rollouts of one handler here."""

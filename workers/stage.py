@@ -28,6 +28,7 @@ from services.queues import INIT, Ref
 from services.queues import describe as describe_ref
 from services.state.rollouts import Claim, Finish
 from workers import process as processes
+from workers.absence import hand_on
 from workers.agent.router import BackendRouter
 from workers.errors import (
     AgentFault,
@@ -51,7 +52,7 @@ log = structlog.get_logger("stage")
 CLEANUP_S = 20.0
 BACK = ("handback", "elsewhere")
 """Outcomes that give a rollout back as it is."""
-FULL, STOPPED = "full", "stopped"
+FULL, STOPPED, PASSED_OVER = "full", "stopped", "passed over"
 """Why INIT takes nothing now, although somebody may wait."""
 PUT_BACK_S = 1.0
 """For a message of INIT to wait in its slot for room, before it is left to other nodes."""
@@ -157,6 +158,11 @@ class StageRun:
             return error
         return laid(error, self.process.handlers.get(self.claim.request.handler))
 
+    def init_nodes(self) -> set[str]:
+        """The nodes that do INIT now."""
+        workers = self.process.fleet.workers()
+        return {worker.node for worker in workers if Stage.INIT.value in worker.stages}
+
     def retry_delay(self) -> float:
         return self.process.settings.retry_delay_s * 2 ** (self.claim.attempt - 1)
 
@@ -227,9 +233,9 @@ async def work(run: StageRun, body: Body) -> Finish | None:
             asyncio.current_task().uncancel()
             outcome = _interrupted(run)
     except SandboxError as error:
-        outcome = failure(run, await run.blame(error))
+        outcome = await hand_on(run, error) or failure(run, await run.blame(error))
     except Exception as error:
-        outcome = failure(run, error)
+        outcome = await hand_on(run, error) or failure(run, error)
     keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)
     # An EVAL that is handed back is done again on the same sandbox.
     keeps_sandbox |= outcome is not None and outcome.next in BACK and claim.stage is Stage.EVAL
@@ -252,7 +258,9 @@ def run_stage(task: Task, ref: Ref, stage: Stage, body: Body) -> Ref:
         return _stop_chain(task, ref)
     if not isinstance(claim, Claim):
         log.debug("message dropped", rollout_id=ref["id"], stage=stage.value, why=claim)
-        if claim in (FULL, STOPPED):
+        if claim == PASSED_OVER:
+            time.sleep(PUT_BACK_S)  # for other nodes to take the message
+        if claim in (FULL, STOPPED, PASSED_OVER):
             process.dispatcher.send(INIT, [ref])
         return _stop_chain(task, ref)
     _tell_monitors(process, task, ref, claim)

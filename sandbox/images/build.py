@@ -271,7 +271,7 @@ def _hint(source: Source, said: str) -> str:
     if source.kind is not Kind.DEFINITION or source.path is None or not sources.has_post(source.path):
         return ""
     hints = []
-    if (user := paths.sandbox_user()) is not None:
+    if (user := paths.sandbox_user()) is not None and "permission denied" in said.lower():
         hints.append(f"root builds as uid {user}, which must be able to read all that the file names")
     if not _has_fakeroot():
         hints.append(

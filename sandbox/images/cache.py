@@ -7,6 +7,7 @@ For an image of key K there lie in the cache's directory
   K.lease          locked shared by whoever runs sandboxes from it; its time of change is the last use
   .K.unpacking/    under way if K.lock is locked; else left by a process that was killed, and replaced
   .K.removing/     under way if `quota.lock` is locked; else left likewise
+  .guard           its time of change is when a process last kept the system from clearing the cache
 `quota.lock` is held while space is reckoned up and made. Locks are taken in the order K.lock, quota.lock, and
 others' K.lock and K.lease without waiting.
 """
@@ -35,6 +36,9 @@ DEFAULT_QUOTA_GB = 50.0
 ORPHAN_GRACE_S = 600.0
 """How long the images of a killed host are kept for the sandboxes it left, until another host adopts them."""
 STALE_NOTES_S = 3600.0  # a write takes milliseconds
+GUARD_EVERY_S = 3600.0
+UNGUARDED_MOST_S = 9 * 86400.0
+"""systemd-tmpfiles takes files away that were not touched for 10 days (/tmp) or 30 (/var/tmp)."""
 KEY = re.compile(r"[0-9a-f]{20}(-\d+)?")
 EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
@@ -73,6 +77,8 @@ class ImageCache:
         self.directory = directory
         self._quota = quota
         self._leases = locks.SharedLeases()
+        self._shield: int | None = None
+        self._guarded_at = float("-inf")
 
     @property
     def quota(self) -> int:
@@ -83,6 +89,26 @@ class ImageCache:
         """Make the directory. Raises SandboxError when it is somebody else's."""
         # The sandboxes of root run as another user and pass through.
         paths.own_directory(self.directory, 0o711 if os.geteuid() == 0 else 0o700)
+        self.guard()
+
+    def guard(self) -> None:
+        """Keep the system from clearing the cache while this process lives; to be called now and then.
+
+        What lay unguarded so long that files of it may be gone is evicted, to be unpacked again.
+        """
+        now = time.monotonic()
+        if now - self._guarded_at < GUARD_EVERY_S or not self.directory.is_dir():
+            return
+        first, self._guarded_at = self._shield is None, now
+        shield = locks.shield(self.directory)
+        if self._shield is not None:
+            os.close(self._shield)
+        self._shield = shield
+        mark = self.directory / ".guard"
+        left = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
+        mark.touch(0o600)
+        if first and left > UNGUARDED_MOST_S:
+            self.prune(everything=True)
 
     def tree(self, key: str) -> Path:
         """Where the image lies, or would."""

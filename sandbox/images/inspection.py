@@ -93,7 +93,9 @@ def details(store: ImageStore, image: str) -> dict[str, Any]:
         "path": str(path),
         "kind": kind,
         "bytes": size_of(path),
-        "unpacked_bytes": size_of(path) if kind == "directory" else squashfs.unpacked_bytes(path),
+        "unpacked_bytes": size_of(path)
+        if kind == "directory"
+        else squashfs.unpacked_bytes(path, paths.sandbox_user()),
         "hash": None if kind == "directory" else store.content_hash(path),
         "has": {name: name in programs for name in PROGRAMS} | {"ipykernel": ipykernel},
         "labels": attributes.get("labels") or {},
@@ -116,7 +118,7 @@ def size_of(path: Path) -> int:
 
 def _names(path: Path) -> Iterator[str]:
     if not path.is_dir():
-        yield from (entry.name for entry in squashfs.entries(path))
+        yield from (entry.name for entry in squashfs.entries(path, paths.sandbox_user()))
         return
     for parent, directories, files in os.walk(path):
         for name in directories + files:

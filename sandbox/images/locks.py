@@ -137,6 +137,25 @@ class SharedLeases:
             os.close(fd)
 
 
+def shield(directory: Path) -> int:
+    """Keep `systemd-tmpfiles` from clearing the directory while this process lives; the open lock.
+
+    It removes what was not touched for days below /tmp and /var/tmp, file by file, but not from a directory
+    on which somebody holds a `flock` (https://systemd.io/TEMPORARY_DIRECTORIES). A file system without locks
+    is none that it clears.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass  # it is being cleared just now; the next look will find it free
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            os.close(fd)
+            raise
+    return fd
+
+
 def touch(file: int | Path) -> None:
     """Set the time of change to now. Explicitly, for the kernel's own clock for it moves in steps of 4 ms."""
     now = time.time_ns()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import lzma
 import re
 import tarfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +75,11 @@ def recognise(text: str) -> Source:
 
 def _archive_kind(path: Path) -> str:
     """Apptainer's name for what `docker save` or an OCI tool has written."""
-    with tarfile.open(path) as archive:
-        names = {name.removeprefix("./") for name in archive.getnames()}
+    try:
+        with tarfile.open(path) as archive:
+            names = {name.removeprefix("./") for name in archive.getnames()}
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise ImageError(f"{path} is cut off or damaged ({error}); save or copy it again") from error
     if "manifest.json" in names:
         return "docker-archive"
     if "oci-layout" in names:

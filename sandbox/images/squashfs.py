@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,10 +65,13 @@ def squashfs_offset(path: Path) -> int:
     raise ImageError(f"{path} holds no squashfs file system; rebuild it with apptainer build")
 
 
-def entries(path: Path) -> Iterator[Entry]:
-    """All that a SIF or squashfs file holds. Raises ImageError when it is damaged."""
-    arguments = ["-ll", "-o", str(squashfs_offset(path)), str(path)]
-    done = _unsquashfs(path, "read", arguments, LIST_TIMEOUT_S)
+def entries(path: Path, user: int | None = None) -> Iterator[Entry]:
+    """All that a SIF or squashfs file holds, read by `user` if we are root. Raises ImageError when it is
+    damaged.
+    """
+    with path.open("rb") as file:
+        arguments = ["-ll", "-o", str(squashfs_offset(path))]
+        done = _unsquashfs(path, file.fileno(), "read", arguments, LIST_TIMEOUT_S, user=user)
     if done.returncode != 0:
         raise ImageError(f"cannot read {path}: {_said(done)}; copy or build it again")
     for line in done.stdout.decode(errors="surrogateescape").split("\n"):
@@ -74,40 +79,81 @@ def entries(path: Path) -> Iterator[Entry]:
             yield Entry(match[1], int(match[2]), match[3].removeprefix("/"))
 
 
-def unpacked_bytes(path: Path) -> int:
+def unpacked_bytes(path: Path, user: int | None = None) -> int:
     """Disk space that the unpacked image takes: an estimate from above, for hard links count each time."""
     total = 0
-    for kind, size, _ in entries(path):
+    for kind, size, _ in entries(path, user):
         total += -(-size // BLOCK_BYTES) * BLOCK_BYTES if kind == "-" else BLOCK_BYTES * (kind == "d")
     return total
 
 
-def unpack(path: Path, target: Path, lock: int | None = None) -> None:
+def unpack(
+    path: Path,
+    target: Path,
+    lock: int | None = None,
+    *,
+    opened: int | None = None,
+    user: int | None = None,
+) -> None:
     """Unpack into `target`, which must not exist or be empty; what an error leaves there is the caller's.
 
     `lock`: a locked file, if any, that unsquashfs inherits; should we be killed, it stays locked until
-    unsquashfs has stopped writing. Raises ImageError.
+    unsquashfs has stopped writing. `opened`: `path` as it was opened, whatever has its name now. `user`: who
+    unpacks if we are root, and then owns the files; root's own hands stay off what others may have written.
+    Raises ImageError.
     """
-    arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", str(target), "-o", str(squashfs_offset(path))]
-    done = _unsquashfs(
-        path, "unpack", [*arguments, str(path)], UNPACK_TIMEOUT_S, () if lock is None else (lock,)
-    )
+    target.mkdir(exist_ok=True)
+    # Relative to where it stands: the user may be unable to come there by the whole path.
+    arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", ".", "-o", str(squashfs_offset(path))]
+    with path.open("rb") as file:
+        done = _unsquashfs(
+            path,
+            file.fileno() if opened is None else opened,
+            "unpack",
+            arguments,
+            UNPACK_TIMEOUT_S,
+            () if lock is None else (lock,),
+            user,
+            target,
+        )
     # Exit code 2: something was skipped, for a plain user the device nodes, which nobody needs. A full disk
     # is exit code 1.
     if done.returncode not in (0, 2) or not any((target / name).exists() for name in ("usr", "bin")):
         raise ImageError(f"cannot unpack {path} into {target.parent}: {_said(done)}")
 
 
+def reader(opened: int, user: int | None) -> int | None:
+    """`user` if it may read the file; None where it is closed to all but root, who alone has written it."""
+    info = os.fstat(opened)
+    if user is None or os.geteuid() != 0:
+        return None
+    return user if info.st_mode & stat.S_IROTH or info.st_uid == user else None
+
+
 def _unsquashfs(
-    path: Path, verb: str, arguments: list[str], timeout: float, keep: tuple[int, ...] = ()
+    path: Path,
+    opened: int,
+    verb: str,
+    arguments: list[str],
+    timeout: float,
+    keep: Sequence[int] = (),
+    user: int | None = None,
+    cwd: Path = Path("/"),
 ) -> subprocess.CompletedProcess[bytes]:
     program = shutil.which("unsquashfs", path=paths.tool_path())
     if program is None:
         raise ImageError(f"cannot {verb} {path}: unsquashfs is missing; run deploy/setup/apptainer.sh")
     environment = {"PATH": paths.tool_path(), "LANG": "C"}
+    user = reader(opened, user)
     try:
         return subprocess.run(
-            [program, *arguments], capture_output=True, timeout=timeout, env=environment, pass_fds=keep
+            [program, *arguments, f"/proc/self/fd/{opened}"],
+            capture_output=True,
+            timeout=timeout,
+            env=environment,
+            pass_fds=(opened, *keep),
+            cwd=cwd,
+            **({} if user is None else {"user": user, "group": user, "extra_groups": []}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ImageError(f"cannot {verb} {path}: {error}") from error

@@ -8,12 +8,14 @@ import re
 import stat
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 from sandbox import paths
-from sandbox.errors import ImageError
+from sandbox.errors import ImageError, NotAllowed
 from sandbox.images import squashfs
 from sandbox.images.cache import ImageCache, read_json, write_json
 from sandbox.images.locks import Lease
+from sandbox.images.policy import ImagePolicy, find_socket
 
 KEY_CHARS = 20  # of the SHA-256 in hexadecimal: 80 bits, no accidental collision
 HASHES_KEPT = 1000
@@ -23,20 +25,27 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 class ImageStore:
     """Resolves image names and keeps the node's cache of unpacked images. Thread- and process-safe."""
 
-    def __init__(self, cache: Path | None = None, quota: int | None = None):
+    def __init__(
+        self, cache: Path | None = None, quota: int | None = None, policy: ImagePolicy | None = None
+    ):
         """`cache`: its directory; `quota`: bytes. None = what `ROLLOUT_IMAGE_CACHE` and
-        `ROLLOUT_IMAGE_CACHE_GB` say.
+        `ROLLOUT_IMAGE_CACHE_GB` say. `policy`: what may be an image; None = anything, for the
+        operator's own tools.
         """
         self.cache = ImageCache(cache or paths.image_cache(), quota)
+        self._policy = policy
+        self._without_sockets: set[Path] = set()
         self._hashes: dict[str, str] = {}
         self._given: dict[str, tuple[str, int | None]] = {}
         self._lock = threading.Lock()
 
     def find(self, image: str) -> Path:
         """The SIF file or directory behind a path or a name. Raises ImageError saying where it was looked
-        for.
+        for, NotAllowed when it may not be an image here.
         """
         if "/" in image:
+            if self._policy is not None:
+                self._policy.check_path(image)
             candidates = [Path(image)]
         else:
             images = paths.image_dir()
@@ -48,7 +57,10 @@ class ImageStore:
             candidates = [images / f"{image}.sif", images / image]
         for path in candidates:
             if path.exists():
-                return path.resolve()
+                found = path.resolve()
+                if self._policy is not None:
+                    self._policy.check_place(image, found)
+                return found
         places = " and ".join(map(str, candidates))
         remedy = "run deploy/setup/image.sh" if image == "base" else "build it or give its path"
         raise ImageError(f"image {image!r} not found; looked for {places}; {remedy}")
@@ -62,21 +74,37 @@ class ImageStore:
         """
         path = self.find(image)
         if path.is_dir():
+            self._refuse_sockets(image, path)
             return path
         self.cache.make()
-        key = self.content_hash(path) + ("" if owner is None else f"-{owner}")
-        self._given[key] = (image, owner)
-        tree = self.cache.tree(key)
-        if tree.is_dir():
-            self.cache.touch(key)
-            return tree
+        with path.open("rb") as file:  # once, for hash and content shall be those of one file
+            key = self._hash_of(path, file) + ("" if owner is None else f"-{owner}")
+            self._given[key] = (image, owner)
+            tree = self.cache.tree(key)
+            if tree.is_dir():
+                self.cache.touch(key)
+                return tree
+            before = _identity(path, file)
 
-        def unpack(target: Path, lock: int) -> None:
-            squashfs.unpack(path, target, lock)
-            if os.geteuid() == 0:
-                hand_over(target, owner)
+            def unpack(target: Path, lock: int) -> None:
+                user = squashfs.reader(file.fileno(), owner)
+                if user is not None:
+                    os.chown(target, user, user)
+                squashfs.unpack(path, target, lock, opened=file.fileno(), user=user)
+                if os.geteuid() == 0 and user is None:
+                    hand_over(target, owner)
+                if _identity(path, file) != before:
+                    raise ImageError(f"{path} changed while it was unpacked; start the sandbox again")
 
-        return self.cache.fill(key, path, squashfs.unpacked_bytes(path), unpack)
+            return self.cache.fill(key, path, squashfs.unpacked_bytes(path, owner), unpack)
+
+    def _refuse_sockets(self, image: str, directory: Path) -> None:
+        """Once for each directory: nobody but the operator writes there."""
+        if self._policy is None or directory in self._without_sockets:
+            return
+        if found := find_socket(directory):
+            raise NotAllowed(f"image {image!r} holds a socket, {found}; remove it")
+        self._without_sockets.add(directory)
 
     def hold(self, rootfs: Path) -> Lease:
         """Keep a directory that `rootfs` gave from being evicted until the lease is released or this process
@@ -104,8 +132,11 @@ class ImageStore:
         """The first 20 digits of the file's SHA-256. Remembered, in the cache's directory too, as long as
         inode, size and times of change stay: a large image on a busy file system takes long to read.
         """
-        info = path.stat()
-        identity = f"{path}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
+        with path.open("rb") as file:
+            return self._hash_of(path, file)
+
+    def _hash_of(self, path: Path, file: BinaryIO) -> str:
+        identity = _identity(path, file)
         memory = self.cache.directory / "hashes.json"
         with self._lock:
             if identity not in self._hashes:
@@ -113,14 +144,19 @@ class ImageStore:
             known = self._hashes.get(identity)
         if known is not None:
             return known
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:KEY_CHARS]
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:KEY_CHARS]
         with self._lock:
             # A concurrent process may overwrite this; then the hash is computed once more.
             self._hashes = dict([*read_json(memory).items(), (identity, digest)][-HASHES_KEPT:])
             self.cache.make()
             write_json(memory, self._hashes)
         return digest
+
+
+def _identity(path: Path, file: BinaryIO) -> str:
+    """Another one whenever the file's content may be: nobody but the kernel sets the time of change."""
+    info = os.fstat(file.fileno())
+    return f"{path}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}"
 
 
 def hand_over(directory: Path, owner: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sandbox import paths
@@ -13,7 +13,7 @@ from sandbox.runtimes.base import Launch, Places, Runtime
 from sandbox.runtimes.bubblewrap import Bubblewrap
 from sandbox.runtimes.local_unsafe import LocalUnsafe
 
-__all__ = ["RUNTIMES", "Launch", "Places", "Runtime", "select_runtime"]
+__all__ = ["AUTO", "RUNTIMES", "Launch", "Places", "Runtime", "select_runtime"]
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +25,18 @@ def select_runtime(
     name: str = "auto",
     find_rootfs: Callable[[Runtime], Path | None] = lambda runtime: None,
     within: Path | None = None,
+    auto: Sequence[str] = AUTO,
 ) -> Runtime:
-    """The runtime of that name, or for `auto` the best one that really works here.
+    """The runtime of that name, or for `auto` the first of those that really works here.
 
-    `find_rootfs` gives the unpacked image a runtime is probed with (an ImageError of its passes through),
-    `within` is where the scratch of sandboxes will lie. A fallback is announced by one warning. Raises
-    RuntimeUnavailable, naming the remedy.
+    `find_rootfs` gives the unpacked base image, with whose Python a runtime is probed, and never a task's
+    image (an ImageError of its passes through); `within` is where the scratch of sandboxes will lie. A
+    fallback is announced by one warning. Raises RuntimeUnavailable, naming the remedy.
     """
     if name not in RUNTIMES and name != "auto":
         raise RuntimeUnavailable(f"unknown runtime {name!r}; choose auto, {', '.join(RUNTIMES)}")
     failures: list[str] = []
-    for candidate in AUTO if name == "auto" else (name,):
+    for candidate in auto if name == "auto" else (name,):
         runtime = RUNTIMES[candidate]()
         try:
             _probe(runtime, find_rootfs, within)

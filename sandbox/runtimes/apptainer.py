@@ -146,10 +146,10 @@ def _text_of_writable_root() -> str:
 
 
 def _writable_root(launch: Launch) -> list[str]:
-    """The command of `writable_root.py`. By its text, and with the base image's Python where there is one:
-    the sandboxes' user may be unable to read ours.
+    """The command of `writable_root.py`. By its text, and with the base image's Python, for the sandboxes'
+    user may be unable to read ours. It runs outside, so it is never a task image's.
     """
-    own = launch.interpreter or (interpreter.find(launch.rootfs) if launch.rootfs else None)
+    own = launch.interpreter
     python = [str(Path(sys.executable).resolve())]
     if own is not None:
         python = [*interpreter.loader(own, str(own)), f"{own}/bin/python3"]

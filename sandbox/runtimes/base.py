@@ -68,6 +68,10 @@ class Bind:
     source: Path
     target: str
     read_only: bool = True
+    identity: tuple[int, int] | None = None
+    """Device and inode of the source when it was checked: a warm sandbox shows what had that name then, and
+    serves nobody once the name is another's. None for places of our own.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,9 @@ class Launch:
     scratch: Path
     """Holds what is private to this sandbox: the directories of `SCRATCH_MODES`."""
     interpreter: Path | None = None
-    """`usr` of an unpacked base image, whose Python runs the server; None = the image's own python3."""
+    """`usr` of the unpacked base image, whose Python runs the server, and whatever has to run outside; None
+    where the machine's own `usr` is shown for want of an image.
+    """
     binds: tuple[Bind, ...] = ()
     limits: Limits | None = None
     """For a runtime that can have the kernel hold them; the host's watchdog looks after them anyway."""
@@ -181,7 +187,8 @@ class Runtime(abc.ABC):
     def probe(self, rootfs: Path | None, within: Path | None = None) -> None:
         """Really run `true` in a sandbox whose scratch lies below `within`, for file systems differ.
 
-        Raises RuntimeUnavailable with what the runtime said.
+        `rootfs`: the base image, whose Python serves outside as well, so never a task's. Raises
+        RuntimeUnavailable with what the runtime said.
         """
         self.check_installed()
         base = Path(tempfile.mkdtemp(prefix="probe-", dir=within))
@@ -190,7 +197,14 @@ class Runtime(abc.ABC):
             payload = base / "payload"
             payload.mkdir()
             launch = make_directories(
-                base, "probe", rootfs, "none", self.run_as, payload=payload, limits=PROBE_LIMITS
+                base,
+                "probe",
+                rootfs,
+                "none",
+                self.run_as,
+                payload=payload,
+                interpreter=interpreters.find(rootfs) if rootfs else None,
+                limits=PROBE_LIMITS,
             )
             done = subprocess.run(
                 self.argv(launch, ["true"]),

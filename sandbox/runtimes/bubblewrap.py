@@ -108,13 +108,17 @@ class Bubblewrap(Runtime):
             entries += [root / "etc" / name for name in MACHINE_ETC]
         else:
             entries = [entry for entry in root.iterdir() if entry.name not in OWN_TOP_LEVEL | {"var"}]
-            entries += [entry for entry in root.glob("var/*") if entry.name != "tmp"]
+            var = root / "var"
+            if var.is_symlink():  # of the image: it leads to a place inside, not to the machine's
+                entries.append(var)
+            elif var.is_dir():
+                entries += [entry for entry in var.iterdir() if entry.name != "tmp"]
         flags = []
         for entry in sorted(entries):
             inside = "/" + str(entry.relative_to(root))
             if entry.is_symlink():
                 flags += ["--symlink", str(entry.readlink()), inside]
-            elif entry.exists():
+            elif entry.is_dir() or entry.is_file():  # no socket, pipe or device
                 flags += ["--ro-bind", str(entry), inside]
         return flags
 

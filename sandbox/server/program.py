@@ -174,8 +174,6 @@ class _Program:
         exited = ended and os.WIFEXITED(status) and self._not_started is None
         stdout, cut = self._stdout.text()
         stderr, cut_too = ("", False) if self._stderr is self._stdout else self._stderr.text()
-        if alone.node_short:
-            raise ServerError("the program was ended: %s" % alone.limit_exceeded)
         return {
             "exit_code": os.WEXITSTATUS(status) if exited else None,
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,

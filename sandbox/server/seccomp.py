@@ -68,12 +68,14 @@ NUMBERS = {
     "perf_event_open": (298, 241),
     "personality": (135, 92),
     "pivot_root": (155, 41),
+    "prlimit64": (302, 261),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
     "reboot": (169, 142),
     "request_key": (249, 218),
     "semget": (64, 190),
     "setns": (308, 268),
+    "setpriority": (141, 140),
     "shmget": (29, 194),
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -198,12 +200,25 @@ def _socket():
     ]
 
 
+def _own_limits():
+    """Limits of the caller itself may be set, those of others read: one that is set on the server ends it."""
+    read_only = [_low(2), (EQUAL, 0, 3, 0), (LOAD, 0, 0, 16 + 8 * 2 + 4), (EQUAL, 0, 1, 0), _ALLOW]
+    return [_low(0), (EQUAL, 0, 1, 0), _ALLOW, *read_only, _refuse(errno.EPERM)]
+
+
+def _own_priority():
+    """The caller's own alone: the server has the agent's uid, and made to wait it would miss its limits."""
+    return [_low(0), (EQUAL, 0, 3, 0), _low(1), (EQUAL, 0, 1, 0), _ALLOW, _refuse(errno.EPERM)]
+
+
 # Name → instructions that end in an answer; those of CONTAINER, then those of all.
 CONTAINER_ARGUMENTS = {
     "clone": _unless_flags(CLONE_NAMESPACES),
     "unshare": _unless_flags(CLONE_NAMESPACES | CLONE_NEWTIME),
     "shmget": _at_most(1, SEGMENT_BYTES),
     "semget": _at_most(1, SEMAPHORES),
+    "prlimit64": _own_limits(),
+    "setpriority": _own_priority(),
     "socket": _socket(),
     "socketpair": _socket(),
 }

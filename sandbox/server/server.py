@@ -1,12 +1,13 @@
 """The server inside a sandbox: a shell, files and tools, on a Unix socket that the host hands in.
 
 `python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes. The
-configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls` (`python`: command
-line of the interpreter that runs us; `bash`: one of our own, for images without; null = the image's; `walls`:
-whether this is a container, see `walls.py`). The listening socket is made outside and its path is never
-visible inside, so no process in the sandbox can connect to it, replace it or answer in the server's place.
-One line goes to standard output when the shell is ready. Each connection is served by a thread, one request
-after the other; a second connection can interrupt or feed a command that the first one runs.
+configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls, key` (`python`:
+command line of the interpreter that runs us; `bash`: one of our own, for images without; null = the image's;
+`walls`: whether this is a container, see `walls.py`; `key`: what every connection has to begin with). The
+listening socket is made outside and its path is never visible inside, so no process in the sandbox can
+connect to it, replace it or answer in the server's place. One line goes to standard output when the shell is
+ready. Each connection is served by a thread, one request after the other; a second connection can interrupt
+or feed a command that the first one runs.
 
 In a container the server is the init of the PID namespace. So no process inside can kill or stop it, what
 loses its parent comes to it, and there is no other init, in which a process could outlive a reset, or through
@@ -40,8 +41,9 @@ PR_SET_CHILD_SUBREAPER = 36
 class Server:
     """Answers requests by handing each to the part that knows the operation."""
 
-    def __init__(self, shell, ipython, programs, workspace):
+    def __init__(self, shell, ipython, programs, workspace, key=None):
         self._shell = shell
+        self._key = key
         self._started = time.monotonic()
         self._operations = {"ping": self._ping, "shutdown": self._shutdown}
         self._workspace = workspace
@@ -66,6 +68,8 @@ class Server:
         """Answer requests until the peer closes the connection."""
         with connection:
             try:
+                if self._key and wire.receive(connection) != {"key": self._key}:
+                    return
                 while True:
                     request = wire.receive(connection)
                     if request is None:
@@ -208,7 +212,7 @@ def main(config_path):
         config["python"],
         loader,
     )
-    server = Server(shell, ipython, programs, config["workspace"])
+    server = Server(shell, ipython, programs, config["workspace"], config.get("key"))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     os.dup2(0, 1)  # the host closes its end of the pipe now

@@ -59,7 +59,6 @@ class Shell:
         self._suspending = False  # C-z was typed to the running command
         self._restarted = False  # since the last result
         self._limit_exceeded = None
-        self._node_short = False  # whether it was the node's want that ended all processes last
         self._told_cwd = cwd  # with the last result
         self._epoll = select.epoll()
         self._attended = False
@@ -132,11 +131,11 @@ class Shell:
         finally:
             self._lock.release()
 
-    def breach(self, message, node_short=False):
+    def breach(self, message):
         """End every process because a limit was exceeded; the running command's result, or else the next one,
-        carries `message`. `node_short`: the limit is the node's, not the sandbox's.
+        carries `message`.
         """
-        self._limit_exceeded, self._node_short = message, node_short
+        self._limit_exceeded = message
         self.end_all()
 
     # -- running a command ----------------------------------------------
@@ -409,11 +408,6 @@ class Alone:
     def limit_exceeded(self):
         """Which limit of the sandbox it exceeded and was ended for; None = none."""
         return self._shell._limit_exceeded
-
-    @property
-    def node_short(self):
-        """Whether that was the node's limit, and so nobody's fault here."""
-        return self.limit_exceeded is not None and self._shell._node_short
 
     def close(self):
         """The block ends."""

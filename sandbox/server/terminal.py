@@ -80,7 +80,7 @@ class Terminal:
     def _breach(self, request, connection):
         message = str(request["message"])
         with self._while_all_end(message):
-            self._shell.breach(message, bool(request.get("node_short")))
+            self._shell.breach(message)
         return {}
 
 

@@ -14,9 +14,11 @@ import redis
 import structlog
 from flask import Flask, Response, current_app, g, request
 
+from rollout.image_names import images_in, is_below, is_path, local_name
 from rollout.schema import FieldError, HandlerInfo, Problem, RolloutRequest
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem, invalid, respond
+from services.settings import Settings
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
 from services.state.tenants import Tenant
 
@@ -28,7 +30,7 @@ MAX_HEADER = 200
 """Characters of an Authorization header worth looking at; a key has 81."""
 WORKING = ("active", "replaced")
 """States of a key that is accepted."""
-UNSAFE_RUNTIME = "local-unsafe"
+AUTO_RUNTIME, BEST_RUNTIME = "auto", "apptainer"
 ALL_TENANTS = "*"
 MAKE_KEY = "make one with `rollout keys create TENANT --scope admin`"
 
@@ -241,11 +243,13 @@ def tenant_filter(*, every: bool = True) -> str | None:
 def check_permitted(
     requests: Iterable[RolloutRequest],
     handlers: Mapping[str, HandlerInfo],
-    default_image: str,
+    settings: Settings,
     *,
     single: bool,
 ) -> None:
-    """Refuse handlers, images and runtimes that the caller's tenant may not use.
+    """Refuse handlers, images and runtimes that the caller's tenant, or nobody here, may use.
+
+    The sandbox host decides; here it is said earlier, and which field it is.
 
     Raises:
         ApiProblem: 403 naming the fields.
@@ -253,33 +257,43 @@ def check_permitted(
     me = caller()
     errors: list[FieldError] = []
 
+    def refuse(field: str, message: str) -> None:
+        errors.append(FieldError(field=field, message=message))
+
     def require(kind: str, field: str, value: str) -> None:
         if not me.tenant.may_use(kind, value):
             allowed = ", ".join(getattr(me.tenant, kind)) or "none"
-            message = f"tenant {me.tenant.name!r} may not use {value!r}; allowed {kind}: {allowed}"
-            errors.append(FieldError(field=field, message=message))
+            refuse(field, f"tenant {me.tenant.name!r} may not use {value!r}; allowed {kind}: {allowed}")
 
     for position, wanted in enumerate(requests):
         prefix = "" if single else f"requests.{position}."
         require("handlers", f"{prefix}handler", wanted.handler)
         info = handlers.get(wanted.handler)
         if info is not None and info.uses_sandbox:
-            field, image = _image(wanted, info, default_image)
-            require("images", prefix + field, image)
+            named = images_in(wanted.task)
+            for field, image in named.items():
+                if is_path(image) and not is_below(image, settings.sandbox_image_roots):
+                    refuse(f"{prefix}task.{field}", _no_path(image, settings))
+                else:
+                    require("images", f"{prefix}task.{field}", local_name(image))
+            if not named:
+                require("images", f"{prefix}handler", info.image or settings.sandbox_image)
         runtime = wanted.sandbox_runtime
         if runtime is None:
             continue
-        if runtime == UNSAFE_RUNTIME and me.tenant.runtimes is None and not me.may(Scope.ADMIN):
-            message = f"{runtime!r} isolates nothing; tenant {me.tenant.name!r} was not given it by name"
-            errors.append(FieldError(field=f"{prefix}sandbox_runtime", message=message))
+        own = settings.sandbox_runtime
+        ours = runtime == own or (own == AUTO_RUNTIME and runtime == BEST_RUNTIME)
+        if not ours and me.tenant.runtimes is None and not me.may(Scope.ADMIN):
+            message = f"the deployment runs {own!r}, and tenant {me.tenant.name!r} was not given {runtime!r}"
+            refuse(f"{prefix}sandbox_runtime", message)
         require("runtimes", f"{prefix}sandbox_runtime", runtime)
     if errors:
         raise ApiProblem(403, "Not permitted", f"{errors[0].field}: {errors[0].message}", errors)
 
 
-def _image(wanted: RolloutRequest, info: HandlerInfo, default: str) -> tuple[str, str]:
-    """The image that a request leads to, and the field that says so: a task's own `image` goes first."""
-    chosen = wanted.task.get("image")
-    if isinstance(chosen, str) and "image" in info.task_schema.get("properties", {}):
-        return "task.image", chosen
-    return "handler", info.image or default
+def _no_path(image: str, settings: Settings) -> str:
+    roots = settings.sandbox_image_roots or "none"
+    return (
+        f"{image!r} is a path, and images have names here or lie below ROLLOUT_SANDBOX_IMAGE_ROOTS={roots}; "
+        "give a name (`rollout images build NAME SOURCE` makes the image)"
+    )

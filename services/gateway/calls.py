@@ -67,7 +67,7 @@ def begin(
         ApiProblem: It was refused, and nothing was enqueued; 409 for a job with another body.
     """
     gate, tenant = gateway(), caller().tenant
-    check_permitted([request], gate.tasks.handlers(), gate.settings.sandbox_image, single=True)
+    check_permitted([request], gate.tasks.handlers(), gate.settings, single=True)
     gate.tasks.check([request], single=True)
     rollout_id = new_id()
     if job is not None:

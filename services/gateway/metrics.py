@@ -46,7 +46,10 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 # Fields of `HostClient.stats`.
 SANDBOX_STATES = ("claimed", "warm", "waiting")
-SANDBOX_EVENTS = ("started", "claimed_warm", "failed", "expired", "died", "limited", "adopted", "swept")
+SANDBOX_EVENTS = (
+    *("started", "claimed_warm", "failed"),
+    *("expired", "died", "limited", "node", "adopted", "swept"),
+)
 
 BACKEND_GAUGES: tuple[tuple[str, str, Callable[[Backend], float | None]], ...] = (
     ("up", "1 while it takes calls, 0 when it failed its probes or a weight update.", lambda b: b.healthy),

@@ -192,6 +192,10 @@ class Stack:
         env.pop(KEY_VARIABLE, None)
         # torch would make one in /tmp and leave it there.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.dir / "torchinductor"))
+        # It holds keys, logs and Redis' data: no sandbox shows it.
+        env["ROLLOUT_SANDBOX_CLOSED"] = ":".join(
+            filter(None, [env.get("ROLLOUT_SANDBOX_CLOSED"), str(self.dir)])
+        )
         if options.sandbox_runtime:
             env["ROLLOUT_SANDBOX_RUNTIME"] = options.sandbox_runtime
         if not env.get("ROLLOUT_SANDBOX_DIR"):

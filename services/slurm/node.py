@@ -92,6 +92,9 @@ class NodeJob(MemberJob):
         env["PYTHONUNBUFFERED"] = "1"
         env["ROLLOUT_NODE"] = self.place.name
         env["ROLLOUT_SANDBOX_DIR"] = str(sandboxes)
+        # It holds keys, logs and Redis' data: no sandbox shows it.
+        closed = filter(None, [env.get("ROLLOUT_SANDBOX_CLOSED"), str(self.run_dir.path)])
+        env["ROLLOUT_SANDBOX_CLOSED"] = ":".join(closed)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(sandboxes / "torchinductor"))
         if root != Path("/tmp"):
             # Unpacked images stay from job to job.

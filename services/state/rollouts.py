@@ -57,6 +57,11 @@ _LUA = (
     ),
     "rollouts",
 )
+ABSENT = "absent:"
+"""How the fields of a record begin that name nodes which could not start its image; of `Finish.fields` in a
+hand-back with the reason, in the record with the time."""
+ABSENT_S = 60.0
+"""Seconds for which such a node passes the rollout over: the image may come."""
 UNREADABLE = "unreadable"
 """Instead of a claim: the record cannot be read, and the rollout has ended as failed."""
 CANCEL_AT_ONCE = 200
@@ -71,7 +76,7 @@ def _lua_table() -> str:
         f"{state} = {{{', '.join(f'{to} = true' for to in sorted(following))}}}"
         for state, following in TRANSITIONS.items()
     )
-    return f"local ALLOWED = {{{', '.join(rows)}}}\n"
+    return f"local ALLOWED = {{{', '.join(rows)}}}\nlocal ABSENT_MS = {int(ABSENT_S * 1000)}\n"
 
 
 def _sendable(value: Any) -> Any:
@@ -254,7 +259,8 @@ class RolloutStore(RolloutReader):
             token: As for `claim`.
 
         Returns:
-            The claim, or why there is none: `nobody` waits, `full`: INIT is far enough ahead of RUN, or
+            The claim, or why there is none: `nobody` waits, `passed over`: only such wait
+            whose image the node could not start, `full`: INIT is far enough ahead of RUN, or
             `stale`: what this token had claimed is lost by now.
         """
         lease = int(self._settings.lease_s * 1000)
@@ -334,6 +340,17 @@ class RolloutStore(RolloutReader):
         self._call(
             "finish", rollout_id, fence, stage.value, State.FAILED.value, 0, 0, self._retention, 0, "", *flat
         )
+
+    def absent_on(self, rollout_id: str) -> set[str]:
+        """The nodes that pass a rollout over, for they could not start its image."""
+        key = keys.record(rollout_id)
+        names = [name for name in self._redis.hkeys(key) if name.startswith(ABSENT)]
+        if not names:
+            return set()
+        seconds, micros = self._redis.time()
+        since = seconds + micros / 1e6 - ABSENT_S
+        times = zip(names, self._redis.hmget(key, names), strict=True)
+        return {name.removeprefix(ABSENT) for name, at in times if at and int(at) / 1000 > since}
 
     def heartbeat(self, held: Iterable[tuple[str, int]]) -> list[str]:
         """Extend leases. One word each: `ok`, `lost`, `cancel` or `overdue`."""

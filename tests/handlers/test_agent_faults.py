@@ -9,7 +9,7 @@ import pytest
 from rollout.schema import Blame, Limits, Rollout, State
 from rollout.trajectory import FinishReason, Message
 from sandbox import spec
-from sandbox.errors import SandboxError, SandboxGone
+from sandbox.errors import NotAllowed, SandboxError, SandboxGone
 from workers.agent.replay import Action, Call
 from workers.agent.tools import ExecuteBash, Finish
 from workers.errors import from_sandbox
@@ -114,6 +114,8 @@ def test_before_an_agent_did_anything_it_is_not_blamed():
     [
         (SandboxGone("x"), spec.Fate("limited", "was ended"), Blame.AGENT, False),
         (SandboxGone("x"), spec.Fate("died", "ended by itself"), Blame.SANDBOX, True),
+        (SandboxGone("x"), spec.Fate("node", "was ended"), Blame.INFRASTRUCTURE, True),
+        (NotAllowed("x"), None, Blame.TASK, False),
         (SandboxGone("x"), spec.Fate("expired", "outlived"), Blame.SANDBOX, True),
         (SandboxGone("x"), None, Blame.SANDBOX, True),
         (SandboxError("x"), None, Blame.SANDBOX, True),

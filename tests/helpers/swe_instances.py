@@ -103,6 +103,7 @@ PROJECTS = (
 
 def instances() -> list[dict[str, Any]]:
     """The rows, made now if they are not there: seconds of network, then of two test runs each."""
+    os.environ.setdefault("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(HOME))  # of hosts that are started from here on
     HOME.mkdir(parents=True, exist_ok=True)
     recipe = Path(__file__).read_bytes() + str(paths.sandbox_user()).encode()
     base = ImageStore().find("base").stat()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import processes
+from sandbox.address import Address
 from sandbox.client import BashResult
 from sandbox.errors import SandboxGone
 from sandbox.host_client import SyncHostClient
@@ -475,8 +476,9 @@ def test_another_sandboxs_memory_files_and_processes_are_out_of_reach(victim, no
     other = victim.host.start(SandboxSpec(runtime=node[3]))
     with SyncSandboxClient(other.socket) as client:
         client.bash("echo hers >/tmp/hers; echo hers >/dev/shm/hers; sleep 1000 & ")
+        places = f"{victim.state} {Address.parse(other.socket)}"
         result = victim.client.bash(
-            f"find / -name hers 2>/dev/null; ls {victim.state} {other.socket}; ps ax | grep 'sleep 100[0]'"
+            f"find / -name hers 2>/dev/null; ls {places}; ps ax | grep 'sleep 100[0]'"
         )
         assert "hers" not in result.output
         assert "sleep 1000" not in result.output

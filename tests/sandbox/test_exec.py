@@ -10,7 +10,7 @@ import time
 import pytest
 
 from sandbox.calls import TRUSTED_PYTHON
-from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.errors import SandboxRequestError
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient, exchange
@@ -231,12 +231,6 @@ def test_over_a_limit_of_the_sandbox_it_is_ended_and_told_so(client, sandbox):
     result = breach_during(sandbox, client, message="9 of 8 MiB")
     assert (result.exit_code, result.limit_exceeded) == (None, "9 of 8 MiB")
     assert client.exec(["true"]).limit_exceeded is None
-
-
-def test_over_a_limit_of_the_node_there_is_no_result(client, sandbox):
-    with pytest.raises(SandboxError, match="the node has 1 MiB left"):
-        breach_during(sandbox, client, message="the node has 1 MiB left", node_short=True)
-    assert client.exec(["true"]).exit_code == 0
 
 
 def test_what_the_agent_exceeded_before_is_told_to_the_agent(client, sandbox):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sandbox import paths, processes
+from sandbox.address import Address
 from sandbox.client import SandboxClient
 from sandbox.errors import (
     ImageError,
@@ -47,6 +51,16 @@ def anything() -> str:
     return "bubblewrap" if why_not("apptainer") else "apptainer"
 
 
+@pytest.fixture
+def images(monkeypatch) -> Iterator[Path]:
+    """A place whose directories may be images by their paths."""
+    directory = Path(tempfile.mkdtemp(prefix="sbxi-", dir="/tmp"))
+    directory.chmod(0o755)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(directory))
+    yield directory
+    shutil.rmtree(directory)
+
+
 def processes_of(pid: int) -> list[int]:
     """The runtime's process and everything below it."""
     return [pid, *processes.descendants(pid)]
@@ -72,7 +86,7 @@ def assert_gone(state: Path, info: SandboxInfo, pids: list[int]) -> None:
         time.sleep(0.01)
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
     assert not [path for path in state.rglob("*") if info.id in path.name]
-    assert not Path(info.socket).exists()
+    assert not Path(Address.parse(info.socket).path).exists()
 
 
 def test_release_leaves_no_process_socket_or_file(state, host, runtime):
@@ -276,8 +290,8 @@ def test_cancelling_a_command_interrupts_it_inside(host, anything):
 
 
 @pytest.mark.apptainer
-def test_a_failed_start_says_what_the_runtime_said(state, host):
-    image = state / "broken"
+def test_a_failed_start_says_what_the_runtime_said(state, host, images):
+    image = images / "broken"
     (image / "usr").mkdir(parents=True)
     (image / "workspace").write_text("where a directory has to be")
     image.chmod(0o755)
@@ -293,11 +307,11 @@ def test_a_failed_start_says_what_the_runtime_said(state, host):
 
 @pytest.mark.apptainer
 @pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
-def test_an_image_without_python_shell_or_c_library_serves(state, host, name):
+def test_an_image_without_python_shell_or_c_library_serves(host, images, name):
     """The server brings its own; what the image lacks is missing to the agent only."""
     if reason := why_not(name):
         pytest.skip(reason)
-    image = state / "empty"
+    image = images / "empty"
     (image / "usr" / "bin").mkdir(parents=True)
     (image / "bin").symlink_to("usr/bin")
     image.chmod(0o755)
@@ -311,6 +325,36 @@ def test_an_image_without_python_shell_or_c_library_serves(state, host, name):
             assert result.output.splitlines()[-1] == "f"
 
     run(scenario())
+
+
+@pytest.mark.apptainer
+@pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
+def test_the_agent_s_shell_has_what_a_docker_image_declares(host, images, name):
+    if reason := why_not(name):
+        pytest.skip(reason)
+    environment = images / "image" / ".singularity.d" / "env"
+    environment.mkdir(parents=True)
+    (images / "image" / "usr" / "bin").mkdir(parents=True)
+    lines = ['export PATH="/opt/conda/bin:/usr/bin"']
+    lines += [f'export {one}="${{{one}:-"of the image"}}"' for one in ("COLOUR", "PAGER")]
+    (environment / "10-docker2singularity.sh").write_text("\n".join(lines))
+
+    async def scenario():
+        info = await host.start(SandboxSpec(runtime=name, image=str(images / "image")))
+        async with SandboxClient(info.socket) as client:
+            said = await client.bash("echo $PATH $COLOUR $PAGER")
+            assert said.output == "/opt/conda/bin:/usr/bin of the image cat\n"
+
+    run(scenario())
+
+
+def test_what_bounds_the_image_cache_reaches_a_host_that_starts_by_itself(state, host, monkeypatch):
+    if reason := why_not("apptainer"):
+        pytest.skip(reason)
+    monkeypatch.setenv("ROLLOUT_IMAGE_CACHE", str(state / "cache"))
+    monkeypatch.setenv("ROLLOUT_IMAGE_CACHE_GB", "0.001")
+    with pytest.raises(ImageError, match=r"ROLLOUT_IMAGE_CACHE_GB|1\.0 MB"):
+        run(host.start(SandboxSpec()))
 
 
 def test_impossible_requests_name_the_remedy(host):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,7 +216,8 @@ def test_pruning_clears_away_lock_files_of_images_that_are_gone(store: ImageStor
     store.rootfs(images["a"])
     store.cache.prune(everything=True)
     store.cache.prune()
-    assert sorted(path.name for path in store.cache.directory.iterdir()) == ["hashes.json", "quota.lock"]
+    left = sorted(path.name for path in store.cache.directory.iterdir())
+    assert left == [".guard", "hashes.json", "quota.lock"]
 
 
 def test_an_image_larger_than_the_quota_is_refused_without_emptying_the_cache(
@@ -371,3 +374,39 @@ def test_a_changed_image_file_is_hashed_anew_and_an_unchanged_one_is_not_read(
     assert ImageStore(store.cache.directory).content_hash(image) == "0" * 20
     shutil.copy(images["b"], image)
     assert ImageStore(store.cache.directory).content_hash(image) not in (first, "0" * 20)
+
+
+# -- systemd-tmpfiles --------------------------------------------------------------------
+
+
+def clears(directory: Path) -> bool:
+    """Whether `systemd-tmpfiles` would go into the directory: only with this lock does it."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def test_the_system_does_not_clear_a_cache_while_somebody_uses_it(store: ImageStore, images: dict[str, str]):
+    store.cache.make()
+    assert not clears(store.cache.directory)
+    store.cache.guard()  # again, as a host does every now and then
+    assert not clears(store.cache.directory)
+
+
+def test_what_lay_unguarded_for_long_may_lack_files_and_is_unpacked_again(
+    store: ImageStore, images: dict[str, str]
+):
+    tree = store.rootfs(images["a"])
+    (tree / "usr/data/name").unlink()
+    mark = store.cache.directory / ".guard"
+    for days, whole in ((8, False), (10, True)):
+        long_ago = time.time() - days * 86400
+        os.utime(mark, (long_ago, long_ago))
+        again = ImageStore(store.cache.directory, store.cache.quota)
+        assert (again.rootfs(images["a"]) / "usr/data/name").exists() == whole
+        assert mark.stat().st_mtime > time.time() - 60

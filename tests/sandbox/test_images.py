@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -21,7 +22,8 @@ from click.testing import CliRunner, Result
 
 from rollout import cli
 from sandbox import paths
-from sandbox.images import ImageStore, sources
+from sandbox.images import ImageStore, sources, squashfs
+from sandbox.images.environment import docker_environment
 from sandbox.runtimes.apptainer import Apptainer
 
 pytestmark = pytest.mark.apptainer
@@ -116,6 +118,14 @@ def definition(home: Path, start: Path | str, rest: str = "") -> Path:
     return file
 
 
+DOCKER_ENV = [
+    "COLOUR=blue",
+    "PATH=/opt/conda/bin:/usr/bin:/bin",
+    "EMPTY=",
+    'AWKWARD=a "b" $HOME `date` \\ {x} =1',
+]
+
+
 def docker_archive(home: Path, tree: Path) -> Path:
     """What `docker save` writes: a manifest, a configuration and one layer, with a file of another user."""
     layer = io.BytesIO()
@@ -127,7 +137,7 @@ def docker_archive(home: Path, tree: Path) -> Path:
     layer_name = hashlib.sha256(layer.getvalue()).hexdigest()
     rootfs = {"type": "layers", "diff_ids": [f"sha256:{layer_name}"]}
     config = json.dumps(
-        {"architecture": "amd64", "os": "linux", "config": {"Env": ["COLOUR=blue"]}, "rootfs": rootfs}
+        {"architecture": "amd64", "os": "linux", "config": {"Env": DOCKER_ENV}, "rootfs": rootfs}
     ).encode()
     config_name = f"{hashlib.sha256(config).hexdigest()}.json"
     manifest = [{"Config": config_name, "RepoTags": ["t:1"], "Layers": [f"{layer_name}/layer.tar"]}]
@@ -196,6 +206,32 @@ def test_a_docker_archive_is_built(home: Path, tree: Path):
     image = built("own", docker_archive(home, tree))
     assert output_of(image, "cat /etc/other") == "other"
     assert "COLOUR" in "".join(json.loads(images("inspect", "own", "--json").output)["environment"].values())
+    unpacked = home / "unpacked"
+    squashfs.unpack(image, unpacked)
+    assert docker_environment(unpacked) == dict(one.split("=", 1) for one in DOCKER_ENV)
+
+
+def test_a_truncated_archive_is_refused_in_words(home: Path, tree: Path):
+    whole = docker_archive(home, tree)
+    cut = home / "cut.tar"
+    for content in (whole.read_bytes()[: 1 << 20], gzip.compress(whole.read_bytes())[: 1 << 20]):
+        cut.write_bytes(content)
+        assert "is cut off or damaged" in refused("own", cut)
+
+
+def test_variables_are_read_as_text_and_through_no_link(tmp_path: Path):
+    place = tmp_path / "image" / ".singularity.d" / "env"
+    place.mkdir(parents=True)
+    file = place / "10-docker2singularity.sh"
+    file.write_text('export A="${A:-"$(touch /tmp/x)"}"\nexport B="${C:-"1"}"\nrm -rf /\nexport PATH="/x"\n')
+    assert docker_environment(tmp_path / "image") == {"A": "$(touch /tmp/x)", "PATH": "/x"}
+    for part in (file, place):
+        moved = tmp_path / f"moved-{part.name}"
+        part.rename(moved)
+        part.symlink_to(moved)
+        assert docker_environment(tmp_path / "image") == {}
+        part.unlink()
+        moved.rename(part)
 
 
 def test_an_image_file_is_copied_and_a_name_is_only_replaced_by_force(home: Path, tree: Path):
@@ -265,7 +301,9 @@ def test_sections_and_starting_points_of_a_definition_file_are_found(tmp_path: P
 
 def test_a_failing_post_section_leaves_nothing_and_shows_its_last_lines(home: Path, tree: Path):
     file = definition(home, tree, "%post\n    ls /there/is/no/such/place\n")
-    assert "/there/is/no/such/place" in refused("own", file)
+    message = refused("own", file)
+    assert "/there/is/no/such/place" in message
+    assert "root builds as uid" not in message  # it has nothing to do with that
 
 
 def test_a_build_beyond_its_time_is_ended_with_all_its_processes(home: Path, tree: Path):

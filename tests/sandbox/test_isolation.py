@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import trees
+from sandbox.address import Address
 from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import writable_root
 from sandbox.spec import SandboxSpec
@@ -48,7 +49,7 @@ def test_the_other_sandbox_is_out_of_reach(pair):
     two.bash("echo mine >/workspace/x; echo mine >/tmp/x; sleep 60 &")
     assert "x" not in one.bash("ls /workspace /tmp").output.splitlines()
     assert one.bash("find / -type s 2>/dev/null").output == ""
-    assert one.bash(f"ls {infos[1].socket} {state}").exit_code != 0
+    assert one.bash(f"ls {Address.parse(infos[1].socket)} {state}").exit_code != 0
     assert "sleep 60" not in one.bash("ps ax").output
 
 

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from sandbox import binds, trees
+from sandbox import binds, processes, trees
 from sandbox.config import AllowedBind, HostConfig, Range
 from sandbox.container import Container
 from sandbox.errors import SandboxError, SandboxRequestError
@@ -44,6 +45,10 @@ def test_a_limit_is_the_nodes_default_or_what_was_asked_for_up_to_the_most():
         ("BINDS", "/data"),
         ("NETWORKS", "none,wifi"),
         ("WARM", "-1"),
+        ("RUNTIMES", "apptainer,docker"),
+        ("IMAGE_ROOTS", "/"),
+        ("IMAGE_ROOTS", "images"),
+        ("CLOSED", "run"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_named(name, value):
@@ -231,3 +236,57 @@ def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, 
     ((name, reason, kind),) = ended
     assert (name, kind) == ("greedy", "limited")
     assert "2 MiB" in reason
+
+
+# -- the node runs short ----------------------------------------------
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Looks once at two sandboxes, which hold 1 and 3 MiB on disk; who was ended, why and as what."""
+
+    def look() -> list[tuple[str, str, str]]:
+        containers, ended = [], []
+        for name, size in (("small", 1), ("large", 3)):
+            scratch = tmp_path / name
+            scratch.mkdir()
+            fill(scratch, [size << 20])
+            launch = Launch(name, None, "none", scratch / "s", tmp_path, scratch)
+            limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=1000)
+            pid = os.getpid() if name == "large" else None  # one of them uses memory
+            containers.append(
+                Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=pid)
+            )
+        end = lambda one, *why: ended.append((one.id, *why))  # noqa: E731
+        asyncio.run(Watchdog(lambda: containers, end, tmp_path).look())
+        return ended
+
+    return look
+
+
+def disk(monkeypatch, total: int, free: int) -> None:
+    usage = SimpleNamespace(total=total, used=total - free, free=free)
+    monkeypatch.setattr("sandbox.watchdog.shutil.disk_usage", lambda path: usage)
+
+
+def test_with_room_on_the_node_nobody_gives_way(watched, monkeypatch):
+    disk(monkeypatch, 100 << 30, 300 << 20)
+    assert watched() == []
+
+
+def test_short_of_memory_the_largest_is_ended_and_the_node_is_to_blame(watched, monkeypatch):
+    disk(monkeypatch, 100 << 30, 50 << 30)
+    monkeypatch.setattr(processes, "memory_available", lambda: 5 << 20)
+    ((name, reason, kind),) = watched()
+    assert (name, kind) == ("large", "node") and "5 MiB of memory left" in reason
+
+
+def test_short_of_disk_the_largest_is_ended_and_the_node_is_to_blame(watched, monkeypatch):
+    disk(monkeypatch, 100 << 30, 200 << 20)
+    ((name, reason, kind),) = watched()
+    assert (name, kind) == ("large", "node") and "200 MiB of disk left" in reason
+
+
+def test_on_a_full_disk_all_are_ended_for_any_may_have_met_its_end(watched, monkeypatch):
+    disk(monkeypatch, 100 << 30, 1 << 20)
+    assert {(name, kind) for name, _, kind in watched()} == {("small", "node"), ("large", "node")}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
-from sandbox import aio
+from sandbox import processes
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.host_client import HostClient
-from sandbox.spec import Limits, SandboxSpec
+from sandbox.spec import BindSpec, Limits, SandboxSpec
 from tests.sandbox.conftest import run, why_not
 
 
@@ -130,7 +133,8 @@ def test_a_warm_one_that_died_is_not_given(pool, spec, state):
         claimed = {one["id"] for one in await host.list()}
         for directory in list((state / "scratch").iterdir()):
             if directory.name not in claimed:
-                await aio.exchange(str(state / directory.name / "s"), {"op": "shutdown"}, 10.0)
+                # From outside: nothing inside can.
+                processes.send(processes.with_variable("ROLLOUT_SANDBOX_ID", directory.name))
         info = await host.start(spec)
         async with SandboxClient(info.socket) as client:
             assert (await client.bash("echo fine")).output == "fine\n"
@@ -154,6 +158,33 @@ def test_a_refused_claim_costs_the_warm_one_and_nothing_else(pool, spec):
         assert (await host.stats())["claimed"] == 2
 
     run(scenario())
+
+
+def test_a_warm_one_does_not_show_what_had_a_bound_place_s_name_before(pool, spec, monkeypatch):
+    place = Path(tempfile.mkdtemp(prefix="sbxb-", dir="/tmp"))
+    place.chmod(0o755)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", f"{place}:ro")
+
+    def fill(text: str) -> None:
+        (place / "data").mkdir()
+        (place / "data").chmod(0o755)
+        (place / "data" / "said").write_text(text)
+
+    async def scenario():
+        host = pool()
+        bound = SandboxSpec(runtime=spec.runtime, binds=(BindSpec(str(place / "data"), "/data"),))
+        await host.keep_warm(bound, 1)
+        await warm(host, 1)
+        (place / "data").rename(place / "old")
+        fill("new")
+        info = await host.start(bound)
+        async with SandboxClient(info.socket) as client:
+            assert (await client.bash("cat /data/said")).output == "new"
+        assert not info.warm
+
+    fill("old")
+    run(scenario())
+    shutil.rmtree(place)
 
 
 @pytest.mark.apptainer

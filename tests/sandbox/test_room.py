@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from sandbox.errors import NodeShort, SandboxError, from_wire, to_wire
@@ -19,6 +26,9 @@ from sandbox.room import (
     shortages,
 )
 from sandbox.spec import SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.sandboxes import new_state
+from tests.sandbox.conftest import why_not
 
 MORE_THAN_ANY = 1 << 40
 
@@ -77,3 +87,34 @@ def test_a_host_below_its_floor_starts_nothing_until_there_is_room(state, monkey
     client.stop()
     monkeypatch.setenv(MEMORY_FLOOR, "1")
     assert client.start(spec).runtime == "local-unsafe"
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of its own with 100 MiB."""
+    path = new_state()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", path], check=True)
+    yield path
+    SyncHostClient(path).stop()
+    subprocess.run(["umount", "--lazy", path], check=True)  # ended namespaces may hold it for a moment
+    path.rmdir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+@pytest.mark.may_skip
+def test_a_full_disk_of_the_node_ends_all_whose_files_it_may_have_cut(small_disk):
+    runtime = "apptainer" if why_not("apptainer") is None else "bubblewrap"
+    if reason := why_not(runtime):
+        pytest.skip(reason)
+    host = SyncHostClient(small_disk)
+    greedy, other = (host.start(SandboxSpec(runtime=runtime)) for _ in range(2))
+    with SyncSandboxClient(greedy.socket) as client, contextlib.suppress(SandboxError):
+        client.bash("head -c 200M /dev/zero >large; sleep 60", 30)
+    deadline = time.monotonic() + 30
+    while not (host.fate(greedy.id) and host.fate(other.id)):
+        assert time.monotonic() < deadline, "nobody was ended"
+        time.sleep(0.1)
+    for one in (greedy, other):
+        fate = host.fate(one.id)
+        assert fate.kind == "node" and "disk left" in fate.reason
+    assert host.stats()["node"] == 2

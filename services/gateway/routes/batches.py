@@ -81,7 +81,7 @@ def _check(prompts: Sequence[RolloutRequest], n: int) -> None:
     """
     gate = gateway()
     try:
-        check_permitted(prompts, gate.tasks.handlers(), gate.settings.sandbox_image, single=False)
+        check_permitted(prompts, gate.tasks.handlers(), gate.settings, single=False)
         gate.tasks.check(prompts, single=False)
         check_sizes(prompts, gate.settings.max_group_bytes, single=False, n=n)
         check_webhooks(gate, prompts, single=False)

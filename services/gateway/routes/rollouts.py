@@ -73,7 +73,7 @@ def submit() -> Response:
         raise from_validation(error) from None
     gate = gateway()
     # First what the tenant may use: whether another handler exists is none of its business.
-    check_permitted(requests, gate.tasks.handlers(), gate.settings.sandbox_image, single=single)
+    check_permitted(requests, gate.tasks.handlers(), gate.settings, single=single)
     gate.tasks.check(requests, single=single)
     check_sizes(requests, gate.settings.max_group_bytes, single=single)
     check_webhooks(gate, requests, single=single)

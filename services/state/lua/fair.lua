@@ -39,14 +39,23 @@ local function leave_queue(id, tenant)
   end
 end
 
--- The rollout whose turn it is and its tenant; nil when nobody waits. Nothing is taken yet.
-local function first_in_order()
+-- The rollout whose turn it is and its tenant. Those that are `passed_over(id)` keep their places; nil when nobody
+-- else waits, and then whether there were such. Nothing is taken yet.
+local MOST_PASSED_OVER = 1000
+local function first_in_order(passed_over)
+  local passed, tenants = 0, 0
   while true do
-    local tenant = redis.call('ZRANGE', 'fair:tenants', 0, 0)[1]
-    if not tenant then return nil end
-    local id = redis.call('ZRANGE', waiting_of(tenant), 0, 0)[1]
-    if id then return id, tenant end
-    redis.call('ZREM', 'fair:tenants', tenant)
+    local tenant = redis.call('ZRANGE', 'fair:tenants', tenants, tenants)[1]
+    if not tenant then return nil, passed > 0 end
+    local place = 0
+    while true do
+      local id = redis.call('ZRANGE', waiting_of(tenant), place, place)[1]
+      if not id then break end
+      if not passed_over(id) then return id, tenant end
+      place, passed = place + 1, passed + 1
+      if passed >= MOST_PASSED_OVER then return nil, true end
+    end
+    if place == 0 then redis.call('ZREM', 'fair:tenants', tenant) else tenants = tenants + 1 end
   end
 end
 

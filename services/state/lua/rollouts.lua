@@ -1,5 +1,5 @@
 -- The life of a rollout: the only code that writes a state. Prepended: `ALLOWED` (the transition
--- table of rollouts.py), full.lua, observations.lua, timeline.lua, backends.lua (a rollout that ends gives its
+-- table of rollouts.py), `ABSENT_MS`, full.lua, observations.lua, timeline.lua, backends.lua (a rollout that ends gives its
 -- backend's load back), fair.lua, ahead.lua and requests.lua.
 -- Times are milliseconds of Redis' own clock, so that nodes need not agree on theirs.
 
@@ -107,6 +107,12 @@ end
 local function lay_blame(id, blame, stage, kind, message, drop_reason)
   redis.call('HSET', record(id), 'blame', blame, 'drop', '1', 'drop_reason', drop_reason, 'error',
     cjson.encode({blame = blame, stage = stage, type = kind, message = message}))
+end
+
+-- Whether a node is to pass a rollout over, for it could not start its image a while ago.
+local function is_absent(id, node)
+  local at = tonumber(get(id, 'absent:' .. node)[1] or '')
+  return at and now - at < ABSENT_MS
 end
 
 -- Gives a waiting rollout to an owner.
@@ -311,8 +317,8 @@ elseif op == 'claim_next' then
   if full then return {'full', full} end
   -- What cannot be claimed leaves the order; in one call not without end, for nobody else is served meanwhile.
   for _ = 1, 1000 do
-    local id, tenant = first_in_order()
-    if not id then return {'nobody'} end
+    local id, tenant = first_in_order(function(waiting) return is_absent(waiting, ARGV[7]) end)
+    if not id then return {tenant and 'passed over' or 'nobody'} end
     local r = get(id, 'state', 'owner', 'deadline')
     if r[1] ~= 'queued' or r[2] then
       leave_queue(id, tenant)
@@ -370,8 +376,8 @@ elseif op == 'note' then
 
 -- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <longest elsewhere ms>
 -- <trajectory or ''> <field> <value> …
--- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker
--- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
+-- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker,
+-- or one whose node cannot start the image, returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
 -- failed with the given fields once nobody could for so long). The answer is the state entered,
 -- or `lost`. The same finish again, from a client that got no answer, gets the same answer.
 elseif op == 'finish' then
@@ -412,10 +418,15 @@ elseif op == 'finish' then
     redis.call('HDEL', record(id), 'elsewhere_since', 'elsewhere')
     if to ~= 'again' then clear_suspicion(id, stage, r[3]) end
   end
+  local why = 'worker ' .. r[3] .. ' stops'
   for i = 11, #ARGV, 2 do
     if ARGV[i] == 'error' and handed_on < 2 then tell_error(id, attempt, fence, ARGV[i + 1]) end
+    if ARGV[i]:sub(1, 7) == 'absent:' then
+      redis.call('HSET', record(id), ARGV[i], now)
+      why = 'node ' .. ARGV[i]:sub(8) .. ' cannot start its image: ' .. ARGV[i + 1]
+    end
   end
-  if to == 'handback' then tell(id, attempt, fence, 'handed back: worker ' .. r[3] .. ' stops') end
+  if to == 'handback' then tell(id, attempt, fence, 'handed back: ' .. why) end
   if ARGV[10] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[10]) end
   if to == 'cancelled' then
     redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')

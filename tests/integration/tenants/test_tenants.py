@@ -97,10 +97,47 @@ def test_handlers_images_and_runtimes_are_checked_before_anything_is_enqueued(wo
     assert world.gate.rollouts.counts()["queued"] == 0
     for fine in ({"handler": "boxed"}, {"handler": "chooses", "task": {"image": "swe-1"}}):
         assert world.post("/v1/rollouts", "a", fine).status_code == 202
+    world.tenants.set(Tenant(name="a"))
+    for runtime in ("local-unsafe", "bubblewrap"):  # the deployment's own is `auto`
+        assert refused(handler="noop", sandbox_runtime=runtime) == ["sandbox_runtime"]
+    assert world.submit("a", sandbox_runtime="apptainer").status_code == 202
     world.tenants.set(Tenant(name="a", handlers=("noop",), runtimes=("local-unsafe",)))
     assert world.submit("a", sandbox_runtime="local-unsafe").status_code == 202
     assert refused(handler="noop", sandbox_runtime="apptainer") == ["sandbox_runtime"]
     assert [one["name"] for one in world.get("/v1/handlers", "a").json["handlers"]] == ["noop"]
+
+
+def test_every_field_of_a_task_that_names_an_image_is_checked(world):
+    key = world.key("a", Scope.SUBMIT, Scope.ADMIN)
+
+    def refused(task, status=403, handler="chooses"):
+        answer = world.post("/v1/rollouts", key, {"handler": handler, "task": task})
+        assert answer.status_code == status, answer.text
+        return [error["field"] for error in answer.json.get("errors", [])]
+
+    for field in ("image", "image_name", "docker_image"):
+        for path in ("/", "/etc", "../x", "a/../../etc", "./x.sif", "~/x"):
+            assert refused({field: path}) == [f"task.{field}"], path
+        # Of a handler whose schema does not name the field, too: it may read it all the same.
+        assert refused({field: "/etc"}, handler="boxed") == [f"task.{field}"]
+        refused({field: "swebench/sweb.eval:latest"}, 202)
+    assert refused({"image": "fine", "docker_image": "/etc"}) == ["task.docker_image"]
+    world.tenants.set(Tenant(name="a", images=("swebench-*",)))
+    refused({"docker_image": "docker://swebench/sweb.eval:latest"}, 202)
+    assert refused({"docker_image": "other/x"}) == ["task.docker_image"]
+
+
+def test_below_roots_that_the_operator_set_an_image_may_be_a_path(world):
+    app = world.start(sandbox_image_roots="/images:/more/")
+
+    key = world.key("a")
+
+    def status(image):
+        body, headers = {"handler": "chooses", "task": {"image": image}}, {"Authorization": f"Bearer {key}"}
+        return app.test_client().post("/v1/rollouts", json=body, headers=headers).status_code
+
+    assert [status(image) for image in ("/images/a.sif", "/more/a/b", "name")] == [202] * 3
+    assert [status(image) for image in ("/images", "/images/../etc", "/images2/a", "/")] == [403] * 4
 
 
 def test_the_compatible_routes_keep_tenants_apart(world):

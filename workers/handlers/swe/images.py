@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from rollout.datasets import DatasetError, Row, read
+from rollout.image_names import local_name
 from sandbox.errors import ImageError
 from workers.handlers.swe.rows import SweTask
 
-MAX_NAME = 120
-
-
-def local_name(image: str) -> str:
-    """The name or path under which an image lies here: of a docker reference a name, anything else itself."""
-    if image.startswith(("/", "./", "../")) or ("/" not in image and ":" not in image):
-        return image
-    reference = image.removeprefix("docker://").removeprefix("docker.io/").removesuffix(":latest")
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", reference)
-    if len(name) <= MAX_NAME:
-        return name
-    return f"{name[: MAX_NAME - 13]}-{hashlib.sha256(reference.encode()).hexdigest()[:12]}"
+__all__ = ["images_of", "local_name"]
 
 
 def images_of(dataset: Path) -> Iterator[tuple[str, str]]:
