@@ -21,6 +21,7 @@ from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.images.environment import docker_environment
 from sandbox.records import Record
 from sandbox.runtimes import Launch, Runtime
+from sandbox.runtimes.launcher import Started
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Container:
     """Without it the server answers nobody; None for one of an older release that was adopted."""
     pid: int | None = None
     """The runtime's first process; a child of ours unless adopted."""
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen | Started | None = None
     """None before the boot and for one that was adopted."""
     start_time: int | None = None
     protected: list[int] = dataclasses.field(default_factory=list)
@@ -100,17 +101,8 @@ class Container:
             listener.bind(str(self.launch.socket))
             listener.listen(64)
             try:
-                self.process = subprocess.Popen(
-                    self.runtime.argv(self.launch, command),
-                    env=self.runtime.environment(self.launch),
-                    stdin=theirs,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    cwd="/",
-                    start_new_session=True,
-                    **self.runtime.as_user(),
-                )
-            except OSError as error:
+                self.process = self.runtime.start(self.launch, command, theirs)
+            except (OSError, SandboxStartError) as error:
                 ours.close()
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
             # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an agent

@@ -326,6 +326,8 @@ class Containers:
         await self.pool.close()
         while self._all:
             await self._release_all(list(self._all))
+        for runtime in self._runtimes.values():
+            runtime.close()
         for name in ("records", "scratch", "payload"):
             await asyncio.to_thread(trees.remove, self.state / name)
 

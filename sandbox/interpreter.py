@@ -6,6 +6,7 @@ by name with a library path of its own. So the tree works wherever it is mounted
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 
@@ -19,7 +20,7 @@ def find(base: Path) -> Path | None:
 
 def loader(usr: Path, inside: str) -> list[str]:
     """Command line prefix that starts a program of the tree `usr`, which is mounted at `inside`."""
-    program = _loaders(usr)[0]
+    program = _loader(usr)
     libraries = f"{inside}/{program.parent.relative_to(usr)}:{inside}/lib"
     # No cache: the image's /etc/ld.so.cache names the image's libraries.
     return [
@@ -28,6 +29,11 @@ def loader(usr: Path, inside: str) -> list[str]:
         "--library-path",
         libraries,
     ]
+
+
+@functools.cache
+def _loader(usr: Path) -> Path:
+    return _loaders(usr)[0]
 
 
 def _loaders(usr: Path) -> list[Path]:

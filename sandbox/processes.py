@@ -57,13 +57,13 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children and so on, nearest first; `pid` itself is left out."""
-    tree = children_of_all()
+    """Children, their children and so on, nearest first, without zombies; `pid` itself is left out."""
     found: list[int] = []
-    front = tree.get(pid, [])
+    front = [pid]
     while front:
+        below = [child for parent in front for child in children(parent)]
+        front = [child for child in below if (fields := _stat(child)) is not None and fields[0] != "Z"]
         found += front
-        front = [child for parent in front for child in tree.get(parent, [])]
     return found
 
 

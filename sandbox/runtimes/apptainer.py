@@ -8,12 +8,15 @@ import functools
 import logging
 import os
 import shutil
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 from sandbox import interpreter, paths
 from sandbox.errors import RuntimeUnavailable
 from sandbox.runtimes.base import Bind, Launch, Runtime
+from sandbox.runtimes.launcher import Launcher, Started
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ class Apptainer(Runtime):
     def __init__(self) -> None:
         super().__init__()
         self._upper = OURS
+        self._launcher: Launcher | None = None
 
     def program(self) -> str | None:
         """`ROLLOUT_APPTAINER`, else the one on PATH, else the one our set-up installed."""
@@ -49,6 +53,37 @@ class Apptainer(Runtime):
             )
 
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
+        """`apptainer exec` behind the overlay."""
+        behind = [] if self._upper != OURS else [*_writable_root(launch), *self._mount(launch), "--"]
+        return [*behind, *self._exec(launch, command)]
+
+    def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
+        """With the overlay of ours, by a process that has Python running already."""
+        if self._upper != OURS:
+            return super().start(launch, command, stdin)
+        script = tuple(_writable_root(launch))
+        if self._launcher is None or self._launcher.command != script:
+            self.close()
+            self._launcher = Launcher(script, **self.as_user())
+        mount, argv = self._mount(launch), self._exec(launch, command)
+        return self._launcher.start(mount, argv, self.environment(launch), stdin)
+
+    def close(self) -> None:
+        """End that process."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+
+    def _mount(self, launch: Launch) -> list[str]:
+        """What `writable_root.py` mounts: the image, the overlay, and places to mount on."""
+        points = [
+            f"{'' if bind.source.is_dir() else '='}{bind.target}"
+            for bind in self.all_binds(launch)
+            if not bind.target.startswith("/proc/")
+        ]
+        return [str(launch.rootfs), str(launch.scratch / "overlay"), *points, "/proc"]
+
+    def _exec(self, launch: Launch, command: list[str]) -> list[str]:
         """`apptainer exec` with everything shut that can be shut."""
         places = self.places(launch)
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
@@ -57,16 +92,9 @@ class Apptainer(Runtime):
         # /sys is the machine's, with the cgroups of other processes; the bind paths are of the site's making.
         flags = ["--userns", "--containall", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
         flags += ["--no-mount", "sys,bind-paths"]
-        overlay, rootfs, launcher = launch.scratch / "overlay", launch.rootfs, []
+        overlay, rootfs = launch.scratch / "overlay", launch.rootfs
         if self._upper == OURS:
             flags.append("--writable")
-            points = [
-                f"{'' if bind.source.is_dir() else '='}{bind.target}"
-                for bind in self.all_binds(launch)
-                if not bind.target.startswith("/proc/")
-            ]
-            points.append("/proc")
-            launcher = [*_writable_root(launch), str(rootfs), str(overlay), *points, "--"]
             rootfs = overlay / "merged"
         elif self._upper == THEIRS:
             flags += ["--overlay", str(overlay)]
@@ -83,7 +111,6 @@ class Apptainer(Runtime):
         for bind in self.all_binds(launch):
             flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
         return [
-            *launcher,
             str(self.program()),
             "-q",
             "exec",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from sandbox import interpreter as interpreters
 from sandbox import paths, processes, trees
 from sandbox.errors import RuntimeUnavailable
+from sandbox.runtimes.launcher import Started
 from sandbox.spec import Limits
 
 PROBE_TIMEOUT_S = 30.0
@@ -168,6 +170,22 @@ class Runtime(abc.ABC):
             return ["python3"]
         loaded = [*interpreters.loader(launch.interpreter, self.places(launch).interpreter)]
         return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
+
+    def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
+        """Start a sandbox as a direct child, in a session of its own. Raises OSError, SandboxStartError."""
+        return subprocess.Popen(
+            self.argv(launch, command),
+            env=self.environment(launch),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            start_new_session=True,
+            **self.as_user(),
+        )
+
+    def close(self) -> None:  # noqa: B027 (most keep nothing)
+        """Let go of what the runtime keeps ready to start sandboxes; those that run are not touched."""
 
     def victims(self, pid: int) -> list[int]:
         """Processes to SIGKILL so that all of the sandbox ends and `pid` exits by itself.

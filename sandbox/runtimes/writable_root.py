@@ -1,6 +1,9 @@
 """Becomes another program, with a directory in front of it that shows an image and may be changed.
 
     python3 -c TEXT_OF_THIS_FILE LOWER OVERLAY POINT... -- PROGRAM ARGUMENT...
+    python3 -c TEXT_OF_THIS_FILE --serve SOCKET
+
+The second form stays and does the same for each request on the socket, in a new process: Python starts once.
 
 Mounts, in a user and a mount namespace of its own, LOWER under an overlay onto OVERLAY/merged; changes go to
 OVERLAY/upper. POINTs are made inside where they are missing, as places to mount on: a directory, or with a
@@ -12,10 +15,16 @@ directories in an unprivileged one, and `rm -r` and `mv` of those of the image e
 # ruff: noqa: SIM105, PTH101, PTH102, PTH103, PTH108, PTH110, PTH112, PTH114, PTH116, PTH118, PTH123
 
 import ctypes
+import json
 import os
+import signal
+import socket
 import sys
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_PARENT = 0x00020000, 0x10000000, 0x00008000
+CLONE = {"x86_64": 56, "aarch64": 220}
+"""The number of the system call, for which the C library has no function that returns twice."""
+MOST_REQUEST_BYTES = 1 << 17
 MS_NOSUID, MS_NODEV = 0x2, 0x4
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -108,8 +117,50 @@ def _make(point: str) -> None:
         _write(path, "")
 
 
+def serve(connection: socket.socket) -> None:
+    """Start a program for each request, as a child of whoever started this process, and answer with its pid.
+
+    A request is a JSON object with `mount` (what `main` takes before `--`), `argv`, `env`; with it come the
+    program's standard input, output and error. Ends when the other end is closed.
+    """
+    number = CLONE[os.uname().machine]
+    connection.set_inheritable(False)
+    while True:
+        text, fds, _, _ = socket.recv_fds(connection, MOST_REQUEST_BYTES, 3)
+        if not text:
+            return
+        # Its parent is ours, who waits for it.
+        pid = _libc.syscall(number, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+        if pid == 0:
+            _become(json.loads(text), fds)
+        for fd in fds:
+            os.close(fd)
+        connection.send(str(pid).encode())
+
+
+def _become(request: dict, fds: list[int]) -> None:
+    """Be the program of a request. Does not return."""
+    try:
+        os.setsid()
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        lower, overlay, *points = request["mount"]
+        make_points(mount(lower, overlay), points)
+        os.execve(request["argv"][0], request["argv"], request["env"])
+    except SystemExit as error:
+        os.write(2, f"{error}\n".encode())
+    except OSError as error:
+        os.write(2, f"writable_root: {error}\n".encode())
+    finally:
+        os._exit(1)
+
+
 def main() -> None:
     """See the module's text."""
+    if sys.argv[1] == "--serve":
+        serve(socket.socket(fileno=int(sys.argv[2])))
+        return
     end = sys.argv.index("--")
     lower, overlay, *points = sys.argv[1:end]
     program = sys.argv[end + 1 :]

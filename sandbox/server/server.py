@@ -36,6 +36,8 @@ from terminal import Terminal
 from tree import Trees
 
 PR_SET_CHILD_SUBREAPER = 36
+LOAD_REST_S = 0.2
+"""After the start; sooner it would hold up the first command."""
 
 
 class Server:
@@ -53,7 +55,7 @@ class Server:
             self._operations.update(part.operations())
 
     def load_rest(self):
-        """The parts that no first command needs; to import them takes as long as to start bash."""
+        """The parts that no first command needs; to import them takes as long as to start bash. Once."""
         with self._loading:
             if self._workspace is not None:
                 import kernel_life  # noqa: F401 (of the first cell)
@@ -216,7 +218,9 @@ def main(config_path):
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     os.dup2(0, 1)  # the host closes its end of the pipe now
-    threading.Thread(target=server.load_rest, daemon=True).start()
+    later = threading.Timer(LOAD_REST_S, server.load_rest)
+    later.daemon = True
+    later.start()
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=server.serve_connection, args=(connection,), daemon=True).start()

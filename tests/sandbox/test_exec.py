@@ -105,7 +105,8 @@ def test_nothing_of_the_shell_reaches_it(client):
     assert pwd.endswith("/workspace")
     assert mask == "0022"
     assert int(files) > 20
-    assert ignored.split()[1] == "0" * 16
+    # Signals 32 and 33 are the C library's own, which nobody can reset; `make` leaves them ignored.
+    assert int(ignored.split()[1], 16) & ~(3 << 31) == 0
     assert descriptors[:4] == ["0", "1", "2", "3"]  # the last is the directory that `ls` reads
     assert descriptors[4:] == [""]
 

@@ -232,7 +232,9 @@ def test_lifetime_ends_a_forgotten_sandbox(state, host, anything):
     async def scenario():
         info = await host.start(SandboxSpec(runtime=anything, max_lifetime_s=1.0))
         pids = processes_of(info.pid)
-        await asyncio.sleep(2.5)
+        async with asyncio.timeout(20):
+            while (await host.stats())["released"] == 0:
+                await asyncio.sleep(0.1)
         assert_gone(state, info, pids)
         assert (await host.stats())["expired"] == 1
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import writable_root
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 
 
@@ -100,15 +103,25 @@ def test_the_servers_code_is_read_only(pair):
     assert client.bash(f"touch {place}/x").exit_code != 0
 
 
+@pytest.fixture
+def images(monkeypatch) -> Iterator[Path]:
+    """A place below which images have paths."""
+    place = new_state()
+    place.chmod(0o711)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(place))
+    yield place
+    shutil.rmtree(place)
+
+
 @pytest.mark.apptainer
-def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(shared_state):
+def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(images, state):
     """Apptainer sources them in the container; they could also give the server a library to load."""
-    image = shared_state / "scripts"
+    image = images / "scripts"
     scripts = image / ".singularity.d" / "env"
     scripts.mkdir(parents=True)
     (scripts / "10-hostile.sh").write_text("echo ran >/tmp/ran\n")
     image.chmod(0o755)
-    host = SyncHostClient(shared_state)
+    host = SyncHostClient(state)
     info = host.start(SandboxSpec(runtime="apptainer", image=str(image)))
     with SyncSandboxClient(info.socket) as client:
         result = client.bash("[ ! -e /tmp/ran ] && echo no")
@@ -117,14 +130,14 @@ def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(shared_state):
 
 
 @pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
-def test_an_image_has_no_library_loaded_into_the_server(shared_state, name):
+def test_an_image_has_no_library_loaded_into_the_server(images, state, name):
     if reason := why_not(name):
         pytest.skip(reason)
-    image = shared_state / f"preload-{name}"
+    image = images / f"preload-{name}"
     (image / "etc").mkdir(parents=True)
     (image / "etc" / "ld.so.preload").write_text("/workspace/hostile.so\n")
     image.chmod(0o755)
-    host = SyncHostClient(shared_state)
+    host = SyncHostClient(state)
     info = host.start(SandboxSpec(runtime=name, image=str(image)))
     with SyncSandboxClient(info.socket) as client:
         # The loader says so for each program when it cannot load what is named there.
