@@ -136,6 +136,10 @@ class _Notes:
         log.info(text or "noted", rollout_id=rollout_id)
         return True
 
+    def absent_on(self, rollout_id: str) -> set[str]:
+        """No node passes anything over: there is this one alone."""
+        return set()
+
 
 class _Tenants:
     """Nobody is limited."""
