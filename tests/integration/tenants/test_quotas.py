@@ -22,14 +22,28 @@ def end(world, rollout_id, how):
         world.redis.zadd(names.DUE, {rollout_id: 1})
         return store.overdue()
     if how == "its worker lost for the last time":
-        store.claim(rollout_id, 1, Stage.INIT, "w")
-        world.redis.hset(names.record(rollout_id), mapping={"lease": 1, "attempt": 3})
-        world.redis.zadd(names.DUE, {rollout_id: 1})
-        return store.overdue()
+        return lose_workers(world, rollout_id)
     claim = store.claim(rollout_id, 1, Stage.INIT, "w")
     if how == "cancelled at work":
         store.cancel(rollout_id)
     return store.finish(claim, Finish(State.FAILED if how == "failed" else State.READY))
+
+
+def lose_workers(world, rollout_id):
+    """Worker after worker, until the rollout has no attempt left; each but the last keeps its place."""
+    store, record = world.gate.rollouts, names.record(rollout_id)
+    for attempt in range(1, 10):
+        live = world.tenants.live("a")
+        store.claim(rollout_id, attempt, Stage.INIT, f"w{attempt}")
+        world.redis.hset(record, "lease", 1)
+        world.redis.zadd(names.DUE, {rollout_id: 1})
+        ended = store.overdue()
+        if store.state(rollout_id).terminal:
+            assert attempt == 5, "the first two cost nothing, and three attempts it has"
+            assert "worker lost" in world.redis.hget(record, "drop_reason")
+            return ended
+        assert world.tenants.live("a") == live
+    raise AssertionError("it never ended")
 
 
 @pytest.mark.parametrize(
