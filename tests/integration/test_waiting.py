@@ -225,18 +225,32 @@ def test_a_reload_and_a_stop_answer_all_who_wait(small):
     assert small.popen.wait(PATIENCE_S) == 0
 
 
-def test_when_redis_dies_who_waits_is_told_and_the_gateway_goes_on(service, usual):
+def test_when_redis_dies_who_waits_goes_on_waiting_and_is_told_when_the_wait_is_over(service, usual):
     """The last of this file: it is the service's Redis."""
+    (worker,) = psutil.Process(usual.pid).children()
     ids = submitted(usual, 8, "dies")
-    with wait_at(usual, [f"/v1/rollouts/{rollout_id}?{WAIT}" for rollout_id in ids]) as waiters:
-        until_waiting(usual, 8)
+    patient, brief = range(8), range(8, 12)
+    paths = [f"/v1/rollouts/{rollout_id}?{WAIT}" for rollout_id in ids]
+    # Long enough for Redis to be gone before, on a slow machine too.
+    paths += [f"/v1/rollouts/{rollout_id}?wait=8&include=summary" for rollout_id in ids[: len(brief)]]
+    began = time.monotonic()
+    with wait_at(usual, paths) as waiters:
+        until_waiting(usual, len(paths))
         service.redis.kill()
-        assert waiters.read_answers(PATIENCE_S)
-        assert waiters.statuses() == [503] * 8
-        assert all(b"Retry-After" in answer for answer in waiters.received)
-    service.redis = service.redis.restarted()
-    with wait_at(usual, [f"/v1/rollouts/{rollout_id}?{WAIT}" for rollout_id in ids]) as waiters:
-        until_waiting(usual, 8)
+        try:
+            newcomer = http.get(f"{usual.url}/v1/rollouts/{ids[0]}?{WAIT}", timeout=PATIENCE_S)
+            assert newcomer.status_code == 503 and int(newcomer.headers["Retry-After"]) > 0
+            assert waiters.read(0.5) is None and not any(waiters.received), "who waited already waits on"
+            assert waiters.read_answers(PATIENCE_S, brief)
+            assert min(waiters.answered_at[k] for k in brief) - began >= 8
+            assert waiters.statuses() == [None] * len(patient) + [503] * len(brief)
+            assert all(b"Retry-After" in waiters.received[k] for k in brief)
+        finally:
+            service.redis = service.redis.restarted()
+        until_waiting(usual, len(patient))
         end(usual, "dies")
-        assert waiters.read_answers(PATIENCE_S)
-        assert waiters.statuses() == [200] * 8
+        assert waiters.read_answers(PATIENCE_S, patient), "the same requests, as soon as there is an answer"
+        assert waiters.statuses() == [200] * len(patient) + [503] * len(brief)
+        assert all(b'"cancelled"' in waiters.received[k] for k in patient)
+    until_waiting(usual, 0)
+    assert psutil.Process(usual.pid).children() == [worker], "no process ended of it"
