@@ -5,7 +5,8 @@ warm      a sandbox from the pool of a host that keeps 4 ready, until the output
 cold      the same from a host that keeps none ready
 exec      `apptainer exec --writable-tmpfs` on the SIF with `python3 -c`, from start to end
 unpacked  the same on the unpacked image that our sandboxes run from, with their first command; how many times
-          longer a cold start takes, with its server, filter and limits, is `cold_ratio_to_exec`
+          longer a cold start takes, with its server, filter and limits, is `cold_ratio_to_exec` (of the exec
+          until its output is there: `ratios.cold_to_output_of_exec`)
 instance  `apptainer instance start` and the first `exec` in it; `instance_stop` ends it
 
 They take turns; medians. Then: 40 cold starts at once until the last one's first output, and 100 sandboxes
@@ -75,6 +76,7 @@ class Bench:
         self.cold = self.hosts.enter_context(private_host(self.states[1], 0))
         self.wait(self._release(self.cold, self.wait(self._first_output(self.cold))))
         self.ends: list[float] = []
+        self.unpacked_outputs: list[float] = []
         self.instance_stops: list[float] = []
 
     def wait(self, coroutine: Coroutine) -> Any:
@@ -90,6 +92,13 @@ class Bench:
     def time_cold(self) -> float:
         """Seconds from nothing to the first output."""
         return self._time_and_end(self.cold, warm=False)
+
+    def time_unpacked(self) -> float:
+        """Seconds of an exec from start to end; when its output came is noted."""
+        outputs: list[float] = []
+        seconds = timed(lambda: outputs.append(self.apptainer.exec_unpacked()))
+        self.unpacked_outputs += outputs
+        return seconds
 
     def time_instance(self) -> float:
         """Seconds to the first output of an instance."""
@@ -189,11 +198,12 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         "warm": bench.time_warm,
         "cold": bench.time_cold,
         "exec": lambda: timed(bench.apptainer.exec),
-        "unpacked": lambda: timed(bench.apptainer.exec_unpacked),
+        "unpacked": bench.time_unpacked,
         "instance": bench.time_instance,
     }
     repetitions = dict.fromkeys(methods, count_each) | {"instance": max(1, count_each // INSTANCE_SHARE)}
     times = {name: spread_ms(values) for name, values in take_turns(methods, repetitions).items()}
+    times["unpacked_output"] = spread_ms(bench.unpacked_outputs)
     times["end"] = spread_ms(bench.ends)
     times["instance_stop"] = spread_ms(bench.instance_stops)
     say(f"one by one: {times}")
@@ -217,6 +227,7 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         },
         times=times,
         ratios={
+            "cold_to_output_of_exec": round(middle["cold"] / middle["unpacked_output"], 2),
             "exec_to_cold": round(middle["exec"] / middle["cold"], 2),
             "exec_to_warm": round(middle["exec"] / middle["warm"], 1),
             "instance_to_cold": round(middle["instance"] / middle["cold"], 2),

