@@ -73,6 +73,8 @@ class Held:
     task: asyncio.Task[Any] | None = None
     reason: str | None = None
     """Set once it is to be interrupted."""
+    decided: bool = False
+    """Whether its outcome is known: what is left is to clean up, and nothing may throw the outcome away."""
 
 
 class WorkerProcess:
@@ -260,7 +262,7 @@ class WorkerProcess:
         if held.reason is None:
             held.reason = reason
             if held.task is not None:
-                self.loop.call_soon_threadsafe(held.task.cancel)
+                self.loop.call_soon_threadsafe(lambda: None if held.decided else held.task.cancel())
 
     # -- side threads ------------------------------------------------------------------------
 

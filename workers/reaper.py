@@ -49,7 +49,9 @@ class Reaper:
         self._election = Election(client, keys.REAPER_LOCK, owner, settings.reaper_interval_s, lock_s)
         self._trimmed = 0.0
         # By way of the module, whose clock tests move.
-        self._steadiness = Steadiness(client, settings.lease_s, lambda: time.monotonic())
+        self._steadiness = Steadiness(
+            client, settings.lease_s, settings.reaper_interval_s, lambda: time.monotonic()
+        )
         self._fleet = FleetStore(client)
         self._lost_after_s = max(2 * ALIVE_S, settings.lease_s)
         self._looked_for_nodes = float("-inf")
@@ -58,12 +60,16 @@ class Reaper:
 
     def run(self, stopping: threading.Event) -> None:
         """Tick until the worker stops. Redis being away is waited out."""
+        jump = 0.0
         while not stopping.wait(self._interval):
             try:
-                jump = self._steadiness.look()
-                if self._election.won():
-                    if jump:
-                        self.clock_jumped(jump)
+                # Kept until it was dealt with, by this reaper or the one that is elected.
+                jump += self._steadiness.look()
+                elected = self._election.won()
+                if elected and jump:
+                    self.clock_jumped(jump)
+                jump = 0.0
+                if elected:
                     self.tick()
             except redis.RedisError as error:
                 self.redis_was_away()

@@ -11,6 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from concurrent import futures
 from typing import Any, TypeVar
 
 import redis
@@ -221,6 +222,7 @@ async def work(run: StageRun, body: Body) -> Finish | None:
     try:
         async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
             outcome = await body(run)
+        run.held.decided = True
     except DeadlinePassed:
         run.held.reason = run.held.reason or OVERDUE
         outcome = _interrupted(run)
@@ -233,15 +235,23 @@ async def work(run: StageRun, body: Body) -> Finish | None:
             asyncio.current_task().uncancel()
             outcome = _interrupted(run)
     except SandboxError as error:
+        run.held.decided = True
         outcome = await hand_on(run, error) or failure(run, await run.blame(error))
     except Exception as error:
+        run.held.decided = True
         outcome = await hand_on(run, error) or failure(run, error)
+    run.held.decided = True
+    await _clean_up(run, outcome)
+    return outcome
+
+
+async def _clean_up(run: StageRun, outcome: Finish | None) -> None:
+    """Release what the next stage does not need."""
     keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)
     # An EVAL that is handed back is done again on the same sandbox.
-    keeps_sandbox |= outcome is not None and outcome.next in BACK and claim.stage is Stage.EVAL
+    keeps_sandbox |= outcome is not None and outcome.next in BACK and run.claim.stage is Stage.EVAL
     if not keeps_sandbox:
         await run.clean_up()
-    return outcome
 
 
 def run_stage(task: Task, ref: Ref, stage: Stage, body: Body) -> Ref:
@@ -316,8 +326,10 @@ def _run_stage(task: Task, ref: Ref, run: StageRun, body: Body) -> Ref:
     try:
         try:
             outcome = process.run(held, work(run, body))
-        except asyncio.CancelledError:
+        except futures.CancelledError:
+            # It was interrupted before its first step.
             outcome = _interrupted(run)
+            asyncio.run_coroutine_threadsafe(_clean_up(run, outcome), process.loop).result()
         # The work is done and would be lost: an outcome waits for a Redis that is away, or full.
         entered = LOST if outcome is None else wait_for(lambda: process.store.finish(run.claim, outcome))
     except (redis.RedisError, RedisAway) as error:

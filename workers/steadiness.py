@@ -21,12 +21,15 @@ LEAST_SETTLE_S = 5.0
 class Steadiness:
     """Compares Redis' clock with a monotonic one; `look` at it often."""
 
-    def __init__(self, client: redis.Redis, lease_s: float, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, client: redis.Redis, lease_s: float, interval_s: float, monotonic: Callable[[], float]
+    ) -> None:
+        """`interval_s`: between two looks, as it is meant to be."""
         self._redis = client
         self._monotonic = monotonic
         # A worker extends its leases every third of one: what is less takes none from a living worker.
         self._slack_s = max(LEAST_SLACK_S, lease_s / 6)
-        self._gap_s = max(2 * LEAST_SLACK_S, lease_s / 3)
+        self._gap_s = interval_s + max(2 * LEAST_SLACK_S, lease_s / 3)
         self._start_s = lease_s / 2
         self._settle_s = max(LEAST_SETTLE_S, lease_s / 2)
         self._seen: tuple[float, float] | None = None

@@ -77,6 +77,11 @@ class Adopted:
         """None while it lives."""
         return None if self._process.alive else -1
 
+    @property
+    def replaced(self) -> bool:
+        """Whether its pid is another process's by now."""
+        return start_time(self.pid) not in (None, self._process.started)
+
     def terminate(self) -> None:
         _signal((self.pid, self._process.started), signal.SIGTERM)
 

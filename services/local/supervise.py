@@ -6,6 +6,7 @@ end, they go on, and the next `rollout up` starts it again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -91,8 +92,9 @@ class Watch:
             self._record.processes, self._record.restarts = found, restarts
             self._record.save(self._file)
         except OSError as error:
-            # A full disk is no reason to let go of the stack.
-            log.warning("the record cannot be written; the next look tries again", error=str(error))
+            # A full disk is no reason to let go of the stack, and may take no line of log either.
+            with contextlib.suppress(OSError):
+                log.warning("the record cannot be written; the next look tries again", error=str(error))
         return True
 
     def _as_is(self, child: Child) -> Process:

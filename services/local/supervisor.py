@@ -161,16 +161,24 @@ class Supervisor:
                 pause = min(LONGEST_PAUSE_S, 2.0**child.failures)
                 child.again_at = now + pause
                 # What it left behind may hold its port.
-                _kill_group(child.process.pid)
-                log.error(
-                    "ended by itself and will be started anew",
-                    part=child.part.name,
-                    exit=child.exit,
-                    in_s=pause,
-                    log=str(child.log),
-                )
+                _kill_group(child.process)
+                with contextlib.suppress(OSError):  # the disk of the log may be full
+                    log.error(
+                        "ended by itself and will be started anew",
+                        part=child.part.name,
+                        exit=child.exit,
+                        in_s=pause,
+                        log=str(child.log),
+                    )
             elif now >= child.again_at and self.signal is None:
-                child.process, child.started = self._spawn(child.part, child.env, child.log), now
+                try:
+                    child.process = self._spawn(child.part, child.env, child.log)
+                except OSError as error:  # no memory, no process, no disk: there may be some later
+                    child.again_at = now + LONGEST_PAUSE_S
+                    with contextlib.suppress(OSError):
+                        log.error("cannot be started anew yet", part=child.part.name, error=str(error))
+                    continue
+                child.started = now
                 child.again_at = None
                 child.restarts += 1
 
@@ -221,7 +229,7 @@ class Supervisor:
         for child in chosen:
             if child.alive:
                 log.warning("did not end in time and is killed", part=child.part.name, after_s=grace_s)
-            _kill_group(child.process.pid)
+            _kill_group(child.process)
             try:
                 child.process.wait(KILL_S)
             except subprocess.TimeoutExpired:
@@ -245,10 +253,15 @@ def ended(status: int | None) -> str:
     return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
-def _kill_group(leader: int) -> None:
-    """What is left of a part's group: its number is nobody else's while a member lives."""
+def _kill_group(process: subprocess.Popen | Adopted) -> None:
+    """What is left of a part's group: its number is nobody else's while a member lives.
+
+    Of a group that was not ours to wait for, no member may have lived for long.
+    """
+    if isinstance(process, Adopted) and process.replaced:
+        return
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Interrupted(Exception):

@@ -1,6 +1,7 @@
 """Ids in, ids out: nothing sampled is encoded again, and no outside text becomes a special token."""
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given, settings
@@ -135,3 +136,11 @@ def test_a_call_over_a_weight_swap_keeps_both_versions_at_their_places(codec):
 def test_a_missing_tokenizer_says_what_to_do(tmp_path):
     with pytest.raises(CodecError, match="register the backend with `tokenizer`"):
         load_codec(str(tmp_path / "none"))
+
+
+def test_what_an_engine_ends_turns_at_by_its_generation_config_ends_a_turn(tmp_path):
+    checkpoint = shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 11]}))
+    codec = load_codec(str(checkpoint))
+    assert {7, 11} <= codec.end_ids
+    assert not {7, 11} & load_codec(str(CHECKPOINT)).end_ids

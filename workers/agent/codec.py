@@ -147,7 +147,8 @@ def load_codec(path: str) -> Codec:
             same = (
                 one
                 for one in _codecs.values()
-                if (one.digest, one.vocab_size) == (codec.digest, codec.vocab_size)
+                if (one.digest, one.vocab_size, one.end_ids)
+                == (codec.digest, codec.vocab_size, codec.end_ids)
             )
             _codecs[path] = next(same, codec)
             if len(_codecs) > MAX_LOADED:
@@ -171,12 +172,18 @@ def _load(path: str) -> Codec:
     codec = _renderer_codec(guard, path) or TemplateCodec(guard)
     codec.digest = _digest(tokenizer, path)
     config = _model_config(path)
+    generation = _generation_config(path)
     # A model's output may have more rows than the tokenizer has ids, and a policy may sample them.
     rows = config.get("vocab_size")
     codec.vocab_size = max(len(tokenizer), rows if type(rows) is int else 0)
-    eos = config.get("eos_token_id")
-    codec.end_ids = guard.control_ids | frozenset(eos if isinstance(eos, list) else [eos]) - {None}
+    ends = [*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))]
+    codec.end_ids = guard.control_ids | frozenset(ends)
     return codec
+
+
+def _ids(value: Any) -> list[int]:
+    """One id or several, as configurations have them."""
+    return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
 
 
 def _model_config(path: str) -> dict[str, Any]:
@@ -187,4 +194,15 @@ def _model_config(path: str) -> dict[str, Any]:
         config, _ = PretrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
         return {}
-    return {**config, **(config.get("text_config") or {})}
+    nested = config.get("text_config") or {}
+    return {**config, **{name: value for name, value in nested.items() if value is not None}}
+
+
+def _generation_config(path: str) -> dict[str, Any]:
+    """What engines end a turn at by themselves may stand there alone; empty where there is none."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path).to_dict()
+    except (OSError, ValueError):
+        return {}

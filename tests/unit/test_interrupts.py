@@ -1,0 +1,90 @@
+"""A stage that is interrupted at an awkward moment still has its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent import futures
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.schema import Stage
+from services.state.rollouts import Finish
+from workers import stage
+from workers.process import CANCEL, SHUTDOWN, Held, WorkerProcess
+
+
+@pytest.fixture
+def loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class Run:
+    """As much of a `StageRun` as `work` and `_run_stage` take."""
+
+    def __init__(self, loop, reason=None):
+        self.held = Held("r", Stage.RUN, reason=reason)
+        self.claim = SimpleNamespace(deadline_in_s=60.0, stage=Stage.RUN)
+        self.finished: list[Finish] = []
+        self.released = 0
+        self.while_cleaning = lambda: None
+        finish = SimpleNamespace(finish=lambda claim, outcome: self.finished.append(outcome) or "entered")
+        self.process = SimpleNamespace(loop=loop, store=finish, let_go=lambda held: None)
+        self.process.run = lambda held, work: WorkerProcess.run(self.process, held, work)
+        self.interrupt = lambda reason: WorkerProcess.interrupt(self.process, self.held, reason)
+
+    async def clean_up(self):
+        self.while_cleaning()
+        await asyncio.sleep(0.05)
+        self.released += 1
+
+
+@pytest.mark.parametrize(("reason", "entered"), [(CANCEL, "cancelled"), (SHUTDOWN, "handback")])
+def test_before_its_first_step_it_is_handed_on_and_cleaned_up(loop, monkeypatch, reason, entered):
+    run = Run(loop, reason)
+    monkeypatch.setattr(stage, "_after", lambda task, ref, run, word, outcome: outcome)
+
+    async def body(run):
+        raise AssertionError("it was interrupted before")
+
+    outcome = stage._run_stage(None, {}, run, body)
+    assert outcome.next == entered
+    assert run.finished == [outcome]
+    assert run.released == 1
+
+
+def test_while_it_cleans_up_its_outcome_stands(loop):
+    run = Run(loop)
+    run.while_cleaning = lambda: run.interrupt(SHUTDOWN)
+    done = Finish("completed")
+
+    async def body(run):
+        return done
+
+    assert run.process.run(run.held, stage.work(run, body)) is done
+    assert run.released == 1
+
+
+def test_while_it_works_it_ends(loop):
+    run = Run(loop)
+
+    async def body(run):
+        run.interrupt(CANCEL)
+        await asyncio.sleep(60)
+
+    assert run.process.run(run.held, stage.work(run, body)).next == "cancelled"
+
+
+def test_what_the_loop_cancels_arrives_as_the_error_that_is_caught(loop):
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    with pytest.raises(futures.CancelledError):
+        asyncio.run_coroutine_threadsafe(cancelled(), loop).result()
