@@ -31,6 +31,9 @@ KILL_ROUND_S = 0.05
 KILL_ROUNDS = 100
 STDERR_TAIL_CHARS = 2000
 REST_TIMEOUT_S = 0.5
+OPEN_FILES = (
+    4096  # of one process: the watchdog looks at each descriptor, and so must not have millions to see
+)
 NICENESS = 10  # the agent's processes yield to the server, the workers and the host
 
 # Of the shell inside. Nothing may wait at a pager, an editor or a password prompt.
@@ -102,6 +105,7 @@ class Container:
             listener.listen(64)
             try:
                 self.process = self.runtime.start(self.launch, command, theirs)
+                self.pid = self.process.pid
             except (OSError, SandboxStartError) as error:
                 ours.close()
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
@@ -109,7 +113,6 @@ class Container:
             # could take it from them.
             with ours:
                 socket.send_fds(ours, [b"listener"], [listener.fileno()])
-        self.pid = self.process.pid
         self.start_time = processes.start_time(self.pid)
         on_pid()
         self.said = _Tail(self.process.stderr)
@@ -186,6 +189,7 @@ class Container:
             "memory_bytes": self.limits.memory_mb << 20,
             "file_bytes": self.limits.disk_mb << 20,
             "processes": self.limits.processes,
+            "open_files": OPEN_FILES,
             "nice": NICENESS,
         }
 

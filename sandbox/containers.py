@@ -382,14 +382,28 @@ class Containers:
 
     async def janitor(self) -> None:
         """For ever: end what outlived its time, notice adopted ones that ended, keep the pool in order."""
+        guarding: asyncio.Task | None = None
         while True:
             await asyncio.sleep(JANITOR_PERIOD_S)
-            self.reap()
-            for container in list(self._all.values()):
-                if container.deadline is not None and now() >= container.deadline:
-                    self.end_for(container, f"outlived its {container.spec.max_lifetime_s:g} s", "expired")
-            self.pool.tidy()
-            self.images.cache.guard()
+            try:
+                self.reap()
+                for container in list(self._all.values()):
+                    if container.deadline is not None and now() >= container.deadline:
+                        self.end_for(
+                            container, f"outlived its {container.spec.max_lifetime_s:g} s", "expired"
+                        )
+                self.pool.tidy()
+            except Exception:
+                log.exception("the janitor stumbled")  # and looks after the others all the same
+            if guarding is None or guarding.done():
+                guarding = asyncio.create_task(self._guard_images())
+
+    async def _guard_images(self) -> None:
+        """In a thread: it may wait for locks, and have much to remove."""
+        try:
+            await asyncio.to_thread(self.images.cache.guard)
+        except Exception:
+            log.exception("the image cache could not be guarded")
 
     def claimed(self) -> list[Container]:
         """Those that somebody works with."""

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -200,6 +201,9 @@ def main() -> int:
         state = paths.own_directory(options.state_dir, 0o711 if paths.sandbox_user() is not None else 0o700)
         config = HostConfig.from_environment()
         lock, shield = take_lock(state), locks.shield(state)
+        # Two descriptors a sandbox, and one for each that waits for one.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         asyncio.run(serve(state))
         os.close(shield)
         os.close(lock)

@@ -37,7 +37,9 @@ def refusal(connection: Any) -> str | None:
         for name in NAMESPACES:
             if _namespace(pid, name) != _namespace(os.getpid(), name):
                 return f"process {pid} runs in another {name} namespace"
-        if select.select([process], [], [], 0)[0]:  # what was read may be the next one's of that pid
+        ended = select.poll()  # not `select`, which takes no descriptor above 1023
+        ended.register(process, select.POLLIN)
+        if ended.poll(0):  # what was read may be the next one's of that pid
             return f"process {pid} has ended"
     except OSError as error:
         return f"process {pid} cannot be looked at: {error}"

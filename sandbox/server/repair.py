@@ -6,8 +6,11 @@ accident, or to escape being scored.
 
 import os
 import shutil
+import stat
 
 PRELOAD = "/etc/ld.so.preload"  # the dynamic loader reads it for every program, the server's own included
+
+MOST_PRELOAD_BYTES = 1 << 16
 
 
 def write_private(path, text):
@@ -62,16 +65,25 @@ class Loader:
         if os.path.isdir(directory):
             os.chmod(directory, 0o755)
         remove(PRELOAD)
-        if self._content is not None:
-            with open(PRELOAD, "wb") as file:
+        if isinstance(self._content, bytes):
+            with open(PRELOAD, "xb") as file:
                 file.write(self._content)
 
 
 def _content(path):
+    """What is in the file; None without one, and what equals nothing for what no image has there.
+
+    The path may be the agent's: a pipe would block, a link lead to what has no end.
+    """
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError:
-        return b""  # something is there that cannot be read
+        return object()  # something is there that cannot be read
+    try:
+        return os.read(fd, MOST_PRELOAD_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else object()
+    except OSError:
+        return object()
+    finally:
+        os.close(fd)

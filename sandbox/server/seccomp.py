@@ -131,6 +131,7 @@ TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 # TCP, UDP, ping, and what the family itself chooses. The others (SCTP, DCCP, MPTCP, …) load kernel modules.
 PROTOCOLS = (0, 1, 6, 17, 58)
+SOCKET_TYPES, SOCKET_FLAGS = 0x3, 0x80800  # SOCK_STREAM, SOCK_DGRAM, SOCK_RAW; SOCK_NONBLOCK, SOCK_CLOEXEC
 NETLINK_ROUTE = 0
 # What gdb, setarch and sanitizers set (ADDR_NO_RANDOMIZE), UNAME26, PER_LINUX32. Others make memory
 # executable, or map page 0.
@@ -180,7 +181,9 @@ def _socket():
     """Unix, TCP and UDP, and the netlink that lists addresses. VM sockets reach the hypervisor, packets and
     AF_ALG the kernel.
     """
-    internet = [_low(2)]
+    # Stream, datagram, raw: by other types protocol 0 is SCTP or DCCP.
+    refuse = _refuse(errno.ESOCKTNOSUPPORT)
+    internet = [_low(1), (ANY_BIT, 0, 1, ~(SOCKET_TYPES | SOCKET_FLAGS) & 0xFFFFFFFF), refuse, _low(2)]
     for number, protocol in enumerate(PROTOCOLS):
         internet.append((EQUAL, len(PROTOCOLS) - number, 0, protocol))
     internet += [_refuse(errno.EPROTONOSUPPORT), _ALLOW]

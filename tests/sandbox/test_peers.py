@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -83,3 +84,22 @@ def test_a_namespace_of_pids_alone_is_enough_to_be_refused(refusal, kernel):
 def test_who_has_ended_is_not_answered(refusal, kernel):
     """Another process may have the pid by now."""
     assert any(word in refusal(then="end") for word in ("has ended", "No such file"))
+
+
+@pytest.mark.may_skip
+def test_a_host_with_many_descriptors_still_tells_its_own():
+    """`select` takes none above 1023, and a host has two for each sandbox."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("no process may have so many descriptors here")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert peers.refusal(ours) is None
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -108,7 +108,10 @@ def test_sockets_are_unix_tcp_udp_and_the_list_of_addresses(machine):
     ):
         assert answer(machine, "socket", *arguments) == ALLOWED, arguments
         assert answer(machine, "socketpair", *arguments) == ALLOWED
-    for arguments in ((2, 1, 132), (2, 6, 33), (10, 1, 262), (16, 3, 12), (16, 3, 4)):
+    # By SOCK_DCCP, SOCK_SEQPACKET and SOCK_PACKET protocol 0 is another one.
+    for arguments in ((2, 6, 0), (10, 5 | 0x800, 0), (2, 10, 0), (2, 6, 33)):
+        assert answer(machine, "socket", *arguments) == errno.ESOCKTNOSUPPORT, arguments
+    for arguments in ((2, 1, 132), (10, 1, 262), (16, 3, 12), (16, 3, 4)):
         assert answer(machine, "socket", *arguments) == errno.EPROTONOSUPPORT, arguments
     for family in (0, 3, 17, 31, 38, 40, 44, 0xFFFFFFFF):
         assert answer(machine, "socket", family, 1, 0) == errno.EAFNOSUPPORT, family
