@@ -100,7 +100,7 @@ while time.monotonic() < ends:
 @attack(stopped_by="all of a namespace is ended at once, and it is looked whether anything is left")
 def test_survive_the_reset_by_forking_faster_than_one_is_killed(target):
     target.client.write_file("forker.py", FORKER)
-    target.client.bash("python3 forker.py & sleep 0.5")
+    target.client.bash("python3 forker.py & until [ -s heartbeat ]; do sleep 0.05; done; sleep 0.5", 30.0)
     if target.control:  # as a careful shell would: its jobs, then whatever has the name
         target.client.bash("kill -9 $(jobs -p); for p in /proc/[0-9]*; do :; done")
     else:
