@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox import ground
 from sandbox.config import AllowedBind
 from sandbox.errors import NotAllowed, SandboxRequestError
-from sandbox.runtimes.base import Bind
+from sandbox.runtimes.base import Bind, Places
 from sandbox.spec import BindSpec
 
 # Mounting over these would blind the server or give the sandbox a kernel interface of the machine.
-RESERVED = ("/proc", "/sys", "/dev", "/run/sbx", "/opt/sbx", "/opt/sbx-python", "/run/sbx-server")
+RESERVED = ("/proc", "/sys", "/dev", Places.private, Places.payload, Places.interpreter)
 # Separators of the runtimes' own command lines.
 UNSAFE_CHARACTERS = set(":,\\\n\0")
 
@@ -38,9 +40,14 @@ def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[
     if target == "/" or any(target == place or target.startswith(place + "/") for place in RESERVED):
         raise SandboxRequestError(f"bind target {bind.target!r} would cover what the sandbox itself needs")
     try:
-        # What is mounted is where the links lead, so a link made by an agent leads nowhere new.
-        source = Path(bind.source).resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+        # What is mounted is where the links lead, so a link made by an agent leads nowhere new. Opened once:
+        # the path that is judged, and what the server inside must find mounted, are of the same place.
+        place = os.open(bind.source, os.O_PATH | os.O_CLOEXEC)
+        try:
+            source, info = Path(f"/proc/self/fd/{place}").readlink(), os.fstat(place)
+        finally:
+            os.close(place)
+    except OSError as error:
         raise SandboxRequestError(f"bind source {bind.source!r} cannot be used: {error}") from error
     if UNSAFE_CHARACTERS & set(str(source)):
         raise SandboxRequestError(f"bind source {str(source)!r} has a ':', ',' or '\\' in it")
@@ -53,6 +60,6 @@ def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[
         raise SandboxRequestError(f"bind source {bind.source!r} may be bound read-only, not read-write")
     if place := ground.overlap(source, closed):
         raise NotAllowed(f"bind source {bind.source!r} is at, in or above {place}, which no sandbox may show")
-    if not (source.is_dir() or source.is_file()):
+    if not (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)):
         raise NotAllowed(f"bind source {bind.source!r} is neither a directory nor a file")
-    return Bind(source, target, bind.read_only, ground.identity(source))
+    return Bind(source, target, bind.read_only, (info.st_dev, info.st_ino))

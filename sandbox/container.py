@@ -93,6 +93,7 @@ class Container:
 
         Raises SandboxStartError with what the runtime said.
         """
+        assert self.key, "only what was adopted has none"
         self._write_config()
         places = self.runtime.places(self.launch)
         command = [
@@ -112,7 +113,8 @@ class Container:
             # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an agent
             # could take it from them.
             with ours:
-                socket.send_fds(ours, [b"listener"], [listener.fileno()])
+                # The key with it: what a file says, or a descriptor that stays, an agent could read later.
+                socket.send_fds(ours, [self.key.encode()], [listener.fileno()])
         self.start_time = processes.start_time(self.pid)
         on_pid()
         self.said = _Tail(self.process.stderr)
@@ -158,7 +160,7 @@ class Container:
             "python": self.runtime.python(launch),
             "bash": None,
             "walls": self.runtime.name != "local-unsafe",
-            "key": self.key,
+            "binds": [(bind.target, *bind.identity) for bind in launch.binds if bind.identity],
         }
         if launch.interpreter is not None:
             config["bash"] = [

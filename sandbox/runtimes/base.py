@@ -50,13 +50,17 @@ SCRATCH_MODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Directories as the sandboxed processes see them."""
+    """Directories as the sandboxed processes see them.
+
+    Our code is mounted right below the root: no agent can move a mount, or the root, but a directory that
+    holds one, and put another in its place.
+    """
 
     private: str = "/run/sbx"
     """The server's configuration and the shell's command file."""
-    payload: str = "/opt/sbx"
+    payload: str = "/sbx"
     """The server's code, read-only."""
-    interpreter: str = "/opt/sbx-python"
+    interpreter: str = "/sbx-python"
     """The server's Python, read-only: `usr` of our base image."""
     workspace: str = "/workspace"
     tmp: str = "/tmp"

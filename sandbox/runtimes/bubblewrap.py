@@ -24,6 +24,8 @@ OWN_TOP_LEVEL = {
     "mnt",
     "media",
     "lost+found",
+    Places.payload[1:],
+    Places.interpreter[1:],
 }
 
 # What of the machine is shown when there is no image. No home, no /var, no other directory of /etc.
@@ -93,12 +95,6 @@ class Bubblewrap(Runtime):
             if theirs is None or (theirs.is_file() and not theirs.is_symlink()):
                 own.append(bind)
         return [*super().all_binds(launch), *own]
-
-    def places(self, launch: Launch) -> Places:
-        """The image's /opt is bound read-only, so nothing can be mounted below it: our code goes
-        elsewhere.
-        """
-        return Places(payload="/run/sbx-server", interpreter="/run/sbx-python")
 
     @staticmethod
     def _root(rootfs: Path | None) -> list[str]:

@@ -1,9 +1,10 @@
 """The server inside a sandbox: a shell, files and tools, on a Unix socket that the host hands in.
 
 `python3 server.py CONFIG`, with a socket as standard input over which the listening socket comes. The
-configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls, key` (`python`:
+configuration is a JSON file with `directory, workspace, env, limits, python, bash, walls, binds` (`python`:
 command line of the interpreter that runs us; `bash`: one of our own, for images without; null = the image's;
-`walls`: whether this is a container, see `walls.py`; `key`: what every connection has to begin with). The
+`walls`: whether this is a container, see `walls.py`; `binds`: see `check_binds`). With the socket comes the
+key that every connection has to begin with; an agent that had it could speak to us as the host does. The
 listening socket is made outside and its path is never visible inside, so no process in the sandbox can
 connect to it, replace it or answer in the server's place. One line goes to standard output when the shell is
 ready. Each connection is served by a thread, one request after the other; a second connection can interrupt
@@ -43,7 +44,7 @@ LOAD_REST_S = 0.2
 class Server:
     """Answers requests by handing each to the part that knows the operation."""
 
-    def __init__(self, shell, ipython, programs, workspace, key=None):
+    def __init__(self, shell, ipython, programs, workspace, key):
         self._shell = shell
         self._key = key
         self._started = time.monotonic()
@@ -70,7 +71,7 @@ class Server:
         """Answer requests until the peer closes the connection."""
         with connection:
             try:
-                if self._key and wire.receive(connection) != {"key": self._key}:
+                if wire.receive(connection) != {"key": self._key}:
                     return
                 while True:
                     request = wire.receive(connection)
@@ -137,13 +138,13 @@ def prefer_us_when_memory_is_short():
 
 
 def take_listener():
-    """The listening socket, which the host sends over the socket that is our standard input.
+    """The listening socket and the key, which the host sends over the socket that is our standard input.
 
     Sent and not inherited, because what the runtime runs in the container before us has the same.
     """
     item = array.array("i", [-1])
     with socket.socket(fileno=os.dup(0)) as source:
-        _, messages, _, _ = source.recvmsg(64, socket.CMSG_SPACE(item.itemsize))
+        key, messages, _, _ = source.recvmsg(64, socket.CMSG_SPACE(item.itemsize))
     for level, kind, data in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             item = array.array("i", data[: item.itemsize])
@@ -152,7 +153,17 @@ def take_listener():
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
-    return listener
+    return listener, key.decode()
+
+
+def check_binds(binds):
+    """That each (place, device, inode) shows what the host had checked: runtimes mount by name, and who may
+    write to the directory above may have given the name to something else meanwhile.
+    """
+    for place, *identity in binds:
+        info = os.stat(place)
+        if [info.st_dev, info.st_ino] != identity:
+            raise SystemExit("what is bound at %s was swapped between check and mount; ask again" % place)
 
 
 def start_shell(config, loader):
@@ -180,7 +191,8 @@ def main(config_path):
         config = json.load(file)
     if config["walls"]:
         walls.put_up()
-    listener = take_listener()
+    check_binds(config["binds"])
+    listener, key = take_listener()
     # The init of a namespace of our own? Only then "all processes" are the agent's, and only then can none of
     # them signal us: the kernel spares an init, stopping and killing included.
     config["own_namespace"] = os.getpid() == 1
@@ -214,7 +226,7 @@ def main(config_path):
         config["python"],
         loader,
     )
-    server = Server(shell, ipython, programs, config["workspace"], config.get("key"))
+    server = Server(shell, ipython, programs, config["workspace"], key)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     os.dup2(0, 1)  # the host closes its end of the pipe now

@@ -222,9 +222,8 @@ for path in ("/srv/s", sys.argv[1]):
     print(s.recv(100).decode())
 """
 PYTHON = """
-for p in /opt/sbx-python /run/sbx-python; do
-  [ -d $p ] && run="$(echo $p/lib/*/ld-linux*.so.*) --library-path $(echo $p/lib/*-linux-gnu) $p/bin/python3"
-done
+p=/sbx-python
+[ -d $p ] && run="$(echo $p/lib/*/ld-linux*.so.*) --library-path $(echo $p/lib/*-linux-gnu) $p/bin/python3"
 """
 
 

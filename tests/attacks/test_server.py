@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from sandbox.address import Address
 from sandbox.client import TRUSTED_PYTHON
 from sandbox.errors import SandboxError
 from sandbox.sync_client import exchange
@@ -71,6 +72,38 @@ def test_starve_the_server_of_files_by_a_limit_on_it(target):
         return target.client.bash("echo works").output != "works\n"
     except SandboxError:
         return True
+
+
+KEYS_THERE_ARE = """
+import glob, os, re, sys
+def texts(server):
+    for directory in ("/run/sbx", os.path.expanduser("~/../private")):
+        for path in glob.glob(directory + "/*"):
+            yield path, 0, 1 << 20
+    for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
+        yield path, 0, 1 << 20
+    for line in open("/proc/%d/maps" % server):
+        first, last = (int(address, 16) for address in line.split()[0].split("-"))
+        if " rw-p " in line:
+            yield "/proc/%d/mem" % server, first, last - first
+def found():
+    try:
+        for path, start, size in texts(int(sys.argv[1])):
+            try:
+                with open(path, "rb") as file:
+                    file.seek(start)
+                    yield from re.findall(rb"\\b[0-9a-f]{32}\\b", file.read(size))
+            except OSError: pass
+    except OSError: pass
+print(*{key.decode() for key in found()})
+"""
+
+
+@attack(stopped_by="it comes with the listening socket, and lies in no file; the server is not dumpable")
+def test_learn_the_key_with_which_the_host_speaks_to_the_server(target):
+    target.client.write_file("keys.py", KEYS_THERE_ARE)
+    found = target.client.bash("python3 keys.py $PPID", PATIENCE_S, max_output_chars=1 << 20).output.split()
+    return Address.parse(target.info.socket).key in found
 
 
 @attack(stopped_by=INIT)

@@ -62,7 +62,7 @@ def test_it_starts_in_the_workspace_with_the_shells_environment(host):
         sandbox.ipython_warm()
         result = cell(sandbox, "import os, sys\nprint(os.environ['GREETING'], os.getcwd(), os.listdir())")
         assert result.output == f"good day {info.workspace} ['here.txt']\n"
-        assert "/opt/sbx" not in cell(sandbox, "print(sys.path)").output
+        assert "/sbx" not in cell(sandbox, "print(sys.path)").output
         assert cell(sandbox, "import errors").error == "ModuleNotFoundError"
         assert sandbox.bash("ls -A ~").output == ""
     host.release(info.id)

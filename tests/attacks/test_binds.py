@@ -1,0 +1,130 @@
+"""What is mounted inside stays what it is and where it is: our own code, and what a request has bound."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sandbox.client import TRUSTED_PYTHON
+from sandbox.config import HostConfig
+from sandbox.containers import Containers
+from sandbox.errors import SandboxStartError
+from sandbox.spec import BindSpec, SandboxSpec
+from sandbox.sync_client import SyncSandboxClient
+from tests.attacks import attack
+from tests.attacks.conftest import CONTROL, PATIENCE_S
+from tests.helpers.sandboxes import leftovers, new_state
+from tests.sandbox.conftest import why_not
+
+FORGED = "an agent wrote this"
+
+
+@dataclass
+class Node:
+    """A host in this process, and a place of its that may be bound."""
+
+    place: str
+    control: bool
+    runtime: str
+    containers: Containers
+    allowed: Path
+    shown: str
+    """Where it is seen inside."""
+    before_the_mount: Callable[[], None] = lambda: None
+    """Called once a request was checked, before anything is mounted."""
+
+    def says(self, command: str, use: Callable[[SyncSandboxClient], str] | None = None) -> str:
+        """What a command says in a sandbox that shows the place; what `use` then says."""
+        bind = BindSpec(str(self.allowed / "data"), self.shown)
+        spec = SandboxSpec(runtime=self.runtime, binds=(bind,))
+
+        def work(socket: str) -> str:
+            with SyncSandboxClient(socket) as client:
+                output = client.bash(command, PATIENCE_S).output
+                return use(client) if use else output
+
+        async def scenario() -> str:
+            try:
+                info = await self.containers.start(spec)
+                return await asyncio.to_thread(work, info.socket)
+            finally:
+                await self.containers.close()
+
+        return asyncio.run(scenario())
+
+
+@pytest.fixture(params=["apptainer", "bubblewrap", CONTROL])
+def target(request, monkeypatch) -> Iterator[Node]:
+    """The control: mounted below a directory that is no mount, and nothing remembered of what was checked."""
+    control = request.param == CONTROL
+    runtime = "apptainer" if control else request.param
+    if reason := why_not(runtime):
+        pytest.skip(reason)
+    state, ground = new_state(), new_state()
+    for path, mode in ((state, 0o711), (ground, 0o755)):
+        path.chmod(mode)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", f"{ground / 'allowed'}:ro")
+    monkeypatch.setenv("ROLLOUT_SANDBOX_WARM", "0")
+    for name in ("allowed/data", "secret"):
+        (ground / name).mkdir(parents=True)
+    (ground / "secret" / "said").write_text(FORGED)
+    containers = Containers(state, HostConfig.from_environment())
+    shown = "/above/bound" if control else "/bound"
+    node = Node(request.param, control, runtime, containers, ground / "allowed", shown)
+    prepare = containers._prepare
+
+    def prepare_late(kind, *rest):
+        node.before_the_mount()
+        if control:
+            binds = tuple(dataclasses.replace(bind, identity=None) for bind in kind.binds)
+            kind = dataclasses.replace(kind, binds=binds)
+        return prepare(kind, *rest)
+
+    monkeypatch.setattr(containers, "_prepare", prepare_late)
+    yield node
+    assert leftovers(state) == []
+    for path in (state, ground):
+        shutil.rmtree(path)
+
+
+@attack(stopped_by="it is mounted right below the root, which cannot be moved, nor can a mount")
+def test_have_a_check_run_by_a_python_of_one_s_own(target) -> bool:
+    tree = target.shown if target.control else "/sbx-python"
+    loader = target.allowed / "data" / "ld-linux.so.2"
+    loader.write_text("#!/bin/sh\n")
+    loader.chmod(0o755)
+
+    def check(client: SyncSandboxClient) -> str:
+        program = [f"{tree}/{loader.name}"] if target.control else [TRUSTED_PYTHON]
+        return client.exec([*program, "-c", "print(1)"]).stdout
+
+    move = f"""cd /
+    programs=$(find {tree} -name 'ld-linux*')
+    mv {tree} /tree || mv $(dirname {tree}) /away
+    for program in $programs; do
+        mkdir -p $(dirname $program)
+        printf '#!/bin/sh\necho {FORGED}\n' >$program; chmod 755 $program
+    done"""
+    return FORGED in target.says(move, check)
+
+
+@attack(stopped_by="the server compares what is mounted with what was checked")
+def test_see_what_may_not_be_bound_by_a_swap_between_check_and_mount(target) -> bool:
+    data = target.allowed / "data"
+
+    def swap() -> None:
+        data.rename(target.allowed / "old")
+        data.symlink_to(target.allowed.parent / "secret")
+
+    target.before_the_mount = swap
+    try:
+        return FORGED in target.says(f"cat {target.shown}/said")
+    except SandboxStartError as error:
+        assert target.shown in str(error), error
+        return False
