@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+import random
+import re
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from sandbox.processes import Usage
 
@@ -20,6 +24,17 @@ SOCKET_BYTES, PIPE_BYTES = 208 << 10, 64 << 10
 """The most that lies unread in a socket and a pipe, by the kernel's defaults."""
 SHARED_NAMES = ("/memfd:", "/dev/zero (deleted)", "/SYSV")
 """In the maps of a process: files that are memory, of memfd_create, mmap and shmget."""
+MAPPED = re.compile(
+    rb"^(\S+) \S{3}s \S+ (\S+ \d+) +(?:%s)" % b"|".join(re.escape(name.encode()) for name in SHARED_NAMES),
+    re.MULTILINE,
+)
+"""A line of such: its addresses; device and inode."""
+BUDGET_S, MOST_CALLS = 0.1, 20
+"""CPU time of a call of `Survey.held`, and after so many it has an answer."""
+
+
+Identity = tuple[int, int]
+"""Device and inode."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,41 +45,65 @@ class Holding:
     """Process → its memory, each shared page divided by the number of those who share it."""
     total: int
     """And what is in no process."""
+    buffers: int
+    """The most that may lie in sockets and pipes; nothing shows how much does."""
+    unlinked: int
+    """On disk, in files that are open though no directory names them any more."""
 
 
-def held(used: list[Usage], file_system: int | None) -> Holding:
-    """What these processes and the file system in memory (an open directory in it) hold."""
-    shares, private, shared = {}, 0, 0
-    for one in used:
-        own, common = _share(one)
-        shares[one.pid] = own + common
-        private, shared = private + own, shared + common
-    files: dict[tuple[int, int], int] = {}
-    for one in used:
-        files.update(_memory_files(one.pid))
-    return Holding(shares, private + max(shared, sum(files.values())) + _used_of(file_system))
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one process holds."""
+
+    private: int
+    shared: int = 0
+    memory_files: dict[Identity, int] = dataclasses.field(default_factory=dict)
+    unlinked: dict[Identity, int] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def possible_buffers(used: list[Usage]) -> int:
-    """The most that may lie in the sockets and pipes of these processes; nothing shows how much does."""
-    sizes: dict[str, int] = {}
-    for one in used:
-        for name, _ in _descriptors(one.pid):
-            if name.startswith("socket:"):
-                sizes[name] = SOCKET_BYTES
-            elif name.startswith("pipe:"):
-                sizes[name] = PIPE_BYTES
-    return sum(sizes.values())
+class Survey:
+    """Looks at all processes of one sandbox, a few at a time if they are many or hold many things: an agent
+    must not keep the watchdog from the others by what it opens and maps.
+    """
 
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], Seen] = {}
+        self._calls = 0
 
-def unlinked_bytes(pids: list[int]) -> int:
-    """Bytes on disk in files that these processes hold open though no directory names them any more."""
-    sizes: dict[tuple[int, int], int] = {}
-    for pid in pids:
-        for name, info in _descriptors(pid):
-            if info is not None and name.endswith(" (deleted)") and not name.startswith(SHARED_NAMES):
-                sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
-    return sum(sizes.values())
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last call was not through."""
+        return self._calls > 0
+
+    def held(self, used: list[Usage], file_system: int | None) -> Holding | None:
+        """What these processes and the file system in memory (an open directory in it) hold; None when it is
+        not through yet, and goes on with the next call. After `MOST_CALLS` the rest counts by what is
+        resident. The order is random, so that nothing stays unseen for long.
+        """
+        ends = time.thread_time() + BUDGET_S
+        self._calls += 1
+        known = {(one.pid, one.started): one for one in used}
+        self._seen = {key: seen for key, seen in self._seen.items() if key in known}
+        left = [key for key in known if key not in self._seen]
+        random.shuffle(left)
+        for key in left:
+            if time.thread_time() < ends:
+                self._seen[key] = _look_at(known[key])
+            elif self._calls < MOST_CALLS:
+                return None
+            else:
+                self._seen[key] = Seen(known[key].rss_bytes)
+        seen, self._seen, self._calls = self._seen, {}, 0
+        shared = sum(one.shared for one in seen.values())
+        files = _sum_of(one.memory_files for one in seen.values())
+        private = sum(one.private for one in seen.values())
+        return Holding(
+            {pid: one.private + one.shared for (pid, _), one in seen.items()},
+            private + max(shared, files) + _used_of(file_system),
+            _sum_of(one.buffers for one in seen.values()),
+            _sum_of(one.unlinked for one in seen.values()),
+        )
 
 
 def open_file_system(pid: int) -> int | None:
@@ -91,17 +130,27 @@ def _share(one: Usage) -> tuple[int, int]:
     return sizes.get("Pss", 0) + sizes.get("SwapPss", 0) - shared, shared
 
 
-def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """(identity, bytes) of files in memory that a process has open or, as far as we may look, mapped."""
-    for name, info in _descriptors(pid):
-        if info is not None and name.startswith(SHARED_NAMES[0]):
-            yield (info.st_dev, info.st_ino), info.st_blocks * 512
+def _look_at(one: Usage) -> Seen:
+    seen = Seen(*_share(one))
+    for name, info in _descriptors(one.pid):
+        if name.startswith("socket:"):
+            seen.buffers[name] = SOCKET_BYTES
+        elif name.startswith("pipe:"):
+            seen.buffers[name] = PIPE_BYTES
+        elif info is not None:
+            kind = seen.memory_files if name.startswith(SHARED_NAMES) else seen.unlinked
+            kind[info.st_dev, info.st_ino] = info.st_blocks * 512
+    seen.memory_files.update(_mapped_files(one.pid))
+    return seen
+
+
+def _mapped_files(pid: int) -> Iterator[tuple[Identity, int]]:
+    """(identity, bytes) of files in memory that a process has mapped, as far as we may look."""
     with contextlib.suppress(OSError):  # it has ended, or only root may follow these links
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[1].endswith("s") and fields[5].startswith(SHARED_NAMES):
-                info = os.stat(f"/proc/{pid}/map_files/{_as_link(fields[0])}")  # noqa: PTH116
-                yield (info.st_dev, info.st_ino), info.st_blocks * 512
+        places = {what: place for place, what in MAPPED.findall(Path(f"/proc/{pid}/maps").read_bytes())}
+        for place in places.values():
+            info = os.stat(f"/proc/{pid}/map_files/{_as_link(place.decode())}")  # noqa: PTH116
+            yield (info.st_dev, info.st_ino), info.st_blocks * 512
 
 
 def _as_link(addresses: str) -> str:
@@ -118,6 +167,11 @@ def _descriptors(pid: int) -> Iterator[tuple[str, os.stat_result | None]]:
                 name = os.readlink(f"{directory}/{fd}")  # noqa: PTH115
                 deleted = name.endswith(" (deleted)")
                 yield name, os.stat(f"{directory}/{fd}") if deleted else None  # noqa: PTH116
+
+
+def _sum_of(many: Iterable[dict[Any, int]]) -> int:
+    """Each thing once, whoever has it."""
+    return sum({key: size for one in many for key, size in one.items()}.values())
 
 
 def _used_of(file_system: int | None) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import signal
 from pathlib import Path
@@ -46,14 +48,20 @@ def children_of_all() -> dict[int, list[int]]:
 
 def children(pid: int) -> list[int]:
     """Direct children of the process (of all its threads)."""
-    found: list[int] = []
-    try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-        return found
-    except (FileNotFoundError, ProcessLookupError):
-        # Gone, or a kernel without CONFIG_PROC_CHILDREN.
+    if not _children_are_listed():
         return children_of_all().get(pid, [])
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+@functools.cache
+def _children_are_listed() -> bool:
+    """Not by a kernel without CONFIG_PROC_CHILDREN."""
+    return Path("/proc/thread-self/children").exists()
 
 
 def descendants(pid: int) -> list[int]:
@@ -97,6 +105,21 @@ def send(pids: list[int], number: int = signal.SIGKILL) -> None:
             continue
 
 
+def end(pid: int, started: int) -> None:
+    """SIGKILL for that very process, and never for the next of that pid."""
+    try:
+        process = os.pidfd_open(pid)
+    except (ProcessLookupError, PermissionError):
+        return
+    try:
+        if is_alive(pid, started):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        os.close(process)
+
+
 def all_pids() -> list[int]:
     """All processes that are visible here."""
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
@@ -110,6 +133,8 @@ class Usage:
     rss_bytes: int
     """Resident memory; pages that are shared count in full."""
     threads: int
+    started: int
+    """See :func:`start_time`."""
 
 
 def usages(pid: int) -> list[Usage]:
@@ -121,7 +146,7 @@ def usages(pid: int) -> list[Usage]:
         fields = _stat(one)
         if fields is None or fields[0] in ("Z", "X"):
             continue
-        found.append(Usage(one, int(fields[21]) * _PAGE_BYTES, int(fields[17])))
+        found.append(Usage(one, int(fields[21]) * _PAGE_BYTES, int(fields[17]), int(fields[19])))
         pending += children(one)
     return found
 

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 512  # unit of st_blocks (POSIX)
 MOST_CLOSED = 64  # directories closed to their owner; each costs a descriptor while it is counted
 
+STEP = 200  # entries: about a millisecond
+
 
 def remove(path: Path) -> None:
     """Remove a tree whatever the sandbox did to it: closed directories, any depth. Errors are logged.
@@ -52,7 +54,13 @@ def _open_up(function: object, name: str, error: object) -> None:
 
 
 def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
-    """(bytes on disk, number of entries) below `root`; stops counting when either is above its most.
+    """(bytes on disk, number of entries) below `root`; stops counting when either is above its most."""
+    *_, (total, entries, _) = counting(root, most_bytes, most_entries)
+    return total, entries
+
+
+def counting(root: Path, most_bytes: int, most_entries: int) -> Iterator[tuple[int, int, bool]]:
+    """:func:`usage` step by step, for who cannot wait: what it has come to, and whether that is all.
 
     A tree that is deeper than a path can be long counts as too many entries, and so does one with many
     directories that are closed even to their owner: nobody needs one, and they could not be counted.
@@ -61,8 +69,11 @@ def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
     linked: set[tuple[int, int]] = set()
     for info in _entries(root):
         if info is None:
-            return total, most_entries + 1
+            yield total, most_entries + 1, True
+            return
         entries += 1
+        if entries % STEP == 0:
+            yield total, entries, False
         if info.st_nlink > 1 and not stat.S_ISDIR(info.st_mode):
             identity = (info.st_dev, info.st_ino)
             if identity in linked:
@@ -71,7 +82,7 @@ def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
         total += info.st_blocks * BLOCK_BYTES
         if total > most_bytes or entries > most_entries:
             break
-    return total, entries
+    yield total, entries, True
 
 
 def _entries(root: Path) -> Iterator[os.stat_result | None]:
@@ -83,33 +94,29 @@ def _entries(root: Path) -> Iterator[os.stat_result | None]:
             directory = pending.pop()
             try:
                 try:
-                    found = _scan(directory)
+                    found = os.scandir(directory)
                 except PermissionError:  # closed by the agent: what lies in it takes space all the same
                     closed += 1
                     if closed > MOST_CLOSED:
                         yield None
                         return
                     opened_up.enter_context(_open_up_for_now(directory))
-                    found = _scan(directory)
+                    found = os.scandir(directory)
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
                     yield None
                 continue  # else removed meanwhile
-            for entry in found:
-                try:
-                    info = entry.stat(follow_symlinks=False)
-                except OSError as error:
-                    if error.errno == errno.ENAMETOOLONG:
-                        yield None
-                    continue
-                if stat.S_ISDIR(info.st_mode):
-                    pending.append(entry.path)
-                yield info
-
-
-def _scan(directory: str) -> list[os.DirEntry[str]]:
-    with os.scandir(directory) as found:
-        return list(found)
+            with found:
+                for entry in found:
+                    try:
+                        info = entry.stat(follow_symlinks=False)
+                    except OSError as error:
+                        if error.errno == errno.ENAMETOOLONG:
+                            yield None
+                        continue
+                    if stat.S_ISDIR(info.st_mode):
+                        pending.append(entry.path)
+                    yield info
 
 
 @contextlib.contextmanager

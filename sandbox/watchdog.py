@@ -2,7 +2,8 @@
 
 A single process is refused too much memory, too large a file and too many processes at once, by rlimits
 (`server/confine.py`). What many processes use together is only seen by looking, here. A look costs CPU, so
-looks are spaced in proportion to what the last one took.
+those at one sandbox are spaced in proportion to what its last one took, and where there is very much to look
+at it is done bit by bit: no agent delays what its neighbours are held to.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import dataclasses
 import logging
 import os
 import shutil
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sandbox import aio, memory, processes, trees
@@ -29,9 +28,15 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 MOST_TICK_S = 5.0
 DUTY = 50
-"""A look may take one part in so many of the time."""
-THOROUGH_PERIOD_S = 5.0
+"""All looks may take one part in so many of the time, each sandbox an equal share of that."""
+LOOK_S = 0.5
+"""After so long the rest of the sandboxes is left to the next look."""
+COSTLY_S = 0.05
+"""Sandboxes whose last look took longer come last."""
+THOROUGH_PERIOD_S, MOST_THOROUGH_PERIOD_S = 5.0, 60.0
 """Between looks at disks, and at memory that resident sizes do not show."""
+DISK_BUDGET_S = 0.1
+"""Of one look at one sandbox's disk; the next one goes on."""
 ALARM_BYTES = 256 << 20
 """When the machine has lost so much free space or memory, everything is measured now."""
 NODE_RESERVE = 0.03
@@ -53,7 +58,20 @@ MIB = 1 << 20
 class Watched:
     """What is remembered of a sandbox between two looks."""
 
+    due: float = 0.0
+    """Not looked at before that, nor thoroughly before the next."""
+    thorough_due: float = 0.0
+    took_s: float = 0.0
+    """The last look at it."""
+    used: list[Usage] = dataclasses.field(default_factory=list)
     full_ticks: int = 0
+    survey: memory.Survey = dataclasses.field(default_factory=memory.Survey)
+    holding: memory.Holding | None = None
+    """The last that the survey found."""
+    counting: Iterator[tuple[int, int, bool]] | None = None
+    """A count of what is on disk that is not through."""
+    on_disk: int = 0
+    """Bytes, by the last count, or the one that goes on if that is more already."""
     disk_bytes: int = 0
     """What it may use now: its limit, or more once it was over it."""
     files: int = 0
@@ -74,7 +92,6 @@ class Watchdog:
         self._end_for = end_for
         self._scratch = scratch
         self._watched: dict[str, Watched] = {}
-        self._thorough_due = 0.0
         self._free: tuple[int, ...] = (0, 0)
         self.breaches = dict.fromkeys(("memory", "processes", "disk"), 0)
 
@@ -87,31 +104,48 @@ class Watchdog:
             except Exception:
                 log.exception("the watchdog stumbled")
             took = time.monotonic() - began
-            await asyncio.sleep(min(max(TICK_S, DUTY * took), MOST_TICK_S))
+            await asyncio.sleep(max(TICK_S, took))
 
     async def look(self) -> None:
-        """One look at all sandboxes."""
+        """One look at all sandboxes whose turn it is."""
         containers = [c for c in self._claimed() if c.runtime.name != "local-unsafe"]
         self._watched = {c.id: self._watched.get(c.id) or Watched() for c in containers}
         if not containers:
             return
-        trees_of = await asyncio.to_thread(_usages, containers)
-        for container in containers:
-            with _apart(container):
-                self._check_processes(container, trees_of[container.id])
-        thorough = self._alarmed() or time.monotonic() >= self._thorough_due
         began = time.monotonic()
-        for container in containers:
-            with _apart(container):
-                await self._check_memory(container, trees_of[container.id], thorough)
-            if thorough:
-                with _apart(container):
-                    await self._check_disk(container, trees_of[container.id])
-        if thorough:
-            took = time.monotonic() - began
-            self._thorough_due = time.monotonic() + max(THOROUGH_PERIOD_S, DUTY * took)
-        await self._check_node_memory(containers, trees_of)
+        if self._alarmed():
+            for watched in self._watched.values():
+                watched.due = watched.thorough_due = 0.0
+        for container in sorted(containers, key=self._turn):
+            if time.monotonic() - began > LOOK_S:
+                break
+            if time.monotonic() >= self._watched[container.id].due:
+                await self._look_at(container)
+        await self._check_node_memory(containers)
         await self._check_node_disk(containers)
+
+    def _turn(self, container: Container) -> tuple[bool, float]:
+        watched = self._watched[container.id]
+        return watched.took_s > COSTLY_S, watched.due
+
+    async def _look_at(self, container: Container) -> None:
+        watched, began = self._watched[container.id], time.monotonic()
+        thorough = began >= watched.thorough_due
+        with _apart(container):
+            pid = container.pid
+            watched.used = await asyncio.to_thread(processes.usages, pid) if pid else []
+            self._check_processes(container)
+        with _apart(container):
+            await self._check_memory(container, thorough)
+        if thorough or watched.counting:
+            with _apart(container):
+                await self._check_disk(container)
+        ended = time.monotonic()
+        watched.took_s = ended - began
+        pause = DUTY * len(self._watched) * watched.took_s
+        watched.due = ended + min(max(TICK_S, pause), MOST_TICK_S)
+        if thorough:
+            watched.thorough_due = ended + min(max(THOROUGH_PERIOD_S, pause), MOST_THOROUGH_PERIOD_S)
 
     def _alarmed(self) -> bool:
         """Whether the machine's free disk space or memory fell by much since it was last said so."""
@@ -125,12 +159,12 @@ class Watchdog:
 
     # -- processes ----------------------------------------------
 
-    def _check_processes(self, container: Container, used: list[Usage]) -> None:
+    def _check_processes(self, container: Container) -> None:
         """The kernel refuses more than the limit; here only a sandbox that stays full is set free again."""
         watched = self._watched[container.id]
         most = container.limits.processes or 0
         # As the kernel counts for the user namespace: the runtime's own are among them.
-        count = sum(one.threads for one in used)
+        count = sum(one.threads for one in watched.used)
         full = most - max(FULL_PROCESSES, most // 20)
         watched.full_ticks = watched.full_ticks + 1 if count >= full else 0
         if watched.full_ticks >= FULL_TICKS:
@@ -139,41 +173,49 @@ class Watchdog:
 
     # -- memory ----------------------------------------------
 
-    async def _check_memory(self, container: Container, used: list[Usage], thorough: bool) -> None:
+    async def _check_memory(self, container: Container, thorough: bool) -> None:
+        watched = self._watched[container.id]
         most = (container.limits.memory_mb or 0) * MIB
-        total = sum(one.rss_bytes for one in used)
-        if total <= most and not thorough:
+        resident = sum(one.rss_bytes for one in watched.used)
+        if resident <= most and not thorough and not watched.survey.unfinished:
             return
         # Resident sizes count shared pages once for each process; before a verdict they are shared out, and
         # what lies in no process's memory is added.
-        holding = await asyncio.to_thread(memory.held, used, container.file_system)
-        if holding.total <= most:
+        holding = await self._hold(container)
+        if holding is None or holding.total <= most:
             return
         shares = holding.shares
-        largest = max(shares, key=lambda pid: shares[pid])
+        largest = max(watched.used, key=lambda one: shares.get(one.pid, 0))
         what = f"{holding.total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
-        if largest not in container.protected and holding.total - shares[largest] <= most:
-            processes.send([largest], signal.SIGKILL)  # at once; what the server does besides takes longer
+        if largest.pid not in container.protected and holding.total - shares.get(largest.pid, 0) <= most:
+            processes.end(largest.pid, largest.started)  # at once; what the server does besides takes longer
         self._breach(container, "memory", what)
+
+    async def _hold(self, container: Container) -> memory.Holding | None:
+        """What it holds now; None when that is still to be seen."""
+        watched = self._watched[container.id]
+        found = await asyncio.to_thread(watched.survey.held, watched.used, container.file_system)
+        watched.holding = found or watched.holding
+        return found
 
     # -- the node ----------------------------------------------
 
     # What the node lacks is no agent's fault. Its sandbox is ended: what it did since cannot be judged.
 
-    async def _check_node_memory(self, containers: list[Container], used: dict[str, list[Usage]]) -> None:
+    async def _check_node_memory(self, containers: list[Container]) -> None:
         """With the machine itself short of memory the sandbox that holds most gives way before the kernel
         chooses. What may lie in sockets and pipes counts in full: hidden there it shows nowhere else.
         """
         available, total = processes.memory_available(), processes.memory_total()
         if available >= NODE_RESERVE * total or _giving_way(containers):
             return
-
-        def holding(container: Container) -> int:
-            own = used[container.id]
-            return memory.held(own, container.file_system).total + memory.possible_buffers(own)
-
-        holdings = await asyncio.to_thread(lambda: {c.id: holding(c) for c in containers})
-        largest = max(containers, key=lambda c: holdings[c.id])
+        held = {}
+        for container in containers:
+            watched = self._watched[container.id]
+            holding = await self._hold(container) or watched.holding
+            resident = sum(one.rss_bytes for one in watched.used)
+            held[container.id] = holding.total + holding.buffers if holding else resident
+        largest = max(containers, key=lambda c: held[c.id])
         left = f"the node has {available / MIB:.0f} MiB of memory left"
         self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
 
@@ -188,23 +230,26 @@ class Watchdog:
             for container in containers:
                 self._end_for(container, f"was ended: {left}, so that writing may have failed", "node")
             return
-        sizes = {
-            c.id: (await asyncio.to_thread(trees.usage, c.launch.scratch, sys.maxsize, sys.maxsize))[0]
-            for c in containers
-        }
-        largest = max(containers, key=lambda c: sizes[c.id])
+        largest = max(containers, key=lambda c: self._watched[c.id].on_disk)
         self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
 
     # -- disk ----------------------------------------------
 
-    async def _check_disk(self, container: Container, used: list[Usage]) -> None:
+    async def _check_disk(self, container: Container) -> None:
         watched = self._watched[container.id]
         most_mb, most_files = container.limits.disk_mb or 0, container.limits.files or 0
         watched.disk_bytes = watched.disk_bytes or most_mb * MIB
         watched.files = watched.files or most_files
         root = container.launch.scratch
-        size, count = await asyncio.to_thread(trees.usage, root, 4 * watched.disk_bytes, 4 * watched.files)
-        size += await asyncio.to_thread(memory.unlinked_bytes, [one.pid for one in used])
+        counting = watched.counting or trees.counting(root, 4 * watched.disk_bytes, 4 * watched.files)
+        watched.counting = None
+        size, count, through = await asyncio.to_thread(_go_on, counting)
+        if not through:
+            watched.counting = counting
+            watched.on_disk = max(watched.on_disk, size)
+            return
+        size += watched.holding.unlinked if watched.holding else 0
+        watched.on_disk = size
         if size <= watched.disk_bytes and count <= watched.files:
             return
         what = (
@@ -254,5 +299,7 @@ def _apart(container: Container) -> Iterator[None]:
         log.exception("the watchdog stumbled over sandbox %s", container.id)
 
 
-def _usages(containers: Iterable[Container]) -> dict[str, list[Usage]]:
-    return {c.id: processes.usages(c.pid) if c.pid else [] for c in containers}
+def _go_on(counting: Iterator[tuple[int, int, bool]]) -> tuple[int, int, bool]:
+    """Count for a while."""
+    ends = time.monotonic() + DISK_BUDGET_S
+    return next(found for found in counting if found[2] or time.monotonic() > ends)

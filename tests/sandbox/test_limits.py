@@ -209,7 +209,7 @@ assert not root.exists()
 
 
 def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, monkeypatch):
-    real, ended = trees.usage, []
+    real, ended = trees.counting, []
     containers = []
     for name in ("broken", "greedy"):
         (tmp_path / name).mkdir()
@@ -219,12 +219,12 @@ def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, 
         containers.append(container)
     fill(tmp_path / "greedy", [2 << 20])
 
-    def usage(root, *most):
+    def counting(root, *most):
         if root.name == "broken":
             raise RuntimeError("no way to look at it")
         return real(root, *most)
 
-    monkeypatch.setattr(trees, "usage", usage)
+    monkeypatch.setattr(trees, "counting", counting)
 
     async def scenario():
         watchdog = Watchdog(lambda: containers, lambda one, *why: ended.append((one.id, *why)), tmp_path)

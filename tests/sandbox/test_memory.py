@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,12 +56,20 @@ def running(code: str, user: int | None = None) -> Iterator[int]:
         process.kill()
 
 
+def watched(name: str, pid: int, directory: Path, memory_mb: int = 10**6) -> Container:
+    """As the watchdog knows a sandbox."""
+    (directory / name).mkdir()
+    launch = Launch(name, None, "none", directory / name / "s", directory, directory / name)
+    limits = Limits(memory_mb=memory_mb, processes=10**6, disk_mb=10**6, files=10**6)
+    return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=pid)
+
+
 @pytest.mark.parametrize("code", [UNNAMED, DROPPED], ids=["memfd", "mapped no more"])
 def test_shared_memory_counts_whoever_maps_it(code):
     if code == DROPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what a process has mapped")
     with running(code) as pid:
-        found = memory.held(processes.usages(pid), None)
+        found = memory.Survey().held(processes.usages(pid), None)
         assert found.shares[pid] < 30 * MIB
         assert 120 * MIB <= found.total < 170 * MIB
 
@@ -68,17 +77,17 @@ def test_shared_memory_counts_whoever_maps_it(code):
 def test_what_is_shared_and_mapped_counts_once():
     code = f"import mmap, os; m = mmap.mmap(-1, {60 * MIB}); m.write(b'x' * {60 * MIB}); os.fork() or input()"
     with running(code) as pid:
-        assert 60 * MIB <= memory.held(processes.usages(pid), None).total < 100 * MIB
+        assert 60 * MIB <= memory.Survey().held(processes.usages(pid), None).total < 100 * MIB
 
 
 def test_a_file_system_in_memory_counts_with_its_empty_files():
     with os.scandir("/dev/shm"):
         directory = os.open("/dev/shm", os.O_RDONLY)
     try:
-        before = memory.held([], directory).total
+        before = memory.Survey().held([], directory).total
         name = Path(f"/dev/shm/rollout-test-{os.getpid()}")
         name.write_bytes(bytes(8 * MIB))
-        assert memory.held([], directory).total - before >= 7 * MIB  # others use it, too
+        assert memory.Survey().held([], directory).total - before >= 7 * MIB  # others use it, too
         name.unlink()
     finally:
         os.close(directory)
@@ -88,7 +97,8 @@ def test_a_file_system_in_memory_counts_with_its_empty_files():
 def test_a_process_that_closes_itself_counts_by_its_resident_size():
     with running(CLOSED, NOBODY) as pid:
         code = (
-            f"from sandbox import memory, processes; print(memory.held(processes.usages({pid}), None).total)"
+            "from sandbox import memory, processes; "
+            f"print(memory.Survey().held(processes.usages({pid}), None).total)"
         )
         root = Path(__file__).resolve().parents[2]
         options = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
@@ -103,14 +113,7 @@ def test_who_hides_memory_gives_way_and_not_the_largest(code, tmp_path, monkeypa
     monkeypatch.setattr(processes, "memory_available", lambda: 0)
     ended = []
     with running(LARGE) as large, running(code) as hiding:
-        containers = []
-        for name, pid in (("large", large), ("hiding", hiding)):
-            (tmp_path / name).mkdir()
-            launch = Launch(name, None, "none", tmp_path / name / "s", tmp_path, tmp_path / name)
-            limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=10**6, files=10**6)
-            containers.append(
-                Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=pid)
-            )
+        containers = [watched(name, pid, tmp_path) for name, pid in (("large", large), ("hiding", hiding))]
         usages = {name: processes.usages(pid) for name, pid in (("large", large), ("hiding", hiding))}
         resident = {name: sum(one.rss_bytes for one in used) for name, used in usages.items()}
         assert resident["hiding"] < resident["large"]
@@ -123,3 +126,84 @@ def test_who_hides_memory_gives_way_and_not_the_largest(code, tmp_path, monkeypa
 
         asyncio.run(asyncio.wait_for(scenario(), 60))
     assert ended == ["hiding"]
+
+
+# -- a sandbox that has very much to look at ----------------------------------------------
+
+MANY, SIZE = 100, 8 * MIB
+COSTLY = f"""
+import os
+fd = os.memfd_create("x")
+os.write(fd, b"x" * {SIZE})
+fds = [os.dup(fd) for _ in range(900)]
+if not all(os.fork() for _ in range({MANY - 1})):
+    import time; time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def costly() -> Iterator[int]:
+    """Many processes that have very much open."""
+    with running(COSTLY) as pid:
+        try:
+            yield pid
+        finally:
+            processes.send(processes.children(pid))
+
+
+def test_what_one_look_does_not_reach_is_seen_by_the_next_ones(monkeypatch):
+    with costly() as pid:
+        used = processes.usages(pid)
+        assert len(used) == MANY
+        whole, part = memory.Survey(), memory.Survey()
+        monkeypatch.setattr(memory, "BUDGET_S", 60.0)
+        all_at_once = whole.held(used, None)
+        monkeypatch.setattr(memory, "BUDGET_S", 0.02)
+        monkeypatch.setattr(memory, "MOST_CALLS", 10_000)
+        calls = 0
+        while (found := part.held(used, None)) is None:
+            calls += 1
+            assert part.unfinished
+    assert calls >= 3
+    assert not part.unfinished
+    assert all_at_once and found.shares.keys() == all_at_once.shares.keys() == {one.pid for one in used}
+    assert SIZE <= found.total == pytest.approx(all_at_once.total, rel=0.2)
+
+
+def test_who_is_never_seen_to_the_end_counts_by_what_is_resident(monkeypatch):
+    monkeypatch.setattr(memory, "BUDGET_S", -1.0)
+    with running(LARGE) as pid:
+        used, survey = processes.usages(pid), memory.Survey()
+        found = [survey.held(used, None) for _ in range(memory.MOST_CALLS)]
+    assert set(found[:-1]) == {None}
+    assert found[-1].total == sum(one.rss_bytes for one in used) >= 40 * MIB
+
+
+def test_who_has_very_much_open_does_not_delay_what_its_neighbour_is_held_to(tmp_path):
+    ended = asyncio.Queue()
+    with costly() as pid, running("pass") as idle:
+        containers = [watched("costly", pid, tmp_path), watched("neighbour", idle, tmp_path, memory_mb=30)]
+
+        async def scenario() -> float:
+            watchdog = Watchdog(lambda: containers, lambda one, *why: ended.put_nowait(one.id), tmp_path)
+            running_on = asyncio.create_task(watchdog.run())
+            await asyncio.sleep(1.5)  # both were looked at, and the one at length
+            with running(LARGE) as large:
+                containers[1].pid = large
+                began = time.monotonic()
+                assert await asyncio.wait_for(ended.get(), 60) == "neighbour"
+                took = time.monotonic() - began
+            running_on.cancel()
+            return took
+
+        assert asyncio.run(scenario()) < 2.5
+
+
+def test_the_next_process_of_a_pid_is_not_ended_in_the_place_of_another():
+    with running("pass") as pid:
+        started = processes.start_time(pid)
+        processes.end(pid, started - 1)
+        assert processes.is_alive(pid, started)
+        processes.end(pid, started)
+        while processes.is_alive(pid, started):
+            time.sleep(0.01)
