@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from sandbox.errors import SandboxError
@@ -40,7 +41,7 @@ def image_dir() -> Path:
 
 def tool_path() -> str:
     """PATH that also finds what the set-up scripts unpacked privately; the machine's own tools come first."""
-    private = rollout_home() / "apptainer"
+    private = (rollout_home() / "apptainer").resolve()  # set-up may have put it where others may enter
     extra = [private / "usr/bin", private / "tools/usr/bin", private / "tools/usr/sbin"]
     own = os.environ.get("PATH") or "/usr/local/bin:/usr/bin:/bin"
     return ":".join([own, *map(str, extra), "/usr/sbin", "/sbin"])
@@ -51,9 +52,15 @@ def sandbox_user() -> int | None:
 
     A container of root's is uid 0 of the machine without capabilities: still the owner of `/proc/sys` and of
     every root-owned file that is bound in. So root starts containers as `ROLLOUT_SANDBOX_UID` (default:
-    nobody).
+    nobody), and as itself only where that is 0.
     """
-    return int(os.environ.get("ROLLOUT_SANDBOX_UID", NOBODY)) if os.geteuid() == 0 else None
+    return int(os.environ.get("ROLLOUT_SANDBOX_UID", NOBODY)) or None if os.geteuid() == 0 else None
+
+
+def closed_to_others(path: Path) -> Path | None:
+    """The first directory above `path`, links resolved, that not everybody may enter; None = all may."""
+    above = reversed(path.resolve().parents)
+    return next((place for place in above if not place.stat().st_mode & stat.S_IXOTH), None)
 
 
 def own_directory(path: Path, mode: int) -> Path:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install Apptainer without root under $ROLLOUT_HOME/apptainer, and the helpers it wants.
+# Install Apptainer without root under $ROLLOUT_HOME/apptainer, and the helpers it wants. Root, whose sandboxes run as
+# `nobody`, has it in /opt/rollout-apptainer where $ROLLOUT_HOME is closed to others.
 #
 # An apptainer or singularity on PATH is used as it is and only helpers are looked after. Otherwise the Debian package
 # is unpacked (never installed) into the prefix; where the machine's C library is older than the package needs, a newer
@@ -7,6 +8,7 @@
 
 SCRIPT_NAME=apptainer
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+umask 022 # what is unpacked others run, too
 
 HELPERS=(squashfs-tools bubblewrap fuse-overlayfs squashfuse mmdebstrap uidmap patchelf)
 # One program that shows each helper is there, in the order of HELPERS.
@@ -129,6 +131,15 @@ configure() {
     mkdir -p "$prefix/usr/lib/var/lib/apptainer/mnt/session" "$prefix/usr/var/lib/apptainer/mnt/session"
 }
 
+# Where the prefix is not in $ROLLOUT_HOME, which others may not enter.
+link_prefix() {
+    local usual="$ROLLOUT_HOME/apptainer"
+    [ -d "$APPTAINER_PREFIX" ] && [ "$APPTAINER_PREFIX" != "$usual" ] || return 0
+    [ -L "$usual" ] || rm -rf "$usual"
+    ln -sfn "$APPTAINER_PREFIX" "$usual"
+    say "$ROLLOUT_HOME is closed to others: $usual is a link to $APPTAINER_PREFIX"
+}
+
 works() { "$1" --version >/dev/null 2>&1; }
 
 check_machine() {
@@ -157,6 +168,7 @@ main() {
         }
         say "installed $("$APPTAINER_PREFIX/usr/bin/apptainer" --version) in $APPTAINER_PREFIX"
     fi
+    link_prefix
     check_machine
     summary
 }

@@ -7,7 +7,22 @@ set -euo pipefail
 SETUP_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 REPO_ROOT="$(cd "$SETUP_DIR/../.." && pwd)"
 ROLLOUT_HOME="${ROLLOUT_HOME:-$REPO_ROOT/.local}"
+
+# Whether everybody may enter a directory.
+is_open() {
+    local place="$1"
+    while [ "$place" != / ]; do
+        case "$(stat -c %A "$place")" in *[xt]) ;; *) return 1 ;; esac
+        place="$(dirname "$place")"
+    done
+}
+
+# Root's sandboxes are `nobody`'s, who must get to the program; apptainer.sh leaves a link at the usual place.
 APPTAINER_PREFIX="$ROLLOUT_HOME/apptainer"
+mkdir -p "$ROLLOUT_HOME"
+if [ "$(id -u)" -eq 0 ] && ! is_open "$(cd "$ROLLOUT_HOME" && pwd -P)"; then
+    APPTAINER_PREFIX=/opt/rollout-apptainer
+fi
 TOOLS_PREFIX="$APPTAINER_PREFIX/tools"
 export PATH="$APPTAINER_PREFIX/usr/bin:$PATH:$TOOLS_PREFIX/usr/bin:$TOOLS_PREFIX/usr/sbin:/usr/sbin:/sbin"
 

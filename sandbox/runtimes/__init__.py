@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,17 +59,26 @@ def select_runtime(
 
 
 def _probe(runtime: Runtime, find_rootfs: Callable[[Runtime], Path | None], within: Path | None) -> None:
-    """Root starts containers as an unprivileged user if that works, else as itself, which is said."""
+    """Root starts containers as an unprivileged user: of root's own no limit of processes would hold."""
     runtime.check_installed()
     if runtime.needs_image:
         runtime.run_as = paths.sandbox_user()
     rootfs = find_rootfs(runtime)
+    if runtime.run_as is None:
+        if runtime.needs_image and os.geteuid() == 0:
+            runtime.missing_isolation.append("uid (processes run as the machine's root without capabilities)")
+        runtime.probe(rootfs, within)
+        return
     try:
         runtime.probe(rootfs, within)
     except RuntimeUnavailable as error:
-        if runtime.run_as is None:
-            raise
-        log.warning("%s does not work as uid %d, trying as root: %s", runtime.name, runtime.run_as, error)
-        runtime.run_as = None
-        runtime.missing_isolation.append("uid (processes run as the machine's root without capabilities)")
-        runtime.probe(rootfs, within)
+        message = (
+            f"{error}; root's sandboxes run as uid {runtime.run_as} (ROLLOUT_SANDBOX_UID; 0 would run them "
+            "as root, for whom no limit of processes holds)"
+        )
+        if closed := paths.closed_to_others(Path(runtime.program() or "/")):
+            message += (
+                f", who cannot enter {closed}: run deploy/setup/apptainer.sh, which then unpacks Apptainer "
+                f"elsewhere, or `chmod o+x {closed}`, or work as a plain user"
+            )
+        raise RuntimeUnavailable(message) from error

@@ -120,6 +120,10 @@ class Runtime(abc.ABC):
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
         """The command line that runs `command` in the sandbox, as a direct child of the caller."""
 
+    def program(self) -> str | None:
+        """Path of the runtime's program; None where it has none, or it is not installed."""
+        return None
+
     @abc.abstractmethod
     def check_installed(self) -> None:
         """Raise RuntimeUnavailable, naming the remedy, when the program is not on this machine."""

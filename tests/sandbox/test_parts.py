@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,9 @@ from sandbox.runtimes.base import make_directories
 from sandbox.server import wire
 from sandbox.server.output import Capture, MarkerScanner
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
+from tests.helpers.sandboxes import new_state
+
+SETUP = Path(__file__).resolve().parents[2] / "deploy" / "setup"
 
 
 def test_capture_keeps_short_text_whole_and_cuts_long_text_in_the_middle():
@@ -125,6 +132,43 @@ def test_a_fallback_is_said_aloud(monkeypatch, caplog, tmp_path):
     assert len(caplog.records) == 1
     assert "not enforced here" in caplog.text
     assert "ROLLOUT_APPTAINER" in caplog.text
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A directory of root's own with a runtime's program in it."""
+    place = new_state()  # its mode: 0700
+    program = place / "home" / "apptainer"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxes run as another user")
+def test_root_whose_sandboxes_cannot_be_nobodys_is_refused_and_told_what_is_closed(monkeypatch, closed):
+    monkeypatch.setenv("ROLLOUT_APPTAINER", str(closed / "home" / "apptainer"))
+    remedy = rf"uid 65534 .*cannot enter {closed}: .*chmod o\+x {closed}`"
+    with pytest.raises(errors.RuntimeUnavailable, match=remedy):
+        select_runtime("apptainer")
+    monkeypatch.setenv("ROLLOUT_SANDBOX_UID", "0")  # asked for by name
+    assert "uid (processes run as the machine's root" in select_runtime("apptainer").missing_isolation[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxes run as another user")
+def test_set_up_puts_apptainer_where_nobody_may_enter(closed):
+    def prefix() -> str:
+        script = f". {SETUP}/common.sh; echo $APPTAINER_PREFIX"
+        environment = {"PATH": os.environ["PATH"], "ROLLOUT_HOME": str(closed / "home")}
+        return subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert paths.closed_to_others(Path(prefix())) is None
+    assert not prefix().startswith(str(closed))
+    closed.chmod(0o711)
+    assert prefix() == f"{closed}/home/apptainer"
 
 
 def test_a_socket_path_is_measured_in_bytes():
