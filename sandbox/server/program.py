@@ -36,10 +36,12 @@ LIMITS = {
 class Programs:
     """Runs one program at a time, alone in the sandbox."""
 
-    def __init__(self, shell, ipython, directory, workspace, env, limits, python, loader):
+    def __init__(self, shell, ipython, directory, workspace, env, limits, python, loader, in_clean_thread):
         """`directory`: private place for homes. `env`, `limits`: as the shell's. `python`: command line of
-        our own interpreter. `loader`: see `repair.py`.
+        our own interpreter. `loader`: see `repair.py`. `in_clean_thread`: calls a function in a thread
+        whose priority no agent has changed.
         """
+        self._in_clean_thread = in_clean_thread
         self._shell = shell
         self._ipython = ipython
         self._directory = directory
@@ -79,9 +81,13 @@ class Programs:
                 return _not_started("%s cannot be taken back to what it was" % PRELOAD)
             env = dict(self._env, HOME=held.enter_context(self._new_home()))
             env.update(given)
-            try:
+
+            def run():
                 program = _Program(argv, env, cwd, stdin, max_chars, merge, prepare)
                 return program.run(timeout, connection.fileno(), alone)
+
+            try:
+                return self._in_clean_thread(run)
             except OSError as error:
                 raise ServerError("the program cannot be run: %s" % error)
 

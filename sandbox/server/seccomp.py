@@ -51,6 +51,7 @@ NUMBERS = {
     "ioctl": (16, 29),
     "ioperm": (173, None),
     "iopl": (172, None),
+    "ioprio_set": (251, 30),
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
@@ -73,6 +74,10 @@ NUMBERS = {
     "quotactl_fd": (443, 443),
     "reboot": (169, 142),
     "request_key": (249, 218),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
     "semget": (64, 190),
     "setns": (308, 268),
     "setpriority": (141, 140),
@@ -133,6 +138,7 @@ AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 PROTOCOLS = (0, 1, 6, 17, 58)
 SOCKET_TYPES, SOCKET_FLAGS = 0x3, 0x80800  # SOCK_STREAM, SOCK_DGRAM, SOCK_RAW; SOCK_NONBLOCK, SOCK_CLOEXEC
 NETLINK_ROUTE = 0
+IOPRIO_WHO_PROCESS = 1
 # What gdb, setarch and sanitizers set (ADDR_NO_RANDOMIZE), UNAME26, PER_LINUX32. Others make memory
 # executable, or map page 0.
 PERSONALITY, PERSONALITY_ASK = 0x0040000 | 0x0020000 | 0x8, 0xFFFFFFFF
@@ -214,6 +220,18 @@ def _own_priority():
     return [_low(0), (EQUAL, 0, 3, 0), _low(1), (EQUAL, 0, 1, 0), _ALLOW, _refuse(errno.EPERM)]
 
 
+def _not_of_init(argument=0):
+    """The server's main thread, from which it begins what decides a reward, is number 1 of the namespace. Of
+    the rest a filter cannot tell whose thread a number is; C libraries name the caller by its own.
+    """
+    return [_low(argument), (EQUAL, 0, 1, 1), _refuse(errno.EPERM), _ALLOW]
+
+
+def _io_priority():
+    """Of one process or thread, and not of a group or of all of a user's."""
+    return [_low(0), (EQUAL, 1, 0, IOPRIO_WHO_PROCESS), _refuse(errno.EPERM), *_not_of_init(1)]
+
+
 # Name → instructions that end in an answer; those of CONTAINER, then those of all.
 CONTAINER_ARGUMENTS = {
     "clone": _unless_flags(CLONE_NAMESPACES),
@@ -222,6 +240,11 @@ CONTAINER_ARGUMENTS = {
     "semget": _at_most(1, SEMAPHORES),
     "prlimit64": _own_limits(),
     "setpriority": _own_priority(),
+    "ioprio_set": _io_priority(),
+    "sched_setaffinity": _not_of_init(),
+    "sched_setattr": _not_of_init(),
+    "sched_setparam": _not_of_init(),
+    "sched_setscheduler": _not_of_init(),
     "socket": _socket(),
     "socketpair": _socket(),
 }

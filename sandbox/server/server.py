@@ -16,8 +16,11 @@ which it could act under no filter of system calls.
 """
 
 import array
+import concurrent.futures
 import json
 import os
+import queue
+import select
 import shutil
 import signal
 import socket
@@ -137,6 +140,40 @@ def prefer_us_when_memory_is_short():
         pass  # a machine without it; nothing depends on it
 
 
+class CleanThreads:
+    """Threads that the main one begins for others. A thread and a program inherit priority, scheduling class
+    and processors of who begins them, and only the main one's are safe: the filter tells threads by number,
+    and 1 is the only one that it can know. What an agent took from the others cannot be given back.
+    """
+
+    def __init__(self):
+        self._wanted = queue.SimpleQueue()
+        self._reader, self._writer = os.pipe()
+
+    def fileno(self):
+        """Readable when :meth:`begin` is to be called, by the main thread."""
+        return self._reader
+
+    def begin(self):
+        """Begin one that is wanted."""
+        os.read(self._reader, 1)
+        threading.Thread(target=self._wanted.get(), daemon=True).start()
+
+    def call(self, function):
+        """What `function()` returns or raises in such a thread."""
+        answer = concurrent.futures.Future()
+
+        def work():
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._wanted.put(work)
+        os.write(self._writer, b"1")
+        return answer.result()
+
+
 def take_listener():
     """The listening socket and the key, which the host sends over the socket that is our standard input.
 
@@ -208,9 +245,12 @@ def main(config_path):
             reap_orphans(shell, ipython)
 
     signal.signal(signal.SIGCHLD, on_child)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda signum, frame: os._exit(0))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        # The kernel spares an init what it has no handler for; Python brings one for SIGINT.
+        alone = signal.SIG_DFL if config["own_namespace"] else lambda signum, frame: os._exit(0)
+        signal.signal(number, alone)
     loader = Loader(config["own_namespace"])
+    threads = CleanThreads()
     shell = start_shell(config, loader)
     holder.append(shell)
     # The kernel gives SIGCHLD to the thread that started the child, and Python runs the handler only when
@@ -225,6 +265,7 @@ def main(config_path):
         config.get("limits"),
         config["python"],
         loader,
+        threads.call,
     )
     server = Server(shell, ipython, programs, config["workspace"], key)
     sys.stdout.write("ready\n")
@@ -233,9 +274,16 @@ def main(config_path):
     later = threading.Timer(LOAD_REST_S, server.load_rest)
     later.daemon = True
     later.start()
+    poller = select.poll()
+    for source in (listener, threads):
+        poller.register(source, select.POLLIN)
     while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=server.serve_connection, args=(connection,), daemon=True).start()
+        for fd, _ in poller.poll():
+            if fd == threads.fileno():
+                threads.begin()
+                continue
+            connection, _ = listener.accept()
+            threading.Thread(target=server.serve_connection, args=(connection,), daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,12 @@ def test_kill_the_server_and_with_it_a_bad_reward(target):
     return not lives(target)
 
 
+@attack(stopped_by="it has no handler for them, and the kernel spares an init then")
+def test_end_the_server_by_a_signal_that_it_hears(target):
+    act(target, "kill -TERM $PPID; kill -HUP $PPID; kill -INT $PPID")
+    return not lives(target)
+
+
 @attack(stopped_by=INIT)
 def test_stop_the_server_so_that_no_check_is_ever_made(target):
     act(target, "kill -STOP $PPID")
@@ -72,6 +78,40 @@ def test_starve_the_server_of_files_by_a_limit_on_it(target):
         return target.client.bash("echo works").output != "works\n"
     except SandboxError:
         return True
+
+
+SLOW_DOWN = """
+import ctypes, os, sys
+idle, most = 5, max(os.sched_getaffinity(0))
+for thread in map(int, os.listdir("/proc/%s/task" % sys.argv[1])):
+    for slow in (
+        lambda: os.sched_setscheduler(thread, idle, os.sched_param(0)),
+        lambda: os.sched_setaffinity(thread, {most}),
+        lambda: os.setpriority(os.PRIO_PROCESS, thread, 19),
+    ):
+        try: slow()
+        except OSError: pass
+    ioprio_set = {"x86_64": 251, "aarch64": 30}[os.uname().machine]
+    ctypes.CDLL(None).syscall(ioprio_set, 1, thread, 3 << 13)
+"""
+HOW_FAST = """
+import ctypes, os
+ioprio_get = {"x86_64": 252, "aarch64": 31}[os.uname().machine]
+io = ctypes.CDLL(None).syscall(ioprio_get, 1, 0) >> 13
+print(os.sched_getscheduler(0), sorted(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, 0), io)
+"""
+
+
+@attack(stopped_by="the filter, for the server's main thread; a check is begun in a new thread of that")
+def test_have_the_check_run_slowly_by_the_priority_of_the_server(target):
+    def measured() -> str:
+        return target.client.exec(["python3", "-c", HOW_FAST]).stdout
+
+    before = measured()
+    target.client.write_file("slow.py", SLOW_DOWN)
+    target.client.bash("python3 slow.py $PPID")
+    assert before
+    return measured() != before
 
 
 KEYS_THERE_ARE = """

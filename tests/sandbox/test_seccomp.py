@@ -131,6 +131,18 @@ def test_a_debugger_may_switch_off_randomization_and_nothing_else(machine):
         assert answer(machine, "personality", persona) == errno.EPERM
 
 
+def test_scheduling_of_all_but_the_server_s_main_thread_is_free(machine):
+    for name in ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler"):
+        for thread in (0, 2, 4711):
+            assert answer(machine, name, thread) == ALLOWED, name
+        for thread in (1, 1 | 1 << 32):  # the kernel takes the low half
+            assert answer(machine, name, thread) == errno.EPERM, name
+    process, group, user = 1, 2, 3
+    assert answer(machine, "ioprio_set", process, 0) == answer(machine, "ioprio_set", process, 9) == ALLOWED
+    for kind, number in ((process, 1), (group, 0), (user, 0)):
+        assert answer(machine, "ioprio_set", kind, number) == errno.EPERM
+
+
 def test_segments_and_semaphores_are_small(machine):
     assert answer(machine, "shmget", 0, seccomp.SEGMENT_BYTES) == ALLOWED
     for size in (seccomp.SEGMENT_BYTES + 1, 1 << 32, 1 << 63):
