@@ -238,6 +238,29 @@ def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, 
     assert "2 MiB" in reason
 
 
+def test_a_disk_that_one_look_does_not_get_through_is_counted_by_the_next_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr("sandbox.watchdog.DISK_BUDGET_S", -1.0)  # one step of the count a look
+    scratch, ended = tmp_path / "many", []
+    scratch.mkdir()
+    fill(scratch, [1] * 3 * trees.STEP)
+    launch = Launch("many", None, "none", scratch / "s", tmp_path, scratch)
+    limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=trees.STEP)
+    container = Container("many", RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=os.getpid())
+
+    async def scenario() -> int:
+        looks = 0
+        watchdog = Watchdog(lambda: [container], lambda one, *why: ended.append(why), tmp_path)
+        while not ended:  # nobody listens on its socket, so it is ended
+            looks += not watchdog.breaches["disk"]
+            await watchdog.look()
+            await asyncio.sleep(0.05)
+        return looks
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)) >= 3
+    ((reason, kind),) = ended
+    assert kind == "limited" and f"in {3 * trees.STEP} files" in reason
+
+
 # -- the node runs short ----------------------------------------------
 
 
