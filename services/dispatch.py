@@ -25,6 +25,9 @@ from services.state.tenants import Tenant
 
 log = structlog.get_logger("dispatch")
 
+MESSAGES_AT_ONCE = 64
+"""In one round trip: workers begin with the first ones while the next are built."""
+
 
 class IdConflict(ValueError):
     """An id is in use with another body. `ids` are the ones at fault."""
@@ -141,8 +144,10 @@ class Dispatcher:
 
 
 def _batch(producer: Producer) -> AbstractContextManager[Any]:
-    """One round trip for all messages, where this kombu can (5.7 on)."""
-    return producer.batch() if getattr(producer, "supports_batch_publish", False) else nullcontext()
+    """Few round trips for all messages, where this kombu can (5.7 on)."""
+    if getattr(producer, "supports_batch_publish", False):
+        return producer.batch(MESSAGES_AT_ONCE)
+    return nullcontext()
 
 
 def _expand(request: RolloutRequest, batch_group: str = "") -> list[NewRollout]:

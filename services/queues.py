@@ -119,6 +119,8 @@ def make_celery(settings: Settings) -> Celery:
         worker_concurrency=settings.worker_slots,
         worker_send_task_events=True,
         task_send_sent_event=False,
+        # `_say_arguments` says what monitors show; Celery's own text of every argument costs more.
+        task_repr_maxlevels=1,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
         broker_connection_retry_on_startup=True,

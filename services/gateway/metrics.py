@@ -36,7 +36,7 @@ from services.gateway import (
 from services.gateway.result_metrics import results
 from services.queues import STAGES
 from services.state.autoscale import AutoscaleStore
-from services.state.observations import Observations
+from services.state.observations import Observations, stage_totals
 from services.state.reading import UNREADABLE_COUNT
 
 if TYPE_CHECKING:
@@ -143,18 +143,6 @@ class _FromRedis:
         yield from _backends(gate)
 
         totals = gate.rollouts.totals()
-        seconds = CounterMetricFamily(
-            "rollout_stage_seconds", "Seconds at work in a stage, or waiting in a queue.", labels=["stage"]
-        )
-        runs = CounterMetricFamily("rollout_stage_runs", "Stages that ended.", labels=["stage"])
-        for name, value in totals.items():
-            kind, _, label = name.partition("_")
-            if kind == "ms":
-                seconds.add_metric([label], value / 1000)
-            elif kind == "n":
-                runs.add_metric([label], value)
-        yield seconds
-        yield runs
         yield _by(totals, "blame", "rollout_failures", "Failed rollouts by blame.", "blame", Blame)
         yield CounterMetricFamily(
             "rollout_retries", "Attempts after the first one.", value=totals.get("retries", 0)
@@ -207,6 +195,15 @@ def _times(observations: Observations) -> Iterator[Metric]:
             if kind == prefix:
                 family.add_metric([labelled], histogram.cumulative(), histogram.sum_s)
         yield family
+    seconds = CounterMetricFamily(
+        "rollout_stage_seconds", "Seconds at work in a stage, or waiting in a queue.", labels=["stage"]
+    )
+    runs = CounterMetricFamily("rollout_stage_runs", "Stages that ended.", labels=["stage"])
+    for label, (spent, count) in stage_totals(found).items():
+        seconds.add_metric([label], spent)
+        runs.add_metric([label], count)
+    yield seconds
+    yield runs
     ages = observations.ages()
     for name, text, label, values in (
         ("rollout_leases", "Rollouts that workers hold.", "stage", ages.leases),

@@ -46,6 +46,18 @@ class Histogram:
         return [*rows, ("+Inf", float(total + self.counts.get(float("inf"), 0)))]
 
 
+def stage_totals(histograms: Mapping[str, Histogram]) -> dict[str, tuple[float, int]]:
+    """Seconds and number of the stages that ended, and, as `queued`, of the waiting before all of them."""
+    totals: dict[str, tuple[float, int]] = {}
+    for series, histogram in histograms.items():
+        kind, _, stage = series.partition("_")
+        if kind in ("stage", "queue"):
+            label = "queued" if kind == "queue" else stage
+            seconds, count = totals.get(label, (0.0, 0))
+            totals[label] = seconds + histogram.sum_s, count + sum(histogram.counts.values())
+    return totals
+
+
 @dataclass(frozen=True)
 class Ages:
     """How old things are, in seconds."""

@@ -13,7 +13,7 @@ from rollout.schema import State
 from services.gateway.context import gateway, reject_unknown_parameters
 from services.queues import EVAL, INIT, RUN, STAGES
 from services.state.fleet import NodeAdmission, Worker
-from services.state.observations import Ages
+from services.state.observations import Ages, stage_totals
 
 blueprint = Blueprint("fleet", __name__, url_prefix="/v1")
 
@@ -29,10 +29,11 @@ def fleet() -> Response:
         gate.observations.ages(),
         gate.rollouts.counts(),
     )
+    ended = stage_totals(gate.observations.histograms())
     answer = Fleet(
         at=time.time(),
         states=states,
-        stages={stage: _stage(stage, found, totals, ages, states) for stage in STAGES},
+        stages={stage: _stage(stage, found, ended, ages, states) for stage in STAGES},
         workers=[
             WorkerLoad(
                 name=one.name,
@@ -53,7 +54,11 @@ def fleet() -> Response:
 
 
 def _stage(
-    stage: str, found: Sequence[Worker], totals: Mapping[str, int], ages: Ages, states: Mapping[str, int]
+    stage: str,
+    found: Sequence[Worker],
+    ended: Mapping[str, tuple[float, int]],
+    ages: Ages,
+    states: Mapping[str, int],
 ) -> StageLoad:
     mine = [one for one in found if stage in one.stages]
     busy = ages.leases[stage]
@@ -63,13 +68,14 @@ def _stage(
         # EVAL has no state of its own for waiting.
         EVAL: max(0, states.get(State.EVALUATING, 0) - busy),
     }[stage]
+    seconds, count = ended.get(stage, (0.0, 0))
     return StageLoad(
         workers=len(mine),
         slots=sum(one.slots for one in mine),
         busy=busy,
         waiting=waiting,
-        ended=totals.get(f"n_{stage}", 0),
-        seconds=totals.get(f"ms_{stage}", 0) / 1000,
+        ended=count,
+        seconds=seconds,
     )
 
 

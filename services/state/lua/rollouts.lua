@@ -43,8 +43,6 @@ end
 local function book(id, name, since, series)
   local spent = math.max(0, now - tonumber(since))
   redis.call('HINCRBY', record(id), 'ms_' .. name, spent)
-  redis.call('HINCRBY', 'rollouts:totals', 'ms_' .. name, spent)
-  redis.call('HINCRBY', 'rollouts:totals', 'n_' .. name, 1)
   observe(series, spent)
 end
 
