@@ -60,15 +60,16 @@ class Reaper:
 
     def run(self, stopping: threading.Event) -> None:
         """Tick until the worker stops. Redis being away is waited out."""
-        jump = 0.0
+        jump, before = 0.0, time.monotonic()
         while not stopping.wait(self._interval):
             try:
+                began = time.monotonic()
                 # Kept until it was dealt with, by this reaper or the one that is elected.
                 jump += self._steadiness.look()
                 elected = self._election.won()
                 if elected and jump:
-                    self.clock_jumped(jump)
-                jump = 0.0
+                    self.clock_jumped(jump, time.monotonic() - before)
+                jump, before = 0.0, began
                 if elected:
                     self.tick()
             except redis.RedisError as error:
@@ -83,11 +84,11 @@ class Reaper:
         self._looked_for_nodes = float("-inf")
         self._steadiness.disturbed()
 
-    def clock_jumped(self, seconds: float) -> None:
-        """Redis' clock did: everybody looks silent, and every deadline is another one."""
+    def clock_jumped(self, seconds: float, within_s: float) -> None:
+        """Redis' clock did, no longer ago: everybody looks silent, and every deadline is another one."""
         log.warning("the clock of Redis jumped; deadlines are moved along", seconds=round(seconds, 1))
         self._looked_for_nodes = float("-inf")
-        self._store.jumped(seconds)
+        self._store.jumped(seconds, within_s)
 
     def tick(self) -> None:
         """Deal with everything that is due now."""

@@ -444,10 +444,16 @@ class RolloutStore(RolloutReader):
             for action, rollout_id, attempt, stage, node in rows
         ]
 
-    def jumped(self, seconds: float) -> None:
-        """Redis' clock has jumped by so much: move the times of all rollouts that have not ended."""
+    def jumped(self, seconds: float, within_s: float) -> None:
+        """Redis' clock has jumped: move the times of all rollouts that have not ended.
+
+        Args:
+            seconds: By so much.
+            within_s: No longer ago; what was submitted since is right already.
+        """
         token, lease = secrets.token_hex(8), int(self._settings.lease_s * 1000)
-        while self._jump(args=[int(seconds * 1000), token, lease, MOVED_AT_ONCE]):
+        args = [int(seconds * 1000), token, lease, MOVED_AT_ONCE, int(within_s * 1000)]
+        while self._jump(args=args):
             pass
 
     def vacate(self, nodes: Iterable[str], *, lost: bool) -> list[Overdue]:

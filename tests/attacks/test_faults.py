@@ -172,11 +172,12 @@ def test_fill_redis_with_submissions_until_nobody_can_write(target):
         target.patch.setattr(memory.Room, "require", lambda self, size: None)
     target.client.config_set("maxmemory", target.client.info("memory")["used_memory"] + (24 << 20))
     store = target.store()
-    for number in range(64):
-        try:
-            target.submit(store, f"r{number}", text="x" * (1 << 20))
-        except redis.OutOfMemoryError:
-            break
+    for size in (1 << 20, 1 << 16, 1 << 12):  # what is left where a large one does not fit
+        for number in range(64):
+            try:
+                target.submit(store, f"r{size}-{number}", text="x" * size)
+            except redis.OutOfMemoryError:
+                break
     try:
         target.client.set("the result of somebody else", "x" * (1 << 20))
     except redis.OutOfMemoryError:
@@ -212,6 +213,6 @@ def test_end_everybodys_leases_by_a_jump_of_the_clock(target):
     reaper._steadiness.look()
     target.clock.set(HOUR_S)
     if jump := reaper._steadiness.look():
-        reaper.clock_jumped(jump)
+        reaper.clock_jumped(jump, 1.0)
     reaper.tick()
     return store.get("victim").attempt != 1 or store.get("victim").state.terminal

@@ -68,7 +68,7 @@ def test_a_jump_is_kept_until_it_was_dealt_with():
     reaper._steadiness = SimpleNamespace(look=lambda: next(jumps))
     reaper._election = SimpleNamespace(won=won)
     reaper.redis_was_away = lambda: None
-    reaper.clock_jumped = dealt.append
+    reaper.clock_jumped = lambda seconds, _: dealt.append(seconds)
     ticks: list[int] = []
     reaper.tick = lambda: ticks.append(1) or (len(ticks) == 2 and stopping.set())
     reaper.run(stopping)

@@ -1,5 +1,6 @@
 -- Redis' clock has jumped: what is kept as a time of it moves along, for every rollout that has not ended.
--- ARGV: <ms> <token> <longest lease ms> <limit>. Answers how many are left to be moved; call again until none is.
+-- ARGV: <ms> <token> <longest lease ms> <limit> <ms, at most, since the jump>. Answers how many are left to be moved;
+-- call again until none is.
 -- Prepended: full.lua. Several reapers may see one jump: who comes later goes on with what the first has begun.
 
 local ms, token, longest, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -8,21 +9,28 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 though_full()
 
 local JUMP, SAME_MS = 'rollouts:jump', 120000
-local last = redis.call('HMGET', JUMP, 'token', 'ms', 'at')
+-- When it jumped, by the new time. Forward: anywhere between the old time and the new parts the two.
+local since = ms > 0 and now - ms / 2 or now - tonumber(ARGV[5])
+local last = redis.call('HMGET', JUMP, 'token', 'ms', 'at', 'since')
 if last[1] and last[1] ~= token and math.abs(now - tonumber(last[3])) < SAME_MS
     and math.abs(tonumber(last[2]) - ms) < math.max(2000, math.abs(ms) / 10) then
   token, ms = last[1], tonumber(last[2])
 elseif last[1] ~= token then
-  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'at', now)
+  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'at', now, 'since', since)
+end
+if last[1] == token then since = tonumber(last[4]) or since end
+
+-- One that was submitted since is right already. Where the clock went back, an old one may have been submitted at the
+-- same time of it: that has changed since, at a time that is yet to come, or waits so long that it was rung for.
+local function is_new(created, updated, kicks)
+  return tonumber(created) >= since and tonumber(updated) <= now and kicks == '0'
 end
 
 local left = 0
 for _, id in ipairs(redis.call('ZRANGE', 'rollouts:due', 0, -1)) do
   local key = 'rollout:{' .. id .. '}'
-  local r = redis.call('HMGET', key, 'jump', 'owner', 'lease', 'created')
-  -- One that was submitted since is right already.
-  local since = last[1] == token and tonumber(last[3]) or now
-  if r[4] and r[1] ~= token and not (ms > 0 and tonumber(r[4]) > since - ms / 2) then
+  local r = redis.call('HMGET', key, 'jump', 'owner', 'lease', 'created', 'updated', 'kicks')
+  if r[4] and r[1] ~= token and not is_new(r[4], r[5], r[6]) then
     if limit == 0 then
       left = left + 1
     else

@@ -1,0 +1,89 @@
+"""Redis' clock goes back: whose times are moved along with it, and whose are right already."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rollout.schema import RolloutRequest, Stage
+from services.dispatch import Dispatcher
+from services.queues import make_celery
+from services.settings import Settings
+from services.state import keys
+from services.state.redis import connect
+from services.state.rollouts import NewRollout, RolloutStore
+from tests.helpers.stack import RedisServer
+from tests.helpers.wrong_clock import WrongClock
+from workers.reaper import Reaper
+
+HOURS_S = 2 * 3600.0
+DEADLINE_S = 10 * 3600.0
+LEASE_S = 30.0
+SLACK_MS = 10_000
+
+
+@pytest.fixture
+def clock(tmp_path_factory):
+    return WrongClock(tmp_path_factory.mktemp("clock"))
+
+
+@pytest.fixture
+def reaper(tmp_path, clock):
+    server = RedisServer(tmp_path, env={**os.environ, **clock.env})
+    settings = Settings(redis_url=server.url, lease_s=LEASE_S)
+    client = connect(server.url)
+    store = RolloutStore(client, settings)
+    yield Reaper(client, store, Dispatcher(make_celery(settings), store), settings, "reaper")
+    server.stop()
+
+
+@pytest.fixture
+def store(reaper):
+    return reaper._store
+
+
+def submit(store, *ids):
+    request = RolloutRequest(handler="noop", limits={"deadline_s": DEADLINE_S})
+    body = request.model_dump_json()
+    store.submit([NewRollout(one, one, 0, request, body, "digest") for one in ids])
+
+
+def left_ms(store, rollout_id):
+    """Until its deadline, by Redis' clock."""
+    seconds, _ = store._redis.time()
+    return int(store._redis.hget(keys.record(rollout_id), "deadline")) - seconds * 1000
+
+
+def test_those_submitted_since_it_went_back_keep_their_whole_deadline(reaper, store, clock):
+    submit(store, "old")
+    reaper._steadiness.look()
+    clock.set(-HOURS_S)
+    submit(store, "new", "begun")
+    store.claim("begun", 1, Stage.INIT, "worker")
+    reaper.clock_jumped(reaper._steadiness.look(), 1.0)
+    for one in ("old", "new", "begun"):
+        assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
+    # A second reaper that saw the same, a little later.
+    reaper.clock_jumped(-HOURS_S, 2.0)
+    for one in ("old", "new", "begun"):
+        assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
+
+
+def test_those_of_the_hour_that_comes_again_are_known_for_old_ones(reaper, store, clock):
+    """They were submitted at the very time, by the clock, to which it goes back."""
+    submit(store, "waits", "runs")
+    clock.set(HOURS_S)  # the time that they take
+    store.claim("runs", 1, Stage.INIT, "worker")
+    store._redis.zadd(keys.DUE, {"waits": 0})
+    reaper.tick()  # rings for it
+    reaper._steadiness.look()
+    clock.set(0)
+    submit(store, "new")
+    reaper.clock_jumped(reaper._steadiness.look(), 1.0)
+    assert left_ms(store, "new") == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS)
+    for one in ("waits", "runs"):
+        left = left_ms(store, one)
+        assert left == pytest.approx((DEADLINE_S - HOURS_S) * 1000, abs=SLACK_MS), one
+        seconds, _ = store._redis.time()
+        assert store._redis.zscore(keys.DUE, one) <= (seconds + LEASE_S) * 1000 + SLACK_MS
