@@ -9,7 +9,7 @@ import redis
 
 from rollout.schema import Stage
 from sandbox.errors import ImageError, RuntimeUnavailable
-from services.state.rollouts import ABSENT, Finish
+from services.state.rollouts import ABSENT
 
 if TYPE_CHECKING:
     from workers.stage import StageRun
@@ -19,20 +19,21 @@ OF_THE_NODE = (ImageError, RuntimeUnavailable)
 MAX_REASON = 500
 
 
-async def hand_on(run: StageRun, error: Exception) -> Finish | None:
-    """The outcome of an INIT that another node may do: the rollout is handed back, and this one passes it
-    over for a while. None: the failure is none of the node's, or no other node is left to try.
+async def unstarted(run: StageRun, error: Exception) -> dict[str, str]:
+    """The field of the record by which the node passes the rollout over for a while, for others to take it.
+
+    Empty: the failure is none of the node's, or no live node is left that has not met it, however long ago.
     """
     cause = error if isinstance(error, OF_THE_NODE) else error.__cause__
     if run.claim.stage is not Stage.INIT or not isinstance(cause, OF_THE_NODE):
-        return None
+        return {}
     try:
         if not await asyncio.to_thread(_others, run):
-            return None
+            return {}
     except redis.RedisError as away:
         run.log.warning("cannot tell whether another node may start the image", error=str(away))
     run.log.warning("handed to another node: this one cannot start the image", error=str(error))
-    return Finish("handback", {ABSENT + run.process.settings.node: str(error)[:MAX_REASON]})
+    return {ABSENT + run.process.settings.node: str(error)[:MAX_REASON]}
 
 
 def _others(run: StageRun) -> set[str]:

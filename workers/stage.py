@@ -29,7 +29,7 @@ from services.queues import INIT, Ref
 from services.queues import describe as describe_ref
 from services.state.rollouts import Claim, Finish
 from workers import process as processes
-from workers.absence import hand_on
+from workers.absence import unstarted
 from workers.agent.router import BackendRouter
 from workers.errors import (
     AgentFault,
@@ -234,12 +234,12 @@ async def work(run: StageRun, body: Body) -> Finish | None:
             # The request has been heard; the task goes on to clean up.
             asyncio.current_task().uncancel()
             outcome = _interrupted(run)
-    except SandboxError as error:
-        run.held.decided = True
-        outcome = await hand_on(run, error) or failure(run, await run.blame(error))
     except Exception as error:
         run.held.decided = True
-        outcome = await hand_on(run, error) or failure(run, error)
+        blamed = await run.blame(error) if isinstance(error, SandboxError) else error
+        outcome = failure(run, blamed)
+        if reason := await unstarted(run, error):
+            outcome = Finish("elsewhere", outcome.fields | reason)
     run.held.decided = True
     await _clean_up(run, outcome)
     return outcome
@@ -350,7 +350,7 @@ def _after(task: Task, ref: Ref, run: StageRun, entered: str, outcome: Finish | 
     _stop_chain(task, ref)
     if entered == LOST:
         run.log.warning("outcome refused: the rollout is not ours any more")
-    elif outcome.next == "handback" and entered in (State.QUEUED, State.EVALUATING):
+    elif outcome.next in BACK and outcome.delay_s is None and entered in (State.QUEUED, State.EVALUATING):
         stage, node = ("init", None) if entered == State.QUEUED else ("eval", claim.node)
         run.process.dispatcher.send(stage, [_ref(claim, node)])
     else:

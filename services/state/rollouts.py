@@ -58,8 +58,8 @@ _LUA = (
     "rollouts",
 )
 ABSENT = "absent:"
-"""How the fields of a record begin that name nodes which could not start its image; of `Finish.fields` in a
-hand-back with the reason, in the record with the time."""
+"""How the fields of a record begin that name nodes which could not start its image; of `Finish.fields` of an
+`elsewhere` with the reason, in the record with the time."""
 ABSENT_S = 60.0
 """Seconds for which such a node passes the rollout over: the image may come."""
 UNREADABLE = "unreadable"
@@ -140,7 +140,7 @@ class Finish:
 
     next: str
     """A state, `again` (another attempt from INIT while one is left), `handback`, or `elsewhere` (this worker
-    cannot do it, another one may; in the end it fails with `fields`)."""
+    or its node cannot do it, another one may; in the end it fails with `fields`)."""
     fields: dict[str, str] = field(default_factory=dict)
     trajectory: Trajectory | None = None
     delay_s: float | None = None
@@ -342,15 +342,9 @@ class RolloutStore(RolloutReader):
         )
 
     def absent_on(self, rollout_id: str) -> set[str]:
-        """The nodes that pass a rollout over, for they could not start its image."""
-        key = keys.record(rollout_id)
-        names = [name for name in self._redis.hkeys(key) if name.startswith(ABSENT)]
-        if not names:
-            return set()
-        seconds, micros = self._redis.time()
-        since = seconds + micros / 1e6 - ABSENT_S
-        times = zip(names, self._redis.hmget(key, names), strict=True)
-        return {name.removeprefix(ABSENT) for name, at in times if at and int(at) / 1000 > since}
+        """The nodes that could not start a rollout's image when they tried."""
+        names = self._redis.hkeys(keys.record(rollout_id))
+        return {name.removeprefix(ABSENT) for name in names if name.startswith(ABSENT)}
 
     def heartbeat(self, held: Iterable[tuple[str, int]]) -> list[str]:
         """Extend leases. One word each: `ok`, `lost`, `cancel` or `overdue`."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rollout.schema import RolloutRequest, State
+from rollout.schema import Blame, RolloutRequest, Stage, State
+from sandbox.errors import ImageError, NotAllowed, RuntimeUnavailable
 from sandbox.images import ImageStore
 from services.settings import Settings
 from services.state import keys, rollouts
+from services.state.fleet import FleetStore
 from services.state.redis import connect
-from services.state.rollouts import ABSENT, Finish, NewRollout, RolloutStore
+from services.state.rollouts import NewRollout, RolloutStore
 from tests.helpers.sandboxes import require_apptainer, stop_host
 from tests.helpers.stack import NODE, Stack
+from workers.process import Held
+from workers.stage import StageRun, work
 
 
 @pytest.fixture
@@ -32,36 +38,105 @@ def submit(store, *ids):
 
 
 def claim(store, node):
-    got = store.claim_next("-", 1, f"init@{node}", node=node)
+    got = claimed_by(store, node)
     return got if isinstance(got, str) else got.rollout_id
 
 
-def hand_back(store, node):
-    claimed = store.claim_next("-", 1, f"init@{node}", node=node)
-    assert store.finish(claimed, Finish("handback", {ABSENT + node: "no image"})) == State.QUEUED
+def claimed_by(store, node):
+    return store.claim_next("-", 1, f"init@{node}", node=node)
 
 
-def test_the_node_passes_it_over_and_others_take_it_in_its_turn(store):
+def tried(store, node, rollout_id, error):
+    """A worker of `node` claims the rollout, and its INIT ends so; the state after it."""
+    got = claimed_by(store, node)
+    assert not isinstance(got, str) and got.rollout_id == rollout_id, got
+
+    async def body(run):
+        raise error
+
+    settings = Settings(node=node, retry_delay_s=0.0)
+    process = SimpleNamespace(
+        settings=settings, store=store, fleet=FleetStore(store._redis), host=None, tenants=None
+    )
+    process.handlers = SimpleNamespace(get=lambda name: None)
+    outcome = asyncio.run(work(StageRun(process, Held(rollout_id, Stage.INIT), got), body))
+    return store.finish(got, outcome)
+
+
+@pytest.fixture
+def fleet(store):
+    """Two nodes that do INIT."""
+    fleet = FleetStore(store._redis)
+    for node in ("bare", "other"):
+        fleet.announce(f"init@{node}", ["init"], node, slots=1)
+    return fleet
+
+
+def test_the_node_passes_it_over_and_others_take_it_in_its_turn(store, fleet):
     submit(store, "a", "b")
-    hand_back(store, "bare")
+    assert tried(store, "bare", "a", ImageError("no image")) == State.QUEUED
     assert store.absent_on("a") == {"bare"} and store.absent_on("b") == set()
     assert claim(store, "bare") == "b"
     assert claim(store, "bare") == "passed over"  # somebody waits, and not for this node
     assert claim(store, "other") == "a"
     assert claim(store, "other") == "nobody"
-    record = store._redis.hmget(keys.record("a"), "attempt", "state")
-    assert record == ["1", State.INITIALIZING]
+    record = store._redis.hmget(keys.record("a"), "attempt", "state", "error", "finish_reason")
+    assert record == ["1", State.INITIALIZING, None, None]
+    notes = [note.text for note in store.get("a").notes]
+    assert "node bare cannot start its image: no image" in notes
 
 
-def test_after_a_while_the_node_tries_again_for_the_image_may_have_come(store, monkeypatch):
+def test_after_a_while_the_node_tries_again_for_the_image_may_have_come(store, fleet, monkeypatch):
     monkeypatch.setattr(rollouts, "ABSENT_S", 0.5)
     store = RolloutStore(store._redis, Settings())
     submit(store, "a")
-    hand_back(store, "bare")
+    tried(store, "bare", "a", ImageError("no image"))
     assert claim(store, "bare") == "passed over"
     time.sleep(0.6)
-    assert store.absent_on("a") == set()
     assert claim(store, "bare") == "a"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["soon", "after the marks have faded"])
+def test_one_that_no_node_can_start_fails_with_the_error_and_does_not_circle(
+    store, fleet, monkeypatch, seconds
+):
+    """Each node takes longer to find out than the other one passes the rollout over."""
+    monkeypatch.setattr(rollouts, "ABSENT_S", 0.1)
+    store = RolloutStore(store._redis, Settings())
+    submit(store, "a")
+    tries = 0
+    while not store.get("a").state.terminal:
+        node = ("bare", "other")[tries > 0]
+        tried(store, node, "a", ImageError(f"there is no image on {node}"))
+        tries += 1
+        assert tries <= 4, "it circles"
+        time.sleep(seconds)
+        store._redis.zadd(keys.DUE, {"a": 0})
+        store.overdue()
+    found = store.get("a")
+    assert (found.state, found.attempt, tries) == (State.FAILED, 3, 4)
+    assert (found.error.blame, found.error.stage) == (Blame.SANDBOX, Stage.INIT)
+    assert "there is no image on other" in found.error.message
+
+
+def test_what_the_deployment_does_not_allow_is_the_tasks_fault_at_once(store, fleet):
+    submit(store, "a")
+    assert tried(store, "bare", "a", NotAllowed("the image is not allowed")) == State.FAILED
+    assert store.get("a").error.blame is Blame.TASK
+
+
+def test_one_that_the_other_nodes_never_take_fails_in_the_end_with_the_error(store, fleet, monkeypatch):
+    """Alive, and closed: no room on it, say."""
+    monkeypatch.setattr(rollouts, "ABSENT_S", 0.1)
+    store = RolloutStore(store._redis, Settings(handler_wait_s=1.0))
+    submit(store, "a")
+    began = time.monotonic()
+    while tried(store, "bare", "a", RuntimeUnavailable("no runtime works")) == State.QUEUED:
+        assert time.monotonic() - began < 30
+        time.sleep(0.3)
+    found = store.get("a")
+    assert (found.state, found.attempt, found.error.blame) == (State.FAILED, 1, Blame.SANDBOX)
+    assert "no runtime works" in found.error.message
 
 
 def test_rollouts_run_on_the_node_that_has_their_image(tmp_path, server):

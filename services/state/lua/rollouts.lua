@@ -374,10 +374,10 @@ elseif op == 'note' then
 
 -- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <longest elsewhere ms>
 -- <trajectory or ''> <field> <value> …
--- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker,
--- or one whose node cannot start the image, returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
--- failed with the given fields once nobody could for so long). The answer is the state entered,
--- or `lost`. The same finish again, from a client that got no answer, gets the same answer.
+-- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker
+-- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, at once
+-- where its node cannot start the image, and failed with the given fields once nobody could for so long). The answer is
+-- the state entered, or `lost`. The same finish again, from a client that got no answer, gets the same answer.
 elseif op == 'finish' then
   local id, fence, stage, to = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
   local r = get(id, 'state', 'fence', 'owner', 'created', 'attempt', 'claimed', 'cancel', 'ended_fence',
@@ -416,15 +416,17 @@ elseif op == 'finish' then
     redis.call('HDEL', record(id), 'elsewhere_since', 'elsewhere')
     if to ~= 'again' then clear_suspicion(id, stage, r[3]) end
   end
-  local why = 'worker ' .. r[3] .. ' stops'
+  local absent = false
   for i = 11, #ARGV, 2 do
-    if ARGV[i] == 'error' and handed_on < 2 then tell_error(id, attempt, fence, ARGV[i + 1]) end
     if ARGV[i]:sub(1, 7) == 'absent:' then
+      absent = true
       redis.call('HSET', record(id), ARGV[i], now)
-      why = 'node ' .. ARGV[i]:sub(8) .. ' cannot start its image: ' .. ARGV[i + 1]
+      tell(id, attempt, fence, 'node ' .. ARGV[i]:sub(8) .. ' cannot start its image: ' .. ARGV[i + 1])
+    elseif ARGV[i] == 'error' and handed_on < 2 then
+      tell_error(id, attempt, fence, ARGV[i + 1])
     end
   end
-  if to == 'handback' then tell(id, attempt, fence, 'handed back: ' .. why) end
+  if to == 'handback' then tell(id, attempt, fence, 'handed back: worker ' .. r[3] .. ' stops') end
   if ARGV[10] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[10]) end
   if to == 'cancelled' then
     redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
@@ -438,7 +440,7 @@ elseif op == 'finish' then
         'policy_versions')
       redis.call('DEL', record(id) .. ':trajectory')
     elseif to == 'elsewhere' then
-      redis.call('HDEL', record(id), 'error', 'blame', 'drop', 'drop_reason')
+      redis.call('HDEL', record(id), 'error', 'blame', 'drop', 'drop_reason', 'finish_reason')
     end
     if enters == 'queued' then
       -- What RUN did to the sandbox cannot be undone: a rollout handed back starts afresh.
@@ -448,7 +450,7 @@ elseif op == 'finish' then
     set_state(id, state, enters, r[4], attempt, fence, r[3])
     wait_again(id, delay)
     -- Another attempt waits for its turn only once its delay is over and the reaper rings for it.
-    if enters == 'queued' and to == 'handback' then wait_for_turn(id) end
+    if enters == 'queued' and (to == 'handback' or absent) then wait_for_turn(id) end
     return enters
   end
   set_state(id, state, to, r[4], attempt, fence, r[3])
