@@ -330,8 +330,10 @@ def _run_stage(task: Task, ref: Ref, run: StageRun, body: Body) -> Ref:
             # It was interrupted before its first step.
             outcome = _interrupted(run)
             asyncio.run_coroutine_threadsafe(_clean_up(run, outcome), process.loop).result()
-        # The work is done and would be lost: an outcome waits for a Redis that is away, or full.
-        entered = LOST if outcome is None else wait_for(lambda: process.store.finish(run.claim, outcome))
+        # The work is done and would be lost: an outcome waits for a Redis that is away, or full, for as long
+        # as it may count. It holds its slot meanwhile, so that no more wait than there are slots.
+        finish = process.store.finish
+        entered = LOST if outcome is None else wait_for(lambda: finish(run.claim, outcome), held.ends_at)
     except (redis.RedisError, RedisAway) as error:
         # The reaper rings again once the lease has run out.
         run.log.error("Redis does not answer", error=str(error))

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import redis
@@ -145,6 +146,11 @@ class Finish:
     trajectory: Trajectory | None = None
     delay_s: float | None = None
     """Seconds before the reaper looks at the rollout; None = the requeue time."""
+
+    @cached_property
+    def stored_trajectory(self) -> bytes | str:
+        """The trajectory as it is stored: encoded once, however often it is sent to a Redis that is full."""
+        return payloads.encode_trajectory(self.trajectory) if self.trajectory else ""
 
 
 @dataclass(frozen=True)
@@ -382,7 +388,7 @@ class RolloutStore(RolloutReader):
             claim.request.limits.max_attempts,
             self._retention,
             int(settings.handler_wait_s * 1000),
-            payloads.encode_trajectory(outcome.trajectory) if outcome.trajectory else "",
+            outcome.stored_trajectory,
             *flat,
         )
 

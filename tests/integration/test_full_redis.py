@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -21,8 +25,10 @@ from services.state.redis import connect
 from services.state.retention import ResultStore
 from services.state.rollouts import Finish, NewRollout, RolloutStore
 from tests.helpers.keys import keyed
-from workers import patience
+from workers import patience, stage
+from workers.process import Held
 from workers.reaper import Reaper
+from workers.stage import StageRun
 
 LARGE = Trajectory(chains=[Chain(segments=[Segment(role="assistant", token_ids=list(range(200_000)))])])
 """About a megabyte as stored."""
@@ -133,6 +139,74 @@ def test_a_result_waits_for_room_and_is_not_lost(client, store, monkeypatch):
     writer.join(30)
     assert entered == [State.EVALUATING]
     assert claimed(store, "one", Stage.EVAL).trajectory() == LARGE
+
+
+@pytest.fixture
+def finishing(store, monkeypatch):
+    """A thread of a worker whose RUN has just ended; by itself nothing waits longer than 0.2 s."""
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(patience, "RETRY_S", 0.05)
+
+    async def body(run):
+        return Finish(State.EVALUATING, {}, LARGE)
+
+    def start(claim):
+        held = Held(claim.rollout_id, Stage.RUN, claim.fence, time.monotonic() + claim.deadline_in_s)
+        process = SimpleNamespace(
+            settings=Settings(),
+            store=store,
+            host=None,
+            tenants=None,
+            run=lambda held, work: asyncio.run(work),
+            let_go=lambda held: let_go.append(held.rollout_id),
+            dispatcher=None,
+        )
+        task, ref = SimpleNamespace(request=SimpleNamespace(chain=[])), {"id": claim.rollout_id}
+        run = StageRun(process, held, claim)
+        thread = threading.Thread(target=lambda: stage._run_stage(task, ref, run, body), daemon=True)
+        thread.start()
+        return thread
+
+    let_go: list[str] = []
+    yield start, let_go
+
+
+def test_a_finished_stage_waits_for_room_as_long_as_its_rollout_has(client, store, finishing):
+    start, let_go = finishing
+    submit(store, "one")
+    store.finish(claimed(store, "one"), Finish(State.READY))
+    claim = claimed(store, "one", Stage.RUN)
+    fill(client)
+    thread = start(claim)
+    time.sleep(2.0)  # ten times as long as anything else waits for
+    assert not let_go and store.get("one").state is State.RUNNING
+    client.config_set("maxmemory", 0)
+    thread.join(30)
+    assert let_go == ["one"] and store.get("one").state is State.EVALUATING
+    assert claimed(store, "one", Stage.EVAL).trajectory() == LARGE
+
+
+def test_a_finished_stage_keeps_its_slot_no_longer_than_its_rollout_has(client, store, finishing):
+    start, let_go = finishing
+    submit(store, "over", "away")
+    for one in ("over", "away"):
+        store.finish(claimed(store, one), Finish(State.READY))
+    over, away = (claimed(store, one, Stage.RUN) for one in ("over", "away"))
+    client.hset(keys.record("over"), mapping={"lease": 0, "deadline": 1})
+    client.zadd(keys.DUE, {"over": 0})
+    fill(client)
+    thread = start(over)
+    time.sleep(0.5)
+    assert not let_go
+    store.overdue()  # the reaper's: Redis answers though it is full, and says that nobody wants the outcome
+    thread.join(30)
+    assert let_go == ["over"] and store.get("over").state is State.TIMED_OUT
+    store._script = Mock(side_effect=redis.ConnectionError("away"))
+    thread = start(dataclasses.replace(away, deadline_in_s=1.0))
+    time.sleep(0.5)
+    assert let_go == ["over"], "it waits for longer than is usual"
+    thread.join(30)
+    assert let_go == ["over", "away"]
 
 
 def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client, store, server):
