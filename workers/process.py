@@ -356,10 +356,11 @@ class WorkerProcess:
         elif channel == keys.BACKEND_DOWN_CHANNEL:
             self.loop.call_soon_threadsafe(self.placements.down, what)
         else:
+            ids = set(what.split())
             with self._lock:
                 for cancelled in self._claims:
-                    cancelled.add(what)
-                found = [held for held in self._held.values() if held.rollout_id == what]
+                    cancelled.update(ids)
+                found = [held for held in self._held.values() if held.rollout_id in ids]
             for held in found:
                 self.interrupt(held, CANCEL)
 

@@ -414,11 +414,9 @@ class RolloutStore(RolloutReader):
                 for rollout_id in ids:
                     self._script(args=("cancel", self._retention, rollout_id, tenant or ""), client=pipe)
                 replies = pipe.execute()
-            with self._redis.pipeline(transaction=False) as pipe:
-                for rollout_id, (word, *_) in zip(ids, replies, strict=True):
-                    if word == "cancelling":
-                        pipe.publish(keys.CANCEL_CHANNEL, rollout_id)
-                pipe.execute()
+            pairs = zip(ids, replies, strict=True)
+            if held := [rollout_id for rollout_id, (word, *_) in pairs if word == "cancelling"]:
+                self._redis.publish(keys.CANCEL_CHANNEL, " ".join(held))
             found += [(word, state, node or None, int(attempt)) for word, state, node, attempt in replies]
         return found
 

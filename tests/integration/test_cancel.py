@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from rollout.schema import RolloutRequest, State
+from services.state import keys
+from services.state.rollouts import CANCEL_AT_ONCE
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
 
@@ -83,3 +85,24 @@ def test_a_group_and_a_tag_are_cancelled_together(client):
         5,
         "the group to end",
     )
+
+
+def test_thousands_are_cancelled_together_by_a_message_for_hundreds_of_them(stack, client):
+    """Those that run and those that wait; of a rollout no more than its script and its own end."""
+    count, slots = 2000, 64
+    request = RolloutRequest(handler="noop", task={"run_s": 600.0}, tags=["t-many"], n=100)
+    for _ in range(count // 100):
+        client.submit(request)
+    wait_until(lambda: client.status()["states"]["running"] >= slots, 60, "all slots to be taken")
+    with stack.redis.client.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(keys.CANCEL_CHANNEL)
+        channel.get_message(timeout=5.0)
+        started = time.monotonic()
+        assert client.cancel_many(tag="t-many")["cancelled"] == count
+        live = [state for state in State if not state.terminal]
+        wait_until(lambda: not any(client.status()["states"][one] for one in live), 60, "all to end")
+        assert time.monotonic() - started < SOON_S
+        told = []
+        while message := channel.get_message(timeout=1.0):
+            told.append(message["data"].split())
+    assert len(told) <= count / CANCEL_AT_ONCE and sum(map(len, told)) >= slots
