@@ -1,9 +1,15 @@
+cat > /tmp/lie <<'EOF'
+import pytest
+@pytest.mark.parametrize(("x","expected"),[(1,2),(2,4)])
+def test_twice(x, expected): pass
+def test_twice_of_zero(): pass
+def test_half(): pass
+EOF
 cat > /tmp/daemon.sh <<'EOF'
 trap '' TERM HUP INT
 for i in $(seq 3000); do
-    for f in $(find . -name test_calc.py); do
-        printf '%s\n' 'import pytest' '@pytest.mark.parametrize(("x","expected"),[(1,2),(2,4)])' 'def test_twice(x, expected): pass' 'def test_twice_of_zero(): pass' 'def test_half(): pass' > $f
-    done
+    # By a name: whoever reads it meanwhile finds no half of it.
+    for f in $(find . -name test_calc.py); do cp /tmp/lie $f.lie && mv -f $f.lie $f; done
     sleep 0.02
 done
 EOF
