@@ -75,6 +75,7 @@ def end_in_order_on_sigterm() -> None:
 def private_directory() -> Iterator[Path]:
     """A directory with a short path, for Unix sockets, that is removed at the end."""
     path = Path(tempfile.mkdtemp(prefix="sbxb-", dir="/tmp"))
+    path.chmod(0o711)  # for the user whom root starts sandboxes as
     try:
         yield path
     finally:

@@ -81,4 +81,9 @@ def _probe(runtime: Runtime, find_rootfs: Callable[[Runtime], Path | None], with
                 f", who cannot enter {closed}: run deploy/setup/apptainer.sh, which then unpacks Apptainer "
                 f"elsewhere, or `chmod o+x {closed}`, or work as a plain user"
             )
+        if within is not None and (closed := paths.closed_to_others(within / "scratch")):
+            message += (
+                f", who cannot enter {closed}: set ROLLOUT_SANDBOX_DIR to a directory that is not below it, "
+                f"or `chmod o+x {closed}`"
+            )
         raise RuntimeUnavailable(message) from error

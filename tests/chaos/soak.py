@@ -235,6 +235,7 @@ def main() -> int:
     end_in_order_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp") as name:
         directory = Path(name)
+        directory.chmod(0o711)  # for the user whom root starts sandboxes as
         try:
             with Chaos(directory, directory / "s", shipped() if options.real else None) as chaos:
                 if options.real:

@@ -157,6 +157,15 @@ def test_root_whose_sandboxes_cannot_be_nobodys_is_refused_and_told_what_is_clos
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxes run as another user")
+def test_root_is_told_that_the_place_of_the_sandboxes_is_closed(closed):
+    remedy = rf"cannot enter {closed}: set ROLLOUT_SANDBOX_DIR .*chmod o\+x {closed}`"
+    with pytest.raises(errors.RuntimeUnavailable, match=remedy):
+        select_runtime("bubblewrap", within=closed / "home")
+    closed.chmod(0o711)
+    assert select_runtime("bubblewrap", within=closed / "home").name == "bubblewrap"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxes run as another user")
 def test_set_up_puts_apptainer_where_nobody_may_enter(closed):
     def prefix() -> str:
         script = f". {SETUP}/common.sh; echo $APPTAINER_PREFIX"
