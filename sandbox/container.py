@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
+import marshal
 import os
 import signal
 import socket
@@ -27,6 +27,7 @@ from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+MARSHAL_VERSION = 2  # every Python reads it, whatever its own is
 KILL_ROUND_S = 0.05
 KILL_ROUNDS = 100
 STDERR_TAIL_CHARS = 2000
@@ -98,7 +99,7 @@ class Container:
         places = self.runtime.places(self.launch)
         command = [
             *self.runtime.python(self.launch),
-            *("-BES", f"{places.payload}/server.py", f"{places.private}/config.json"),
+            *("-BES", f"{places.payload}/start.py", f"{places.private}/config"),
         ]
         ours, theirs = socket.socketpair()
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -167,8 +168,8 @@ class Container:
                 *interpreter.loader(launch.interpreter, places.interpreter),
                 f"{places.interpreter}/bin/bash",
             ]
-        path = launch.scratch / "private" / "config.json"
-        path.write_text(json.dumps(config))
+        path = launch.scratch / "private" / "config"
+        path.write_bytes(marshal.dumps(config, MARSHAL_VERSION))
         self._give(path)
 
     def _shell_env(self) -> dict[str, str]:

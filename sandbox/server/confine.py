@@ -1,8 +1,8 @@
 """What every process of the agent is held to, set between fork and exec. The server itself is not limited."""
 
+import _signal as signal  # to make enumerations of it takes as long as to start Python
 import os
 import resource
-import signal
 
 NAMES = {
     "processes": resource.RLIMIT_NPROC,

@@ -5,7 +5,6 @@ accident, or to escape being scored.
 """
 
 import os
-import shutil
 import stat
 
 PRELOAD = "/etc/ld.so.preload"  # the dynamic loader reads it for every program, the server's own included
@@ -36,6 +35,8 @@ def _open_directory(path):
 def remove(path):
     """Remove whatever is there, if anything is."""
     if os.path.isdir(path) and not os.path.islink(path):
+        import shutil  # slow to import, and of rare use
+
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         os.unlink(path)

@@ -1,6 +1,5 @@
-"""One bash process on a pseudo terminal: how it is started, fed, read and signalled."""
+"""Conversation with one bash on its terminal: how it is fed, read and signalled."""
 
-import binascii
 import errno
 import fcntl
 import os
@@ -9,11 +8,9 @@ import struct
 import termios
 import time
 
-import ptyprocess
-
 import framing
 import proc
-from errors import ServerError
+from bash import set_terminal
 from output import Capture, MarkerScanner
 from repair import write_private
 
@@ -21,7 +18,6 @@ READ_BYTES = 65536
 READ_ROUNDS = 64  # then the caller looks at the clock
 EXIT_READ_ROUNDS = 1024  # of what a shell that ended left behind
 EXIT_TIMEOUT_S = 2.0  # from the closing of the terminal to the end of bash; then it is killed
-WINDOW = (50, 200)  # rows, columns
 LATE_MAX_CHARS = 4000
 MOST_LINE_BYTES = 4095  # of one line of input in canonical mode; the kernel drops the rest silently
 TIOCGPTN = 0x80045430
@@ -33,34 +29,17 @@ class Session:
     `late`.
     """
 
-    def __init__(self, program, directory, env, cwd, confine):
-        """Starts the process; it is ready when the marker of its first, empty command has been read.
-
-        `directory`: private place for the rc and command files. Raises ServerError when it cannot be started.
+    def __init__(self, bash, directory, cwd):
+        """`bash`: see `bash.py`; it is ready when the marker of its first, empty command has been read.
+        `directory`: private place for the command file.
         """
-        nonce = binascii.hexlify(os.urandom(8)).decode()
         self._command_file = os.path.join(directory, "cmd")
-        self._rc_file = rc_file = os.path.join(directory, "rc")
-        write_private(rc_file, framing.rc_file(nonce))
-        argv = [*program, "--noediting", "--noprofile", "--rcfile", rc_file, "-i"]
-
-        def prepare():
-            _set_terminal(0)  # before bash remembers how the terminal is, for after a program was killed
-            confine()
-
-        try:
-            process = ptyprocess.PtyProcess.spawn(
-                argv, cwd=cwd, env=env, dimensions=WINDOW, preexec_fn=prepare
-            )
-        except Exception as error:  # ptyprocess raises whatever exec said, in several types
-            raise ServerError("cannot start %s: %s" % (program[0], error))
-        process.delayafterclose = process.delayafterterminate = 0  # else closing sleeps
-        os.set_blocking(process.fd, False)
-        self._process = process
-        self.fd = process.fd
-        self.pid = process.pid
+        self._bash = bash
+        self.fd = bash.fd
+        self.pid = bash.pid
+        self.is_alive = bash.is_alive
         self.terminal = os.makedev(136, struct.unpack("I", fcntl.ioctl(self.fd, TIOCGPTN, b"\0" * 4))[0])
-        self._scanner = MarkerScanner(nonce)
+        self._scanner = MarkerScanner(bash.nonce)
         self._number = 0
         self._to_type = bytearray()
         self._inside = False  # between the markers of the command
@@ -80,7 +59,7 @@ class Session:
         """Run `command` (text without NUL); its output goes to `capture`."""
         write_private(self._command_file, command + "\n")
         os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
-        _set_terminal(self.fd)
+        set_terminal(self.fd)
         self._drop_input()
         self.capture = capture
         self._begin(r"\builtin . " + self._command_file)
@@ -117,7 +96,7 @@ class Session:
 
     def type_end(self):
         """Ask a shell that lost its PROMPT_COMMAND, and is back at the prompt, for the marker."""
-        if self.foreground() != self.pid or self._rc_file not in proc.command_line(self.pid):
+        if self.foreground() != self.pid or self._bash.rc_file not in proc.command_line(self.pid):
             return  # another program runs, or `exec` has put one in the shell's place
         self.queue(b"\n" + framing.END.encode() + b"\n")
 
@@ -180,8 +159,8 @@ class Session:
             os.kill(self.pid, signal.SIGKILL)  # `exec` made it something that has left the terminal
             self._await_exit()
         if self.ending is None:
-            code, number = self._process.exitstatus, self._process.signalstatus
-            self.exit_code = code if code is not None else 128 + (number or signal.SIGKILL)
+            code = self._bash.exit_code
+            self.exit_code = 128 + signal.SIGKILL if code is None else code
         self.ending = "exited"
         self._inside = False
 
@@ -193,13 +172,6 @@ class Session:
                 return False
             time.sleep(0.002)
         return True
-
-    def is_alive(self):
-        """Whether the process runs; also reaps it."""
-        try:
-            return self._process.isalive()
-        except ptyprocess.PtyProcessError:
-            return False  # it was reaped by somebody else
 
     def look(self):
         """Bring `ending` up to date while nobody waits, and return it."""
@@ -265,13 +237,4 @@ class Session:
         self.ending = "exited"
         self.end_process()
         self._await_exit()
-        self._process.fileobj.close()
-
-
-def _set_terminal(fd):
-    """No echo, no output translation, signals and line input on: whatever the last command left behind."""
-    attributes = termios.tcgetattr(fd)
-    attributes[0] = termios.ICRNL
-    attributes[1] = 0
-    attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
-    termios.tcsetattr(fd, termios.TCSANOW, attributes)
+        self._bash.close()

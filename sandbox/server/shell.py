@@ -10,13 +10,12 @@ was asked for.
 import contextlib
 import os
 import select
-import shlex
 import signal
 import threading
 import time
 
 import proc
-from confine import confiner
+from bash import Bash
 from errors import RequestError, ServerError
 from output import Capture
 from repair import usable_directory
@@ -33,18 +32,28 @@ class Shell:
     """A bash that is started again whenever it dies; one command at a time."""
 
     def __init__(
-        self, directory, env, cwd, programs=(("bash",),), limits=None, own_namespace=True, loader=None
+        self,
+        directory,
+        env,
+        cwd,
+        programs=(("bash",),),
+        limits=None,
+        own_namespace=True,
+        loader=None,
+        first=None,
     ):
         """`directory`: private place for the rc and command files. `env`: a dict that is also read later,
         whenever bash is started again. `programs`: command lines of bash, each tried when the one before does
         not start. `limits`: see `confine.py`. `own_namespace`: see `proc.end_all`. `loader`: see `repair.py`.
-        Raises ServerError when bash does not start.
+        `first`: the first of `programs` if it was started already (`bash.py`). Raises ServerError when bash
+        does not start.
         """
         self._directory = directory
         self._env = env
         self._programs = [list(program) for program in programs]
         self._loader = loader
-        self._confine = confiner(limits or {})
+        self._limits = limits
+        self._first = first
         self._home_cwd = cwd
         self._own_namespace = own_namespace
         self._lock = threading.Lock()  # whoever holds it reads the terminal
@@ -190,7 +199,7 @@ class Shell:
         """Add variables to the environment of this shell and of all that follow. Raises RequestError for a
         name that bash does not let be set, or while a command runs.
         """
-        exports = "".join("export %s=%s\n" % (name, shlex.quote(value)) for name, value in env.items())
+        exports = "".join("export %s=%s\n" % (name, _quoted(value)) for name, value in env.items())
         result = self.run("set -e\n" + exports + "set +e", SETUP_TIMEOUT_S)
         if result["exit_code"] != 0:
             raise RequestError("bash refused the environment: %s" % result["output"].strip())
@@ -343,8 +352,12 @@ class Shell:
     def _start(self, program, cwd, timeout):
         """The new session. Raises ServerError."""
         with self._killing:
-            session = Session(program, self._directory, self._env, os.fsdecode(cwd), self._confine)
-            self._session = session
+            bash, self._first = self._first, None
+            try:
+                bash = bash or Bash(program, self._directory, self._env, cwd, self._limits)
+            except OSError as error:
+                raise ServerError("cannot start %s: %s" % (program[0], error))
+            self._session = session = Session(bash, self._directory, cwd)
             ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
         if ending != "marker":
             said = session.late.text()[0]
@@ -384,6 +397,11 @@ class Shell:
                     else:
                         self._epoll.modify(fd, select.EPOLLIN | select.EPOLLONESHOT)
             time.sleep(0.001)  # a flood of output must not keep a request from the lock
+
+
+def _quoted(text):
+    """For bash, as it is. `shlex` does that too, but imports more than all of the shell."""
+    return "'%s'" % text.replace("'", "'\\''")
 
 
 class Alone:

@@ -275,7 +275,7 @@ def own_processes(victim: Victim) -> list[int]:
 def server_of(victim: Victim) -> int:
     for one in processes.usages(victim.info.pid):
         command = Path(f"/proc/{one.pid}/cmdline").read_bytes().split(b"\0")
-        if any(part.endswith(b"/server.py") for part in command) and b"--chdir" not in command:
+        if any(part.endswith(b"/start.py") for part in command) and b"--chdir" not in command:
             return one.pid
     raise AssertionError("no server")
 
@@ -340,7 +340,7 @@ import ctypes, os, socket
 def server():
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if b"/server.py" in open(f"/proc/{pid}/cmdline", "rb").read(): yield int(pid)
+            if b"/start.py" in open(f"/proc/{pid}/cmdline", "rb").read(): yield int(pid)
         except OSError: pass
 libc = ctypes.CDLL(None, use_errno=True)
 PTRACE_ATTACH, PIDFD_OPEN, PIDFD_GETFD = 16, 434, 438

@@ -1,0 +1,92 @@
+"""One bash process on a pseudo terminal: how it is started and waited for.
+
+The server starts the first one before anything else, so this makes do with what is imported quickly.
+"""
+
+import fcntl
+import os
+import struct
+import termios
+
+import framing
+from confine import confiner
+from repair import write_private
+
+WINDOW = (50, 200)  # rows, columns
+
+
+class Bash:
+    """An interactive bash; what it does is seen on `fd`, its terminal."""
+
+    def __init__(self, program, directory, env, cwd, limits=None):
+        """`program`: its command line. `directory`: private, for the rc file. `limits`: see `confine.py`.
+
+        Raises OSError. A program that cannot be executed says so on the terminal, and ends.
+        """
+        self.nonce = os.urandom(8).hex()
+        """In every marker that it prints."""
+        self.rc_file = os.path.join(directory, "rc")
+        write_private(self.rc_file, framing.rc_file(self.nonce))
+        argv = [*program, "--noediting", "--noprofile", "--rcfile", self.rc_file, "-i"]
+        confine = confiner(limits or {})
+        self._status = None
+        self.pid, self.fd = os.forkpty()
+        if self.pid == 0:
+            _become(argv, env, cwd, confine)
+        os.set_blocking(self.fd, False)
+
+    def is_alive(self):
+        """Whether the process runs; also reaps it."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                return False  # it was reaped by somebody else
+            if pid:
+                self._status = status
+        return self._status is None
+
+    def close(self):
+        """Close the terminal; background jobs get a hang-up."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    @property
+    def exit_code(self):
+        """As a shell tells it: 128 and the number of the signal that ended it; None where it is not known."""
+        if self._status is None:
+            return None
+        if os.WIFSIGNALED(self._status):
+            return 128 + os.WTERMSIG(self._status)
+        return os.WEXITSTATUS(self._status)
+
+
+def _become(argv, env, cwd, confine):
+    """Be the program. Does not return."""
+    try:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", *WINDOW, 0, 0))
+        set_terminal(0)  # before bash remembers how the terminal is, for after a program was killed
+        os.chdir(cwd)
+        confine()
+        os.execvpe(argv[0], argv, env)
+    except Exception as error:
+        os.write(2, ("cannot start %s: %s\n" % (argv[0], error)).encode("utf-8", "replace"))
+    finally:
+        os._exit(127)
+
+
+def set_terminal(fd):
+    """No echo, no output translation, signals and line input on: whatever the last command left behind."""
+    attributes = termios.tcgetattr(fd)
+    attributes[0] = termios.ICRNL
+    attributes[1] = 0
+    attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
+    termios.tcsetattr(fd, termios.TCSANOW, attributes)
+
+
+def is_installed(name, path):
+    """Whether a program of that name is found on `path`."""
+    places = [os.path.join(directory, name) for directory in path.split(os.pathsep)]
+    return any(os.path.isfile(place) and os.access(place, os.X_OK) for place in places)
