@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import interpreter, memory, paths, processes
+from sandbox import aio, interpreter, memory, paths, processes
 from sandbox.address import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.images.environment import docker_environment
@@ -79,6 +79,8 @@ class Container:
     ending: asyncio.Task | None = None
     said: _Tail | None = None
     """The end of what the runtime and the server say on standard error; None for one that was adopted."""
+    _starting: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while its first process is being started, which cannot be ended before it is known."""
     leases: list[Any] = dataclasses.field(default_factory=list)
     """Keep its images from being evicted."""
 
@@ -89,35 +91,36 @@ class Container:
 
     # -- boot ----------------------------------------------
 
-    async def boot(self, on_pid: Any) -> None:
-        """Start it and wait until its shell is ready; `on_pid()` is called as soon as there is a pid.
+    async def boot(self, on_start: Any, on_pid: Any) -> None:
+        """Start it and wait until its shell is ready. `on_start(self)` is called before, in a thread,
+        `on_pid(self)` as soon as there is a pid.
 
-        Raises SandboxStartError with what the runtime said.
+        Raises SandboxStartError with what the runtime said, and what `on_start` raises.
         """
         assert self.key, "only what was adopted has none"
-        self._write_config()
         places = self.runtime.places(self.launch)
         command = [
             *self.runtime.python(self.launch),
             *("-BES", f"{places.payload}/start.py", f"{places.private}/config"),
         ]
         ours, theirs = socket.socketpair()
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.launch.socket))
             listener.listen(64)
             try:
-                self.process = self.runtime.start(self.launch, command, theirs)
-                self.pid = self.process.pid
+                async with self._starting:
+                    if self.ending is not None:
+                        raise SandboxStartError("it was released before")
+                    await aio.in_thread(self._start, on_start, command, theirs)
             except (OSError, SandboxStartError) as error:
-                ours.close()
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
+            assert self.pid is not None and self.process is not None
             # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an agent
             # could take it from them.
-            with ours:
-                # The key with it: what a file says, or a descriptor that stays, an agent could read later.
-                socket.send_fds(ours, [self.key.encode()], [listener.fileno()])
+            # The key with it: what a file says, or a descriptor that stays, an agent could read later.
+            socket.send_fds(ours, [self.key.encode()], [listener.fileno()])
         self.start_time = processes.start_time(self.pid)
-        on_pid()
+        on_pid(self)
         self.said = _Tail(self.process.stderr)
         with self.process.stdout as stdout:
             try:
@@ -137,6 +140,13 @@ class Container:
         self.protected = [self.pid, *own]
         self.see_memory(shell)
         self.ready = True
+
+    def _start(self, on_start: Any, command: list[str], stdin: socket.socket) -> None:
+        """Known as soon as it runs, for whoever waits for that may have given up."""
+        on_start(self)
+        self._write_config()
+        self.process = self.runtime.start(self.launch, command, stdin)
+        self.pid = self.process.pid
 
     def see_memory(self, pid: int) -> None:
         """Have the watchdog see what is kept in memory as files, if `pid` is inside and open to us."""
@@ -231,8 +241,9 @@ class Container:
 
     async def kill(self) -> None:
         """End every process of it; returns when they are gone."""
-        if self.pid is None:
-            return
+        async with self._starting:
+            if self.pid is None:
+                return
         ended_by_us = False
         for number in range(2 * KILL_ROUNDS):
             if self.is_over():

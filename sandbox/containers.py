@@ -149,6 +149,7 @@ class Containers:
         container = None
         try:
             container = await self._boot_new(kind, self._runtimes[kind.runtime], spec)
+            self._write_record(container)
         finally:
             if container is None:
                 self.counts["failed"] += 1
@@ -169,11 +170,9 @@ class Containers:
                 raise NodeShort("no sandbox is started: " + "; ".join(short.values()))
             container = self._prepare(kind, runtime, spec)
             try:
-                await asyncio.to_thread(self._hold_images, container)
-                await container.boot(lambda: self._write_record(container))
+                await container.boot(self._hold_images, self._write_record)
                 if kind.ipython:
                     await self._ask(container, {"op": "ipython_warm"})
-                self._write_record(container)
             except BaseException:
                 await self.release(container.id)
                 raise

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from sandbox import interpreter, paths
@@ -33,6 +34,7 @@ class Apptainer(Runtime):
         super().__init__()
         self._upper = OURS
         self._launcher: Launcher | None = None
+        self._starting = threading.Lock()
 
     def program(self) -> str | None:
         """`ROLLOUT_APPTAINER`, else the one on PATH, else the one our set-up installed."""
@@ -62,11 +64,12 @@ class Apptainer(Runtime):
         if self._upper != OURS:
             return super().start(launch, command, stdin)
         script = tuple(_writable_root(launch))
-        if self._launcher is None or self._launcher.command != script:
-            self.close()
-            self._launcher = Launcher(script, **self.as_user())
         mount, argv = self._mount(launch), self._exec(launch, command)
-        return self._launcher.start(mount, argv, self.environment(launch), stdin)
+        with self._starting:
+            if self._launcher is None or self._launcher.command != script:
+                self.close()
+                self._launcher = Launcher(script, **self.as_user())
+            return self._launcher.start(mount, argv, self.environment(launch), stdin)
 
     def close(self) -> None:
         """End that process."""
@@ -89,9 +92,10 @@ class Apptainer(Runtime):
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
         # containers).
         # No init of Apptainer's: it would be a process under no filter of calls; the server is the init.
-        # /sys is the machine's, with the cgroups of other processes; the bind paths are of the site's making.
+        # /sys is the machine's, with the cgroups of other processes; the bind paths are of the site's making;
+        # /tmp is a bind of ours.
         flags = ["--userns", "--containall", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
-        flags += ["--no-mount", "sys,bind-paths"]
+        flags += ["--no-mount", "sys,bind-paths,tmp"]
         overlay, rootfs = launch.scratch / "overlay", launch.rootfs
         if self._upper == OURS:
             flags.append("--writable")
@@ -162,9 +166,11 @@ class Apptainer(Runtime):
         return place.exists() or not place.parent.is_dir() or place.parent.stat().st_uid == owner
 
     def environment(self, launch: Launch) -> dict[str, str]:
-        """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster."""
+        """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster. It
+        lives for a moment, so it need not collect garbage: that takes a tenth of a start.
+        """
         names = ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "SINGULARITY_CONFIGDIR", "SINGULARITY_CACHEDIR")
-        return super().environment(launch) | dict.fromkeys(names, str(launch.scratch))
+        return super().environment(launch) | dict.fromkeys(names, str(launch.scratch)) | {"GOGC": "off"}
 
 
 @functools.cache

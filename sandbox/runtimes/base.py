@@ -180,7 +180,10 @@ class Runtime(abc.ABC):
         return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
 
     def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
-        """Start a sandbox as a direct child, in a session of its own. Raises OSError, SandboxStartError."""
+        """Start a sandbox as a direct child, in a session of its own. Blocks; called in a thread.
+
+        Raises OSError, SandboxStartError.
+        """
         return subprocess.Popen(
             self.argv(launch, command),
             env=self.environment(launch),

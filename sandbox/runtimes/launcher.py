@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from sandbox.errors import SandboxStartError
 
 ANSWER_S = 5.0
-"""It takes a millisecond. The host's event loop waits for it."""
+"""It takes a millisecond."""
 
 
 class Started:
@@ -48,10 +50,11 @@ class Launcher:
     def start(
         self, mount: Sequence[str], argv: Sequence[str], env: dict[str, str], stdin: socket.socket
     ) -> Started:
-        """Start `argv` behind a mount, in a session of its own. Blocks for a millisecond or two.
+        """Start `argv` behind a mount, in a session of its own, once something was sent to `stdin`. Blocks.
 
         Raises:
-            SandboxStartError: The process did not answer; it is started anew for the next one.
+            SandboxStartError: The process did not answer; it and what it may have started were ended. It is
+                started anew for the next one.
         """
         if self._process is None or self._process.poll() is not None:
             self._begin()
@@ -74,13 +77,17 @@ class Launcher:
         return Started(pid, out[0], err[0])
 
     def close(self) -> None:
-        """End it; what it has started runs on."""
+        """End it, and what it has started that nobody knows of; the rest runs on."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-self._process.pid, 0)
             self._process = None
 
     def _begin(self) -> None:

@@ -84,21 +84,18 @@ def _hide(upper: str, name: str) -> None:
 
 
 def make_points(root: str, points: list[str]) -> None:
-    """Make what is missing, in a process whose root it is: a link of the image must not lead elsewhere."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.chroot(root)
-            for point in points:
-                _make(point)
-            code = 0
-        except OSError as error:
-            print(f"writable_root: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(code)
-    if os.waitpid(child, 0)[1] != 0:
-        raise SystemExit("writable_root: a place to mount on cannot be made in the image")
+    """Make what is missing, while `root` is this process's: a link of the image must not lead elsewhere."""
+    back = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    os.chroot(root)
+    os.chdir("/")
+    try:
+        for point in points:
+            _make(point)
+    except OSError as error:
+        raise SystemExit(f"writable_root: a place to mount on cannot be made in the image: {error}") from None
+    os.fchdir(back)
+    os.chroot(".")
+    os.close(back)
 
 
 def _make(point: str) -> None:
@@ -121,7 +118,9 @@ def serve(connection: socket.socket) -> None:
     """Start a program for each request, as a child of whoever started this process, and answer with its pid.
 
     A request is a JSON object with `mount` (what `main` takes before `--`), `argv`, `env`; with it come the
-    program's standard input, output and error. Ends when the other end is closed.
+    program's standard input, output and error. Input has to be a socket: the program runs once something has
+    come there, for who sends it knows the answer, and with it the process. Until then that is of the group
+    that this process leads. Ends when the other end is closed.
     """
     number = CLONE[os.uname().machine]
     connection.set_inheritable(False)
@@ -141,12 +140,15 @@ def serve(connection: socket.socket) -> None:
 def _become(request: dict, fds: list[int]) -> None:
     """Be the program of a request. Does not return."""
     try:
-        os.setsid()
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         lower, overlay, *points = request["mount"]
         make_points(mount(lower, overlay), points)
+        with socket.socket(fileno=os.dup(0)) as source:
+            if not source.recv(1, socket.MSG_PEEK):
+                return
+        os.setsid()
         os.execve(request["argv"][0], request["argv"], request["env"])
     except SystemExit as error:
         os.write(2, f"{error}\n".encode())

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from sandbox import processes
+from sandbox.errors import SandboxStartError
 from sandbox.host_client import SyncHostClient
+from sandbox.runtimes import launcher as launchers_module
+from sandbox.runtimes import writable_root
+from sandbox.runtimes.launcher import ANSWER_S, Launcher
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
@@ -53,3 +61,64 @@ def test_it_ends_with_its_host(state):
     host.stop()
     assert processes.start_time(launcher) is None
     assert leftovers(state) == []
+
+
+def test_one_that_hangs_holds_up_only_who_waits_for_it(state):
+    host = SyncHostClient(state)
+    host.release(host.start(SPEC).id)
+    daemon = host.stats()["pid"]
+    (launcher,) = launchers(daemon)
+    os.kill(launcher, signal.SIGSTOP)
+    errors: list[Exception] = []
+
+    def start() -> None:
+        try:
+            host.start(SPEC)
+        except SandboxStartError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=start)
+    waiting.start()
+    slowest, began = 0.0, time.monotonic()
+    while time.monotonic() < began + ANSWER_S / 2:
+        asked = time.monotonic()
+        host.stats()
+        slowest = max(slowest, time.monotonic() - asked)
+        time.sleep(0.05)
+    waiting.join()
+    assert slowest < ANSWER_S / 4
+    assert "does not answer" in str(errors[0])
+    info = host.start(SPEC)
+    assert works(info)
+    host.release(info.id)
+    assert processes.children(daemon) == launchers(daemon) != [launcher]
+
+
+def test_what_it_starts_too_late_is_ended(tmp_path, monkeypatch):
+    """One that clones and does not say so: nobody would know of the child, or wait for it."""
+    text = Path(writable_root.__file__).read_text()
+    hanging = text.replace("connection.send(str(pid).encode())", "signal.pause()")
+    assert hanging != text
+    monkeypatch.setattr(launchers_module, "ANSWER_S", 1.0)
+    launcher = Launcher([sys.executable, "-IS", "-c", hanging])
+    before = set(processes.children(os.getpid()))
+    (tmp_path / "image").mkdir()
+    (tmp_path / "overlay").mkdir()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(SandboxStartError, match="does not answer"):
+        launcher.start([str(tmp_path / "image"), str(tmp_path / "overlay")], ["/bin/sleep", "60"], {}, theirs)
+    assert set(processes.children(os.getpid())) == before
+
+
+def test_nothing_runs_before_its_pid_is_known(tmp_path):
+    launcher = Launcher([sys.executable, "-IS", "-c", Path(writable_root.__file__).read_text()])
+    (tmp_path / "image").mkdir()
+    (tmp_path / "overlay").mkdir()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        mount = [str(tmp_path / "image"), str(tmp_path / "overlay")]
+        started = launcher.start(mount, ["/bin/echo", "ran"], {}, theirs)
+    ours.close()
+    assert started.stdout.read() == b""
+    assert os.waitpid(started.pid, 0)[0] == started.pid
+    launcher.close()
