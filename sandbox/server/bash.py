@@ -86,7 +86,13 @@ def set_terminal(fd):
     termios.tcsetattr(fd, termios.TCSANOW, attributes)
 
 
-def is_installed(name, path):
-    """Whether a program of that name is found on `path`."""
-    places = [os.path.join(directory, name) for directory in path.split(os.pathsep)]
-    return any(os.path.isfile(place) and os.access(place, os.X_OK) for place in places)
+def find_program(name, path):
+    """Where on `path` (None: the system's own) a program of that name is; None where it is not.
+
+    `shutil` does that too, but imports every way to pack an archive.
+    """
+    for directory in (path or os.defpath).split(os.pathsep):
+        place = os.path.join(directory, name)
+        if os.path.isfile(place) and os.access(place, os.X_OK):
+            return place
+    return None

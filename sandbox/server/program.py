@@ -12,7 +12,6 @@ import contextlib
 import os
 import resource
 import select
-import shutil
 import signal
 import threading
 import time
@@ -109,6 +108,8 @@ class Programs:
         try:
             yield home
         finally:
+            import shutil  # slow to import, and not of the first command
+
             shutil.rmtree(home, ignore_errors=True)
 
     def _preparation(self, limits):

@@ -17,7 +17,7 @@ import sys
 
 import seccomp
 import walls
-from bash import Bash, is_installed
+from bash import Bash, find_program
 from repair import Loader
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -98,7 +98,7 @@ def programs_of_bash(config):
     """The image's bash, else, or should the agent break it, the one that comes with our interpreter."""
     if not config["bash"]:
         return [["bash"]]
-    image_has_one = is_installed("bash", config["env"].get("PATH", os.defpath))
+    image_has_one = find_program("bash", config["env"].get("PATH"))
     return [["bash"], config["bash"]] if image_has_one else [config["bash"]]
 
 
