@@ -18,6 +18,7 @@ from benchmarks._harness import cpu_seconds
 from benchmarks._latency import percentile, say
 from benchmarks._scaling_nodes import PATIENCE_S, STAGES, Nodes, Slots
 from rollout.schema import RolloutRequest
+from services.state.observations import Observations, stage_totals
 from tests.helpers.stack import wait_until
 from tests.helpers.waiters import Waiters
 
@@ -263,7 +264,8 @@ def _measures(trainer: Trainer, since: float, seconds: float) -> bool:
 
 def _through_init(nodes: Nodes) -> int:
     """Rollouts that INIT has done so far."""
-    return int(nodes.redis.hget("rollouts:totals", "n_init") or 0)
+    _, count = stage_totals(Observations(nodes.redis).histograms()).get("init", (0.0, 0))
+    return count
 
 
 def _waiting(nodes: Nodes) -> int:

@@ -26,19 +26,19 @@ from services.queues import (
 )
 from services.settings import settings
 from workers import (
+    events,
     process,
     renewal,
     slots,  # noqa: F401 - registers its control command
 )
 from workers.evaluate import evaluate
-from workers.events import EventBundles
 from workers.init import init
 from workers.run import run_turns
 from workers.sandboxes import release_attempts
 from workers.stage import CLEANUP_S, run_stage
 
 app = make_celery(settings())
-app.steps["consumer"].add(EventBundles)
+events.bundle(app)
 
 
 @app.task(name=TASK_INIT, bind=True)

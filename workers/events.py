@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from celery import bootsteps
+from celery import Celery, bootsteps
+from celery.events.dispatcher import EventDispatcher
 
 SEND_EVERY_S = 0.1
 MOST_AT_ONCE = 500
 """Events; so many are sent at once even before it is time."""
 
 
-class EventBundles(bootsteps.StartStopStep):
+class Dispatcher(EventDispatcher):
+    """Celery's, which takes over what its predecessor had collected when the connection was lost."""
+
+    def extend_buffer(self, other: Dispatcher) -> None:
+        """Take over what another one has not sent."""
+        super().extend_buffer(other)
+        for group, events in other._group_buffer.items():
+            self._group_buffer[group] += events
+
+
+class Bundles(bootsteps.StartStopStep):
     """A step of the worker: started anew with each connection, after Celery has made its dispatcher."""
 
     requires: ClassVar = {"celery.worker.consumer.events:Events"}
@@ -26,17 +37,26 @@ class EventBundles(bootsteps.StartStopStep):
 
     def start(self, consumer: Any) -> None:
         """Have the dispatcher collect, and the worker's loop send."""
-        dispatcher = consumer.event_dispatcher
         if consumer.hub is None:
             return
+        dispatcher = consumer.event_dispatcher
         dispatcher.on_send_buffered = None
         dispatcher.buffer_limit = MOST_AT_ONCE
         self._timer = consumer.hub.call_repeatedly(SEND_EVERY_S, dispatcher.flush)
 
     def stop(self, consumer: Any) -> None:
-        """Send what is left; a dispatcher whose connection is lost keeps it for the next one."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            if consumer.event_dispatcher is not None:
-                consumer.event_dispatcher.flush()
+        """Send what is left; where the worker ends, tasks that end later send each its own."""
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        if consumer.event_dispatcher is not None:
+            if consumer.blueprint.state != bootsteps.RUN:
+                consumer.event_dispatcher.buffer_limit = 1
+            consumer.event_dispatcher.flush()
+
+
+def bundle(app: Celery) -> None:
+    """Have the workers of this application do so."""
+    app.events.dispatcher_cls = Dispatcher
+    app.steps["consumer"].add(Bundles)

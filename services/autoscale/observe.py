@@ -10,7 +10,7 @@ from rollout.schema import State
 from services.autoscale.policy import INIT, STAGES, Load
 from services.state import keys
 from services.state.fleet import FleetStore, NodeAdmission, Worker
-from services.state.observations import Observations
+from services.state.observations import Observations, stage_totals
 
 WAITS_IN = {"init": State.QUEUED, "run": State.READY, "eval": State.EVALUATING}
 """In the last one rollouts also are while they are worked on; those have an owner."""
@@ -28,7 +28,7 @@ class Observer:
         self._redis = client
         self._fleet = FleetStore(client)
         self._observations = Observations(client)
-        self._ended: dict[str, tuple[int, int]] | None = None
+        self._ended: dict[str, tuple[float, int]] = {}
         self._service_s: dict[str, float] = {}
 
     def look(self) -> tuple[dict[str, Load], list[Worker]]:
@@ -41,11 +41,10 @@ class Observer:
         admissions = self._fleet.admissions()
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.COUNTS)
-            pipe.hgetall(keys.TOTALS)
             pipe.time()
-            counts, totals, (seconds, micros) = pipe.execute()
+            counts, (seconds, micros) = pipe.execute()
         scoring = self._observations.ages().leases["eval"]
-        self._measure(totals)
+        self._measure(stage_totals(self._observations.histograms()))
         now_ms = seconds * 1000 + micros / 1000
         waiting = {stage: int(counts.get(state, 0)) for stage, state in WAITS_IN.items()}
         waiting["eval"] = max(0, waiting["eval"] - scoring)
@@ -63,17 +62,17 @@ class Observer:
         }
         return loads, workers
 
-    def _measure(self, totals: Mapping[str, str]) -> None:
+    def _measure(self, ended: Mapping[str, tuple[float, int]]) -> None:
         """Mean seconds at work of the stages that ended since the last look, smoothed."""
-        ended = {s: (int(totals.get(f"n_{s}", 0)), int(totals.get(f"ms_{s}", 0))) for s in STAGES}
-        before = self._ended or dict.fromkeys(STAGES, (0, 0))
-        for stage, (count, millis) in ended.items():
-            more = count - before[stage][0]
-            if more > 0:
-                mean = (millis - before[stage][1]) / more / 1000
+        for stage in STAGES:
+            (seconds, count), (seconds_before, before) = (
+                totals.get(stage, (0.0, 0)) for totals in (ended, self._ended)
+            )
+            if count > before:
+                mean = (seconds - seconds_before) / (count - before)
                 known = self._service_s.get(stage, mean)
                 self._service_s[stage] = known + SMOOTHING * (mean - known)
-        self._ended = ended
+        self._ended = dict(ended)
 
     def _oldest_s(self, stage: str, now_ms: float) -> float:
         ids = self._redis.zrange(keys.by_state(WAITS_IN[stage]), 0, LOOKED_AT - 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import tempfile
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from kombu.exceptions import OperationalError
@@ -11,7 +14,8 @@ from kombu.exceptions import OperationalError
 from rollout.schema import RolloutRequest
 from services.queues import TASK_EVALUATE, TASK_INIT, TASK_RUN, make_celery
 from services.settings import Settings
-from tests.helpers.stack import wait_until
+from tests.helpers.stack import Stack, wait_until
+from workers import events
 
 COUNT = 40
 
@@ -21,7 +25,7 @@ class Watcher:
 
     def __init__(self, url):
         self.seen = Counter()
-        self.names = {}
+        self.names, self.hosts = {}, {}
         self.app = make_celery(Settings(redis_url=url))
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -39,7 +43,7 @@ class Watcher:
 
     def note(self, event):
         if event["type"] == "task-received":
-            self.names[event["uuid"]] = event["name"]
+            self.names[event["uuid"]], self.hosts[event["uuid"]] = event["name"], event["hostname"]
         self.seen[event["type"], event.get("uuid")] += 1
 
     def ended(self):
@@ -53,31 +57,70 @@ class Watcher:
         self.thread.join(10)
 
 
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A service of the file's own, whose workers may be ended."""
+    with (
+        tempfile.TemporaryDirectory(prefix="re-", dir="/tmp") as sandboxes,
+        Stack(tmp_path_factory.mktemp("events"), Path(sandboxes)) as stack,
+    ):
+        stack.start_worker("init,run,eval", "all")
+        yield stack
+
+
 @pytest.fixture
-def watcher(stack):
-    watcher = Watcher(stack.redis.url)
+def watcher(world):
+    watcher = Watcher(world.redis.url)
     wait_until(lambda: watcher.seen["worker-heartbeat", None], 20, "the watcher to hear of workers")
     yield watcher
     watcher.close()
 
 
-def published(stack):
-    return stack.redis.client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0)
+def published(world):
+    return world.redis.client.info("commandstats").get("cmdstat_publish", {}).get("calls", 0)
 
 
-def test_all_events_come_and_in_fewer_messages_than_tasks(stack, client, watcher):
-    before = published(stack)
-    client.run([RolloutRequest(handler="noop") for _ in range(COUNT)])
+def test_all_events_come_and_in_fewer_messages_than_tasks(world, watcher):
+    before = published(world)
+    world.client.run([RolloutRequest(handler="noop") for _ in range(COUNT)])
     wanted = dict.fromkeys((TASK_INIT, TASK_RUN, TASK_EVALUATE), COUNT)
     wait_until(lambda: watcher.ended() >= Counter(wanted), 20, f"events: {watcher.ended()}")
-    assert published(stack) - before < 2 * COUNT, "nine events a rollout, sent nearly one by one"
+    assert published(world) - before < 3 * COUNT, "nine events a rollout, sent nearly one by one"
 
 
-def test_they_come_after_the_connections_were_lost(stack, client, watcher):
+def test_they_come_after_the_connections_were_lost(world, watcher):
     for kind in ("normal", "pubsub"):
-        stack.redis.client.client_kill_filter(_type=kind, skipme=True)
+        world.redis.client.client_kill_filter(_type=kind, skipme=True)
     watcher.seen.clear()
     wait_until(lambda: watcher.seen["worker-heartbeat", None], 30, "the watcher to hear of workers again")
     before = watcher.ended()[TASK_EVALUATE]
-    client.run([RolloutRequest(handler="noop") for _ in range(5)])
+    world.client.run([RolloutRequest(handler="noop") for _ in range(5)])
     wait_until(lambda: watcher.ended()[TASK_EVALUATE] >= before + 5, 20, "events after a lost connection")
+
+
+def test_those_of_tasks_that_end_while_their_worker_stops_come(world, watcher):
+    worker = world.start_worker("run", "leaving", slots=20)
+    world.client.submit([RolloutRequest(handler="noop", task={"run_s": 20.0}) for _ in range(60)])
+
+    def begun():
+        mine = [uuid for uuid, host in watcher.hosts.items() if host.startswith("leaving@")]
+        return {uuid for uuid in mine if watcher.seen["task-started", uuid]}
+
+    wait_until(lambda: len(begun()) >= 10, 20, "tasks of the worker")
+    worker.popen.send_signal(signal.SIGTERM)
+    worker.popen.wait(30)
+    wait_until(lambda: all(watcher.seen["task-succeeded", uuid] for uuid in begun()), 10, "their ends")
+
+
+def test_what_was_collected_when_the_connection_was_lost_goes_with_the_next(server):
+    app = make_celery(Settings(redis_url=server.url))
+    events.bundle(app)
+    with server.client.pubsub() as channel, app.connection_for_write() as connection:
+        channel.psubscribe("*celeryev*")
+        lost = app.events.Dispatcher(connection, buffer_group=["task"], on_send_buffered=None)
+        lost.send("task-succeeded", uuid="one")
+        lost.close()
+        dispatcher = app.events.Dispatcher(connection, buffer_group=["task"], on_send_buffered=None)
+        dispatcher.extend_buffer(lost)
+        dispatcher.flush()
+        assert wait_until(lambda: (channel.get_message() or {}).get("type") == "pmessage", 10, "the event")
