@@ -25,7 +25,8 @@ def test_workers_killed_with_many_leases_cost_attempts_and_no_rollout(chaos, sta
     batches = {stage: chaos.submit_up_to(stage, LEASES) for stage in STAGES}
     for _ in range(KILLS):
         for stage in stages:
-            chaos.wait_for_held(batches[stage][0], stage, LEASES)
+            # By the one that is killed now: the leases of the one before have yet to run out.
+            chaos.wait_for_held_by(batches[stage][0], stage, chaos.workers[stage].name, LEASES)
         chaos.kill_workers(stages)
         chaos.start_workers(stages)
     for stage in STAGES:
