@@ -25,6 +25,8 @@ LOOK_FOR_NODES_EVERY_S = 5.0
 STEADY_GAP_S = 3 * LOOK_FOR_NODES_EVERY_S
 """Between two looks for lost nodes; after a longer one all nodes seem silent, and must be given time to
 speak."""
+KEEP_JUMP_S = 60.0
+"""For a reaper that is not elected to be so; longer than a dead one stays it."""
 AT_ONCE = 200
 """Rollouts that one script judges: Redis answers nobody else meanwhile."""
 
@@ -64,14 +66,15 @@ class Reaper:
         while not stopping.wait(self._interval):
             try:
                 began = time.monotonic()
-                # Kept until it was dealt with, by this reaper or the one that is elected.
                 jump += self._steadiness.look()
                 elected = self._election.won()
-                if elected and jump:
-                    self.clock_jumped(jump, time.monotonic() - before)
-                jump, before = 0.0, began
                 if elected:
+                    if jump:
+                        self.clock_jumped(jump, time.monotonic() - before)
                     self.tick()
+                # Others keep it: the elected one may have died just then, and one of them be elected next.
+                if elected or not jump or began - before > KEEP_JUMP_S:
+                    jump, before = 0.0, began
             except redis.RedisError as error:
                 self.redis_was_away()
                 log.warning("reaper could not reach Redis", error=str(error))

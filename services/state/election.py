@@ -11,7 +11,11 @@ LOCK_S = 10.0
 
 _WIN = """
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
+if holder and holder ~= ARGV[1] then
+  -- Redis' clock went back: a holder that lives says anew how long it holds on, and a dead one must not for hours.
+  if redis.call('PTTL', KEYS[1]) > tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+  return 0
+end
 though_full()
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from rollout.schema import RolloutRequest, Stage
@@ -9,6 +11,7 @@ from services.dispatch import Dispatcher
 from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys
+from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
 from tests.helpers.stack import RedisServer, wait_until
@@ -59,3 +62,32 @@ def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
 def _now(server):
     seconds, micros = server.client.time()
     return seconds * 1000 + micros // 1000
+
+
+def test_where_the_clock_went_back_what_is_dead_does_not_live_for_hours(server):
+    """Its times are ahead of now, and so is the end of its lock."""
+    server.client.set(keys.REAPER_LOCK, "dead", px=7_200_000)
+    reaper, _ = reaper_of(server, "reaper", lease_s=4.0, reaper_interval_s=0.2)
+    assert not reaper._election.won()
+    assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
+    fleet = FleetStore(server.client)
+    server.client.zadd(keys.workers("run"), {"dead": _now(server) / 1000 + 7200})
+    fleet.announce("living", ["run"])
+    assert server.client.zscore(keys.workers("run"), "dead") <= _now(server) / 1000
+
+
+def test_a_jump_that_the_elected_one_did_not_live_to_see_is_dealt_with_by_the_next(server, monkeypatch):
+    reaper, store = reaper_of(server, "reaper", reaper_interval_s=0.01)
+    stopping, looks, moved = threading.Event(), iter([0.0, -7200.0, 0.0, 0.0, 0.0]), []
+    elections = iter([False, False, False, True, True])
+
+    def won():
+        if (elected := next(elections, None)) is None:
+            stopping.set()
+        return bool(elected)
+
+    monkeypatch.setattr(reaper._steadiness, "look", lambda: next(looks, 0.0))
+    monkeypatch.setattr(reaper._election, "won", won)
+    monkeypatch.setattr(store, "jumped", lambda seconds, within_s: moved.append(seconds))
+    reaper.run(stopping)
+    assert moved == [-7200.0]

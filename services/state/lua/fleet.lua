@@ -12,9 +12,15 @@ if op == 'say' then
 
 -- announce <worker> <forget after s> <stage> …
 elseif op == 'announce' then
+  local said = string.format('%.6f', now)
   for i = 4, #ARGV do
-    redis.call('ZADD', 'workers:' .. ARGV[i], string.format('%.6f', now), ARGV[2])
-    redis.call('ZREMRANGEBYSCORE', 'workers:' .. ARGV[i], '-inf', string.format('%.6f', now - tonumber(ARGV[3])))
+    local workers = 'workers:' .. ARGV[i]
+    redis.call('ZADD', workers, said, ARGV[2])
+    redis.call('ZREMRANGEBYSCORE', workers, '-inf', string.format('%.6f', now - tonumber(ARGV[3])))
+    -- The clock went back: one that died before must not live for hours.
+    for _, ahead in ipairs(redis.call('ZRANGEBYSCORE', workers, '(' .. said, '+inf')) do
+      redis.call('ZADD', workers, said, ahead)
+    end
   end
 end
 return redis.status_reply('OK')
