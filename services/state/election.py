@@ -12,7 +12,7 @@ LOCK_S = 10.0
 _WIN = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
-  -- Redis' clock went back: a holder that lives says anew how long it holds on, and a dead one must not for hours.
+  -- Redis' clock went back: a holder that lives says so anew, and a dead one must not hold on for hours.
   if redis.call('PTTL', KEYS[1]) > tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
   return 0
 end
