@@ -300,7 +300,9 @@ def _claim(process: WorkerProcess, ref: Ref, stage: Stage) -> Claim | str:
     token = secrets.token_hex(8)
     if stage is not Stage.INIT:
         claim = process.store.claim
-        return wait_for(lambda: claim(ref["id"], ref["attempt"], stage, process.name, token))
+        return wait_for(
+            lambda: claim(ref["id"], ref["attempt"], stage, process.name, token), process.stopping
+        )
     admission = process.admission
     if not admission.is_open:
         return STOPPED
@@ -314,7 +316,8 @@ def _claim(process: WorkerProcess, ref: Ref, stage: Stage) -> Claim | str:
             most_on_node=most_on_node,
             most_without_sandbox=most_without_sandbox,
             token=token,
-        )
+        ),
+        process.stopping,
     )
     if claim == FULL:
         admission.found_full()
@@ -332,8 +335,10 @@ def _run_stage(task: Task, ref: Ref, run: StageRun, body: Body) -> Ref:
             asyncio.run_coroutine_threadsafe(_clean_up(run, outcome), process.loop).result()
         # The work is done and would be lost: an outcome waits for a Redis that is away, or full, for as long
         # as it may count. It holds its slot meanwhile, so that no more wait than there are slots.
-        finish = process.store.finish
-        entered = LOST if outcome is None else wait_for(lambda: finish(run.claim, outcome), held.ends_at)
+        entered = LOST
+        if outcome is not None:
+            finish = process.store.finish
+            entered = wait_for(lambda: finish(run.claim, outcome), process.stopping, held.ends_at)
     except (redis.RedisError, RedisAway) as error:
         # The reaper rings again once the lease has run out.
         run.log.error("Redis does not answer", error=str(error))

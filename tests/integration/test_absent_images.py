@@ -96,6 +96,14 @@ def test_after_a_while_the_node_tries_again_for_the_image_may_have_come(store, f
     assert claim(store, "bare") == "a"
 
 
+def test_a_mark_of_before_the_clock_went_back_does_not_last_for_hours(store, fleet):
+    submit(store, "a")
+    tried(store, "bare", "a", ImageError("no image"))
+    in_two_hours = (store._redis.time()[0] + 7200) * 1000
+    store._redis.hset(keys.record("a"), rollouts.ABSENT + "bare", in_two_hours)
+    assert claim(store, "bare") == "a"
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["soon", "after the marks have faded"])
 def test_one_that_no_node_can_start_fails_with_the_error_and_does_not_circle(
     store, fleet, monkeypatch, seconds

@@ -142,7 +142,12 @@ def test_a_result_waits_for_room_and_is_not_lost(client, store, monkeypatch):
 
 
 @pytest.fixture
-def finishing(store, monkeypatch):
+def stopping():
+    return threading.Event()
+
+
+@pytest.fixture
+def finishing(store, stopping, monkeypatch):
     """A thread of a worker whose RUN has just ended; by itself nothing waits longer than 0.2 s."""
     monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
     monkeypatch.setattr(patience, "RETRY_S", 0.05)
@@ -160,6 +165,7 @@ def finishing(store, monkeypatch):
             run=lambda held, work: asyncio.run(work),
             let_go=lambda held: let_go.append(held.rollout_id),
             dispatcher=None,
+            stopping=stopping,
         )
         task, ref = SimpleNamespace(request=SimpleNamespace(chain=[])), {"id": claim.rollout_id}
         run = StageRun(process, held, claim)
@@ -207,6 +213,28 @@ def test_a_finished_stage_keeps_its_slot_no_longer_than_its_rollout_has(client, 
     assert let_go == ["over"], "it waits for longer than is usual"
     thread.join(30)
     assert let_go == ["over", "away"]
+
+
+def test_a_finished_stage_does_not_keep_a_worker_that_stops(client, store, stopping, finishing, monkeypatch):
+    """Celery waits for the thread; the rollout has hours."""
+    monkeypatch.setattr(patience, "RETRY_S", 60.0)
+    start, let_go = finishing
+    submit(store, "one")
+    store.finish(claimed(store, "one"), Finish(State.READY))
+    claim = claimed(store, "one", Stage.RUN)
+    fill(client)
+    thread = start(claim)
+    time.sleep(0.5)
+    assert not let_go
+    stopping.set()
+    thread.join(20)
+    assert let_go == ["one"] and store.get("one").state is State.RUNNING
+
+
+def test_a_claim_does_not_keep_a_worker_that_stops(stopping):
+    stopping.set()
+    with pytest.raises(patience.RedisAway):
+        patience.wait_for(Mock(side_effect=redis.ConnectionError("away")), stopping)
 
 
 def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client, store, server):

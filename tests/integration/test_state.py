@@ -148,6 +148,18 @@ def test_a_cancel_flag_wins_over_the_next_stage_but_not_over_the_end(store):
     assert store.cancel("no-such")[0] == "gone"
 
 
+@pytest.mark.parametrize("outcome", ["again", "elsewhere"])
+def test_a_cancelled_one_has_no_failure_whatever_its_stage_met_meanwhile(store, outcome):
+    rollout_id = submit(store)
+    claim = claimed(store, Stage.INIT, rollout_id)
+    store.cancel(rollout_id)
+    error = {"error": '{"blame": "sandbox", "type": "E", "message": "m"}', "blame": "sandbox"}
+    assert store.finish(claim, Finish(outcome, error)) == State.CANCELLED
+    item = store.get(rollout_id)
+    assert (item.error, item.drop, item.drop_reason) == (None, True, "cancelled")
+    assert "blame_sandbox" not in store.totals()
+
+
 def test_records_of_ended_rollouts_expire(client, store):
     rollout_id = submit(store)
     store.cancel(rollout_id)

@@ -37,6 +37,7 @@ class Run:
         self.while_cleaning = lambda: None
         finish = SimpleNamespace(finish=lambda claim, outcome: self.finished.append(outcome) or "entered")
         self.process = SimpleNamespace(loop=loop, store=finish, let_go=lambda held: None)
+        self.process.stopping = threading.Event()
         self.process.run = lambda held, work: WorkerProcess.run(self.process, held, work)
         self.interrupt = lambda reason: WorkerProcess.interrupt(self.process, self.held, reason)
 

@@ -107,10 +107,11 @@ local function lay_blame(id, blame, stage, kind, message, drop_reason)
     cjson.encode({blame = blame, stage = stage, type = kind, message = message}))
 end
 
--- Whether a node is to pass a rollout over, for it could not start its image a while ago.
+-- Whether a node is to pass a rollout over, for it could not start its image a while ago. A time that is yet to come
+-- is of before the clock went back.
 local function is_absent(id, node)
   local at = tonumber(get(id, 'absent:' .. node)[1] or '')
-  return at and now - at < ABSENT_MS
+  return at and at <= now and now - at < ABSENT_MS
 end
 
 -- Gives a waiting rollout to an owner.
@@ -430,6 +431,8 @@ elseif op == 'finish' then
   if ARGV[10] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[10]) end
   if to == 'cancelled' then
     redis.call('HSET', record(id), 'drop', '1', 'drop_reason', 'cancelled', 'finish_reason', 'cancelled')
+    -- What the stage met before it heard of the cancel is nobody's failure.
+    redis.call('HDEL', record(id), 'error', 'blame')
   end
   if to == 'again' or back then
     if to == 'again' then
