@@ -111,8 +111,8 @@ class Settings(BaseModel):
     handler_wait_s: float = Field(
         600.0,
         ge=0,
-        description="Seconds that a rollout goes from worker to worker while none knows its handler, or can "
-        "start its image; then it fails.",
+        description="Seconds that a rollout goes from worker to worker while none knows its handler; then it "
+        "fails.",
     )
     shutdown_grace_s: float = Field(
         10.0, ge=0, description="Seconds that a stopping worker gives its rollouts before it hands them back."

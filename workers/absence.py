@@ -1,15 +1,18 @@
-"""An image that this node cannot start: another node takes the rollout, and no attempt is used up."""
+"""An image that this node cannot start: other nodes take the rollout, and no attempt is used up before all have.
+
+Each further attempt goes round them again, for what a node lacked may have come."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import redis
 
 from rollout.schema import Stage
 from sandbox.errors import ImageError, RuntimeUnavailable
-from services.state.rollouts import ABSENT
+from services.state.rollouts import ABSENT, Finish
 
 if TYPE_CHECKING:
     from workers.stage import StageRun
@@ -19,22 +22,29 @@ OF_THE_NODE = (ImageError, RuntimeUnavailable)
 MAX_REASON = 500
 
 
-async def unstarted(run: StageRun, error: Exception) -> dict[str, str]:
-    """The field of the record by which the node passes the rollout over for a while, for others to take it.
+async def unstarted(run: StageRun, error: Exception, outcome: Finish) -> Finish:
+    """What becomes of the stage that `error` ended: the `outcome`, or other nodes take the rollout first.
 
-    Empty: the failure is none of the node's, or no live node is left that has not met it, however long ago.
+    It is handed on while a live node is left that has not tried since the last attempt, however long ago.
     """
     cause = error if isinstance(error, OF_THE_NODE) else error.__cause__
     if run.claim.stage is not Stage.INIT or not isinstance(cause, OF_THE_NODE):
-        return {}
+        return outcome
+    others, untried = True, True
     try:
-        if not await asyncio.to_thread(_others, run):
-            return {}
+        others, untried = await asyncio.to_thread(_others, run)
     except redis.RedisError as away:
         run.log.warning("cannot tell whether another node may start the image", error=str(away))
+    if not others:
+        return outcome  # nobody is to wait for a node that is alone to forget it
+    fields = outcome.fields | {ABSENT + run.process.settings.node: str(error)[:MAX_REASON]}
+    if not untried:
+        return replace(outcome, fields=fields)
     run.log.warning("handed to another node: this one cannot start the image", error=str(error))
-    return {ABSENT + run.process.settings.node: str(error)[:MAX_REASON]}
+    return Finish("elsewhere", fields)
 
 
-def _others(run: StageRun) -> set[str]:
-    return run.init_nodes() - run.process.store.absent_on(run.claim.rollout_id) - {run.process.settings.node}
+def _others(run: StageRun) -> tuple[bool, bool]:
+    """Whether there are other live nodes that do INIT, and such as have not tried."""
+    others = run.init_nodes() - {run.process.settings.node}
+    return bool(others), bool(others - run.process.store.absent_on(run.claim.rollout_id))

@@ -25,7 +25,7 @@ PATIENCE_S = 600.0
 """For a Redis that is away. The fence decides whether what was done meanwhile still counts."""
 RETRY_S = 0.5
 REFUSED_RETRY_S = 5.0
-"""At most between two tries where it answers and refuses: each may send a whole result, which it reads first."""
+"""At most between two tries where it answers and refuses: each may send it a whole result to read."""
 _threads = ThreadPoolExecutor(32, thread_name_prefix="redis")
 """Not the event loop's own: a frozen Redis must not keep handlers from their threads."""
 

@@ -237,9 +237,7 @@ async def work(run: StageRun, body: Body) -> Finish | None:
     except Exception as error:
         run.held.decided = True
         blamed = await run.blame(error) if isinstance(error, SandboxError) else error
-        outcome = failure(run, blamed)
-        if reason := await unstarted(run, error):
-            outcome = Finish("elsewhere", outcome.fields | reason)
+        outcome = await unstarted(run, error, failure(run, blamed))
     run.held.decided = True
     await _clean_up(run, outcome)
     return outcome

@@ -60,7 +60,7 @@ _LUA = (
 )
 ABSENT = "absent:"
 """How the fields of a record begin that name nodes which could not start its image; of `Finish.fields` of an
-`elsewhere` with the reason, in the record with the time."""
+`elsewhere` or `again` with the reason, in the record with the time."""
 ABSENT_S = 60.0
 """Seconds for which such a node passes the rollout over: the image may come."""
 UNREADABLE = "unreadable"

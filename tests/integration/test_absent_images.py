@@ -104,27 +104,49 @@ def test_a_mark_of_before_the_clock_went_back_does_not_last_for_hours(store, fle
     assert claim(store, "bare") == "a"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["soon", "after the marks have faded"])
-def test_one_that_no_node_can_start_fails_with_the_error_and_does_not_circle(
-    store, fleet, monkeypatch, seconds
+@pytest.mark.parametrize(("absent_s", "seconds"), [(60.0, 0.0), (0.1, 0.2)], ids=["soon", "marks have faded"])
+def test_one_that_no_node_can_start_fails_with_the_error_and_its_attempts_go_round_the_nodes(
+    store, fleet, monkeypatch, absent_s, seconds
 ):
-    """Each node takes longer to find out than the other one passes the rollout over."""
-    monkeypatch.setattr(rollouts, "ABSENT_S", 0.1)
+    """In the second case each node takes longer to find out than the other one passes the rollout over."""
+    monkeypatch.setattr(rollouts, "ABSENT_S", absent_s)
     store = RolloutStore(store._redis, Settings())
     submit(store, "a")
-    tries = 0
-    while not store.get("a").state.terminal:
-        node = ("bare", "other")[tries > 0]
+    for node, attempt in (("bare", 1), ("other", 1), ("bare", 2), ("other", 3)):
+        assert store.get("a").attempt == attempt
         tried(store, node, "a", ImageError(f"there is no image on {node}"))
-        tries += 1
-        assert tries <= 4, "it circles"
         time.sleep(seconds)
-        store._redis.zadd(keys.DUE, {"a": 0})
-        store.overdue()
+        ring(store, "a")
+        if not seconds and node == "other" and attempt == 1:
+            assert claim(store, node) == "passed over"
     found = store.get("a")
-    assert (found.state, found.attempt, tries) == (State.FAILED, 3, 4)
+    assert (found.state, found.attempt) == (State.FAILED, 3)
     assert (found.error.blame, found.error.stage) == (Blame.SANDBOX, Stage.INIT)
     assert "there is no image on other" in found.error.message
+
+
+def ring(store, rollout_id):
+    """The delay of another attempt is over."""
+    store._redis.zadd(keys.DUE, {rollout_id: 0})
+    store.overdue()
+
+
+def test_a_node_that_is_alone_tries_again_after_the_usual_delay(store):
+    FleetStore(store._redis).announce("init@bare", ["init"], "bare", slots=1)
+    submit(store, "a")
+    for entered in (State.QUEUED, State.QUEUED, State.FAILED):
+        assert tried(store, "bare", "a", RuntimeUnavailable("no runtime works")) == entered
+        ring(store, "a")
+    assert store.get("a").attempt == 3 and store.absent_on("a") == set()
+
+
+def test_another_attempt_waits_out_its_delay(store, fleet):
+    submit(store, "a")
+    tried(store, "bare", "a", ImageError("no image"))
+    tried(store, "other", "a", ImageError("no image"))
+    assert claim(store, "bare") == "nobody", "before the reaper rings for it"
+    ring(store, "a")
+    assert claim(store, "bare") == "a"
 
 
 def test_what_the_deployment_does_not_allow_is_the_tasks_fault_at_once(store, fleet):
@@ -133,18 +155,22 @@ def test_what_the_deployment_does_not_allow_is_the_tasks_fault_at_once(store, fl
     assert store.get("a").error.blame is Blame.TASK
 
 
-def test_one_that_the_other_nodes_never_take_fails_in_the_end_with_the_error(store, fleet, monkeypatch):
-    """Alive, and closed: no room on it, say."""
+def test_one_that_a_live_node_has_yet_to_try_waits_for_it_until_its_deadline(store, fleet, monkeypatch):
+    """Alive, and closed: no room on it, say. That the first one tries meanwhile does not count."""
     monkeypatch.setattr(rollouts, "ABSENT_S", 0.1)
-    store = RolloutStore(store._redis, Settings(handler_wait_s=1.0))
-    submit(store, "a")
-    began = time.monotonic()
-    while tried(store, "bare", "a", RuntimeUnavailable("no runtime works")) == State.QUEUED:
-        assert time.monotonic() - began < 30
+    store = RolloutStore(store._redis, Settings(handler_wait_s=0.3))
+    submit(store, "taken", "waits")
+    for _ in range(4):
+        for one in ("taken", "waits"):
+            assert tried(store, "bare", one, RuntimeUnavailable("no runtime works")) == State.QUEUED
         time.sleep(0.3)
-    found = store.get("a")
-    assert (found.state, found.attempt, found.error.blame) == (State.FAILED, 1, Blame.SANDBOX)
-    assert "no runtime works" in found.error.message
+    assert claim(store, "other") == "taken"
+    store._redis.hset(keys.record("waits"), "deadline", 1)
+    ring(store, "waits")
+    found = store.get("waits")
+    assert (found.state, found.attempt, found.error.blame) == (State.TIMED_OUT, 1, Blame.TIMEOUT)
+    assert "node bare cannot start its image: no runtime works" in found.error.message
+    assert len([note for note in found.notes if "cannot start" in note.text]) == 1
 
 
 def test_rollouts_run_on_the_node_that_has_their_image(tmp_path, server):

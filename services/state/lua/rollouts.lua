@@ -114,6 +114,12 @@ local function is_absent(id, node)
   return at and at <= now and now - at < ABSENT_MS
 end
 
+local function forget_absence(id)
+  for _, name in ipairs(redis.call('HKEYS', record(id))) do
+    if name:sub(1, 7) == 'absent:' then redis.call('HDEL', record(id), name) end
+  end
+end
+
 -- Gives a waiting rollout to an owner.
 local function take(id, state, stage, owner, lease, token)
   local r = get(id, 'created', 'since', 'attempt')
@@ -376,9 +382,10 @@ elseif op == 'note' then
 -- finish <id> <fence> <stage> <next> <delay ms> <max attempts> <retention ms> <longest elsewhere ms>
 -- <trajectory or ''> <field> <value> …
 -- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker
--- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, at once
--- where its node cannot start the image, and failed with the given fields once nobody could for so long). The answer is
--- the state entered, or `lost`. The same finish again, from a client that got no answer, gets the same answer.
+-- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
+-- failed with the given fields once nobody could for so long; at once, and for as long as it takes, where its node
+-- cannot start the image and another one has yet to try). The answer is the state entered, or `lost`. The same finish
+-- again, from a client that got no answer, gets the same answer.
 elseif op == 'finish' then
   local id, fence, stage, to = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
   local r = get(id, 'state', 'fence', 'owner', 'created', 'attempt', 'claimed', 'cancel', 'ended_fence',
@@ -386,12 +393,15 @@ elseif op == 'finish' then
   local state, attempt = r[1], r[5]
   if r[8] == fence then return r[9] end
   if not state or TERMINAL[state] or r[2] ~= fence or not r[3] then return 'lost' end
+  local absent
+  for i = 11, #ARGV, 2 do if ARGV[i]:sub(1, 7) == 'absent:' then absent = i end end
   if r[7] and not TERMINAL[to] then to = 'cancelled' end
   if to == 'again' and attempts_used(id, attempt) >= tonumber(ARGV[7]) then to = 'failed' end
   local delay = tonumber(ARGV[6])
   if to == 'elsewhere' then
     local e = get(id, 'elsewhere_since', 'elsewhere')
-    if e[1] and now - tonumber(e[1]) >= tonumber(ARGV[9]) then
+    -- A live node that has not tried to start the image may only be busy: the deadline ends that wait.
+    if not absent and e[1] and now - tonumber(e[1]) >= tonumber(ARGV[9]) then
       to = 'failed'
     else
       -- Ever more rarely: where one worker of many knows how, it is found soon; where none does, nobody spins.
@@ -411,21 +421,21 @@ elseif op == 'finish' then
   if #ARGV > 10 then redis.call('HSET', record(id), unpack(ARGV, 11)) end
   local handed_on = 0
   if to == 'elsewhere' then
-    redis.call('HSETNX', record(id), 'elsewhere_since', now)
+    if not absent then redis.call('HSETNX', record(id), 'elsewhere_since', now) end
     handed_on = redis.call('HINCRBY', record(id), 'elsewhere', 1)
   elseif not back then
     redis.call('HDEL', record(id), 'elsewhere_since', 'elsewhere')
     if to ~= 'again' then clear_suspicion(id, stage, r[3]) end
   end
-  local absent = false
   for i = 11, #ARGV, 2 do
-    if ARGV[i]:sub(1, 7) == 'absent:' then
-      absent = true
-      redis.call('HSET', record(id), ARGV[i], now)
-      tell(id, attempt, fence, 'node ' .. ARGV[i]:sub(8) .. ' cannot start its image: ' .. ARGV[i + 1])
-    elseif ARGV[i] == 'error' and handed_on < 2 then
-      tell_error(id, attempt, fence, ARGV[i + 1])
-    end
+    if ARGV[i] == 'error' and handed_on < 2 then tell_error(id, attempt, fence, ARGV[i + 1]) end
+  end
+  if absent then
+    local why = 'node ' .. ARGV[absent]:sub(8) .. ' cannot start its image: ' .. ARGV[absent + 1]
+    if get(id, 'unstarted')[1] ~= why then tell(id, attempt, fence, why) end
+    -- All have tried: another attempt goes round the nodes again, and this one comes last.
+    if to == 'again' then forget_absence(id) end
+    redis.call('HSET', record(id), ARGV[absent], now, 'unstarted', why)
   end
   if to == 'handback' then tell(id, attempt, fence, 'handed back: worker ' .. r[3] .. ' stops') end
   if ARGV[10] ~= '' then redis.call('SET', record(id) .. ':trajectory', ARGV[10]) end
@@ -453,7 +463,7 @@ elseif op == 'finish' then
     set_state(id, state, enters, r[4], attempt, fence, r[3])
     wait_again(id, delay)
     -- Another attempt waits for its turn only once its delay is over and the reaper rings for it.
-    if enters == 'queued' and (to == 'handback' or absent) then wait_for_turn(id) end
+    if enters == 'queued' and (to == 'handback' or to == 'elsewhere' and absent) then wait_for_turn(id) end
     return enters
   end
   set_state(id, state, to, r[4], attempt, fence, r[3])
@@ -501,7 +511,9 @@ elseif op == 'overdue' then
     elseif r[2] and tonumber(r[3]) > now then
       redis.call('ZADD', 'rollouts:due', r[3], id)
     elseif now >= tonumber(r[4]) then
-      lay_blame(id, 'timeout', cjson.null, 'Deadline', 'the deadline of the rollout passed', 'deadline')
+      local why = state == 'queued' and get(id, 'unstarted')[1]
+      lay_blame(id, 'timeout', cjson.null, 'Deadline',
+        'the deadline of the rollout passed' .. (why and '; ' .. why or ''), 'deadline')
       redis.call('HSET', record(id), 'finish_reason', 'time_limit')
       set_state(id, state, 'timed_out', r[5], attempt, r[7], '-')
       finish_rollout(id, ARGV[5])
