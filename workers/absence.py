@@ -1,6 +1,6 @@
-"""An image that this node cannot start: other nodes take the rollout, and no attempt is used up before all have.
+"""An image that this node cannot start: others take the rollout first, and no attempt is used up.
 
-Each further attempt goes round them again, for what a node lacked may have come."""
+Once all have tried, each further attempt goes round them again, for what a node lacked may have come."""
 
 from __future__ import annotations
 

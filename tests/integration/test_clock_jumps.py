@@ -10,7 +10,7 @@ from rollout.schema import RolloutRequest, Stage
 from services.dispatch import Dispatcher
 from services.queues import make_celery
 from services.settings import Settings
-from services.state import keys
+from services.state import keys, rollouts
 from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
 from tests.helpers.stack import RedisServer
@@ -87,3 +87,27 @@ def test_those_of_the_hour_that_comes_again_are_known_for_old_ones(reaper, store
         assert left == pytest.approx((DEADLINE_S - HOURS_S) * 1000, abs=SLACK_MS), one
         seconds, _ = store._redis.time()
         assert store._redis.zscore(keys.DUE, one) <= (seconds + LEASE_S) * 1000 + SLACK_MS
+
+
+@pytest.mark.parametrize("hours_s", [HOURS_S, -HOURS_S], ids=["forward", "back"])
+@pytest.mark.parametrize("died", [False, True], ids=["", "the first reaper died on its way"])
+def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
+    reaper, store, clock, monkeypatch, hours_s, died
+):
+    submit(store, "old", "old2")
+    clock.set(hours_s)
+    submit(store, "early")
+    if died:
+        once = store._jump
+        monkeypatch.setattr(rollouts, "MOVED_AT_ONCE", 1)
+        monkeypatch.setattr(store, "_jump", lambda args: once(args=args) and 0)
+    reaper.clock_jumped(hours_s, 1.0)
+    monkeypatch.undo()
+    if not died:
+        submit(store, "late")
+    for one in ("early", "late")[: 2 - died]:
+        store._redis.zadd(keys.DUE, {one: 0})
+    assert not any(one.action == "ended" for one in store.overdue())
+    reaper.clock_jumped(hours_s, 40.0)
+    for one in ("old", "old2", "early", "late")[: 4 - died]:
+        assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one

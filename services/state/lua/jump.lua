@@ -1,7 +1,8 @@
 -- Redis' clock has jumped: what is kept as a time of it moves along, for every rollout that has not ended.
 -- ARGV: <ms> <token> <longest lease ms> <limit> <ms, at most, since the jump>. Answers how many are left to be moved;
 -- call again until none is.
--- Prepended: full.lua. Several reapers may see one jump: who comes later goes on with what the first has begun.
+-- Prepended: full.lua. Several reapers may see one jump: who comes later goes on with what the first has begun, or
+-- finds it done.
 
 local ms, token, longest, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local clock = redis.call('TIME')
@@ -11,26 +12,30 @@ though_full()
 local JUMP, SAME_MS = 'rollouts:jump', 120000
 -- When it jumped, by the new time. Forward: anywhere between the old time and the new parts the two.
 local since = ms > 0 and now - ms / 2 or now - tonumber(ARGV[5])
-local last = redis.call('HMGET', JUMP, 'token', 'ms', 'at', 'since')
+local last = redis.call('HMGET', JUMP, 'token', 'ms', 'at', 'since', 'done')
 if last[1] and last[1] ~= token and math.abs(now - tonumber(last[3])) < SAME_MS
     and math.abs(tonumber(last[2]) - ms) < math.max(2000, math.abs(ms) / 10) then
+  if last[5] == '1' then return 0 end
   token, ms = last[1], tonumber(last[2])
 elseif last[1] ~= token then
-  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'at', now, 'since', since)
+  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'at', now, 'since', since, 'done', 0)
 end
 if last[1] == token then since = tonumber(last[4]) or since end
 
 -- One that was submitted since is right already. Where the clock went back, an old one may have been submitted at the
--- same time of it: that has changed since, at a time that is yet to come, or waits so long that it was rung for.
+-- same time of it: that has changed since, at a time that is yet to come, or waits so long that it was rung for. So may
+-- a new one be later: it is known for one when the jump is first seen, and keeps the token.
 local function is_new(created, updated, kicks)
-  return tonumber(created) >= since and tonumber(updated) <= now and kicks == '0'
+  return tonumber(created) >= since and (ms > 0 or tonumber(updated) <= now and kicks == '0')
 end
 
 local left = 0
 for _, id in ipairs(redis.call('ZRANGE', 'rollouts:due', 0, -1)) do
   local key = 'rollout:{' .. id .. '}'
   local r = redis.call('HMGET', key, 'jump', 'owner', 'lease', 'created', 'updated', 'kicks')
-  if r[4] and r[1] ~= token and not is_new(r[4], r[5], r[6]) then
+  if r[4] and r[1] ~= token and is_new(r[4], r[5], r[6]) then
+    redis.call('HSET', key, 'jump', token)
+  elseif r[4] and r[1] ~= token then
     if limit == 0 then
       left = left + 1
     else
@@ -48,4 +53,5 @@ for _, id in ipairs(redis.call('ZRANGE', 'rollouts:due', 0, -1)) do
     end
   end
 end
+if left == 0 then redis.call('HSET', JUMP, 'done', 1) end
 return left
