@@ -1,7 +1,8 @@
 """Memory that a sandbox holds, as far as it can be seen from outside: of its processes, and of no process.
 
-What no cgroup counts for us is added up: private memory, swapped or not; shared memory, which stays in its
-file though nobody maps it any more; and the file system that Apptainer keeps in memory for each container.
+What no cgroup counts for us is added up: private memory, swapped or not; page tables; shared memory, which
+stays in its file though nobody maps it any more; and the file system that Apptainer keeps in memory for each
+container.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _share(one: Usage) -> tuple[int, int]:
     except (OSError, ValueError):
         return 0, 0  # it has ended
     shared = sizes.get("Pss_Shmem", 0)
-    return sizes.get("Pss", 0) + sizes.get("SwapPss", 0) - shared, shared
+    return sizes.get("Pss", 0) + sizes.get("SwapPss", 0) + one.table_bytes - shared, shared
 
 
 def _look_at(one: Usage) -> Seen:

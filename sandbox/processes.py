@@ -6,10 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import signal
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+SHORT_BYTES = 64 << 10
+"""A file of a process that is read at once ends before."""
+_TABLES = re.compile(rb"^VmPTE:\s+(\d+) kB", re.MULTILINE)
 
 
 def start_time(pid: int) -> int | None:
@@ -31,9 +35,18 @@ def is_alive(pid: int, started: int | None) -> bool:
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/<pid>/stat from `state` (field 3) on."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A short file of a process; without what `pathlib` and buffers cost, for this is done most."""
+    file = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, SHORT_BYTES)
+    finally:
+        os.close(file)
 
 
 def children_of_all() -> dict[int, list[int]]:
@@ -109,7 +122,9 @@ def end(pid: int, started: int) -> None:
     """SIGKILL for that very process, and never for the next of that pid."""
     try:
         process = os.pidfd_open(pid)
-    except (ProcessLookupError, PermissionError):
+    except OSError:  # it is gone, or we have no descriptor left
+        if is_alive(pid, started):
+            send([pid])
         return
     try:
         if is_alive(pid, started):
@@ -131,7 +146,9 @@ class Usage:
 
     pid: int
     rss_bytes: int
-    """Resident memory; pages that are shared count in full."""
+    """Resident memory, in which shared pages count in full, and page tables."""
+    table_bytes: int
+    """Page tables: they grow by reading alone, where nothing becomes resident."""
     threads: int
     started: int
     """See :func:`start_time`."""
@@ -146,9 +163,20 @@ def usages(pid: int) -> list[Usage]:
         fields = _stat(one)
         if fields is None or fields[0] in ("Z", "X"):
             continue
-        found.append(Usage(one, int(fields[21]) * _PAGE_BYTES, int(fields[17]), int(fields[19])))
+        tables = _table_bytes(one)
+        found.append(
+            Usage(one, int(fields[21]) * _PAGE_BYTES + tables, tables, int(fields[17]), int(fields[19]))
+        )
         pending += children(one)
     return found
+
+
+def _table_bytes(pid: int) -> int:
+    # Of each process: its address space says nothing, for a page mapped alone may need two pages of tables.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        found = _TABLES.search(_read(pid, "status"))
+        return int(found[1]) * 1024 if found else 0
+    return 0
 
 
 def proportional_bytes(pid: int) -> int:

@@ -187,9 +187,9 @@ class Watchdog:
         shares = holding.shares
         largest = max(watched.used, key=lambda one: shares.get(one.pid, 0))
         what = f"{holding.total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
+        self._breach(container, "memory", what)
         if largest.pid not in container.protected and holding.total - shares.get(largest.pid, 0) <= most:
             processes.end(largest.pid, largest.started)  # at once; what the server does besides takes longer
-        self._breach(container, "memory", what)
 
     async def _hold(self, container: Container) -> memory.Holding | None:
         """What it holds now; None when that is still to be seen."""

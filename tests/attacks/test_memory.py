@@ -110,6 +110,28 @@ done = held.close
     )
 
 
+@attack(stopped_by=COUNTED)
+def test_hold_memory_in_page_tables(target):
+    """A page that was only read is nobody's, but each two megabytes of addresses read take a table."""
+    return _keeps(
+        target,
+        """
+STEP = 2 << 20
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 4 * [ctypes.c_int]
+tables = SIZE // 4096
+NORESERVE, PRIVATE, ANONYMOUS = 0x4000, 2, 0x20
+held = libc.mmap(None, tables * STEP, mmap.PROT_READ, NORESERVE | PRIVATE | ANONYMOUS, -1, 0)
+if held in (None, 2**64 - 1): print("LOST"); sys.exit()
+libc.madvise(ctypes.c_void_p(held), ctypes.c_size_t(tables * STEP), 15)  # MADV_NOHUGEPAGE
+for place in range(held, held + tables * STEP, STEP): ctypes.c_char.from_address(place).value
+size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmPTE")) << 10
+if size < SIZE: print("LOST"); sys.exit()
+done = lambda: None
+""",
+    )
+
+
 @attack(stopped_by="segments of at most 64 KiB (the filter)")
 def test_hold_memory_in_a_segment_that_nobody_has_attached(target):
     return _keeps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -200,6 +201,31 @@ def test_who_has_very_much_open_does_not_delay_what_its_neighbour_is_held_to(tmp
 
 
 def test_the_next_process_of_a_pid_is_not_ended_in_the_place_of_another():
+    with running("pass") as pid:
+        started = processes.start_time(pid)
+        processes.end(pid, started - 1)
+        assert processes.is_alive(pid, started)
+        processes.end(pid, started)
+        while processes.is_alive(pid, started):
+            time.sleep(0.01)
+
+
+def test_page_tables_count_at_every_look():
+    code = (
+        f"import mmap; m = mmap.mmap(-1, 64 << 30, prot=mmap.PROT_READ, flags=0x4022); "
+        f"m.madvise(15); [m[at] for at in range(0, 64 << 30, {2 * MIB})]"
+    )
+    with running(code) as pid:
+        (one,) = processes.usages(pid)
+        assert 128 * MIB <= one.table_bytes <= one.rss_bytes < 170 * MIB
+        assert 128 * MIB <= memory.Survey().held([one], None).total < 170 * MIB
+
+
+def test_a_process_is_ended_when_no_descriptor_is_left(monkeypatch):
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
     with running("pass") as pid:
         started = processes.start_time(pid)
         processes.end(pid, started - 1)
