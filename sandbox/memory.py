@@ -32,7 +32,9 @@ MAPPED = re.compile(
 """A line of such: its addresses; device and inode."""
 BUDGET_S, MOST_CALLS = 0.1, 20
 """CPU time of a call of `Survey.held`, and after so many it has an answer."""
-
+LARGE = 4
+"""Times its sandbox's limit: what is resident of a process that is larger is not shared out. The kernel would
+walk each mapping of each page, which takes longer than any budget. Java maps its heap three times."""
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -50,12 +52,16 @@ class Holding:
     """The most that may lie in sockets and pipes; nothing shows how much does."""
     unlinked: int
     """On disk, in files that are open though no directory names them any more."""
+    whole: bool
+    """Whether all was looked at; else some counts by what is resident."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """What one process holds."""
 
+    rss_bytes: int
+    """When it was looked at."""
     private: int
     shared: int = 0
     memory_files: dict[Identity, int] = dataclasses.field(default_factory=dict)
@@ -77,24 +83,36 @@ class Survey:
         """Whether the last call was not through."""
         return self._calls > 0
 
-    def held(self, used: list[Usage], file_system: int | None) -> Holding | None:
-        """What these processes and the file system in memory (an open directory in it) hold; None when it is
-        not through yet, and goes on with the next call. After `MOST_CALLS` the rest counts by what is
-        resident. The order is random, so that nothing stays unseen for long.
+    def held(
+        self, used: list[Usage], file_system: int | None, most: int, at_once: bool = False
+    ) -> Holding | None:
+        """What these processes and the file system in memory (an open directory in it) hold, of a sandbox
+        that may hold `most` bytes; None when it is not through yet, and goes on with the next call. After
+        `MOST_CALLS`, or `at_once`, the rest counts by what is resident, and what has been seen by how much it
+        has grown since. The order is random, so that nothing stays unseen for long.
         """
         ends = time.thread_time() + BUDGET_S
         self._calls += 1
         known = {(one.pid, one.started): one for one in used}
         self._seen = {key: seen for key, seen in self._seen.items() if key in known}
+        grown = [key for key, seen in self._seen.items() if known[key].rss_bytes > seen.rss_bytes]
         left = [key for key in known if key not in self._seen]
         random.shuffle(left)
-        for key in left:
+        whole = True
+        for key in left + grown:
+            one = known[key]
             if time.thread_time() < ends:
-                self._seen[key] = _look_at(known[key])
-            elif self._calls < MOST_CALLS:
-                return None
+                self._seen[key] = _look_at(one, most)
+            elif key in self._seen:
+                was = self._seen[key]
+                growth = one.rss_bytes - was.rss_bytes
+                self._seen[key] = dataclasses.replace(
+                    was, private=was.private + growth, rss_bytes=one.rss_bytes
+                )
+            elif at_once or self._calls >= MOST_CALLS:
+                self._seen[key], whole = Seen(one.rss_bytes, one.rss_bytes), False
             else:
-                self._seen[key] = Seen(known[key].rss_bytes)
+                return None
         seen, self._seen, self._calls = self._seen, {}, 0
         shared = sum(one.shared for one in seen.values())
         files = _sum_of(one.memory_files for one in seen.values())
@@ -104,6 +122,7 @@ class Survey:
             private + max(shared, files) + _used_of(file_system),
             _sum_of(one.buffers for one in seen.values()),
             _sum_of(one.unlinked for one in seen.values()),
+            whole,
         )
 
 
@@ -116,8 +135,12 @@ def open_file_system(pid: int) -> int | None:
     return None
 
 
-def _share(one: Usage) -> tuple[int, int]:
-    """(private bytes, bytes of shared memory); of a process that is closed to us all that is resident."""
+def _share(one: Usage, most: int) -> tuple[int, int]:
+    """(private bytes, bytes of shared memory); all that is resident of a process that is closed to us, or so
+    large that the kernel would be long about it.
+    """
+    if one.rss_bytes > LARGE * most:
+        return one.rss_bytes, 0
     sizes = {}
     try:
         for line in Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()[1:]:
@@ -131,8 +154,8 @@ def _share(one: Usage) -> tuple[int, int]:
     return sizes.get("Pss", 0) + sizes.get("SwapPss", 0) + one.table_bytes - shared, shared
 
 
-def _look_at(one: Usage) -> Seen:
-    seen = Seen(*_share(one))
+def _look_at(one: Usage, most: int) -> Seen:
+    seen = Seen(one.rss_bytes, *_share(one, most))
     for name, info in _descriptors(one.pid):
         if name.startswith("socket:"):
             seen.buffers[name] = SOCKET_BYTES

@@ -46,6 +46,8 @@ NODE_DISK_RESERVE_BYTES = 256 << 20
 FULL_SHARE = 1 / 16
 """Part of that reserve below which the disk counts as full."""
 BREACH_TIMEOUT_S = 10.0
+FAR_OVER = 2
+"""A sandbox with so many times its memory resident is looked at again without a pause, up to a verdict."""
 FULL_PROCESSES = 4
 """With so few processes (or a twentieth) left up to the limit the shell can hardly work."""
 FULL_TICKS = 4
@@ -76,6 +78,11 @@ class Watched:
     """What it may use now: its limit, or more once it was over it."""
     files: int = 0
     answering: asyncio.Task | None = None
+
+    @property
+    def resident(self) -> int:
+        """Bytes, in which what processes share counts for each."""
+        return sum(one.rss_bytes for one in self.used)
 
 
 class Watchdog:
@@ -144,6 +151,8 @@ class Watchdog:
         watched.took_s = ended - began
         pause = DUTY * len(self._watched) * watched.took_s
         watched.due = ended + min(max(TICK_S, pause), MOST_TICK_S)
+        if watched.survey.unfinished and watched.resident > FAR_OVER * _most_memory(container):
+            watched.due = ended
         if thorough:
             watched.thorough_due = ended + min(max(THOROUGH_PERIOD_S, pause), MOST_THOROUGH_PERIOD_S)
 
@@ -175,9 +184,8 @@ class Watchdog:
 
     async def _check_memory(self, container: Container, thorough: bool) -> None:
         watched = self._watched[container.id]
-        most = (container.limits.memory_mb or 0) * MIB
-        resident = sum(one.rss_bytes for one in watched.used)
-        if resident <= most and not thorough and not watched.survey.unfinished:
+        most = _most_memory(container)
+        if watched.resident <= most and not thorough and not watched.survey.unfinished:
             return
         # Resident sizes count shared pages once for each process; before a verdict they are shared out, and
         # what lies in no process's memory is added.
@@ -191,10 +199,11 @@ class Watchdog:
         if largest.pid not in container.protected and holding.total - shares.get(largest.pid, 0) <= most:
             processes.end(largest.pid, largest.started)  # at once; what the server does besides takes longer
 
-    async def _hold(self, container: Container) -> memory.Holding | None:
-        """What it holds now; None when that is still to be seen."""
+    async def _hold(self, container: Container, at_once: bool = False) -> memory.Holding | None:
+        """What it holds now; None when that is still to be seen, which it never is `at_once`."""
         watched = self._watched[container.id]
-        found = await asyncio.to_thread(watched.survey.held, watched.used, container.file_system)
+        known = watched.used, container.file_system, _most_memory(container)
+        found = await asyncio.to_thread(watched.survey.held, *known, at_once)
         watched.holding = found or watched.holding
         return found
 
@@ -209,15 +218,25 @@ class Watchdog:
         available, total = processes.memory_available(), processes.memory_total()
         if available >= NODE_RESERVE * total or _giving_way(containers):
             return
-        held = {}
+        held = {one.id: self._watched[one.id].resident for one in containers}
         for container in containers:
-            watched = self._watched[container.id]
-            holding = await self._hold(container) or watched.holding
-            resident = sum(one.rss_bytes for one in watched.used)
-            held[container.id] = holding.total + holding.buffers if holding else resident
+            with _apart(container):
+                held[container.id] = await self._held_at_most(container)
         largest = max(containers, key=lambda c: held[c.id])
         left = f"the node has {available / MIB:.0f} MiB of memory left"
         self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
+
+    async def _held_at_most(self, container: Container) -> int:
+        """As it is now, or was if that is more and not all can be seen at once: else who is not seen to the
+        end could grow meanwhile, and another would give way.
+        """
+        watched = self._watched[container.id]
+        pid, before = container.pid, watched.holding
+        watched.used = await asyncio.to_thread(processes.usages, pid) if pid else []
+        now = await self._hold(container, at_once=True)
+        assert now
+        found = [now] if now.whole or before is None else [now, before]
+        return max(one.total + one.buffers for one in found)
 
     async def _check_node_disk(self, containers: list[Container]) -> None:
         """The same for its disk. Once that is full, any sandbox may have met the end of it."""
@@ -288,6 +307,10 @@ class Watchdog:
 def _giving_way(containers: list[Container]) -> bool:
     """Whether one is being ended already, which may be enough."""
     return any(container.ending is not None for container in containers)
+
+
+def _most_memory(container: Container) -> int:
+    return (container.limits.memory_mb or 0) * MIB
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import subprocess
@@ -21,6 +22,8 @@ from sandbox.spec import Limits, SandboxSpec
 from sandbox.watchdog import Watchdog
 
 MIB = 1 << 20
+FAR = 1 << 40
+"""A limit that is no matter here."""
 NOBODY = 65534
 LARGE = f"x = bytes({40 * MIB}).replace(bytes(1), b'x')"
 SOCKETS = """
@@ -70,7 +73,7 @@ def test_shared_memory_counts_whoever_maps_it(code):
     if code == DROPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what a process has mapped")
     with running(code) as pid:
-        found = memory.Survey().held(processes.usages(pid), None)
+        found = memory.Survey().held(processes.usages(pid), None, FAR)
         assert found.shares[pid] < 30 * MIB
         assert 120 * MIB <= found.total < 170 * MIB
 
@@ -78,17 +81,17 @@ def test_shared_memory_counts_whoever_maps_it(code):
 def test_what_is_shared_and_mapped_counts_once():
     code = f"import mmap, os; m = mmap.mmap(-1, {60 * MIB}); m.write(b'x' * {60 * MIB}); os.fork() or input()"
     with running(code) as pid:
-        assert 60 * MIB <= memory.Survey().held(processes.usages(pid), None).total < 100 * MIB
+        assert 60 * MIB <= memory.Survey().held(processes.usages(pid), None, FAR).total < 100 * MIB
 
 
 def test_a_file_system_in_memory_counts_with_its_empty_files():
     with os.scandir("/dev/shm"):
         directory = os.open("/dev/shm", os.O_RDONLY)
     try:
-        before = memory.Survey().held([], directory).total
+        before = memory.Survey().held([], directory, FAR).total
         name = Path(f"/dev/shm/rollout-test-{os.getpid()}")
         name.write_bytes(bytes(8 * MIB))
-        assert memory.Survey().held([], directory).total - before >= 7 * MIB  # others use it, too
+        assert memory.Survey().held([], directory, FAR).total - before >= 7 * MIB  # others use it, too
         name.unlink()
     finally:
         os.close(directory)
@@ -99,7 +102,7 @@ def test_a_process_that_closes_itself_counts_by_its_resident_size():
     with running(CLOSED, NOBODY) as pid:
         code = (
             "from sandbox import memory, processes; "
-            f"print(memory.Survey().held(processes.usages({pid}), None).total)"
+            f"print(memory.Survey().held(processes.usages({pid}), None, 1 << 40).total)"
         )
         root = Path(__file__).resolve().parents[2]
         options = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
@@ -158,11 +161,11 @@ def test_what_one_look_does_not_reach_is_seen_by_the_next_ones(monkeypatch):
         assert len(used) == MANY
         whole, part = memory.Survey(), memory.Survey()
         monkeypatch.setattr(memory, "BUDGET_S", 60.0)
-        all_at_once = whole.held(used, None)
+        all_at_once = whole.held(used, None, FAR)
         monkeypatch.setattr(memory, "BUDGET_S", 0.02)
         monkeypatch.setattr(memory, "MOST_CALLS", 10_000)
         calls = 0
-        while (found := part.held(used, None)) is None:
+        while (found := part.held(used, None, FAR)) is None:
             calls += 1
             assert part.unfinished
     assert calls >= 3
@@ -175,9 +178,65 @@ def test_who_is_never_seen_to_the_end_counts_by_what_is_resident(monkeypatch):
     monkeypatch.setattr(memory, "BUDGET_S", -1.0)
     with running(LARGE) as pid:
         used, survey = processes.usages(pid), memory.Survey()
-        found = [survey.held(used, None) for _ in range(memory.MOST_CALLS)]
+        found = [survey.held(used, None, FAR) for _ in range(memory.MOST_CALLS)]
     assert set(found[:-1]) == {None}
     assert found[-1].total == sum(one.rss_bytes for one in used) >= 40 * MIB
+
+
+def test_who_grows_while_it_is_being_looked_at_is_caught(monkeypatch):
+    monkeypatch.setattr(memory.random, "shuffle", lambda keys: None)
+    with running("pass") as first, running("pass") as second:
+        used = processes.usages(first) + processes.usages(second)
+        clock = iter([0, 0, 1, 0, 0, 1])  # each call gets one process seen
+        monkeypatch.setattr(memory.time, "thread_time", lambda: next(clock))
+        survey = memory.Survey()
+        assert survey.held(used, None, FAR) is None
+        used[0] = dataclasses.replace(used[0], rss_bytes=used[0].rss_bytes + 100 * MIB)
+        found = survey.held(used, None, FAR)
+    assert found and found.whole and found.total >= 100 * MIB <= found.shares[first]
+
+
+def test_who_is_far_over_is_looked_at_without_a_pause_up_to_the_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "BUDGET_S", -1.0)
+    with running(LARGE) as large:
+        containers = [watched("large", large, tmp_path, memory_mb=15)]
+
+        async def scenario() -> int:
+            watchdog = Watchdog(lambda: containers, lambda one, *why: None, tmp_path)
+            for _ in range(memory.MOST_CALLS):
+                await watchdog.look()
+            return watchdog.breaches["memory"]
+
+        assert asyncio.run(scenario()) == 1
+
+
+def test_who_was_small_when_last_counted_gives_way_by_what_it_holds_now(tmp_path, monkeypatch):
+    ended = []
+    neighbour = f"x = bytes({20 * MIB}).replace(bytes(1), b'x')"
+    with running("pass") as small, running(LARGE) as large, running(neighbour) as other:
+        containers = [watched("grown", small, tmp_path), watched("neighbour", other, tmp_path)]
+
+        async def scenario():
+            watchdog = Watchdog(lambda: containers, lambda one, *why: ended.append(one.id), tmp_path)
+            await watchdog.look()
+            containers[0].pid = large
+            monkeypatch.setattr(memory, "BUDGET_S", -1.0)  # as with very many descriptors in decoys
+            monkeypatch.setattr(processes, "memory_available", lambda: 0)
+            await watchdog.look()
+
+        asyncio.run(scenario())
+    assert ended == ["grown"]
+
+
+def test_a_process_far_over_the_limit_is_not_walked_page_by_page():
+    code = (
+        f"import mmap, os; fd = os.memfd_create('x'); os.truncate(fd, {20 * MIB}); "
+        f"maps = [mmap.mmap(fd, {20 * MIB}, mmap.MAP_SHARED | mmap.MAP_POPULATE) for _ in range(20)]"
+    )
+    with running(code) as pid:
+        used = processes.usages(pid)
+        assert memory.Survey().held(used, None, FAR).total < 100 * MIB
+        assert memory.Survey().held(used, None, 90 * MIB).total >= 400 * MIB
 
 
 def test_who_has_very_much_open_does_not_delay_what_its_neighbour_is_held_to(tmp_path):
@@ -218,7 +277,7 @@ def test_page_tables_count_at_every_look():
     with running(code) as pid:
         (one,) = processes.usages(pid)
         assert 128 * MIB <= one.table_bytes <= one.rss_bytes < 170 * MIB
-        assert 128 * MIB <= memory.Survey().held([one], None).total < 170 * MIB
+        assert 128 * MIB <= memory.Survey().held([one], None, FAR).total < 170 * MIB
 
 
 def test_a_process_is_ended_when_no_descriptor_is_left(monkeypatch):
