@@ -249,18 +249,30 @@ class Watchdog:
             for container in containers:
                 self._end_for(container, f"was ended: {left}, so that writing may have failed", "node")
             return
+        for container in containers:
+            with _apart(container):
+                await self._finish_disk(container)
         largest = max(containers, key=lambda c: self._watched[c.id].on_disk)
         self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
 
     # -- disk ----------------------------------------------
 
+    def _counting(self, container: Container) -> Iterator[tuple[int, int, bool]]:
+        watched = self._watched[container.id]
+        watched.disk_bytes = watched.disk_bytes or (container.limits.disk_mb or 0) * MIB
+        watched.files = watched.files or container.limits.files or 0
+        return trees.counting(container.launch.scratch, 4 * watched.disk_bytes, 4 * watched.files)
+
+    async def _finish_disk(self, container: Container) -> None:
+        """Count all of it now, however long that takes: the last count says little of who is largest."""
+        watched = self._watched[container.id]
+        *_, (size, _, _) = await asyncio.to_thread(list, self._counting(container))
+        watched.on_disk = size + (watched.holding.unlinked if watched.holding else 0)
+
     async def _check_disk(self, container: Container) -> None:
         watched = self._watched[container.id]
         most_mb, most_files = container.limits.disk_mb or 0, container.limits.files or 0
-        watched.disk_bytes = watched.disk_bytes or most_mb * MIB
-        watched.files = watched.files or most_files
-        root = container.launch.scratch
-        counting = watched.counting or trees.counting(root, 4 * watched.disk_bytes, 4 * watched.files)
+        counting = watched.counting or self._counting(container)
         watched.counting = None
         size, count, through = await asyncio.to_thread(_go_on, counting)
         if not through:
