@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import shutil
@@ -11,13 +12,14 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sandbox import paths
 
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 512  # unit of st_blocks (POSIX)
-MOST_CLOSED = 64  # directories closed to their owner; each costs a descriptor while it is counted
+MOST_CLOSED = 64  # directories closed to their owner; each is opened again for all that lies below it
 
 STEP = 200  # entries: about a millisecond
 
@@ -87,49 +89,73 @@ def counting(root: Path, most_bytes: int, most_entries: int) -> Iterator[tuple[i
 
 def _entries(root: Path) -> Iterator[os.stat_result | None]:
     """All entries below; None for what cannot be looked into."""
-    pending = [str(root)]
-    closed = 0
-    with contextlib.ExitStack() as opened_up:
-        while pending:
-            directory = pending.pop()
+    pending: list[tuple[str, tuple[str, ...]]] = [(str(root), ())]  # with the closed ones on the way to it
+    most = MOST_CLOSED
+    while pending:
+        directory, closed = pending.pop()
+        try:
             try:
-                try:
-                    found = os.scandir(directory)
-                except PermissionError:  # closed by the agent: what lies in it takes space all the same
-                    closed += 1
-                    if closed > MOST_CLOSED:
-                        yield None
-                        return
-                    opened_up.enter_context(_open_up_for_now(directory))
-                    found = os.scandir(directory)
-            except OSError as error:
-                if error.errno == errno.ENAMETOOLONG:
+                found = _scan(directory, closed)
+            except PermissionError:  # closed by the agent: what lies in it takes space all the same
+                most -= 1
+                if most < 0:
                     yield None
-                continue  # else removed meanwhile
-            with found:
-                for entry in found:
-                    try:
-                        info = entry.stat(follow_symlinks=False)
-                    except OSError as error:
-                        if error.errno == errno.ENAMETOOLONG:
-                            yield None
-                        continue
-                    if stat.S_ISDIR(info.st_mode):
-                        pending.append(entry.path)
+                    return
+                closed = (*closed, directory)
+                found = _scan(directory, closed)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                yield None
+            continue  # else removed meanwhile
+        with found:
+            while some := list(itertools.islice(found, STEP)):
+                for path, info in _look_at(some, closed):
+                    if info is not None and stat.S_ISDIR(info.st_mode):
+                        pending.append((path, closed))
                     yield info
 
 
+def _scan(directory: str, closed: tuple[str, ...]) -> Any:
+    """Its entries (of `os.scandir`). Raises PermissionError also where only their names may be read."""
+    with _open_for_now(closed):
+        found = os.scandir(directory)
+        if os.access(directory, os.X_OK):
+            return found
+        found.close()
+        raise PermissionError(errno.EACCES, "cannot look into", directory)
+
+
+def _look_at(some: list[os.DirEntry], closed: tuple[str, ...]) -> list[tuple[str, os.stat_result | None]]:
+    """What these are; none of the directories stays open while the count is not going on."""
+    found: list[tuple[str, os.stat_result | None]] = []
+    with contextlib.suppress(OSError), _open_for_now(closed):  # one may have been removed
+        for entry in some:
+            try:
+                found.append((entry.path, entry.stat(follow_symlinks=False)))
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    found.append((entry.path, None))
+    return found
+
+
 @contextlib.contextmanager
-def _open_up_for_now(directory: str) -> Iterator[None]:
-    """Let us into a directory of ours that is closed even to ourselves; in the end it is closed again."""
-    # By descriptor, so that what was a directory cannot be a link to another one when its mode is set.
-    fd = os.open(directory, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        itself, mode = Path(f"/proc/self/fd/{fd}"), stat.S_IMODE(os.fstat(fd).st_mode)
-        itself.chmod(mode | stat.S_IRUSR | stat.S_IXUSR)
-        try:
-            yield
-        finally:
-            itself.chmod(mode)
-    finally:
-        os.close(fd)
+def _open_for_now(closed: tuple[str, ...]) -> Iterator[None]:
+    """Let us into directories of ours that are closed even to ourselves, each below the one before; in the
+    end they are closed again, but for those whose mode the agent has set meanwhile.
+    """
+    with contextlib.ExitStack() as after:
+        for directory in closed:
+            # By descriptor, so that what was a directory cannot be a link to another when its mode is set.
+            fd = os.open(directory, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
+            after.callback(os.close, fd)
+            itself, mode = Path(f"/proc/self/fd/{fd}"), stat.S_IMODE(os.fstat(fd).st_mode)
+            opened = mode | stat.S_IRUSR | stat.S_IXUSR
+            if opened != mode:
+                itself.chmod(opened)
+                after.callback(_close_again, itself, opened, mode)
+        yield
+
+
+def _close_again(directory: Path, opened: int, mode: int) -> None:
+    if stat.S_IMODE(directory.stat().st_mode) == opened:
+        directory.chmod(mode)

@@ -20,6 +20,7 @@ from sandbox.spec import BindSpec, Limits, SandboxSpec
 from sandbox.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
 MANY = 10**9
 NOBODY = 65534
 
@@ -208,6 +209,38 @@ assert not root.exists()
     as_plain_user(tmp_path, code)
 
 
+def test_a_closed_directory_is_open_only_while_it_is_looked_at(tmp_path, as_plain_user):
+    """And a mode that the agent sets while the count goes on stays."""
+    code = f"""
+import os, pathlib
+from sandbox import trees
+trees.STEP = 1
+root = pathlib.Path({str(tmp_path)!r}) / "of-the-user"
+(root / "a" / "b").mkdir(parents=True)
+for place in ("a", "a/b"):
+    (root / place / "file").write_bytes(os.urandom(1 << 20))
+for place in ("a/b", "a"): (root / place).chmod(0)
+mode = lambda: (root / "a").stat().st_mode & 0o777
+counting, steps = trees.counting(root, 10**9, 10**9), 0
+while not (found := next(counting))[2]:
+    steps += 1
+    assert mode() == 0, oct(mode())
+assert steps >= 3 and found[0] >= 2 << 20, (steps, found)
+counting = trees.counting(root, 10**9, 10**9)
+while next(counting)[1] < 2: pass
+(root / "a").chmod(0o755)
+list(counting)
+assert mode() == 0o755, oct(mode())
+(root / "a").chmod(0)
+with trees._open_for_now((str(root / "a"),)): (root / "a").chmod(0o711)
+assert mode() == 0o711, oct(mode())
+(root / "a").chmod(0o400)  # names may be read, sizes not
+assert trees.usage(root, 10**9, 10**9)[0] >= 2 << 20
+assert mode() == 0o400, oct(mode())
+"""
+    as_plain_user(tmp_path, code)
+
+
 def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, monkeypatch):
     real, ended = trees.counting, []
     containers = []
@@ -266,14 +299,14 @@ def test_a_disk_that_one_look_does_not_get_through_is_counted_by_the_next_ones(t
 
 @pytest.fixture
 def watched(tmp_path):
-    """Looks once at two sandboxes, which hold 1 and 3 MiB on disk; who was ended, why and as what."""
+    """Looks once at two sandboxes, with files of so many MiB on disk; who was ended, why and as what."""
 
-    def look() -> list[tuple[str, str, str]]:
+    def look(files: dict[str, list[float]] | None = None) -> list[tuple[str, str, str]]:
         containers, ended = [], []
-        for name, size in (("small", 1), ("large", 3)):
+        for name, sizes in (files or {"small": [1], "large": [3]}).items():
             scratch = tmp_path / name
             scratch.mkdir()
-            fill(scratch, [size << 20])
+            fill(scratch, [int(size * MIB) for size in sizes])
             launch = Launch(name, None, "none", scratch / "s", tmp_path, scratch)
             limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=1000)
             pid = os.getpid() if name == "large" else None  # one of them uses memory
@@ -308,6 +341,14 @@ def test_short_of_disk_the_largest_is_ended_and_the_node_is_to_blame(watched, mo
     disk(monkeypatch, 100 << 30, 200 << 20)
     ((name, reason, kind),) = watched()
     assert (name, kind) == ("large", "node") and "200 MiB of disk left" in reason
+
+
+def test_who_gives_way_on_the_disk_is_counted_to_the_end_first(watched, monkeypatch):
+    monkeypatch.setattr("sandbox.watchdog.DISK_BUDGET_S", -1.0)
+    monkeypatch.setattr(trees, "STEP", 1)  # a look counts one file
+    disk(monkeypatch, 100 << 30, 200 << 20)
+    ((name, _, _),) = watched({"small": [1.0], "large": [0.5] * 6})
+    assert name == "large"
 
 
 def test_on_a_full_disk_all_are_ended_for_any_may_have_met_its_end(watched, monkeypatch):
