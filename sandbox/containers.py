@@ -12,7 +12,8 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ ID_BYTES = 4  # short, because socket paths are limited
 SANDBOX_ID = re.compile(f"[0-9a-f]{{{2 * ID_BYTES}}}")
 JANITOR_PERIOD_S = 1.0
 PARALLEL_STARTS = 2 * (os.cpu_count() or 1)  # measured: more only makes each start slower
+REMOVING_THREADS = 2
+UNPACKING_THREADS = 16  # most of them wait for the lock of an image that another one unpacks
 SETUP_TIMEOUT_S = 10.0
 FATES_KEPT = 1000
 COUNTS = (
@@ -70,6 +73,9 @@ class Containers:
         self._runtime_lock = asyncio.Lock()
         self._start_slots = asyncio.Semaphore(PARALLEL_STARTS)
         self._waiting = 0
+        # Threads of their own, so that what takes long delays nothing but its like.
+        self._removing = ThreadPoolExecutor(REMOVING_THREADS, "removing")
+        self._unpacking = ThreadPoolExecutor(UNPACKING_THREADS, "unpacking")
         self._boot_id = boot_id()
         self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -130,7 +136,9 @@ class Containers:
         runtime = await self._runtime(spec)
         if bound and runtime.name == "local-unsafe":
             raise SandboxRequestError("binds need a container; local-unsafe has none")
-        rootfs = await asyncio.to_thread(self._rootfs, spec.image, runtime)
+        rootfs = await asyncio.get_running_loop().run_in_executor(
+            self._unpacking, self._rootfs, spec.image, runtime
+        )
         return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound, spec.ipython), runtime
 
     def _check_runtime(self, name: str) -> None:
@@ -328,7 +336,7 @@ class Containers:
         for runtime in self._runtimes.values():
             runtime.close()
         for name in ("records", "scratch", "payload"):
-            await asyncio.to_thread(trees.remove, self.state / name)
+            await self._remove(trees.remove, self.state / name)
 
     def end_for(self, container: Container, reason: str, kind: str) -> None:
         """End it against its owner's will; :meth:`fate` says why for a while. `kind`: see :class:`Fate`."""
@@ -355,13 +363,16 @@ class Containers:
     async def _end(self, container: Container) -> None:
         try:
             await container.kill()
-            await asyncio.to_thread(self._remove_traces, container.id)
+            await self._remove(self._remove_traces, container.id)
         finally:
             self.counts["released"] += 1
             self._all.pop(container.id, None)
             container.close()
             for lease in container.leases:
                 lease.release()
+
+    async def _remove(self, function: Callable[..., None], *args: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._removing, function, *args)
 
     def _remove_traces(self, sandbox_id: str) -> None:
         trees.remove(self.state / sandbox_id)
@@ -422,7 +433,7 @@ class Containers:
         for path in [*self.state.iterdir(), *(self.state / "scratch").glob("*")]:
             # By the form of its name: never what somebody else keeps here.
             if path.is_dir() and SANDBOX_ID.fullmatch(path.name) and path.name not in self._all:
-                await asyncio.to_thread(trees.remove, path)
+                await self._remove(trees.remove, path)
         if not self._all:
             await asyncio.to_thread(payload.remove_others, self._payload.parent, {self._payload})
 
@@ -446,7 +457,7 @@ class Containers:
         count = await adoption.end_strays(record)
         log.warning("swept sandbox %s of an earlier host (%d processes)", record.id, count)
         self.counts["swept"] += 1
-        await asyncio.to_thread(self._remove_traces, record.id)
+        await self._remove(self._remove_traces, record.id)
 
     # -- looking ----------------------------------------------
 

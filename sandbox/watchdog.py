@@ -16,7 +16,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 from sandbox import aio, memory, processes, trees
 from sandbox.container import Container
@@ -24,6 +26,8 @@ from sandbox.errors import SandboxError
 from sandbox.processes import Usage
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TICK_S = 0.25
 MOST_TICK_S = 5.0
@@ -100,6 +104,7 @@ class Watchdog:
         self._scratch = scratch
         self._watched: dict[str, Watched] = {}
         self._free: tuple[int, ...] = (0, 0)
+        self._thread = ThreadPoolExecutor(1, "watchdog")
         self.breaches = dict.fromkeys(("memory", "processes", "disk"), 0)
 
     async def run(self) -> None:
@@ -131,6 +136,10 @@ class Watchdog:
         await self._check_node_memory(containers)
         await self._check_node_disk(containers)
 
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """In one of its own: it must not wait for starts or clean-ups."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
     def _turn(self, container: Container) -> tuple[bool, float]:
         watched = self._watched[container.id]
         return watched.took_s > COSTLY_S, watched.due
@@ -140,7 +149,7 @@ class Watchdog:
         thorough = began >= watched.thorough_due
         with _apart(container):
             pid = container.pid
-            watched.used = await asyncio.to_thread(processes.usages, pid) if pid else []
+            watched.used = await self._in_thread(processes.usages, pid) if pid else []
             self._check_processes(container)
         with _apart(container):
             await self._check_memory(container, thorough)
@@ -203,7 +212,7 @@ class Watchdog:
         """What it holds now; None when that is still to be seen, which it never is `at_once`."""
         watched = self._watched[container.id]
         known = watched.used, container.file_system, _most_memory(container)
-        found = await asyncio.to_thread(watched.survey.held, *known, at_once)
+        found = await self._in_thread(watched.survey.held, *known, at_once)
         watched.holding = found or watched.holding
         return found
 
@@ -232,7 +241,7 @@ class Watchdog:
         """
         watched = self._watched[container.id]
         pid, before = container.pid, watched.holding
-        watched.used = await asyncio.to_thread(processes.usages, pid) if pid else []
+        watched.used = await self._in_thread(processes.usages, pid) if pid else []
         now = await self._hold(container, at_once=True)
         assert now
         found = [now] if now.whole or before is None else [now, before]
@@ -266,7 +275,7 @@ class Watchdog:
     async def _finish_disk(self, container: Container) -> None:
         """Count all of it now, however long that takes: the last count says little of who is largest."""
         watched = self._watched[container.id]
-        *_, (size, _, _) = await asyncio.to_thread(list, self._counting(container))
+        *_, (size, _, _) = await self._in_thread(list, self._counting(container))
         watched.on_disk = size + (watched.holding.unlinked if watched.holding else 0)
 
     async def _check_disk(self, container: Container) -> None:
@@ -274,7 +283,7 @@ class Watchdog:
         most_mb, most_files = container.limits.disk_mb or 0, container.limits.files or 0
         counting = watched.counting or self._counting(container)
         watched.counting = None
-        size, count, through = await asyncio.to_thread(_go_on, counting)
+        size, count, through = await self._in_thread(_go_on, counting)
         if not through:
             watched.counting = counting
             watched.on_disk = max(watched.on_disk, size)

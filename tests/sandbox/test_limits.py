@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 from sandbox import binds, processes, trees
 from sandbox.config import AllowedBind, HostConfig, Range
 from sandbox.container import Container
+from sandbox.containers import Containers
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.spec import BindSpec, Limits, SandboxSpec
@@ -292,6 +294,55 @@ def test_a_disk_that_one_look_does_not_get_through_is_counted_by_the_next_ones(t
     assert asyncio.run(asyncio.wait_for(scenario(), 60)) >= 3
     ((reason, kind),) = ended
     assert kind == "limited" and f"in {3 * trees.STEP} files" in reason
+
+
+# -- threads ----------------------------------------------
+
+
+MANY_ENDS = 100
+"""More than a pool of threads has."""
+
+
+def test_clean_ups_that_take_long_leave_threads_to_everybody_else(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(trees, "remove", lambda path: go_on.wait(60))
+    containers = Containers(tmp_path, HostConfig.from_environment())
+    launch = Launch("x", None, "none", tmp_path / "s", tmp_path, tmp_path)
+    ended = [
+        Container(str(number), RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
+        for number in range(MANY_ENDS)
+    ]
+
+    async def scenario():
+        ends = [containers._end_soon(one) for one in ended]
+        await asyncio.sleep(0.2)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(int), 10)
+        finally:
+            go_on.set()
+        await asyncio.gather(*ends)
+
+    asyncio.run(scenario())
+    assert containers.counts["released"] == MANY_ENDS
+
+
+def test_the_watchdog_waits_for_no_thread_of_others(tmp_path):
+    launch = Launch("x", None, "none", tmp_path / "s", tmp_path, tmp_path)
+    limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=1000)
+    container = Container("x", RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=os.getpid())
+    go_on = threading.Event()
+
+    async def scenario():
+        others = [asyncio.create_task(asyncio.to_thread(go_on.wait, 60)) for _ in range(MANY_ENDS)]
+        await asyncio.sleep(0.2)
+        try:
+            watchdog = Watchdog(lambda: [container], lambda *why: None, tmp_path)
+            await asyncio.wait_for(watchdog.look(), 10)
+        finally:
+            go_on.set()
+        await asyncio.gather(*others)
+
+    asyncio.run(scenario())
 
 
 # -- the node runs short ----------------------------------------------
