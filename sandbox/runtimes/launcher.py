@@ -8,12 +8,16 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 
+from sandbox import processes
 from sandbox.errors import SandboxStartError
 
 ANSWER_S = 5.0
 """It takes a millisecond."""
+REAP_S = 1.0
+"""What is killed ends in a moment, or hangs in a file system; it must not hold up the next start."""
 
 
 class Started:
@@ -46,6 +50,10 @@ class Launcher:
         self._as_user = as_user
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
+        self._started: list[Started] = []
+        """What may still be of the launcher's group, though it is somebody's by now."""
+        self._untold: list[int] = []
+        """Clones whose pid did not come, killed and not waited for yet."""
 
     def start(
         self, mount: Sequence[str], argv: Sequence[str], env: dict[str, str], stdin: socket.socket
@@ -74,7 +82,9 @@ class Launcher:
         finally:
             os.close(out[1])
             os.close(err[1])
-        return Started(pid, out[0], err[0])
+        self._started = [one for one in self._started if one.returncode is None]
+        self._started.append(Started(pid, out[0], err[0]))
+        return self._started[-1]
 
     def close(self) -> None:
         """End it, and what it has started that nobody knows of; the rest runs on."""
@@ -82,13 +92,29 @@ class Launcher:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
-            with contextlib.suppress(ChildProcessError):
-                while True:
-                    os.waitpid(-self._process.pid, 0)
-            self._process = None
+            self._untold += [pid for pid in processes.children(os.getpid()) if self._is_untold(pid)]
+            self._process, self._started = None, []
+        self._reap()
+
+    def _is_untold(self, pid: int) -> bool:
+        """Whether it is a clone of the launcher's whose pid did not come. Those that came run on, and are of
+        the launcher's group as well until they become what they shall be.
+        """
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            return os.getpgid(pid) == self._process.pid and all(pid != one.pid for one in self._started)
+        return False
+
+    def _reap(self) -> None:
+        """End and wait for clones that nobody knows of; what does not end in time, the next time."""
+        deadline = time.monotonic() + REAP_S
+        for pid in self._untold:
+            os.kill(pid, signal.SIGKILL)  # it is there: nobody else waits for a child of ours
+        while self._untold and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._untold = [pid for pid in self._untold if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
     def _begin(self) -> None:
         self.close()

@@ -17,7 +17,7 @@ from sandbox.errors import SandboxStartError
 from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import launcher as launchers_module
 from sandbox.runtimes import writable_root
-from sandbox.runtimes.launcher import ANSWER_S, Launcher
+from sandbox.runtimes.launcher import ANSWER_S, Launcher, Started
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
@@ -108,6 +108,35 @@ def test_what_it_starts_too_late_is_ended(tmp_path, monkeypatch):
     with ours, theirs, pytest.raises(SandboxStartError, match="does not answer"):
         launcher.start([str(tmp_path / "image"), str(tmp_path / "overlay")], ["/bin/sleep", "60"], {}, theirs)
     assert set(processes.children(os.getpid())) == before
+
+
+def test_what_others_wait_for_runs_on_when_it_does_not_answer(tmp_path, monkeypatch):
+    """A container is of the launcher's group until it knows that it is known."""
+    text = Path(writable_root.__file__).read_text()
+    answer = "connection.send(str(pid).encode())"
+    hanging = text.replace(
+        answer, f"{answer} if {str(tmp_path / 'b')!r} not in str(text) else signal.pause()"
+    )
+    assert hanging != text
+    monkeypatch.setattr(launchers_module, "ANSWER_S", 1.0)
+    launcher = Launcher([sys.executable, "-IS", "-c", hanging])
+    for name in ("a", "b"):
+        (tmp_path / name / "image").mkdir(parents=True)
+        (tmp_path / name / "overlay").mkdir()
+
+    def start(name: str, stdin: socket.socket) -> Started:
+        mount = [str(tmp_path / name / "image"), str(tmp_path / name / "overlay")]
+        return launcher.start(mount, ["/bin/echo", "ran"], {}, stdin)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        known = start("a", theirs)
+        with pytest.raises(SandboxStartError, match="does not answer"):
+            start("b", theirs)
+        ours.send(b"x")
+        with known.stdout:
+            assert known.stdout.read() == b"ran\n"
+    assert os.waitpid(known.pid, 0)[0] == known.pid
 
 
 def test_nothing_runs_before_its_pid_is_known(tmp_path):
