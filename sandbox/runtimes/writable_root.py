@@ -12,7 +12,7 @@ leading `=` a file. Run as the sandboxes' user; the program has no capabilities 
 Apptainer mounts such an overlay as well, but not with `userxattr`: without it the kernel cannot mark
 directories in an unprivileged one, and `rm -r` and `mv` of those of the image end with EIO.
 """
-# ruff: noqa: SIM105, PTH101, PTH102, PTH103, PTH108, PTH110, PTH112, PTH114, PTH116, PTH118, PTH123
+# ruff: noqa: SIM105, PTH101, PTH102, PTH103, PTH108, PTH110, PTH112, PTH114, PTH116, PTH118, PTH120, PTH123
 
 import ctypes
 import json
@@ -26,6 +26,8 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 """The number of the system call, for which the C library has no function that returns twice."""
 MOST_REQUEST_BYTES = 1 << 17
 MS_NOSUID, MS_NODEV = 0x2, 0x4
+OURS = ("/sbx", "/sbx-python", "/run/sbx", "/etc/ld.so.preload")
+"""What the server is made of: nothing is mounted there, or above it, under another name."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,6 +93,7 @@ def make_points(root: str, points: list[str]) -> None:
     try:
         for point in points:
             _make(point)
+            _check(point.lstrip("="))
     except OSError as error:
         raise SystemExit(f"writable_root: a place to mount on cannot be made in the image: {error}") from None
     os.fchdir(back)
@@ -100,6 +103,9 @@ def make_points(root: str, points: list[str]) -> None:
 
 def _make(point: str) -> None:
     path = point.lstrip("=")
+    # Right below the root a mount cannot be moved. One at the end of a link can: the link, or what holds it.
+    if os.path.dirname(path) == "/" and os.path.islink(path):
+        os.unlink(path)
     if os.path.exists(path):
         return
     parts = [part for part in path.split("/") if part]
@@ -112,6 +118,13 @@ def _make(point: str) -> None:
             os.mkdir(directory, 0o755)
     if point.startswith("="):
         _write(path, "")
+
+
+def _check(path: str) -> None:
+    leads_to = os.path.realpath(path)
+    for place in OURS if leads_to != path else ():
+        if os.path.commonpath([place, leads_to]) in (place, leads_to):
+            raise SystemExit(f"writable_root: a link of the image leads from {path} to our {place}")
 
 
 def serve(connection: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from sandbox import paths
 from sandbox.client import TRUSTED_PYTHON
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
 from sandbox.errors import SandboxStartError
+from sandbox.runtimes import apptainer
 from sandbox.spec import BindSpec, SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
+from tests.attacks.test_image import PYTHON
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 
@@ -39,10 +43,12 @@ class Node:
     before_the_mount: Callable[[], None] = lambda: None
     """Called once a request was checked, before anything is mounted."""
 
-    def says(self, command: str, use: Callable[[SyncSandboxClient], str] | None = None) -> str:
+    def says(
+        self, command: str, use: Callable[[SyncSandboxClient], str] | None = None, image: str = "base"
+    ) -> str:
         """What a command says in a sandbox that shows the place; what `use` then says."""
         bind = BindSpec(str(self.allowed / "data"), self.shown)
-        spec = SandboxSpec(runtime=self.runtime, binds=(bind,))
+        spec = SandboxSpec(image=image, runtime=self.runtime, binds=(bind,))
 
         def work(socket: str) -> str:
             with SyncSandboxClient(socket) as client:
@@ -70,6 +76,7 @@ def target(request, monkeypatch) -> Iterator[Node]:
     for path, mode in ((state, 0o711), (ground, 0o755)):
         path.chmod(mode)
     monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", f"{ground / 'allowed'}:ro")
+    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(ground / "images"))
     monkeypatch.setenv("ROLLOUT_SANDBOX_WARM", "0")
     for name in ("allowed/data", "secret"):
         (ground / name).mkdir(parents=True)
@@ -112,6 +119,49 @@ def test_have_a_check_run_by_a_python_of_one_s_own(target) -> bool:
         printf '#!/bin/sh\necho {FORGED}\n' >$program; chmod 755 $program
     done"""
     return FORGED in target.says(move, check)
+
+
+REPLACE = f"""
+import os, shutil
+tree = "/sbx-python"
+mounted = os.path.realpath(tree)
+os.rename(tree, "/away")
+library = next(name for name in os.listdir(mounted + "/lib") if name.startswith("python3."))
+for directory in ("", "/lib", "/lib/" + library):
+    os.mkdir(tree + directory)
+    for name in os.listdir(mounted + directory):
+        if name not in ("lib", library, "encodings"):
+            os.symlink(mounted + directory + "/" + name, tree + directory + "/" + name)
+own = tree + "/lib/" + library + "/encodings"
+shutil.copytree(mounted + "/lib/" + library + "/encodings", own)
+with open(own + "/__init__.py") as file:
+    text = file.read()
+with open(own + "/__init__.py", "w") as file:
+    file.write("import posix; posix.write(1, b\\"{FORGED}\\")\\n" + text)
+"""
+
+
+@attack(stopped_by="a link of the image in its place gives way to a directory")
+def test_have_a_check_run_by_a_python_at_the_end_of_a_link_of_the_image(target, monkeypatch) -> bool:
+    image = target.allowed.parent / "images" / "linked"
+    for path in (image / "elsewhere/python", image / "elsewhere/code"):
+        path.mkdir(parents=True)
+    for name, leads_to in (("sbx-python", "/step"), ("step", "elsewhere/python"), ("sbx", "/elsewhere/code")):
+        (image / name).symlink_to(leads_to)
+    if (owner := paths.sandbox_user()) is not None:
+        for path in (image, *image.rglob("*")):
+            os.chown(path, owner, owner, follow_symlinks=False)
+    if target.control:
+        text = apptainer._text_of_writable_root()
+        without = text.replace("        os.unlink(path)\n", "        pass\n")
+        assert without != text
+        monkeypatch.setattr(apptainer, "_text_of_writable_root", lambda: without)
+    run = f"{PYTHON} $run -IBc '{REPLACE}'"
+
+    def check(client: SyncSandboxClient) -> str:
+        return client.exec([TRUSTED_PYTHON, "-c", "print(1)"]).stdout
+
+    return FORGED in target.says(run, check, str(image))
 
 
 @attack(stopped_by="the server compares what is mounted with what was checked")
