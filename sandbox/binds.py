@@ -11,11 +11,12 @@ from pathlib import Path
 from sandbox import ground
 from sandbox.config import AllowedBind
 from sandbox.errors import NotAllowed, SandboxRequestError
-from sandbox.runtimes.base import Bind, Places
+from sandbox.runtimes.base import PRELOAD, Bind, Places
 from sandbox.spec import BindSpec
 
-# Mounting over these would blind the server or give the sandbox a kernel interface of the machine.
-RESERVED = ("/proc", "/sys", "/dev", Places.private, Places.payload, Places.interpreter)
+# Mounting over these, or what holds them, would blind the server, give it what others wrote, or give the
+# sandbox a kernel interface of the machine.
+RESERVED = ("/proc", "/sys", "/dev", PRELOAD, Places.private, Places.payload, Places.interpreter)
 # Separators of the runtimes' own command lines.
 UNSAFE_CHARACTERS = set(":,\\\n\0")
 
@@ -29,7 +30,19 @@ def check(
 
     Raises SandboxRequestError when one is not allowed, not there, or would cover what the sandbox needs.
     """
-    return tuple(_check_one(bind, allowed, closed) for bind in asked)
+    found = tuple(_check_one(bind, allowed, closed) for bind in asked)
+    for number, later in enumerate(found):
+        for earlier in found[:number]:
+            if _holds(later.target, earlier.target):
+                raise SandboxRequestError(
+                    f"bind target {later.target!r} would cover {earlier.target!r}, which comes before it; "
+                    "name each once, and what lies in another after it"
+                )
+    return found
+
+
+def _holds(directory: str, place: str) -> bool:
+    return place == directory or place.startswith(directory.rstrip("/") + "/")
 
 
 def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[Path]) -> Bind:
@@ -37,12 +50,12 @@ def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[
         if not name.startswith("/") or UNSAFE_CHARACTERS & set(name):
             raise SandboxRequestError(f"bind {name!r}: an absolute path without ':', ',' or '\\' is needed")
     target = posixpath.normpath(bind.target)
-    if target == "/" or any(target == place or target.startswith(place + "/") for place in RESERVED):
+    if any(_holds(target, place) or _holds(place, target) for place in RESERVED):
         raise SandboxRequestError(f"bind target {bind.target!r} would cover what the sandbox itself needs")
     try:
         # What is mounted is where the links lead, so a link made by an agent leads nowhere new. Opened once:
         # the path that is judged, and what the server inside must find mounted, are of the same place.
-        place = os.open(bind.source, os.O_PATH | os.O_CLOEXEC)
+        place = _open(bind.source)
         try:
             source, info = Path(f"/proc/self/fd/{place}").readlink(), os.fstat(place)
         finally:
@@ -63,3 +76,11 @@ def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[
     if not (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)):
         raise NotAllowed(f"bind source {bind.source!r} is neither a directory nor a file")
     return Bind(source, target, bind.read_only, (info.st_dev, info.st_ino))
+
+
+def _open(source: str) -> int:
+    """As a directory first: the kernel mounts what is mounted on demand (autofs) for that, not for O_PATH."""
+    try:
+        return os.open(source, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except NotADirectoryError:
+        return os.open(source, os.O_PATH | os.O_CLOEXEC)

@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 
 from sandbox import interpreter, paths
-from sandbox.errors import RuntimeUnavailable
-from sandbox.runtimes.base import Bind, Launch, Runtime
+from sandbox.errors import RuntimeUnavailable, SandboxStartError
+from sandbox.runtimes.base import Bind, Launch, Places, Runtime
 from sandbox.runtimes.launcher import Launcher, Started
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Apptainer(Runtime):
     def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
         """With the overlay of ours, by a process that has Python running already."""
         if self._upper != OURS:
+            self._refuse_links(launch)
             return super().start(launch, command, stdin)
         script = tuple(_writable_root(launch))
         mount, argv = self._mount(launch), self._exec(launch, command)
@@ -70,6 +71,17 @@ class Apptainer(Runtime):
                 self.close()
                 self._launcher = Launcher(script, **self.as_user())
             return self._launcher.start(mount, argv, self.environment(launch), stdin)
+
+    def _refuse_links(self, launch: Launch) -> None:
+        """Apptainer mounts where they lead: our code in the agent's reach, or what is bound over our code."""
+        places = [Places.payload, Places.interpreter]
+        for bind in launch.binds:
+            places += [bind.target, *map(str, list(Path(bind.target).parents)[:-1])]
+        for place in places:
+            if Path(f"{launch.rootfs}{place}").is_symlink():
+                raise SandboxStartError(
+                    f"image {launch.rootfs} has a link at {place}, which only {OURS} can replace; remove it"
+                )
 
     def close(self) -> None:
         """End that process."""
@@ -152,12 +164,15 @@ class Apptainer(Runtime):
             log.info("no cgroup for each sandbox, rlimits and the watchdog serve: %s", error)
 
     def all_binds(self, launch: Launch) -> list[Bind]:
-        """And files in the place of those that Apptainer takes from the machine."""
-        names = [bind for bind in self.own_names(launch) if self._has_place(launch, bind.target)]
-        found = [*super().all_binds(launch), *names]
+        """But none below a `/proc` that there is not."""
+        found = super().all_binds(launch)
         if self._upper != OURS and launch.rootfs is not None and not (launch.rootfs / "proc").is_dir():
-            found = [bind for bind in found if not bind.target.startswith("/proc/")]  # nor is there a /proc
+            found = [bind for bind in found if not bind.target.startswith("/proc/")]
         return found
+
+    def own_names(self, launch: Launch) -> list[Bind]:
+        """In the place of those that Apptainer takes from the machine."""
+        return [bind for bind in super().own_names(launch) if self._has_place(launch, bind.target)]
 
     def _has_place(self, launch: Launch, target: str) -> bool:
         """Whether the file is there or can be made: a directory image may belong to somebody else."""

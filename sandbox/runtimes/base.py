@@ -133,7 +133,11 @@ class Runtime(abc.ABC):
         return Places()
 
     def all_binds(self, launch: Launch) -> list[Bind]:
-        """What of the machine is mounted inside besides the image: the sandbox's own places first."""
+        """What of the machine is mounted inside besides the image, in that order.
+
+        What a request has bound covers the sandbox's own places; our code comes after it. No target comes
+        twice: Apptainer mounts the first of two, bubblewrap both.
+        """
         places, scratch = self.places(launch), launch.scratch
         own = [
             Bind(scratch / "tmp", places.tmp, read_only=False),
@@ -141,18 +145,22 @@ class Runtime(abc.ABC):
             Bind(scratch / "shm", "/dev/shm", read_only=False),
             Bind(scratch / "workspace", places.workspace, read_only=False),
             Bind(scratch / "home", places.home, read_only=False),
+            *self.own_names(launch),
+        ]
+        code = [
             Bind(scratch / "private", places.private, read_only=False),
             Bind(launch.payload, places.payload),
         ]
         if launch.interpreter is not None:
-            own.append(Bind(launch.interpreter, places.interpreter))
+            code.append(Bind(launch.interpreter, places.interpreter))
         if PROCESSORS.is_dir():
             own.append(Bind(PROCESSORS, str(PROCESSORS)))
         hidden = [name for name in KEYS if Path(name).exists()]
         if launch.rootfs is not None and os.path.lexists(f"{launch.rootfs}{PRELOAD}"):
             hidden.append(PRELOAD)
-        own += [Bind(scratch / "etc" / "nothing", name) for name in hidden]
-        return [*own, *launch.binds]
+        code += [Bind(scratch / "etc" / "nothing", name) for name in hidden]
+        targets = {bind.target for bind in launch.binds}
+        return [*(bind for bind in own if bind.target not in targets), *launch.binds, *code]
 
     def own_names(self, launch: Launch) -> list[Bind]:
         """Without a network nothing is told of the machine's: files of our own in the place of these."""

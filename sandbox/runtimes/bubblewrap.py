@@ -87,14 +87,14 @@ class Bubblewrap(Runtime):
         flags += ["--chdir", places.workspace]
         return [str(self.program()), *flags, "--", *command]
 
-    def all_binds(self, launch: Launch) -> list[Bind]:
-        """And our own files of /etc where there is something to put them on: an image's is read-only."""
+    def own_names(self, launch: Launch) -> list[Bind]:
+        """Where there is something to put them on: an image's `/etc` is read-only."""
         own = []
-        for bind in self.own_names(launch):
+        for bind in super().own_names(launch):
             theirs = launch.rootfs and launch.rootfs / bind.target[1:]
             if theirs is None or (theirs.is_file() and not theirs.is_symlink()):
                 own.append(bind)
-        return [*super().all_binds(launch), *own]
+        return own
 
     @staticmethod
     def _root(rootfs: Path | None) -> list[str]:

@@ -89,7 +89,10 @@ def check_binds(binds):
     write to the directory above may have given the name to something else meanwhile.
     """
     for place, *identity in binds:
-        info = os.stat(place)
+        try:
+            info = os.stat(place)
+        except OSError as error:
+            raise SystemExit("what is bound at %s cannot be seen: %s" % (place, error)) from None
         if [info.st_dev, info.st_ino] != identity:
             raise SystemExit("what is bound at %s was swapped between check and mount; ask again" % place)
 

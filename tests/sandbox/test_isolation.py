@@ -14,9 +14,10 @@ import pytest
 
 from sandbox import trees
 from sandbox.address import Address
+from sandbox.errors import SandboxError
 from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import writable_root
-from sandbox.spec import SandboxSpec
+from sandbox.spec import BindSpec, SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
 from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
@@ -190,6 +191,76 @@ def test_a_link_in_an_image_leads_the_making_of_places_nowhere(tmp_path, link):
     assert done.stdout.strip().endswith("/etc/a/file")
     assert not outside.exists(), "made outside of the image"
     trees.remove(overlay)
+
+
+@pytest.fixture
+def shown(monkeypatch) -> Iterator[Path]:
+    """A file that may be bound."""
+    place = new_state()
+    place.chmod(0o755)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", f"{place}:ro")
+    (place / "names").write_text("127.0.0.1 of-the-request\n")
+    yield place / "names"
+    shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("target", ["/etc/hosts", "/etc/resolv.conf"])
+@pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
+def test_what_a_request_binds_covers_a_place_of_our_own(state, shown, name, target):
+    if reason := why_not(name):
+        pytest.skip(reason)
+    host = SyncHostClient(state)
+    info = host.start(
+        SandboxSpec(runtime=name, binds=(BindSpec(str(shown), target), BindSpec(str(shown.parent), "/tmp")))
+    )
+    with SyncSandboxClient(info.socket) as client:
+        assert client.bash(f"cat {target} /tmp/names").output == 2 * shown.read_text()
+    host.release(info.id)
+
+
+@pytest.mark.parametrize(
+    ("leads_to", "target", "place"),
+    [
+        ("sbx-python", "/by/lib", "/sbx-python"),
+        ("/", "/by/sbx", "/sbx"),
+        ("/", "/by/run", "/run/sbx"),
+        ("/", "/by/etc", "/etc/ld.so.preload"),
+    ],
+)
+@pytest.mark.apptainer
+def test_what_a_request_binds_does_not_cover_our_code_by_a_link_of_the_image(
+    state, shown, images, leads_to, target, place
+):
+    image = images / "linked"
+    for name in ("sbx-python/lib", "sbx", "run", "etc"):
+        (image / name).mkdir(parents=True)
+    (image / "by").symlink_to(leads_to)
+    bind = BindSpec(str(shown.parent), target)
+    with pytest.raises(SandboxError, match=f"a link of the image leads from {target} to .* {place}"):
+        SyncHostClient(state).start(SandboxSpec(runtime="apptainer", image=str(image), binds=(bind,)))
+
+
+@pytest.mark.parametrize("place", ["sbx", "sbx-python"])
+@pytest.mark.apptainer
+def test_a_file_of_the_image_in_the_place_of_our_code_keeps_it_from_starting(state, images, place):
+    image = images / "file"
+    image.mkdir()
+    (image / place).write_text("")
+    with pytest.raises(SandboxError, match=f"/{place}"):
+        SyncHostClient(state).start(SandboxSpec(runtime="apptainer", image=str(image)))
+
+
+@pytest.mark.apptainer
+def test_a_directory_of_the_image_in_the_place_of_our_code_is_covered(state, images):
+    image = images / "full"
+    for name in ("sbx", "sbx-python"):
+        (image / name).mkdir(parents=True)
+        (image / name / "of-the-image").write_text("")
+    host = SyncHostClient(state)
+    info = host.start(SandboxSpec(runtime="apptainer", image=str(image)))
+    with SyncSandboxClient(info.socket) as client:
+        assert client.bash("echo /sbx*/of-the-image").output == "/sbx*/of-the-image\n"
+    host.release(info.id)
 
 
 @pytest.mark.apptainer

@@ -17,7 +17,7 @@ from sandbox.config import AllowedBind, HostConfig, Range
 from sandbox.container import Container
 from sandbox.containers import Containers
 from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.runtimes import RUNTIMES, Launch
+from sandbox.runtimes import RUNTIMES, Launch, writable_root
 from sandbox.spec import BindSpec, Limits, SandboxSpec
 from sandbox.watchdog import Watchdog
 
@@ -107,11 +107,47 @@ def test_a_symbolic_link_leads_nowhere_else(allowed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "target", ["/", "/proc", "/proc/sys", "/dev/shm", "/run/sbx", "/sbx", "/tmp/../sbx-python", "/sys/x"]
+    "target",
+    [
+        "/",
+        "/proc",
+        "/proc/sys",
+        "/dev/shm",
+        "/run/sbx",
+        "/sbx",
+        "/tmp/../sbx-python",
+        "/sys/x",
+        "/run",
+        "/etc",
+    ],
 )
 def test_what_the_sandbox_needs_is_not_covered(allowed, tmp_path, target):
     with pytest.raises(SandboxRequestError, match="would cover"):
         check(allowed, tmp_path / "shared", target)
+    assert set(writable_root.OURS) < set(binds.RESERVED)  # it reads none of our modules
+
+
+@pytest.mark.parametrize("later", ["/data", "/data/sub"])
+def test_a_bind_that_a_later_one_would_cover_is_refused(allowed, tmp_path, later):
+    asked = [BindSpec(str(tmp_path / "shared"), target) for target in ("/data/sub", "/database", later)]
+    with pytest.raises(SandboxRequestError, match=f"'{later}' would cover"):
+        binds.check(asked, allowed)
+    if later == "/data":
+        assert [bind.target for bind in binds.check(asked[::-1], allowed)] == [
+            "/data",
+            "/database",
+            "/data/sub",
+        ]
+
+
+def test_a_directory_to_bind_is_opened_as_one(allowed, tmp_path, monkeypatch):
+    """So that the kernel mounts what autofs mounts on demand, before the place is judged."""
+    asked, really = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: asked.append(flags) or really(path, flags))
+    check(allowed, tmp_path / "shared")
+    assert all(flags & os.O_DIRECTORY for flags in asked)
+    (tmp_path / "shared" / "file").write_text("")
+    assert check(allowed, tmp_path / "shared" / "file").source == tmp_path / "shared" / "file"
 
 
 @pytest.mark.parametrize("target", ["data", "/a:rw", "/a,/b", "/a\\b", "/a\nb", "/a\0b"])

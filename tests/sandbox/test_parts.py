@@ -15,7 +15,8 @@ import pytest
 from sandbox import aio, errors, paths, payload
 from sandbox.images import ImageStore, squashfs_offset
 from sandbox.runtimes import RUNTIMES, select_runtime
-from sandbox.runtimes.base import make_directories
+from sandbox.runtimes.apptainer import MEMORY, THEIRS
+from sandbox.runtimes.base import Bind, make_directories
 from sandbox.server import wire
 from sandbox.server.output import Capture, MarkerScanner
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
@@ -202,6 +203,31 @@ def test_the_payload_needs_nothing_but_the_standard_library(tmp_path):
         f"import sys; sys.path.insert(0, {str(staged)!r}); import start, server",
     ]
     subprocess.run(command, check=True, cwd="/")
+
+
+def test_a_bound_place_that_cannot_be_seen_is_named(tmp_path):
+    staged = payload.stage(tmp_path)
+    check = "import start; start.check_binds([('/absent', 1, 2)])"
+    code = f"import sys; sys.path.insert(0, {str(staged)!r}); {check}"
+    done = subprocess.run([sys.executable, "-BESI", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("what is bound at /absent cannot be seen: ")
+
+
+@pytest.mark.parametrize("place", ["sbx", "sbx-python", "data"])
+def test_an_image_with_a_link_where_our_code_is_mounted_is_refused_where_it_cannot_be_replaced(
+    tmp_path, place, monkeypatch
+):
+    image = tmp_path / "image"
+    (image / "elsewhere").mkdir(parents=True)
+    (image / place).symlink_to("elsewhere")
+    binds = (Bind(tmp_path, "/data/sub"),)
+    launch = make_directories(tmp_path, "0", image, "none", None, payload=tmp_path, binds=binds)
+    monkeypatch.setenv("ROLLOUT_APPTAINER", "/bin/true")
+    for upper in (THEIRS, MEMORY):
+        runtime = RUNTIMES["apptainer"]()
+        runtime._upper = upper
+        with socket.socket() as stdin, pytest.raises(errors.SandboxStartError, match=f"link at /{place},"):
+            runtime.start(launch, ["true"], stdin)
 
 
 def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):
