@@ -25,8 +25,6 @@ LOOK_FOR_NODES_EVERY_S = 5.0
 STEADY_GAP_S = 3 * LOOK_FOR_NODES_EVERY_S
 """Between two looks for lost nodes; after a longer one all nodes seem silent, and must be given time to
 speak."""
-KEEP_JUMP_S = 60.0
-"""For a reaper that is not elected to be so; longer than a dead one stays it."""
 AT_ONCE = 200
 """Rollouts that one script judges: Redis answers nobody else meanwhile."""
 
@@ -62,19 +60,20 @@ class Reaper:
 
     def run(self, stopping: threading.Event) -> None:
         """Tick until the worker stops. Redis being away is waited out."""
-        jump, before = 0.0, time.monotonic()
+        jump, before, known = 0.0, time.monotonic(), 0
         while not stopping.wait(self._interval):
             try:
                 began = time.monotonic()
+                # Before the look: a jump that is in it has been seen here as well.
+                moved = self._store.moved()
                 jump += self._steadiness.look()
-                elected = self._election.won()
-                if elected:
-                    if jump:
-                        self.clock_jumped(jump, time.monotonic() - before)
+                if jump:
+                    # By all who see it: the elected one may have died, and the next have come after it.
+                    self.clock_jumped(jump, time.monotonic() - before, known)
+                    moved = known + int(jump * 1000)
+                jump, before, known = 0.0, began, moved
+                if self._election.won():
                     self.tick()
-                # Others keep it: the elected one may have died just then, and one of them be elected next.
-                if elected or not jump or began - before > KEEP_JUMP_S:
-                    jump, before = 0.0, began
             except redis.RedisError as error:
                 self.redis_was_away()
                 log.warning("reaper could not reach Redis", error=str(error))
@@ -87,11 +86,11 @@ class Reaper:
         self._looked_for_nodes = float("-inf")
         self._steadiness.disturbed()
 
-    def clock_jumped(self, seconds: float, within_s: float) -> None:
+    def clock_jumped(self, seconds: float, within_s: float, known_ms: int = 0) -> None:
         """Redis' clock did, no longer ago: everybody looks silent, and every deadline is another one."""
         log.warning("the clock of Redis jumped; deadlines are moved along", seconds=round(seconds, 1))
         self._looked_for_nodes = float("-inf")
-        self._store.jumped(seconds, within_s)
+        self._store.jumped(seconds, within_s, known_ms)
 
     def tick(self) -> None:
         """Deal with everything that is due now."""

@@ -60,8 +60,8 @@ DUE = "rollouts:due"
 SUSPECTS = "rollouts:suspects"
 """Hash: worker → the rollout that it carries alone among those that saw several workers end."""
 JUMP = "rollouts:jump"
-"""Hash: the last jump of Redis' clock by which times were moved (token, ms, when it was seen, since when
-submissions are right already, whether it is done)."""
+"""Hash: the last jump of Redis' clock by which times were moved (token, ms, since when submissions are
+right already, whether it is done), and the ms of all of them."""
 SCHEMA_VERSION = "schema:version"
 """String: version of the layout of these keys; see `migration.py`."""
 SCHEMA_LOCK = "schema:lock"

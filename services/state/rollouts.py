@@ -442,15 +442,20 @@ class RolloutStore(RolloutReader):
             for action, rollout_id, attempt, stage, node in rows
         ]
 
-    def jumped(self, seconds: float, within_s: float) -> None:
-        """Redis' clock has jumped: move the times of all rollouts that have not ended.
+    def moved(self) -> int:
+        """By how many ms all jumps of Redis' clock together have moved the times of rollouts."""
+        return int(self._redis.hget(keys.JUMP, "total") or 0)
+
+    def jumped(self, seconds: float, within_s: float, known_ms: int = 0) -> None:
+        """Redis' clock has jumped: move the times of all rollouts that have not ended, unless that is done.
 
         Args:
             seconds: By so much.
             within_s: No longer ago; what was submitted since is right already.
+            known_ms: What `moved` said before it jumped.
         """
         token, lease = secrets.token_hex(8), int(self._settings.lease_s * 1000)
-        args = [int(seconds * 1000), token, lease, MOVED_AT_ONCE, int(within_s * 1000)]
+        args = [int(seconds * 1000), token, lease, MOVED_AT_ONCE, int(within_s * 1000), known_ms]
         while self._jump(args=args):
             pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
@@ -111,3 +112,48 @@ def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
     reaper.clock_jumped(hours_s, 40.0)
     for one in ("old", "old2", "early", "late")[: 4 - died]:
         assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
+
+
+class Steps:
+    """Lets a reaper run turn by turn."""
+
+    def __init__(self, reaper):
+        self._go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended = False
+        self._thread = threading.Thread(target=reaper.run, args=(self,), daemon=True)
+        self._thread.start()
+        self._waits.acquire()
+
+    def wait(self, _):
+        """What the reaper calls between two turns."""
+        self._waits.release()
+        self._go.acquire()
+        return self._ended
+
+    def step(self):
+        self._go.release()
+        assert self._waits.acquire(timeout=30)
+
+    def end(self):
+        self._ended = True
+        self._go.release()
+        self._thread.join(30)
+
+
+def test_a_jump_is_dealt_with_by_who_sees_it_and_once_however_late_others_do(reaper, store, clock):
+    """The elected one may have died with it, and the next may have come after it."""
+    store._redis.set(keys.REAPER_LOCK, "dead", px=600_000)
+    others = [Reaper(store._redis, store, reaper._dispatcher, store._settings, name) for name in ("a", "b")]
+    early, late = map(Steps, others)
+    submit(store, "one")
+    for steps in (early, late):
+        steps.step()
+    for jump in (1, 2, 3):
+        clock.set(jump * HOURS_S)
+        early.step()
+        assert left_ms(store, "one") == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS)
+        if jump != 2:  # it stands still meanwhile, and sees both at once
+            late.step()
+        assert left_ms(store, "one") == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS)
+    for steps in (early, late):
+        steps.end()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from rollout.schema import RolloutRequest, Stage
@@ -74,20 +72,3 @@ def test_where_the_clock_went_back_what_is_dead_does_not_live_for_hours(server):
     server.client.zadd(keys.workers("run"), {"dead": _now(server) / 1000 + 7200})
     fleet.announce("living", ["run"])
     assert server.client.zscore(keys.workers("run"), "dead") <= _now(server) / 1000
-
-
-def test_a_jump_that_the_elected_one_did_not_live_to_see_is_dealt_with_by_the_next(server, monkeypatch):
-    reaper, store = reaper_of(server, "reaper", reaper_interval_s=0.01)
-    stopping, looks, moved = threading.Event(), iter([0.0, -7200.0, 0.0, 0.0, 0.0]), []
-    elections = iter([False, False, False, True, True])
-
-    def won():
-        if (elected := next(elections, None)) is None:
-            stopping.set()
-        return bool(elected)
-
-    monkeypatch.setattr(reaper._steadiness, "look", lambda: next(looks, 0.0))
-    monkeypatch.setattr(reaper._election, "won", won)
-    monkeypatch.setattr(store, "jumped", lambda seconds, within_s: moved.append(seconds))
-    reaper.run(stopping)
-    assert moved == [-7200.0]

@@ -53,23 +53,24 @@ def test_a_jump_and_a_standstill_make_it_patient():
 
 def test_a_jump_is_kept_until_it_was_dealt_with():
     stopping = threading.Event()
-    dealt: list[float] = []
-    answers = iter([redis.ConnectionError("loading"), redis.ReadOnlyError("replica"), True, True])
+    dealt: list[tuple[float, int]] = []
+    answers = iter([redis.ConnectionError("loading"), redis.ReadOnlyError("replica"), None])
 
-    def won():
+    def clock_jumped(seconds, within_s, known_ms):
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        dealt.append((seconds, known_ms))
 
     reaper = object.__new__(Reaper)
-    jumps = iter([7200.0, 0.0, 0.0, 0.0])
+    jumps = iter([0.0, 7200.0, 0.0, 0.0])
     reaper._interval = 0.0
     reaper._steadiness = SimpleNamespace(look=lambda: next(jumps))
-    reaper._election = SimpleNamespace(won=won)
+    reaper._election = SimpleNamespace(won=lambda: True)
+    reaper._store = SimpleNamespace(moved=iter([1, 2, 3, 4]).__next__)
     reaper.redis_was_away = lambda: None
-    reaper.clock_jumped = lambda seconds, _: dealt.append(seconds)
+    reaper.clock_jumped = clock_jumped
     ticks: list[int] = []
     reaper.tick = lambda: ticks.append(1) or (len(ticks) == 2 and stopping.set())
     reaper.run(stopping)
-    assert dealt == [7200.0]
+    assert dealt == [(7200.0, 1)], "with what had been moved before the look that saw nothing yet"

@@ -1,26 +1,27 @@
 -- Redis' clock has jumped: what is kept as a time of it moves along, for every rollout that has not ended.
--- ARGV: <ms> <token> <longest lease ms> <limit> <ms, at most, since the jump>. Answers how many are left to be moved;
--- call again until none is.
--- Prepended: full.lua. Several reapers may see one jump: who comes later goes on with what the first has begun, or
--- finds it done.
+-- ARGV: <ms> <token> <longest lease ms> <limit> <ms, at most, since the jump> <ms that all jumps before it had made, as
+-- read then>. Answers how many are left to be moved; call again until none is.
+-- Prepended: full.lua. All reapers see a jump, some of them long after: who comes later goes on with what the first has
+-- begun, or finds it done.
 
 local ms, token, longest, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 though_full()
 
-local JUMP, SAME_MS = 'rollouts:jump', 120000
+local JUMP = 'rollouts:jump'
 -- When it jumped, by the new time. Forward: anywhere between the old time and the new parts the two.
 local since = ms > 0 and now - ms / 2 or now - tonumber(ARGV[5])
-local last = redis.call('HMGET', JUMP, 'token', 'ms', 'at', 'since', 'done')
-if last[1] and last[1] ~= token and math.abs(now - tonumber(last[3])) < SAME_MS
-    and math.abs(tonumber(last[2]) - ms) < math.max(2000, math.abs(ms) / 10) then
+local last = redis.call('HMGET', JUMP, 'token', 'ms', 'total', 'since', 'done')
+if last[1] == token then
+  since = tonumber(last[4])
+elseif last[1] and math.abs(tonumber(last[3]) - tonumber(ARGV[6]) - ms) < math.max(2000, math.abs(ms) / 10) then
   if last[5] == '1' then return 0 end
-  token, ms = last[1], tonumber(last[2])
-elseif last[1] ~= token then
-  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'at', now, 'since', since, 'done', 0)
+  token, ms, since = last[1], tonumber(last[2]), tonumber(last[4])
+else
+  redis.call('HSET', JUMP, 'token', token, 'ms', ms, 'since', since, 'done', 0)
+  redis.call('HINCRBY', JUMP, 'total', ms)
 end
-if last[1] == token then since = tonumber(last[4]) or since end
 
 -- One that was submitted since is right already. Where the clock went back, an old one may have been submitted at the
 -- same time of it: that has changed since, at a time that is yet to come, or waits so long that it was rung for. So may
