@@ -38,6 +38,12 @@ def check(
                     f"bind target {later.target!r} would cover {earlier.target!r}, which comes before it; "
                     "name each once, and what lies in another after it"
                 )
+            if _holds(earlier.target, later.target) and not earlier.read_only:
+                # An agent that wrote there before may have left a link, which leads inside another sandbox.
+                raise SandboxRequestError(
+                    f"bind target {later.target!r} lies in {earlier.target!r}, which is bound read-write; "
+                    "choose a target outside of it"
+                )
     return found
 
 

@@ -140,6 +140,14 @@ def test_a_bind_that_a_later_one_would_cover_is_refused(allowed, tmp_path, later
         ]
 
 
+def test_a_bind_inside_of_one_that_agents_write_to_is_refused(allowed, tmp_path):
+    """What is there may be a link that an earlier agent left, and lead anywhere in the sandbox."""
+    results, shared = str(tmp_path / "results"), str(tmp_path / "shared")
+    asked = [BindSpec(results, "/data", read_only=False), BindSpec(shared, "/data/sub")]
+    with pytest.raises(SandboxRequestError, match="'/data/sub' lies in '/data', which is bound read-write"):
+        binds.check(asked, allowed)
+
+
 def test_a_directory_to_bind_is_opened_as_one(allowed, tmp_path, monkeypatch):
     """So that the kernel mounts what autofs mounts on demand, before the place is judged."""
     asked, really = [], os.open
