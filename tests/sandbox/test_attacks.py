@@ -211,7 +211,9 @@ print("fine")
 
 
 def test_a_file_is_no_larger_than_the_disk_limit(victim):
-    result = victim.client.bash("head -c 80M /dev/zero >/tmp/large; stat -c '%s bytes' /tmp/large")
+    result = victim.client.bash(
+        "head -c 80M /dev/zero >/tmp/large; stat -c '%s bytes' /tmp/large; rm /tmp/large"
+    )
     assert "File size limit exceeded" in result.output or "File too large" in result.output
     assert f"{DISK_MB << 20} bytes" in result.output
     victim.works()
