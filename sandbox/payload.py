@@ -1,13 +1,16 @@
-"""The files a sandbox needs inside: our server, in one read-only directory."""
+"""The files a sandbox needs inside: our server and ptyprocess, side by side in one read-only directory."""
 
 from __future__ import annotations
 
 import compileall
 import hashlib
+import importlib.util
 import os
 import py_compile
 import shutil
 from pathlib import Path
+
+from sandbox.errors import SandboxError
 
 _SERVER = Path(__file__).parent / "server"
 
@@ -17,8 +20,13 @@ def stage(parent: Path) -> Path:
 
     A copy rather than a bind of the sources: it is readable by the sandbox's user wherever the package is
     installed, and running sandboxes keep the code they started with, whatever version the next host has.
+    Raises SandboxError when ptyprocess is not installed.
     """
+    spec = importlib.util.find_spec("ptyprocess")
+    if spec is None or spec.origin is None:
+        raise SandboxError("the package ptyprocess is not installed here: pip install ptyprocess")
     sources = {path.name: path for path in _SERVER.glob("*.py")}
+    sources |= {f"ptyprocess/{path.name}": path for path in Path(spec.origin).parent.glob("*.py")}
     digest = hashlib.sha256()
     for name, path in sorted(sources.items()):
         digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
@@ -27,8 +35,8 @@ def stage(parent: Path) -> Path:
         return target
     temporary = parent / f".{target.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     for name, path in sources.items():
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, temporary / name)
     # Of use if the Python inside is of our version, harmless else. By hash: a copy's times mean nothing.
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH

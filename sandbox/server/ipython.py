@@ -6,10 +6,10 @@ died, whoever killed it. A result says when that cost the variables.
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 
-from bash import find_program
 from errors import RequestError, ServerError
 
 DEFAULT_MAX_CHARS = 30000
@@ -219,6 +219,6 @@ class IPython:
         named = self._env.get(PYTHON_VARIABLE)
         if named:
             return [named]
-        found = [find_program("python3", self._env.get("PATH")), "/usr/bin/python3"]
+        found = [shutil.which("python3", path=self._env.get("PATH")), "/usr/bin/python3"]
         same = found[0] and os.path.realpath(found[0]) == os.path.realpath(found[1])
         return [python for python in found[: 1 if same else 2] if python]

@@ -196,6 +196,7 @@ def test_a_directory_of_somebody_else_is_not_used(tmp_path):
 def test_the_payload_needs_nothing_but_the_standard_library(tmp_path):
     staged = payload.stage(tmp_path)
     assert payload.stage(tmp_path) == staged  # and only once
+    assert (staged / "ptyprocess" / "__init__.py").exists()
     command = [
         sys.executable,
         "-BESI",
