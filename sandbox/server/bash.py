@@ -1,12 +1,13 @@
-"""One bash process on a pseudo terminal: how it is started and waited for.
+"""How bash is started on a pseudo terminal.
 
-The server starts the first one before anything else, so this makes do with what is imported quickly.
+The first one before anything else, so this makes do with what is imported quickly. `ptyprocess`, which the
+session hands it to, is imported while bash starts: to have it fork took a tenth of a cold start.
 """
 
+import fcntl
 import os
+import struct
 import termios
-
-import ptyprocess
 
 import framing
 from confine import confiner
@@ -21,7 +22,7 @@ class Bash:
     def __init__(self, program, directory, env, cwd, limits=None):
         """`program`: its command line. `directory`: private, for the rc file. `limits`: see `confine.py`.
 
-        Raises OSError when it cannot be started.
+        Raises OSError. A program that cannot be executed says so on the terminal, and ends.
         """
         self.nonce = os.urandom(8).hex()
         """In every marker that it prints."""
@@ -29,38 +30,24 @@ class Bash:
         write_private(self.rc_file, framing.rc_file(self.nonce))
         argv = [*program, "--noediting", "--noprofile", "--rcfile", self.rc_file, "-i"]
         confine = confiner(limits or {})
+        self.pid, self.fd = os.forkpty()
+        if self.pid == 0:
+            _become(argv, env, cwd, confine)
 
-        def prepare():
-            set_terminal(0)  # before bash remembers how the terminal is, for after a program was killed
-            confine()
 
-        try:
-            self._process = ptyprocess.PtyProcess.spawn(
-                argv, cwd=cwd, env=env, dimensions=WINDOW, preexec_fn=prepare
-            )
-        except Exception as error:  # ptyprocess raises whatever exec said, in several types
-            raise OSError(str(error)) from error
-        self._process.delayafterclose = self._process.delayafterterminate = 0  # else closing sleeps
-        self.pid, self.fd = self._process.pid, self._process.fd
-        os.set_blocking(self.fd, False)
-
-    def is_alive(self):
-        """Whether the process runs; also reaps it."""
-        try:
-            return self._process.isalive()
-        except ptyprocess.PtyProcessError:
-            return False  # it was reaped by somebody else
-
-    def close(self):
-        """Close the terminal; background jobs get a hang-up."""
-        self._process.fileobj.close()
-
-    @property
-    def exit_code(self):
-        """As a shell tells it: 128 and the number of the signal that ended it; None where it is not known."""
-        if self._process.signalstatus is not None:
-            return 128 + self._process.signalstatus
-        return self._process.exitstatus
+def _become(argv, env, cwd, confine):
+    """Be the program. Does not return."""
+    try:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", *WINDOW, 0, 0))
+        set_terminal(0)  # before bash remembers how the terminal is, for after a program was killed
+        os.chdir(cwd)
+        confine()
+        os.execvpe(argv[0], argv, env)
+    except Exception as error:
+        os.write(2, ("cannot start %s: %s\n" % (argv[0], error)).encode("utf-8", "replace"))
+    finally:
+        os._exit(127)
 
 
 def set_terminal(fd):
@@ -70,3 +57,15 @@ def set_terminal(fd):
     attributes[1] = 0
     attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
     termios.tcsetattr(fd, termios.TCSANOW, attributes)
+
+
+def find_program(name, path):
+    """Where on `path` (None: the system's own) a program of that name is; None where it is not.
+
+    `shutil` does that too, but imports every way to pack an archive.
+    """
+    for directory in (path or os.defpath).split(os.pathsep):
+        place = os.path.join(directory, name)
+        if os.path.isfile(place) and os.access(place, os.X_OK):
+            return place
+    return None

@@ -8,6 +8,8 @@ import struct
 import termios
 import time
 
+import ptyprocess
+
 import framing
 import proc
 from bash import set_terminal
@@ -34,10 +36,11 @@ class Session:
         `directory`: private place for the command file.
         """
         self._command_file = os.path.join(directory, "cmd")
-        self._bash = bash
+        self._rc_file = bash.rc_file
+        self._process = ptyprocess.PtyProcess(bash.pid, bash.fd)
+        os.set_blocking(bash.fd, False)
         self.fd = bash.fd
         self.pid = bash.pid
-        self.is_alive = bash.is_alive
         self.terminal = os.makedev(136, struct.unpack("I", fcntl.ioctl(self.fd, TIOCGPTN, b"\0" * 4))[0])
         self._scanner = MarkerScanner(bash.nonce)
         self._number = 0
@@ -96,7 +99,7 @@ class Session:
 
     def type_end(self):
         """Ask a shell that lost its PROMPT_COMMAND, and is back at the prompt, for the marker."""
-        if self.foreground() != self.pid or self._bash.rc_file not in proc.command_line(self.pid):
+        if self.foreground() != self.pid or self._rc_file not in proc.command_line(self.pid):
             return  # another program runs, or `exec` has put one in the shell's place
         self.queue(b"\n" + framing.END.encode() + b"\n")
 
@@ -159,8 +162,8 @@ class Session:
             os.kill(self.pid, signal.SIGKILL)  # `exec` made it something that has left the terminal
             self._await_exit()
         if self.ending is None:
-            code = self._bash.exit_code
-            self.exit_code = 128 + signal.SIGKILL if code is None else code
+            code, number = self._process.exitstatus, self._process.signalstatus or signal.SIGKILL
+            self.exit_code = 128 + number if code is None else code
         self.ending = "exited"
         self._inside = False
 
@@ -172,6 +175,13 @@ class Session:
                 return False
             time.sleep(0.002)
         return True
+
+    def is_alive(self):
+        """Whether the process runs; also reaps it."""
+        try:
+            return self._process.isalive()
+        except ptyprocess.PtyProcessError:
+            return False  # it was reaped by somebody else
 
     def look(self):
         """Bring `ending` up to date while nobody waits, and return it."""
@@ -237,4 +247,4 @@ class Session:
         self.ending = "exited"
         self.end_process()
         self._await_exit()
-        self._bash.close()
+        self._process.fileobj.close()

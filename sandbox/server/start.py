@@ -13,12 +13,11 @@ null = the image's; `walls`: whether this is a container, see `walls.py`; `binds
 import _socket  # `socket` makes enumerations of it, which takes longer than all of this
 import marshal
 import os
-import shutil
 import sys
 
 import seccomp
 import walls
-from bash import Bash
+from bash import Bash, find_program
 from repair import Loader
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -43,10 +42,7 @@ def main(config_path):
     loader = Loader(own_namespace)
     programs = programs_of_bash(config)
     directory, workspace, env, limits = (config[key] for key in ("directory", "workspace", "env", "limits"))
-    try:
-        bash = Bash(programs[0], directory, env, workspace, limits)
-    except OSError:
-        bash = None  # the shell tries all of them, and tells
+    bash = Bash(programs[0], directory, env, workspace, limits)
     from shell import Shell
 
     shell = Shell(directory, env, workspace, programs, limits, own_namespace, loader, bash)
@@ -105,7 +101,7 @@ def programs_of_bash(config):
     """The image's bash, else, or should the agent break it, the one that comes with our interpreter."""
     if not config["bash"]:
         return [["bash"]]
-    image_has_one = shutil.which("bash", path=config["env"].get("PATH"))
+    image_has_one = find_program("bash", config["env"].get("PATH"))
     return [["bash"], config["bash"]] if image_has_one else [config["bash"]]
 
 
