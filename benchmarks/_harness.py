@@ -1,15 +1,44 @@
-"""What benchmarks share: the machine's description, CPU accounting, and the result line."""
+"""What benchmarks share: options, turns, spreads, processor time, the floor of the machine, the result."""
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import os
 import platform
+import shutil
+import signal
 import statistics
-from collections.abc import Iterable
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
+
+from sandbox.host_client import HostClient, SyncHostClient
+
+
+def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.ArgumentParser:
+    """A parser with `--count` and `--rounds`, the options that every benchmark has.
+
+    SIGTERM ends the process like Ctrl-C from now on.
+
+    Args:
+        text: What is measured: the module's docstring.
+        count: The default of `--count`.
+        rounds: The default of `--rounds`; 1 is the short form that the tests run.
+    """
+    end_in_order_on_sigterm()
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=count, help="repetitions a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s; 1: the short form")
+    return parser
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -18,8 +47,8 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     for pid in pids:
         try:
             process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                times = one.cpu_times()
+            for member in (process, *process.children(recursive=True)):
+                times = member.cpu_times()
                 total += times.user + times.system
         except psutil.NoSuchProcess:
             continue
@@ -35,7 +64,109 @@ def summary(values: list[float]) -> dict[str, float]:
     }
 
 
-def report(name: str, results: dict[str, float], **details: Any) -> None:
-    """Print the last line: figures under `results`, everything else beside them."""
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` (0 to 1) of all values do not exceed; no interpolation."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * round(share * 1000) // 1000) - 1)]
+
+
+def spread_ms(seconds: list[float]) -> dict[str, float]:
+    """Median, 95th percentile and number of repetitions, in milliseconds, of times in seconds."""
+    return {
+        "p50_ms": round(statistics.median(seconds) * 1e3, 3),
+        "p95_ms": round(percentile(seconds, 0.95) * 1e3, 3),
+        "n": len(seconds),
+    }
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that the action takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def take_turns(
+    methods: Mapping[str, Callable[[], float]], repetitions: Mapping[str, int], turn: int = 1
+) -> dict[str, list[float]]:
+    """Call each method `repetitions[name]` times and collect what it returns.
+
+    Round-robin, so that a noisy moment of the machine meets all: at most `turn` times in a row where all
+    repetitions are equal, and fewer of a method that has fewer. Each round begins with another method.
+    """
+    rounds = -(-max(repetitions.values()) // turn)
+    names = list(methods)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            count = (number + 1) * repetitions[name] // rounds - number * repetitions[name] // rounds
+            values[name] += [methods[name]() for _ in range(count)]
+    return values
+
+
+def median_ms(action: Callable[[], object], times: int) -> float:
+    """Median milliseconds of an action that is done so many times."""
+    return round(statistics.median(timed(action) for _ in range(times)) * 1e3, 4)
+
+
+def floor() -> dict[str, float]:
+    """What this machine takes for things that nobody can do without: medians, to read other times by.
+
+    `fork_exec_ms`: start and end of /bin/true. `round_trip_ms`: a byte to another process and back.
+    `sha256_16mb_ms`: SHA-256 of 16 MiB.
+    """
+    block = bytes(16 << 20)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as echo:
+        round_trip_ms = median_ms(lambda: (echo.stdin.write(b"."), echo.stdout.read(1)), 200)
+        echo.stdin.close()
+    return {
+        "fork_exec_ms": median_ms(lambda: subprocess.run(["/bin/true"], check=True), 20),
+        "round_trip_ms": round_trip_ms,
+        "sha256_16mb_ms": median_ms(lambda: hashlib.sha256(block), 5),
+    }
+
+
+def report(name: str, results: dict[str, Any], **details: Any) -> None:
+    """Print the last line: figures under `results`, the machine and everything else beside them."""
+    load = os.getloadavg()[0]
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": load, "floor": floor()}
     print(json.dumps({"benchmark": name, "results": results, "machine": machine, **details}))
+
+
+def say(text: str) -> None:
+    """Print progress to standard error; standard output is for the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def end_in_order_on_sigterm() -> None:
+    """Treat SIGTERM like Ctrl-C: what was started is ended by the `with` blocks it was started in."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory with a short path, for Unix sockets, that is removed at the end."""
+    path = Path(tempfile.mkdtemp(prefix="sbxb-", dir="/tmp"))
+    path.chmod(0o711)  # for the user whom root starts sandboxes as
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def private_host(state: Path, warm: int) -> Iterator[HostClient]:
+    """A sandbox host of our own in `state` that keeps `warm` sandboxes ready; its end is the end of all its
+    sandboxes. It is started by the first request, which has to come before the next such block is entered.
+    """
+    os.environ["ROLLOUT_SANDBOX_WARM"] = str(warm)
+    state.mkdir(exist_ok=True)
+    try:
+        yield HostClient(state)
+    finally:
+        SyncHostClient(state).stop()
