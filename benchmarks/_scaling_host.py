@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks._scaling_handler import BOOT_VARIABLE
+from benchmarks._handlers import BOOT_VARIABLE
 from sandbox import aio
 from sandbox.host import SOCKET_NAME
 
 
 class SimulatedHost:
-    """Of one node."""
+    """The host of one node."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -42,21 +42,7 @@ class SimulatedHost:
     async def _carry_out(self, request: dict[str, Any]) -> dict[str, Any]:
         match request:
             case {"op": "start", "spec": dict(spec)}:
-                boot_s = float(spec["env"].get(BOOT_VARIABLE, "0"))
-                await asyncio.sleep(boot_s)
-                self._started += 1
-                sandbox = f"{self._started:08x}"
-                self._owners.setdefault(spec["owner"], []).append(sandbox)
-                return {
-                    "id": sandbox,
-                    "socket": str(self._state / f"{sandbox}.sock"),
-                    # What real nodes have: another one would be warned of in every worker.
-                    "runtime": "apptainer",
-                    "node": self._state.name,
-                    "isolation_missing": [],
-                    "pid": os.getpid(),
-                    "start_ms": boot_s * 1e3,
-                }
+                return await self._start(spec)
             case {"op": "release_owner", "owner": str(owner)}:
                 return {"released": len(self._owners.pop(owner, []))}
             case {"op": "stats"}:
@@ -64,9 +50,26 @@ class SimulatedHost:
                 return {"claimed": claimed, "warm": 0, "started": self._started, "pid": os.getpid()}
         return {}
 
+    async def _start(self, spec: dict[str, Any]) -> dict[str, Any]:
+        boot_s = float(spec["env"].get(BOOT_VARIABLE, "0"))
+        await asyncio.sleep(boot_s)
+        self._started += 1
+        sandbox = f"{self._started:08x}"
+        self._owners.setdefault(spec["owner"], []).append(sandbox)
+        return {
+            "id": sandbox,
+            "socket": str(self._state / f"{sandbox}.sock"),
+            # What real nodes have: another one would be warned of in every worker.
+            "runtime": "apptainer",
+            "node": self._state.name,
+            "isolation_missing": [],
+            "pid": os.getpid(),
+            "start_ms": boot_s * 1e3,
+        }
+
 
 async def _main(directories: list[str]) -> None:
-    await asyncio.gather(*(SimulatedHost(Path(one)).serve() for one in directories))
+    await asyncio.gather(*(SimulatedHost(Path(directory)).serve() for directory in directories))
 
 
 if __name__ == "__main__":

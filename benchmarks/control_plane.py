@@ -1,139 +1,225 @@
-"""What losing nothing costs: recovery of a killed worker's rollouts, CPU time a rollout, clients that wait.
+"""What losing nothing costs: clients that wait, CPU time a rollout, recovery of a killed worker's rollouts.
+
+Waiting: 800 long-polls of a rollout each, 100 of completions, 100 streams, all open at one gateway (a process
+and gunicorn's master), which answers another client's requests meanwhile and did so alone before.
+
+CPU: that of gateway, workers, Redis and client for a no-op rollout, against a bare Celery chain that has all
+of Celery that ours has (`benchmarks/_equal_chain.py`). Rounds are interleaved.
 
 Recovery: a worker that holds 55 rollouts gets SIGKILL; seconds until each of them has another worker, less
-the lease (5 s here). A round for each stage in turn.
-
-CPU: user and system seconds of gateway, workers, Redis and client, a no-op rollout, less those of a bare
-Celery chain of three no-op tasks with the same pool, slots, prefetch and events. Rounds are interleaved, the
-difference is taken round by round. `bare_unacked` is the same chain without kombu's copies of messages in
-hand, which ours has not either.
-
-Waiting: 800 long-polls of a rollout each, 100 of completions, 100 streams, all open at one gateway process
-that answers another client's requests meanwhile.
+the lease (5 s here). With a spare, another worker of the stage has slots free at the kill; without one, a new
+process is started at the kill. A kill of each kind a round, for each stage in turn; the worst counts.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import json
+import os
+import signal
 import time
+from http.client import HTTPConnection
+from typing import Any
 
-from benchmarks import _bare_chain as bare_chain
-from benchmarks import _waiting
-from benchmarks._harness import cpu_seconds, report, summary
-from benchmarks._latency import end_in_order_on_sigterm, percentile, private_directory, say
-from benchmarks._recovery import HELD, KILLED, SLOTS, Service
-from benchmarks.pipeline import start_bare_workers, time_bare, time_ours
+import psutil
 
-REST_CPU_SHARE = 0.1
-"""Of a processor: workers that use less have done with what they import when they start."""
-REST_PATIENCE_S = 60.0
+from benchmarks._harness import make_parser, median_ms, percentile, report, say, spread_ms, summary, timed
+from benchmarks._service import PATIENCE_S, await_worker, discard, launch, memory_mb, service, start_fleet
+from benchmarks.pipeline import SLOTS, race, ratio_of_medians
+from rollout.schema import RolloutRequest, State
+from services.state.fleet import FleetStore
+from tests.helpers.keys import HEADERS, http
+from tests.helpers.stack import NODE, Process, Stack, wait_until
+from tests.helpers.waiters import Waiters
+from workers.handlers.noop import Noop
+
+POLLS, CURSORS, STREAMS = 800, 100, 100
+"""Long-polls of single rollouts, of the completions, and streams: 1,000 together."""
+PAUSE_S = 0.05
+"""Between two rounds of other requests."""
 LONG_S, SHORT_S = 20.0, 1.0
-"""For which clients wait while others are answered; the short form, a single round, is for tests."""
+"""For which clients wait while others are answered, and half of it before."""
 LEASE_S, SHORT_LEASE_S = 5.0, 3.0
+HELD = 55
+"""Rollouts that a worker holds when it is killed."""
+STATES = {"run": State.RUNNING, "init": State.INITIALIZING, "eval": State.EVALUATING}
+"""Of rollouts in a stage; kills begin with RUN, where rollouts spend most of their time."""
 
 
-def cpu(service: Service, rounds: int, count: int) -> dict[str, list[float]]:
-    """Milliseconds of CPU time a rollout: ours, the bare chain, the one without acknowledgements."""
-    stack = service.stack
-    bare = start_bare_workers(stack, SLOTS)
-    unacked = start_bare_workers(stack, SLOTS, bare_chain.UNACKED) if rounds > 1 else []
-    redis, client = stack.redis.pid, stack.client
-    fleets = {
-        "ours": (
-            [stack.gateway.pid, *(one.pid for one in service.workers.values())],
-            lambda: time_ours(stack, client, count),
-        ),
-        "bare": ([one.pid for one in bare], lambda: time_bare(stack, count)),
-        "bare_unacked": (
-            [one.pid for one in unacked],
-            lambda: time_bare(stack, count, bare_chain.UNACKED),
-        ),
+class Others:
+    """A client with other wishes: submits a rollout, reads it, asks for the health, cancels."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+
+    def requests(self, seconds: float) -> dict[str, list[float]]:
+        """Ask for so long; seconds that each request of a kind took."""
+        times: dict[str, list[float]] = {"submit": [], "get": [], "health": [], "cancel": []}
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            answer = self._ask(times["submit"], "POST", "/v1/rollouts", b'{"handler": "noop"}')
+            path = f"/v1/rollouts/{answer['rollouts'][0]['id']}"
+            self._ask(times["get"], "GET", path)
+            self._ask(times["health"], "GET", "/health")
+            # It ends at once: a result, which none of those who wait is waiting for.
+            self._ask(times["cancel"], "POST", f"{path}/cancel")
+            time.sleep(PAUSE_S)
+        return times
+
+    def _ask(self, times: list[float], method: str, path: str, body: bytes | None = None) -> Any:
+        began = time.perf_counter()
+        self._connection.request(method, path, body, HEADERS | {"Content-Type": "application/json"})
+        response = self._connection.getresponse()
+        answer = response.read()
+        times.append(time.perf_counter() - began)
+        if response.status >= 300:
+            raise RuntimeError(f"{method} {path}: {response.status} {answer[:200]!r}")
+        return json.loads(answer)
+
+
+def waiters(stack: Stack) -> int:
+    """Clients that wait, as the gateway counts them."""
+    lines = http.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    return next(int(float(line.split()[1])) for line in lines if line.startswith("rollout_gateway_waiters "))
+
+
+def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
+    """Let clients wait and ask other things for so many seconds; then end what is waited for.
+
+    No worker may run: what is submitted stays queued.
+    """
+    FleetStore(stack.redis.client).put_handlers([Noop().info()])
+    master = psutil.Process(stack.gateway.pid)
+    (worker,) = master.children()
+    others = Others(stack.port)
+    others.requests(PAUSE_S)  # what the first requests import is not counted
+    alone = others.requests(seconds / 2)
+    before_mb = memory_mb([master.pid, worker.pid], "pss")
+    made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=["waited-for"])])
+    paths = [f"/v1/rollouts/{new.id}?wait=60&include=summary" for new in made]
+    paths += ["/v1/completions?cursor=$&wait=60&tag=nobody-s"] * CURSORS
+    paths += ["/v1/completions/stream?cursor=$&tag=nobody-s"] * STREAMS
+    with Waiters("127.0.0.1", stack.port, paths) as clients:
+        wait_until(lambda: waiters(stack) == len(paths), PATIENCE_S, "all clients to wait")
+        cpu_s = sum(worker.cpu_times()[:2])
+        beside = others.requests(seconds)
+        cpu_s = sum(worker.cpu_times()[:2]) - cpu_s
+        clients.read()
+        if (still := waiters(stack)) != len(paths):
+            raise RuntimeError(f"{still} of {len(paths)} waited to the end: measure for less than 60 s")
+        pss_mb, threads = memory_mb([master.pid, worker.pid], "pss"), worker.num_threads()
+        began = time.monotonic()
+        stack.client.cancel_many(tag="waited-for")
+        if not clients.read_answers(PATIENCE_S, range(POLLS)):
+            raise TimeoutError("not all long-polls were answered")
+        woken_s = time.monotonic() - began
+    wait_until(lambda: waiters(stack) == 0, PATIENCE_S, "those who left to be forgotten")
+    p99_ms = {
+        name: percentile([value for each in times.values() for value in each], 0.99) * 1e3
+        for name, times in {"alone": alone, "beside": beside}.items()
     }
-    if rounds == 1:
-        del fleets["bare_unacked"]
-    found: dict[str, list[float]] = {name: [] for name in (*fleets, "redis_ours", "redis_bare")}
-    time_ours(stack, client, 50)
-    if rounds > 1:
-        rest([pid for pids, _ in fleets.values() for pid in pids])
-    for number in range(rounds):
-        for name, (pids, work) in fleets.items():
-            before, before_redis = cpu_seconds(pids) + time.process_time(), cpu_seconds([redis])
-            work()
-            used_redis = cpu_seconds([redis]) - before_redis
-            used = cpu_seconds(pids) + time.process_time() - before + used_redis
-            found[name].append(used / count * 1e3)
-            if f"redis_{name}" in found:
-                found[f"redis_{name}"].append(used_redis / count * 1e3)
-        latest = ", ".join(f"{name} {found[name][-1]:.2f}" for name in fleets)
-        say(f"cpu, round {number + 1}: {latest} ms a rollout")
-    for worker in (*bare, *unacked):
-        worker.stop()
-        stack.processes.remove(worker)
-    return found
+    say(f"waiting: {pss_mb:.0f} MB, others p99 {p99_ms['beside']:.1f} ms, alone {p99_ms['alone']:.1f} ms")
+    return {
+        "pss_mb": round(pss_mb, 1),
+        "pss_mb_before": round(before_mb, 1),
+        "p99_ms": {name: round(value, 2) for name, value in p99_ms.items()},
+        "others": {name: spread_ms(times) for name, times in beside.items()},
+        "cpu_share": round(cpu_s / seconds, 3),
+        "threads": threads,
+        "woken_800_s": round(woken_s, 2),
+    }
 
 
-def rest(pids: list[int]) -> None:
-    """Wait until the processes have done with their start."""
-    deadline = time.monotonic() + REST_PATIENCE_S
-    while time.monotonic() < deadline:
-        before = cpu_seconds(pids)
-        time.sleep(1.0)
-        if cpu_seconds(pids) - before < REST_CPU_SHARE * len(pids) / 3:
-            return
+class Kills:
+    """Workers that are killed with all they hold."""
 
+    def __init__(self, stack: Stack, fleet: dict[str, Process], lease_s: float) -> None:
+        self._stack, self._fleet, self._lease_s = stack, fleet, lease_s
+        self._started = 0
+        self.start_s: list[float] = []
+        """What starting a worker took, until it had announced itself, where a spare was started."""
 
-def differences(ours: list[float], theirs: list[float]) -> list[float]:
-    return [one - other for one, other in zip(ours, theirs, strict=True)]
+    def seconds_over_lease(self, stage: str, spare: bool) -> float:
+        """Kill the stage's worker; seconds until each of its rollouts has another one, less the lease.
 
+        Rollouts in INIT or RUN begin afresh and have to come through INIT again. Below zero where heartbeats
+        were a while ago: a lease counts from the last one.
 
-def recover(service: Service, rounds: int) -> dict[str, list[float]]:
-    """Seconds over the lease, by the stage whose worker was killed; one round = one kill."""
-    found: dict[str, list[float]] = {}
-    for number in range(rounds):
-        stage = KILLED[number % len(KILLED)]
-        found.setdefault(stage, []).append(service.seconds_over_lease(stage))
-    return found
+        Args:
+            spare: The other worker is there before the kill; else it is started at the kill.
+        """
+        client, victim = self._stack.client, self._fleet[stage]
+        request = RolloutRequest(handler="noop", task={f"{stage}_s": 3600.0}, n=HELD, tags=["held"])
+        ids = [new.id for new in client.submit([request])]
+        wait_until(lambda: self._held(ids, stage, victim) == HELD, PATIENCE_S, f"{HELD} leases")
+        if spare:
+            self.start_s.append(timed(lambda: await_worker(self._stack, stage, self._start(stage))))
+        os.killpg(victim.pid, signal.SIGKILL)
+        began = time.monotonic()
+        heir = self._fleet[stage] if spare else self._start(stage)
+        wait_until(lambda: self._held(ids, stage, heir) == HELD, PATIENCE_S, f"{HELD} new leases", heir)
+        over_s = time.monotonic() - began - self._lease_s
+        discard(self._stack, victim)
+        client.cancel_many(tag="held")
+        wait_until(lambda: all(state is None for state in self._states(ids)), PATIENCE_S, "the end of all")
+        say(f"recovery from a killed worker of {stage}, {spare=}: lease {over_s:+.2f} s")
+        return over_s
+
+    def _start(self, stage: str) -> Process:
+        self._started += 1
+        worker = launch(self._stack, stage, f"{stage}{self._started}@{NODE}", SLOTS)
+        self._fleet[stage] = worker
+        return worker
+
+    def _held(self, ids: list[str], stage: str, worker: Process) -> int:
+        return self._states(ids).count((STATES[stage], worker.name))
+
+    def _states(self, ids: list[str]) -> list[tuple[str, str] | None]:
+        """State and worker of each rollout; None for one that has ended."""
+        with self._stack.redis.client.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner", "finished")
+            return [None if ended else (state, owner or "") for state, owner, ended in pipe.execute()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=1000, help="rollouts a round of the CPU measurement")
-    parser.add_argument("--rounds", type=int, default=9, help="kills, and rounds of the CPU measurement")
-    options = parser.parse_args()
-    end_in_order_on_sigterm()
+    options = make_parser(__doc__, count=1000, rounds=6).parse_args()
     short = options.rounds == 1
     lease_s = SHORT_LEASE_S if short else LEASE_S
-    with private_directory() as directory:
-        waiting = _waiting.measure(directory, SHORT_S if short else LONG_S)
-    with private_directory() as directory, Service(directory, lease_s) as service:
-        used = cpu(service, options.rounds, options.count)
-        recovery = recover(service, options.rounds)
-    over = [value for values in recovery.values() for value in values]
-    every = waiting.pop("others_ms")
-    cpu_ms = {name: summary(values) for name, values in used.items()}
-    over_bare = {
-        name: differences(used["ours"], used[name]) for name in ("bare", "bare_unacked") if name in used
-    }
+    with service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
+        waiting = wait_at_gateway(stack, SHORT_S if short else LONG_S)
+        ping_ms = median_ms(stack.redis.client.ping, 200)
+        fleet = start_fleet(stack, SLOTS)
+        used = race(stack, fleet, options.rounds, options.count)
+        kills = Kills(stack, fleet, lease_s)
+        over_s: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
+        for number in range(options.rounds):
+            stage = list(STATES)[number % len(STATES)]
+            for spare, by_stage in over_s.items():
+                by_stage.setdefault(stage, []).append(kills.seconds_over_lease(stage, spare))
+    worst_s = {spare: max(max(values) for values in by_stage.values()) for spare, by_stage in over_s.items()}
+    cpu_ms = used.spreads(used.cpu_ms)
+    p99_ms = waiting["p99_ms"]
     report(
         "control_plane",
         {
-            "recovery_s_over_lease": round(statistics.median(over), 3),
-            "cpu_ms_over_bare_chain": summary(over_bare["bare"])["median"],
-            "waiters_1000_pss_mb": waiting["pss_mb"]["worker"],
-            "other_request_p99_ms": round(percentile(every, 0.99), 2),
+            "recovery_worst_s_over_lease_with_spare": round(worst_s[True], 3),
+            "recovery_worst_s_over_lease_without_spare": round(worst_s[False], 3),
+            "cpu_ratio_to_equal_chain": ratio_of_medians(cpu_ms),
+            "cpu_ms_over_equal_chain": round(cpu_ms["ours"]["median"] - cpu_ms["equal_chain"]["median"], 3),
+            "gateway_pss_mb_with_1000_waiters": waiting["pss_mb"],
+            "other_request_p99_ratio_to_no_waiters": round(p99_ms["beside"] / p99_ms["alone"], 2),
+            "other_request_p99_ms": p99_ms["beside"],
         },
         recovery={
             "lease_s": lease_s,
             "held": HELD,
-            "worst_s_over_lease": round(max(over), 3),
-            **{stage: summary(values) for stage, values in recovery.items()},
+            "with_spare": {stage: summary(values) for stage, values in over_s[True].items()},
+            "without_spare": {stage: summary(values) for stage, values in over_s[False].items()},
+            "worker_start_s": summary(kills.start_s),
         },
         cpu_ms=cpu_ms,
-        cpu_ms_over={name: summary(values) for name, values in over_bare.items()},
-        waiting={**waiting, "others": {"n": len(every), "p50_ms": round(statistics.median(every), 2)}},
+        waiting=waiting,
+        redis_ping_ms=ping_ms,
         count=options.count,
         rounds=options.rounds,
     )
