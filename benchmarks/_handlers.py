@@ -25,13 +25,11 @@ WORDS = ("the", "file", "returns", "a", "list", "of", "values", "because", "test
 
 class SimTask(BaseModel):
     init_s: float = 0.0
-    """What the sandbox takes to start; with a real one, nothing."""
+    """What the sandbox takes to start."""
     run_s: float = 0.0
     eval_s: float = 0.0
     tokens: int = Field(default=0, ge=0)
     """Tokens that the trajectory samples, in one turn."""
-    command: str = ""
-    """A command for the (real) sandbox before the sleep of RUN."""
 
 
 class Simulated(AgentHandler[SimTask]):
@@ -46,8 +44,6 @@ class Simulated(AgentHandler[SimTask]):
 
     async def run(self, ctx: RunContext[SimTask]) -> FinishReason:
         task = ctx.task
-        if task.command:
-            await ctx.sandbox.bash(task.command)
         if task.tokens:
             ctx.agent.trajectory.chains.append(make_chain(ctx.rollout_id, [task.tokens], 0))
         await asyncio.sleep(task.run_s)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,31 @@ def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.Argume
     return parser
 
 
+def with_children(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    """These processes and all that they have started, less those that have ended."""
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            yield from (process, *process.children(recursive=True))
+
+
 def cpu_seconds(pids: Iterable[int]) -> float:
     """User and system seconds that these processes and their children have used so far."""
     total = 0.0
-    for pid in pids:
-        try:
-            process = psutil.Process(pid)
-            for member in (process, *process.children(recursive=True)):
-                times = member.cpu_times()
-                total += times.user + times.system
-        except psutil.NoSuchProcess:
-            continue
+    for process in with_children(pids):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
     return total
+
+
+def memory_mb(pids: Iterable[int], kind: str) -> float:
+    """`pss` or `rss` of these processes and their children, in 10⁶ bytes."""
+    total = 0
+    for process in with_children(pids):
+        with suppress(psutil.NoSuchProcess):
+            total += getattr(process.memory_full_info(), kind)
+    return total / 1e6
 
 
 def summary(values: list[float]) -> dict[str, float]:

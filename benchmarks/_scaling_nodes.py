@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks._harness import say
 from benchmarks._service import PATIENCE_S, STAGES, await_worker, discard, launch, service
 from rollout.schema import RolloutRequest
 from sandbox.host import SOCKET_NAME
-from sandbox.host_client import SyncHostClient
 from services.queues import make_celery
 from services.settings import Settings
 from tests.helpers.stack import Process, Stack, wait_until
@@ -109,52 +106,30 @@ class Nodes:
                 # One that has only just started may not listen yet.
                 names -= set(answers)
 
-    def end(self, *, real: bool) -> None:
-        """End all workers, and the real sandbox hosts."""
-        for worker in self._workers.values():
-            worker.popen.terminate()
-        if real:
-            # Before their workers' patience with them runs out: they end what is left of sandboxes.
-            for number in range(self.count):
-                SyncHostClient(self.state(number)).stop()
+    def end(self) -> None:
+        """End all workers."""
         discard(self.stack, *self._workers.values())
-        self._workers.clear()
 
     @property
-    def worker_count(self) -> int:
-        return len(self._workers)
-
-    @property
-    def gateway_pids(self) -> list[int]:
-        """gunicorn's master and its worker."""
-        gateway = psutil.Process(self.stack.gateway.pid)
-        return [gateway.pid, *(child.pid for child in gateway.children(recursive=True))]
-
-    @property
-    def redis_pids(self) -> list[int]:
-        """Redis and the child that rewrites its append-only file, if there is one now."""
-        redis = psutil.Process(self.stack.redis.pid)
-        return [redis.pid, *(child.pid for child in redis.children())]
+    def head_pids(self) -> dict[str, int]:
+        """Redis and the gateway."""
+        return {"redis": self.stack.redis.pid, "gateway": self.stack.gateway.pid}
 
     def in_state(self, *states: str) -> int:
         """Rollouts that are in one of these states."""
         counts = self.redis.hgetall("rollouts:counts")
         return sum(int(counts.get(state, 0)) for state in states)
 
-    def ended(self) -> int:
-        """Rollouts that have ended so far; fails on one that ended badly."""
-        if bad := self.in_state("failed", "timed_out"):
-            raise RuntimeError(f"{bad} rollouts failed; see {self.stack.directory}")
-        return self.in_state("completed")
-
     def rate(self, tasks: list[dict[str, Any]], what: str) -> float:
         """Put tasks through; rollouts a second from the first submission to the last end: ramps included."""
-        goal = self.ended() + len(tasks)
+        goal = self.in_state("completed") + len(tasks)
         requests = [RolloutRequest(handler="simulated", task=task) for task in tasks]
         began = time.monotonic()
         for first in range(0, len(requests), PER_CALL):
             self.client.submit(requests[first : first + PER_CALL])
-        while self.ended() < goal:
+        while self.in_state("completed") < goal:
+            if failed := self.in_state("failed", "timed_out"):
+                raise RuntimeError(f"{what}: {failed} rollouts failed")
             if time.monotonic() - began > PATIENCE_S:
                 raise TimeoutError(f"{what}: not all of {len(tasks)} rollouts ended in {PATIENCE_S:g} s")
             time.sleep(POLL_S)
@@ -164,23 +139,16 @@ class Nodes:
 
 
 @contextmanager
-def cluster(count: int, most: Slots, *, real: bool = False) -> Iterator[Nodes]:
-    """A head and virtual nodes, RUN and EVAL of all, INIT of none.
-
-    Args:
-        real: Sandboxes of the real host, which each node then has its own of.
-    """
+def cluster(count: int, most: Slots) -> Iterator[Nodes]:
+    """A head and virtual nodes: RUN and EVAL of all, INIT of none."""
     with service(**ENV) as stack:
         nodes = Nodes(stack, count, most)
         states = [nodes.state(number) for number in range(count)]
-        if not real:
-            hosts = stack.start(
-                "hosts", [sys.executable, "-m", "benchmarks._scaling_host", *map(str, states)]
-            )
-            sockets = [state / SOCKET_NAME for state in states]
-            wait_until(lambda: all(path.exists() for path in sockets), PATIENCE_S, "the hosts", hosts)
+        hosts = stack.start("hosts", [sys.executable, "-m", "benchmarks._scaling_host", *map(str, states)])
+        sockets = [state / SOCKET_NAME for state in states]
+        wait_until(lambda: all(path.exists() for path in sockets), PATIENCE_S, "the hosts", hosts)
         try:
             nodes.start([(stage, number) for number in range(count) for stage in ("run", "eval")])
             yield nodes
         finally:
-            nodes.end(real=real)
+            nodes.end()

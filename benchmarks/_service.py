@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
-from benchmarks._harness import cpu_seconds, private_directory
+from benchmarks._harness import private_directory
 from services.state import keys
 from tests.helpers.stack import Process, Stack, wait_until
 
@@ -27,8 +24,6 @@ ENV = {
 }
 PATIENCE_S = 300.0
 """How long anything may take on a machine that is busy with other things."""
-REST_SHARE, REST_PATIENCE_S = 0.03, 60.0
-"""Workers that use less of a processor each have done with what they import after their start."""
 
 
 @contextmanager
@@ -42,9 +37,9 @@ def service(**env: str) -> Iterator[Stack]:
         yield stack
 
 
-def launch(stack: Stack, stage: str, name: str, slots: int, **env: str) -> Process:
-    """Start a worker of a stage by the command that an operator uses; `name` is that of Celery."""
-    argv = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-Q", stage, "-n", name]
+def launch(stack: Stack, queue: str, name: str, slots: int, app: str = "workers.app", **env: str) -> Process:
+    """Start a worker by the command that an operator uses; `name` is that of Celery."""
+    argv = [sys.executable, "-m", "celery", "-A", app, "worker", "-Q", queue, "-n", name]
     return stack.start(name, [*argv, "--without-gossip", "--without-mingle", "-E", "-c", str(slots)], env)
 
 
@@ -73,24 +68,3 @@ def discard(stack: Stack, *workers: Process) -> None:
     for worker in workers:
         worker.stop()
         stack.processes.remove(worker)
-
-
-def rest(pids: list[int]) -> None:
-    """Wait until the processes have done with their start, or for a minute."""
-    deadline = time.monotonic() + REST_PATIENCE_S
-    while time.monotonic() < deadline:
-        before = cpu_seconds(pids)
-        time.sleep(1.0)
-        if cpu_seconds(pids) - before < REST_SHARE * len(pids):
-            return
-
-
-def memory_mb(pids: list[int], kind: str) -> float:
-    """`pss` or `rss` of processes in 10⁶ bytes; 0 for one that has ended."""
-    total = 0
-    for pid in pids:
-        try:
-            total += getattr(psutil.Process(pid).memory_full_info(), kind)
-        except psutil.NoSuchProcess:
-            continue
-    return total / 1e6

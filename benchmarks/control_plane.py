@@ -20,11 +20,9 @@ import time
 from http.client import HTTPConnection
 from typing import Any
 
-import psutil
-
-from benchmarks._harness import make_parser, median_ms, percentile, report, say, spread_ms, summary, timed
-from benchmarks._service import PATIENCE_S, await_worker, discard, launch, memory_mb, service, start_fleet
-from benchmarks.pipeline import SLOTS, race, ratio_of_medians
+from benchmarks._harness import make_parser, memory_mb, percentile, report, say, spread_ms, summary, timed
+from benchmarks._service import PATIENCE_S, await_worker, discard, launch, service, start_fleet
+from benchmarks.pipeline import SLOTS, race
 from rollout.schema import RolloutRequest, State
 from services.state.fleet import FleetStore
 from tests.helpers.keys import HEADERS, http
@@ -88,25 +86,21 @@ def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
     No worker may run: what is submitted stays queued.
     """
     FleetStore(stack.redis.client).put_handlers([Noop().info()])
-    master = psutil.Process(stack.gateway.pid)
-    (worker,) = master.children()
     others = Others(stack.port)
     others.requests(PAUSE_S)  # what the first requests import is not counted
     alone = others.requests(seconds / 2)
-    before_mb = memory_mb([master.pid, worker.pid], "pss")
+    before_mb = memory_mb([stack.gateway.pid], "pss")
     made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=["waited-for"])])
     paths = [f"/v1/rollouts/{new.id}?wait=60&include=summary" for new in made]
     paths += ["/v1/completions?cursor=$&wait=60&tag=nobody-s"] * CURSORS
     paths += ["/v1/completions/stream?cursor=$&tag=nobody-s"] * STREAMS
     with Waiters("127.0.0.1", stack.port, paths) as clients:
         wait_until(lambda: waiters(stack) == len(paths), PATIENCE_S, "all clients to wait")
-        cpu_s = sum(worker.cpu_times()[:2])
         beside = others.requests(seconds)
-        cpu_s = sum(worker.cpu_times()[:2]) - cpu_s
         clients.read()
         if (still := waiters(stack)) != len(paths):
             raise RuntimeError(f"{still} of {len(paths)} waited to the end: measure for less than 60 s")
-        pss_mb, threads = memory_mb([master.pid, worker.pid], "pss"), worker.num_threads()
+        pss_mb = memory_mb([stack.gateway.pid], "pss")
         began = time.monotonic()
         stack.client.cancel_many(tag="waited-for")
         if not clients.read_answers(PATIENCE_S, range(POLLS)):
@@ -123,8 +117,6 @@ def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
         "pss_mb_before": round(before_mb, 1),
         "p99_ms": {name: round(value, 2) for name, value in p99_ms.items()},
         "others": {name: spread_ms(times) for name, times in beside.items()},
-        "cpu_share": round(cpu_s / seconds, 3),
-        "threads": threads,
         "woken_800_s": round(woken_s, 2),
     }
 
@@ -187,9 +179,8 @@ def main() -> None:
     lease_s = SHORT_LEASE_S if short else LEASE_S
     with service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
         waiting = wait_at_gateway(stack, SHORT_S if short else LONG_S)
-        ping_ms = median_ms(stack.redis.client.ping, 200)
         fleet = start_fleet(stack, SLOTS)
-        used = race(stack, fleet, options.rounds, options.count)
+        cpu_ms = race(stack, fleet, options.rounds, options.count)["cpu_ms"]
         kills = Kills(stack, fleet, lease_s)
         over_s: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
         for number in range(options.rounds):
@@ -197,14 +188,13 @@ def main() -> None:
             for spare, by_stage in over_s.items():
                 by_stage.setdefault(stage, []).append(kills.seconds_over_lease(stage, spare))
     worst_s = {spare: max(max(values) for values in by_stage.values()) for spare, by_stage in over_s.items()}
-    cpu_ms = used.spreads(used.cpu_ms)
     p99_ms = waiting["p99_ms"]
     report(
         "control_plane",
         {
             "recovery_worst_s_over_lease_with_spare": round(worst_s[True], 3),
             "recovery_worst_s_over_lease_without_spare": round(worst_s[False], 3),
-            "cpu_ratio_to_equal_chain": ratio_of_medians(cpu_ms),
+            "cpu_ratio_to_equal_chain": cpu_ms["ratio"],
             "cpu_ms_over_equal_chain": round(cpu_ms["ours"]["median"] - cpu_ms["equal_chain"]["median"], 3),
             "gateway_pss_mb_with_1000_waiters": waiting["pss_mb"],
             "other_request_p99_ratio_to_no_waiters": round(p99_ms["beside"] / p99_ms["alone"], 2),
@@ -213,15 +203,13 @@ def main() -> None:
         recovery={
             "lease_s": lease_s,
             "held": HELD,
-            "with_spare": {stage: summary(values) for stage, values in over_s[True].items()},
-            "without_spare": {stage: summary(values) for stage, values in over_s[False].items()},
+            "s_over_lease_with_spare": over_s[True],
+            "s_over_lease_without_spare": over_s[False],
             "worker_start_s": summary(kills.start_s),
         },
         cpu_ms=cpu_ms,
         waiting=waiting,
-        redis_ping_ms=ping_ms,
-        count=options.count,
-        rounds=options.rounds,
+        options=vars(options),
     )
 
 

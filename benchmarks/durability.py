@@ -63,12 +63,6 @@ class Lives:
             return count / timed(lambda: list(pool.map(self.live, ids)))
 
 
-def fdatasync_ms(directory: Path) -> float:
-    """Median milliseconds until 4 KiB more of a file are on the disk."""
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        return median_ms(lambda: (file.write(bytes(4096)), os.fdatasync(file.fileno())), 50)
-
-
 def main() -> None:
     parser = make_parser(__doc__, count=1000, rounds=5)
     parser.add_argument("--directory", type=Path, help="where Redis keeps its file; default: a temporary one")
@@ -91,7 +85,8 @@ def main() -> None:
             redis_ping_ms = median_ms(server.client.ping, 200)
         finally:
             server.stop()
-        disk_ms = fdatasync_ms(directory)
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            fdatasync_ms = median_ms(lambda: (file.write(bytes(4096)), os.fdatasync(file.fileno())), 50)
     ratios = [always / every for every, always in zip(rates["everysec"], rates["always"], strict=True)]
     submit_ms = {name: spread_ms(seconds) for name, seconds in submits.items()}
     report(
@@ -101,7 +96,7 @@ def main() -> None:
             "always_submit_ratio": round(submit_ms["always"]["p50_ms"] / submit_ms["everysec"]["p50_ms"], 2),
             "always_submit_ms": submit_ms["always"]["p50_ms"],
             "everysec_submit_ms": submit_ms["everysec"]["p50_ms"],
-            "fdatasync_ms": disk_ms,
+            "fdatasync_ms": fdatasync_ms,
         },
         lives_per_s={name: summary(values) for name, values in rates.items()},
         submit_ms=submit_ms,

@@ -11,14 +11,14 @@ messages that a process sends; nobody works on either.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks import _equal_chain as equal_chain
 from benchmarks._harness import cpu_seconds, make_parser, median_ms, report, say, summary, timed
-from benchmarks._service import PATIENCE_S, discard, rest, service, start_fleet
+from benchmarks._service import PATIENCE_S, discard, launch, service, start_fleet
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
 from tests.helpers.keys import accept_key
@@ -30,27 +30,43 @@ SLOTS = 64
 """Of each worker process, on both sides."""
 POLL_S = 0.005
 WARM_UP = 50
-SIDES = ("ours", "equal_chain")
 
 
 @dataclass
-class Race:
-    """What each side did, round by round."""
+class Side:
+    """One of the two that are compared, and what it did round by round."""
 
-    per_s: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
-    cpu_ms: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
-    """User and system time a rollout of all processes: sender, gateway, workers, Redis."""
+    submit: Callable[[int], object]
+    """Sends so many rollouts or chains."""
+    ended: Callable[[], int]
+    pids: list[int]
+    """All processes that work for this side, but the one that submits: this one."""
+    per_s: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    """User and system time a rollout, of the submitter too."""
 
-    def spreads(self, figures: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-        """Each side's spread and that of the ratio round by round."""
-        ratios = [ours / theirs for ours, theirs in zip(*figures.values(), strict=True)]
-        return {side: summary(values) for side, values in figures.items()} | {"ratio": summary(ratios)}
+    def work(self, count: int) -> None:
+        """Submit so many, and return when all have ended."""
+        goal, deadline = self.ended() + count, time.monotonic() + PATIENCE_S
+        self.submit(count)
+        while self.ended() < goal:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{count} chains had not ended after {PATIENCE_S:g} s")
+            time.sleep(POLL_S)
+
+    def round(self, count: int) -> None:
+        """Work and take the time, on the clock and of the processors."""
+        cpu = cpu_seconds(self.pids) + time.process_time()
+        self.per_s.append(count / timed(lambda: self.work(count)))
+        self.cpu_ms.append((cpu_seconds(self.pids) + time.process_time() - cpu) / count * 1e3)
 
 
-def ratio_of_medians(spreads: dict[str, dict[str, float]]) -> float:
-    """Ours over theirs, of the very figures that are printed."""
-    ours, theirs = (spreads[side]["median"] for side in SIDES)
-    return round(ours / theirs, 3)
+def compare(ours: list[float], equal_chain: list[float]) -> dict[str, Any]:
+    """Both sides' spread, the ratio of the printed medians, and the spread of the ratio round by round."""
+    spreads: dict[str, Any] = {"ours": summary(ours), "equal_chain": summary(equal_chain)}
+    ratios = [one / other for one, other in zip(ours, equal_chain, strict=True)]
+    spreads["ratio"] = round(spreads["ours"]["median"] / spreads["equal_chain"]["median"], 3)
+    return {**spreads, "ratio_by_round": summary(ratios)}
 
 
 def submit_ours(stack: Stack, count: int) -> None:
@@ -60,97 +76,73 @@ def submit_ours(stack: Stack, count: int) -> None:
         stack.client.submit([RolloutRequest(handler="noop", task={"reward": float(k)}) for k in numbers])
 
 
-def race(stack: Stack, fleet: dict[str, Process], rounds: int, count: int) -> Race:
-    """Let both sides work, in turns; `fleet` has `SLOTS` slots a stage."""
-    peers = [start_peer(stack, queue) for queue in equal_chain.QUEUES]
+def race(stack: Stack, fleet: dict[str, Process], rounds: int, count: int) -> dict[str, dict[str, Any]]:
+    """Let both sides work, in turns; each has `SLOTS` slots a stage. What `compare` says of each figure."""
+    peers = [
+        launch(stack, queue, f"{queue}@{NODE}", SLOTS, app="benchmarks._equal_chain")
+        for queue in equal_chain.QUEUES
+    ]
     equal_chain.app.conf.broker_url = stack.redis.url
     redis = stack.redis.client
-    submits: dict[str, Callable[[int], None]] = {
-        "ours": lambda number: submit_ours(stack, number),
-        "equal_chain": equal_chain.submit,
-    }
-    ended: dict[str, Callable[[], int]] = {
-        "ours": lambda: int(redis.hget("rollouts:counts", "completed") or 0),
-        "equal_chain": lambda: int(redis.get(equal_chain.DONE) or 0),
-    }
-    pids = {
-        "ours": [stack.redis.pid, stack.gateway.pid, *(worker.pid for worker in fleet.values())],
-        "equal_chain": [stack.redis.pid, *(worker.pid for worker in peers)],
-    }
-
-    def work(side: str, number: int) -> None:
-        goal, deadline = ended[side]() + number, time.monotonic() + PATIENCE_S
-        submits[side](number)
-        while ended[side]() < goal:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{side}: {number} chains had not ended after {PATIENCE_S:g} s")
-            time.sleep(POLL_S)
-
-    for side in SIDES:
-        work(side, WARM_UP)
-    if rounds > 1:
-        rest(pids["ours"] + pids["equal_chain"])
-    result = Race()
+    ours = Side(
+        lambda number: submit_ours(stack, number),
+        lambda: int(redis.hget("rollouts:counts", "completed") or 0),
+        [stack.redis.pid, stack.gateway.pid, *(worker.pid for worker in fleet.values())],
+    )
+    theirs = Side(
+        equal_chain.submit,
+        lambda: int(redis.get(equal_chain.DONE) or 0),
+        [stack.redis.pid, *(worker.pid for worker in peers)],
+    )
+    for side in (ours, theirs):
+        side.work(WARM_UP if rounds == 1 else count)  # workers still import what they need
     for number in range(rounds):
-        for side in SIDES if number % 2 else reversed(SIDES):
-            cpu = cpu_seconds(pids[side]) + time.process_time()
-            seconds = timed(lambda side=side: work(side, count))
-            cpu = cpu_seconds(pids[side]) + time.process_time() - cpu
-            result.per_s[side].append(count / seconds)
-            result.cpu_ms[side].append(cpu / count * 1e3)
-        latest = {side: f"{result.per_s[side][-1]:.0f}/s, {result.cpu_ms[side][-1]:.2f} ms" for side in SIDES}
-        say(f"round {number + 1}: {latest}")
+        for side in (ours, theirs) if number % 2 else (theirs, ours):
+            side.round(count)
+        say(f"round {number + 1}: ours {ours.per_s[-1]:.0f}/s, equal chain {theirs.per_s[-1]:.0f}/s")
     discard(stack, *peers)
-    return result
+    return {
+        "per_s": compare(ours.per_s, theirs.per_s),
+        "cpu_ms": compare(ours.cpu_ms, theirs.cpu_ms),
+    }
 
 
-def start_peer(stack: Stack, queue: str) -> Process:
-    """A worker of the bare chain."""
-    argv = [sys.executable, "-m", "celery", "-A", "benchmarks._equal_chain", "worker", "-Q", queue]
-    argv += ["-n", f"{queue}@{NODE}", "--without-gossip", "--without-mingle", "-E", "-c", str(SLOTS)]
-    return stack.start(queue, argv)
-
-
-def submissions(stack: Stack, rounds: int, count: int) -> dict[str, list[float]]:
+def submissions(stack: Stack, rounds: int, count: int) -> dict[str, Any]:
     """What each side submits a second where nobody works."""
-    per_s: dict[str, list[float]] = {side: [] for side in SIDES}
+    ours, theirs = [], []
     equal_chain.app.conf.broker_url = stack.redis.url
     for _ in range(rounds):
         FleetStore(stack.redis.client).put_handlers([Noop().info()])
-        per_s["ours"].append(count / timed(lambda: submit_ours(stack, count)))
-        per_s["equal_chain"].append(count / timed(lambda: equal_chain.submit(count)))
+        ours.append(count / timed(lambda: submit_ours(stack, count)))
+        theirs.append(count / timed(lambda: equal_chain.submit(count)))
         stack.redis.client.flushall()
         accept_key(stack.redis.url)
-    return per_s
+    return compare(ours, theirs)
 
 
 def main() -> None:
     options = make_parser(__doc__, count=1000, rounds=5).parse_args()
     with service() as stack:
         short = options.rounds == 1
-        submit = submissions(stack, options.rounds, options.count if short else 3 * PER_CALL)
-        fleet = start_fleet(stack, SLOTS)
-        result = race(stack, fleet, options.rounds, options.count)
+        submits = submissions(stack, options.rounds, options.count if short else 3 * PER_CALL)
+        figures = race(stack, start_fleet(stack, SLOTS), options.rounds, options.count)
         ping_ms = median_ms(stack.redis.client.ping, 200)
-    rates, cpu = result.spreads(result.per_s), result.spreads(result.cpu_ms)
     report(
         "pipeline",
         {
-            "throughput_ratio_to_equal_chain": ratio_of_medians(rates),
-            "rollouts_per_s": rates["ours"]["median"],
-            "equal_chain_per_s": rates["equal_chain"]["median"],
-            "cpu_ratio_to_equal_chain": ratio_of_medians(cpu),
-            "cpu_ms_per_rollout": cpu["ours"]["median"],
-            "equal_chain_cpu_ms": cpu["equal_chain"]["median"],
-            "submit_per_s": summary(submit["ours"])["median"],
-            "equal_chain_submit_per_s": summary(submit["equal_chain"])["median"],
+            "throughput_ratio_to_equal_chain": figures["per_s"]["ratio"],
+            "rollouts_per_s": figures["per_s"]["ours"]["median"],
+            "equal_chain_per_s": figures["per_s"]["equal_chain"]["median"],
+            "cpu_ratio_to_equal_chain": figures["cpu_ms"]["ratio"],
+            "cpu_ms_per_rollout": figures["cpu_ms"]["ours"]["median"],
+            "equal_chain_cpu_ms": figures["cpu_ms"]["equal_chain"]["median"],
+            "submit_per_s": submits["ours"]["median"],
+            "equal_chain_submit_per_s": submits["equal_chain"]["median"],
         },
-        rates=rates,
-        cpu_ms=cpu,
-        submit_per_s={side: summary(values) for side, values in submit.items()},
+        **figures,
+        submit_per_s=submits,
         redis_ping_ms=ping_ms,
-        count=options.count,
-        rounds=options.rounds,
+        options=vars(options),
     )
 
 

@@ -11,8 +11,8 @@ up: the handler leaves `--tokens` response tokens in `--turns` turns, with obser
   for the same rollouts, as compact JSON: each assistant message carries `input_ids` (its whole prompt),
   `token_ids` and `logprobs`. `bytes_ratio_to_json_without_input_ids` leaves the prompts out.
 
-A reading before all is not counted: it imports and opens what the others find. `cpu_s` is the processor time
-of a reading as arrays. `--rounds 1` takes shorter responses.
+A reading before all is not counted: it imports and opens what the others find. `--rounds 1` takes
+shorter responses.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ import time
 
 import httpx
 
-from benchmarks._harness import cpu_seconds, make_parser, report, say, summary
+from benchmarks._harness import make_parser, report, say, summary
 from benchmarks._service import PATIENCE_S, discard, service
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest
 from tests.helpers.keys import HEADERS
-from tests.helpers.stack import Stack
 
 GROUP = 8
 SHORT_TOKENS = 2048
 """Of a response in the short form, a single round."""
 JSON_ROUNDS = 3
 """Rounds in which the batch is read as JSON, too: it takes twenty times as long."""
-MSGPACK, JSON = "application/msgpack", "application/json"
 
 
 def make_batch(client: Client, options: argparse.Namespace) -> str:
@@ -71,13 +69,13 @@ def as_lists(client: Client, batch: str) -> tuple[float, int]:
     return time.perf_counter() - began, counted
 
 
-def body_bytes(url: str, batch: str, accept: str) -> int:
+def body_bytes(url: str, batch: str) -> int:
     """Bytes of all pages of a batch, as they cross the wire without compression."""
     total, cursor, path = 0, "0", f"/v1/batches/{batch}/groups"
     with httpx.Client(base_url=url, headers={**HEADERS, "Accept-Encoding": "identity"}, timeout=120) as http:
         while True:
             page = {"cursor": cursor, "limit": 4}
-            answer = http.get(path, params=page, headers={"Accept": accept}).raise_for_status()
+            answer = http.get(path, params=page, headers={"Accept": "application/msgpack"}).raise_for_status()
             total += len(answer.content)
             verdicts = http.get(path, params={**page, "include": "verdicts"}).raise_for_status().json()
             if not verdicts["groups"]:
@@ -111,12 +109,6 @@ def reference_json(rollout: Rollout, *, input_ids: bool) -> int:
     return len(json.dumps(result, separators=(",", ":"), ensure_ascii=False).encode())
 
 
-def cpu_of(stack: Stack) -> dict[str, float]:
-    """Processor seconds that each part has used so far."""
-    pids = {"gateway": stack.gateway.pid, "redis": stack.redis.pid}
-    return {name: cpu_seconds([pid]) for name, pid in pids.items()} | {"client": time.process_time()}
-
-
 def main() -> None:
     parser = make_parser(__doc__, count=256, rounds=9)
     parser.add_argument("--tokens", type=int, default=16_384, help="of a response, observations included")
@@ -126,7 +118,6 @@ def main() -> None:
     if options.rounds == 1:
         options.tokens = min(options.tokens, SHORT_TOKENS)
     rates: dict[str, list[float]] = {"arrays": [], "json": []}
-    cpu_s: dict[str, list[float]] = {"gateway": [], "redis": [], "client": []}
     with (
         service(ROLLOUT_HANDLERS="benchmarks._handlers:Teller", ROLLOUT_LEASE_S="60") as stack,
         Client(stack.url) as client,
@@ -138,24 +129,21 @@ def main() -> None:
         say(f"the batch is there: {options.count} rollouts of {options.tokens} tokens")
         as_arrays(client, batch)
         for number in range(options.rounds):
-            before = cpu_of(stack)
             seconds, counted = as_arrays(client, batch)
             rates["arrays"].append(counted / seconds / 1e6)
-            for part, used in cpu_of(stack).items():
-                cpu_s[part].append(used - before[part])
             if number < JSON_ROUNDS:
                 seconds, counted_json = as_lists(json_client, batch)
                 rates["json"].append(counted_json / seconds / 1e6)
             latest = ", ".join(f"{way} {rate[-1]:.0f}" for way, rate in rates.items())
             say(f"round {number + 1}: {latest} MB/s")
-        sizes = {"msgpack": body_bytes(stack.url, batch, MSGPACK), "json": body_bytes(stack.url, batch, JSON)}
+        sizes = {"arrays": body_bytes(stack.url, batch)}
         references = {"reference_json": 0, "reference_json_without_input_ids": 0}
         for group in client.batches.stream(batch):
             for name, prompts in zip(references, (True, False), strict=True):
                 references[name] += sum(
                     reference_json(rollout, input_ids=prompts) for rollout in group.rollouts
                 )
-        sizes |= references | {"in_redis": int(stack.redis.client.get("results:bytes") or 0)}
+        sizes |= references
     spreads = {way: summary(values) for way, values in rates.items()}
     with_prompts, without_prompts = references.values()
     report(
@@ -163,11 +151,10 @@ def main() -> None:
         {
             "mb_per_s": spreads["arrays"]["median"],
             "ratio_to_json": round(spreads["arrays"]["median"] / spreads["json"]["median"], 2),
-            "bytes_ratio_to_reference_json": round(sizes["msgpack"] / with_prompts, 4),
-            "bytes_ratio_to_json_without_input_ids": round(sizes["msgpack"] / without_prompts, 4),
+            "bytes_ratio_to_reference_json": round(sizes["arrays"] / with_prompts, 4),
+            "bytes_ratio_to_json_without_input_ids": round(sizes["arrays"] / without_prompts, 4),
         },
         mb_per_s={**spreads, "counted_mb": round(counted / 1e6, 2)},
-        cpu_s={name: summary(values) for name, values in cpu_s.items()},
         bytes=sizes,
         options=vars(options),
     )
