@@ -20,7 +20,17 @@ import time
 from http.client import HTTPConnection
 from typing import Any
 
-from benchmarks._harness import make_parser, memory_mb, percentile, report, say, spread_ms, summary, timed
+from benchmarks._harness import (
+    cpu_seconds,
+    make_parser,
+    memory_mb,
+    percentile,
+    report,
+    say,
+    spread_ms,
+    summary,
+    timed,
+)
 from benchmarks._service import PATIENCE_S, await_worker, discard, launch, service, start_fleet
 from benchmarks.pipeline import SLOTS, race
 from rollout.schema import RolloutRequest, State
@@ -96,7 +106,9 @@ def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
     paths += ["/v1/completions/stream?cursor=$&tag=nobody-s"] * STREAMS
     with Waiters("127.0.0.1", stack.port, paths) as clients:
         wait_until(lambda: waiters(stack) == len(paths), PATIENCE_S, "all clients to wait")
+        cpu_s = cpu_seconds([stack.gateway.pid])
         beside = others.requests(seconds)
+        cpu_s = cpu_seconds([stack.gateway.pid]) - cpu_s
         clients.read()
         if (still := waiters(stack)) != len(paths):
             raise RuntimeError(f"{still} of {len(paths)} waited to the end: measure for less than 60 s")
@@ -117,6 +129,7 @@ def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
         "pss_mb_before": round(before_mb, 1),
         "p99_ms": {name: round(value, 2) for name, value in p99_ms.items()},
         "others": {name: spread_ms(times) for name, times in beside.items()},
+        "cpu_share": round(cpu_s / seconds, 3),
         "woken_800_s": round(woken_s, 2),
     }
 
