@@ -1,40 +1,45 @@
-"""Starting, holding and ending sandboxes on Apptainer, and the usual ways to a container, in the same run.
+"""Sandboxes on Apptainer against `apptainer exec` of the same unpacked image, user, flags and command.
 
-warm      a sandbox from the pool of a host that keeps 4 ready, until the output of its first command is back;
-          the pool is full again before anything else is measured
-cold      the same from a host that keeps none ready
-exec      `apptainer exec --writable-tmpfs` on the SIF with `python3 -c`, from start to end
-unpacked  the same on the unpacked image that our sandboxes run from, with their first command; how many times
-          longer a cold start takes, with its server, filter and limits, is `cold_ratio_to_exec` (of the exec
-          until its output is there: `ratios.cold_to_output_of_exec`)
-instance  `apptainer instance start` and the first `exec` in it; `instance_stop` ends it
+cold         from the request to the output of the first command, of a host that keeps no sandbox ready
+warm         the same of a host that keeps 4 ready; they are ready again before anything else is measured
+exec         `apptainer exec … bash -c 'echo hi'`, from its start to its end
+exec_output  the same to its output: the stricter, for now both have done the same, and have an end to come
 
-They take turns; medians. Then: 40 cold starts at once until the last one's first output, and 100 sandboxes
-held at once: PSS of all their processes, plus their files where these lie in memory. At the end everything is
-stopped and what is left of it is counted: processes, mounts, sockets, files.
+They take turns; ratios are of medians. Then 40 cold starts at once until the last output, against 40 execs
+that wait after their output as our shells do: `starts_ratio_to_exec`, execs begun as many at a time as is
+fastest for them (one a core, two a core, all). Then 100 sandboxes held at once: PSS of their processes (RSS,
+which is more, where PSS is closed to us), plus their files where these lie in memory. At the end all is
+stopped, and what is left is counted. The short form does a fifth of everything.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import os
+import statistics
+import subprocess
 import time
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from benchmarks._containers import Census, PlainApptainer, memory_bytes, scratch_bytes
-from benchmarks._harness import report, summary
-from benchmarks._latency import (
-    end_in_order_on_sigterm,
+import psutil
+
+from benchmarks._apptainer import PlainApptainer
+from benchmarks._harness import (
+    make_parser,
     private_directory,
     private_host,
+    report,
     say,
     spread_ms,
+    summary,
     take_turns,
     timed,
 )
-from sandbox import processes
+from sandbox import trees
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxInfo, SandboxSpec
@@ -43,15 +48,44 @@ SPEC = SandboxSpec(runtime="apptainer")
 WARM = 4
 AT_ONCE = 40
 HELD = 100
-INSTANCE_SHARE = 5
-"""`instance stop` waits for seconds on some machines; instances are started this many times less often."""
 SHORT = 5
 """Of everything, the short form does this part only."""
 POOL_S = 300.0
+SETTLE_LOOKS = 100
+HOST_FILES = {"host.lock", "host.log", "start.lock"}
+"""What a sandbox host that was stopped leaves in its directory on purpose."""
 
 
-class WrongOutput(RuntimeError):
-    """A sandbox's first command did not print what it should."""
+class Census:
+    """What belongs to the sandboxes below one directory: processes, mounts, sockets, files."""
+
+    def __init__(self, directory: Path):
+        """`directory`: of the hosts' directories, and new."""
+        self._directory = directory
+        self._known: set[psutil.Process] = set()
+
+    def note(self, pid: int) -> None:
+        """Remember the processes of a sandbox, to look for them when it is gone."""
+        self._known |= set(family(pid))
+
+    def count(self) -> dict[str, int]:
+        """How many of each kind there are now."""
+        name = str(self._directory)
+        named = {p for p in psutil.process_iter(["cmdline", "environ"]) if name in str(p.info)}
+        return {
+            "processes": sum(map(is_alive, named | self._known)),
+            "mounts": Path("/proc/mounts").read_text().count(name),
+            "sockets": Path("/proc/net/unix").read_text().count(name),
+            "files": sum(path.name not in HOST_FILES for path in self._directory.glob("host-*/*")),
+        }
+
+    def count_at_rest(self) -> dict[str, int]:
+        """The same when nothing is left, or after some seconds."""
+        for _ in range(SETTLE_LOOKS):
+            if not any((counts := self.count()).values()):
+                break
+            time.sleep(0.1)
+        return counts
 
 
 class Bench:
@@ -60,60 +94,57 @@ class Bench:
     def __init__(self, stack: ExitStack):
         """Everything is started here and ends with `stack`, the hosts before what is counted at the end."""
         self.directory = stack.enter_context(private_directory())
-        self.directory.chmod(0o711)  # the containers' user passes through
-        self.states = [self.directory / "warm", self.directory / "cold"]
-        self.census = Census(self.directory, self.states)
-        self.before = self.census.count()
+        self.census = Census(self.directory)
         self.loop = stack.enter_context(asyncio.Runner()).get_loop()
         self.hosts = stack.enter_context(ExitStack())
-        home = self.directory / "apptainer"
-        home.mkdir()
-        self.apptainer = PlainApptainer(home)
-        self.hosts.callback(self.apptainer.close)
-        self.warm = self.hosts.enter_context(private_host(self.states[0], WARM))
+        self.apptainer = PlainApptainer(self.directory / "apptainer")
+        self.warm = self.hosts.enter_context(private_host(self.directory / "host-warm", WARM))
         self.wait(self.warm.keep_warm(SPEC, WARM))
         self.wait(self._pool_is_full())
-        self.cold = self.hosts.enter_context(private_host(self.states[1], 0))
-        self.wait(self._release(self.cold, self.wait(self._first_output(self.cold))))
+        self.cold = self.hosts.enter_context(private_host(self.directory / "host-cold", 0))
+        self.wait(self._release(self.wait(self._many(1))))
         self.ends: list[float] = []
-        self.unpacked_outputs: list[float] = []
-        self.instance_stops: list[float] = []
+        self.exec_outputs: list[float] = []
 
     def wait(self, coroutine: Coroutine) -> Any:
         """Run it to its end."""
         return self.loop.run_until_complete(coroutine)
 
-    def time_warm(self) -> float:
-        """Seconds from a claim to the first output."""
-        seconds = self._time_and_end(self.warm, warm=True)
+    def time_start(self, host: HostClient) -> float:
+        """Seconds from the request to the first output; the sandbox is ended, and the pool full after it."""
+        began = time.perf_counter()
+        info = self.wait(self._first_output(host))
+        seconds = time.perf_counter() - began
+        if info.warm != (host is self.warm):
+            raise RuntimeError(f"sandbox {info.id} was {'warm' if info.warm else 'cold'}, and should not be")
+        self.census.note(info.pid)
+        self.ends.append(timed(lambda: self.wait(host.release(info.id))))
         self.wait(self._pool_is_full())
         return seconds
 
-    def time_cold(self) -> float:
-        """Seconds from nothing to the first output."""
-        return self._time_and_end(self.cold, warm=False)
-
-    def time_unpacked(self) -> float:
-        """Seconds of an exec from start to end; when its output came is noted."""
-        outputs: list[float] = []
-        seconds = timed(lambda: outputs.append(self.apptainer.exec_unpacked()))
-        self.unpacked_outputs += outputs
-        return seconds
-
-    def time_instance(self) -> float:
-        """Seconds to the first output of an instance."""
-        names = []
-        seconds = timed(lambda: names.append(self.apptainer.start_instance()))
-        self.instance_stops.append(timed(lambda: self.apptainer.stop_instance(names[0])))
-        return seconds
+    def time_exec(self) -> float:
+        """Seconds of an exec from start to end; those to its output are noted."""
+        began = time.perf_counter()
+        with self._exec("echo hi"):
+            self.exec_outputs.append(time.perf_counter() - began)
+        return time.perf_counter() - began
 
     def starts_per_s(self, count: int) -> float:
         """Cold starts a second, `count` of them at once."""
-        infos: list[SandboxInfo] = []
-        seconds = timed(lambda: infos.extend(self.wait(self._many(count))))
-        for info in infos:
-            self.census.note(info.pid)
-        self.wait(self._release(self.cold, *infos))
+        began = time.perf_counter()
+        infos = self.wait(self._many(count))
+        seconds = time.perf_counter() - began
+        self.wait(self._release(infos))
+        return count / seconds
+
+    def execs_per_s(self, count: int, width: int) -> float:
+        """Execs a second until `count` have printed; `width` are begun at a time, none ends meanwhile."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(width) as pool:
+            containers = list(pool.map(self._exec, ["echo hi; read"] * count))
+        seconds = time.perf_counter() - began
+        for container in containers:
+            container.communicate("\n")
         return count / seconds
 
     def held(self, count: int) -> dict[str, Any]:
@@ -121,120 +152,124 @@ class Bench:
         infos = self.wait(self._many(count))
         for info in infos:
             self.census.note(info.pid)
-        of_processes, by_rss = memory_bytes([info.pid for info in infos])
-        of_files, file_system = scratch_bytes(self.states[1])
-        daemon = self.wait(self.cold.stats())["pid"]
-        found = {
+        files = self.cold.state
+        file_system = subprocess.check_output(["stat", "-f", "-c", "%T", files], text=True).strip()
+        in_memory = trees.usage(files, 1 << 62, 1 << 62)[0] if file_system == "tmpfs" else 0
+        totals = {
             "sandboxes": count,
-            "processes_mb": round(of_processes / 1e6, 1),
-            "processes_by_rss": by_rss,
-            "files_in_memory_mb": round(of_files / 1e6, 1),
-            "file_system": file_system,
-            "host_daemon_mb": round(processes.proportional_bytes(daemon) / 1e6, 1),
-            # Shows that what is not found at the end would have been.
-            "counted": self.census.count(),
+            "processes_mb": sum(memory_bytes(p) for info in infos for p in family(info.pid)) / 1e6,
+            "files_in_memory_mb": in_memory / 1e6,
+            "counted": self.census.count(),  # shows that what is not found at the end would have been
         }
-        found["end_all_s"] = round(timed(lambda: self.wait(self._release(self.cold, *infos))), 3)
-        return found
+        self.wait(self._release(infos))
+        return totals
 
-    def leftovers(self) -> dict[str, int]:
-        """Stop everything; what is there now and was not before."""
-        self.hosts.close()
-        return {kind: number - self.before[kind] for kind, number in self.census.count_at_rest().items()}
-
-    def _time_and_end(self, host: HostClient, warm: bool) -> float:
-        infos: list[SandboxInfo] = []
-        seconds = timed(lambda: infos.append(self.wait(self._first_output(host))))
-        if infos[0].warm != warm:
-            raise WrongOutput(f"a sandbox was {'cold' if warm else 'warm'}, and should not have been")
-        self.census.note(infos[0].pid)
-        self.ends.append(timed(lambda: self.wait(host.release(infos[0].id))))
-        return seconds
+    def _exec(self, script: str) -> subprocess.Popen[str]:
+        container = self.apptainer.start(script)
+        if (line := container.stdout.readline()) != "hi\n":
+            raise RuntimeError(f"apptainer exec printed {line!r} instead of 'hi'")
+        return container
 
     async def _first_output(self, host: HostClient) -> SandboxInfo:
         info = await host.start(SPEC)
         async with SandboxClient(info.socket) as client:
             output = (await client.bash("echo hi")).output
         if output != "hi\n":
-            raise WrongOutput(f"the first command in sandbox {info.id} printed {output!r} instead of 'hi'")
+            raise RuntimeError(f"the first command in sandbox {info.id} printed {output!r} instead of 'hi'")
         return info
 
     async def _many(self, count: int) -> list[SandboxInfo]:
         return await asyncio.gather(*(self._first_output(self.cold) for _ in range(count)))
 
-    async def _release(self, host: HostClient, *infos: SandboxInfo) -> None:
-        await asyncio.gather(*(host.release(info.id) for info in infos))
+    async def _release(self, infos: list[SandboxInfo]) -> None:
+        for info in infos:
+            self.census.note(info.pid)
+        await asyncio.gather(*(self.cold.release(info.id) for info in infos))
 
     async def _pool_is_full(self) -> None:
-        deadline = time.monotonic() + POOL_S
-        while (stats := await self.warm.stats())["warm"] < WARM or stats["known"] > WARM:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the warm pool was not full after {POOL_S:g} s: {stats}")
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(POOL_S):
+            while (stats := await self.warm.stats())["warm"] < WARM or stats["known"] > WARM:
+                await asyncio.sleep(0.01)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and its descendants; none when it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it is still that process, and no zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def memory_bytes(process: psutil.Process) -> int:
+    """PSS, which divides a shared page among its users; RSS, which is more, where PSS is closed to us."""
+    try:
+        return process.memory_full_info().pss
+    except psutil.AccessDenied:
+        return process.memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=50, help="warm and cold starts, one by one (default 50)")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="how often 40 are started at once (default 3); 1 is the short form, in which everything is a "
-        "fifth as much: starts, those at once, and those held, whose memory is scaled to 100",
-    )
-    options = parser.parse_args()
-    end_in_order_on_sigterm()
+    options = make_parser(__doc__, count=50, rounds=3).parse_args()
     with ExitStack() as stack:
         run(Bench(stack), options.count, options.rounds)
 
 
 def run(bench: Bench, count: int, rounds: int) -> None:
+    """Measure and report; `bench` is stopped on the way."""
     share = SHORT if rounds == 1 else 1
-    count_each = max(1, count // share)
     methods = {
-        "warm": bench.time_warm,
-        "cold": bench.time_cold,
-        "exec": lambda: timed(bench.apptainer.exec),
-        "unpacked": bench.time_unpacked,
-        "instance": bench.time_instance,
+        "warm": lambda: bench.time_start(bench.warm),
+        "cold": lambda: bench.time_start(bench.cold),
+        "exec": bench.time_exec,
     }
-    repetitions = dict.fromkeys(methods, count_each) | {"instance": max(1, count_each // INSTANCE_SHARE)}
-    times = {name: spread_ms(values) for name, values in take_turns(methods, repetitions).items()}
-    times["unpacked_output"] = spread_ms(bench.unpacked_outputs)
-    times["end"] = spread_ms(bench.ends)
-    times["instance_stop"] = spread_ms(bench.instance_stops)
+    seconds = take_turns(methods, dict.fromkeys(methods, max(1, count // share)))
+    seconds |= {"exec_output": bench.exec_outputs, "end": bench.ends}
+    times = {name: spread_ms(values) for name, values in seconds.items()}
     say(f"one by one: {times}")
-    starts = [bench.starts_per_s(AT_ONCE // share) for _ in range(rounds)]
-    say(f"at once: {starts} starts/s")
+    cores, at_once = os.cpu_count() or 1, AT_ONCE // share
+    widths = sorted({cores, 2 * cores, at_once})
+    rates: dict[str, list[float]] = {name: [] for name in ("ours", *map(str, widths))}
+    for _ in range(rounds):
+        rates["ours"].append(bench.starts_per_s(at_once))
+        for width in widths:
+            rates[str(width)].append(bench.execs_per_s(at_once, width))
+    say(f"{at_once} at once, starts/s by the number begun at a time: {rates}")
+    execs = max((rates[str(width)] for width in widths), key=statistics.median)
     held = bench.held(HELD // share)
     say(f"held: {held}")
-    left = bench.leftovers()
-    middle = {name: value["p50_ms"] for name, value in times.items()}
-    held_mb = (held["processes_mb"] + held["files_in_memory_mb"]) * HELD / held["sandboxes"]
+    bench.hosts.close()
+    left = bench.census.count_at_rest()
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    held_mb = (held["processes_mb"] + held["files_in_memory_mb"]) / held["sandboxes"]
     report(
         "sandbox_start",
         {
-            "warm_p50_ms": middle["warm"],
-            "cold_p50_ms": middle["cold"],
-            "cold_ratio_to_exec": round(middle["cold"] / middle["unpacked"], 2),
-            "starts_per_s": summary(starts)["median"],
-            "end_p50_ms": middle["end"],
-            "held_100_mb": round(held_mb, 1),
+            "cold_ratio_to_exec": round(middle["cold"] / middle["exec"], 3),
+            "cold_ratio_to_exec_output": round(middle["cold"] / middle["exec_output"], 3),
+            "warm_ratio_to_exec": round(middle["warm"] / middle["exec"], 3),
+            "warm_ratio_to_exec_output": round(middle["warm"] / middle["exec_output"], 3),
+            "starts_ratio_to_exec": summary([a / b for a, b in zip(rates["ours"], execs, strict=True)])[
+                "median"
+            ],
+            "starts_per_s": summary(rates["ours"])["median"],
+            "execs_per_s": summary(execs)["median"],
+            **{f"{name}_p50_ms": spread["p50_ms"] for name, spread in times.items()},
+            "held_mb_per_sandbox": round(held_mb, 2),
             "leftovers": sum(left.values()),
         },
         times=times,
-        ratios={
-            "cold_to_output_of_exec": round(middle["cold"] / middle["unpacked_output"], 2),
-            "exec_to_cold": round(middle["exec"] / middle["cold"], 2),
-            "exec_to_warm": round(middle["exec"] / middle["warm"], 1),
-            "instance_to_cold": round(middle["instance"] / middle["cold"], 2),
-            "instance_to_warm": round(middle["instance"] / middle["warm"], 1),
-            "instance_stop_to_end": round(middle["instance_stop"] / middle["end"], 1),
-        },
-        starts_per_s=summary(starts) | {"at_once": AT_ONCE // share},
+        at_once={"count": at_once, "starts_per_s": rates},
         held=held,
         left=left,
         count=count,

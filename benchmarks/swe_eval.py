@@ -1,162 +1,171 @@
-"""What EVAL of a SWE instance costs over its tests, and whether its grading agrees with the official one.
+"""What EVAL of a SWE instance costs over its tests, and whether `resolved` is what pytest by hand comes to.
 
 ours      EVAL of the gold patch: a fresh sandbox from a pool that is full, patch, tests, recorder, grading,
           and another sandbox for the run whose tests must fail
-by hand   the same tests on the same patched tree, typed into a sandbox of the same image: from the call to
-          their output
+by hand   nothing of the service: `apptainer exec` of the instance's image directory, `git apply` of both
+          patches, pytest with `--junitxml`; the seconds are those of pytest alone
 
-They take turns, instance by instance; the overhead is the median of the differences of a turn. Then other
-patches, that are empty, change nothing that matters, or do not apply: the share of all on which `resolved` is
-what `swebench.harness.grading` says of the same log.
+They take turns, instance by instance; overhead and ratio are medians of a turn's. `resolved_agreement` is of
+five patches of each instance: the gold one, its first hunk, none, one without effect, one that does not fit.
+By hand an instance is resolved where that XML has passed all of FAIL_TO_PASS and PASS_TO_PASS. The short form
+takes two instances.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import logging
 import os
-import tempfile
-import time
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import structlog
 
-from benchmarks._harness import report, summary
-from benchmarks._latency import end_in_order_on_sigterm, private_directory, say
-from sandbox.client import SandboxClient
+from benchmarks._apptainer import PlainApptainer
+from benchmarks._harness import make_parser, private_directory, report, say, summary
 from sandbox.host_client import HostClient
-from sandbox.spec import SandboxSpec
-from tests.helpers.swe_agents import LIMITS, Result, judge_many, official_report
+from tests.helpers.swe_agents import LIMITS, judge_many
 from tests.helpers.swe_instances import instances
 from workers.handlers.swe.rows import files_of
 
+Turn = dict[str, float]
+
 WARM = 2
 POOL_S = 120.0
+SHORT_INSTANCES = 2
 
+UNRELATED = (
+    "diff --git a/new.txt b/new.txt\nnew file mode 100644\n--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+x\n"
+)
+NOT_APPLYING = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"
 
-async def pool_is_full(host: HostClient) -> None:
-    """Wait until as many sandboxes are ready as the host keeps."""
-    async with asyncio.timeout(POOL_S):
-        while (await host.stats()).get("warm", 0) < WARM:
-            await asyncio.sleep(0.05)
+SCRIPT = """
+cd {repo_dir} && git checkout -q {base_commit} && {setup} || exit 1
+{apply_fix}
+git apply <<'END_OF_DIFF' || exit 1
+{test_patch}
+END_OF_DIFF
+began=$EPOCHREALTIME
+{test_cmd} --junitxml=/tmp/junit.xml -o junit_family=xunit1 {files} </dev/null >/tmp/log 2>&1
+echo $began $EPOCHREALTIME
+cat /tmp/junit.xml
+"""
+APPLY = """
+git apply 2>/dev/null <<'END_OF_DIFF' || {{ echo 0 0; exit 0; }}
+{patch}
+END_OF_DIFF
+"""
 
 
 class ByHand:
-    """A sandbox with the patched tree of one instance, to type its tests into."""
+    """Plain Apptainer on the image of one instance."""
 
-    def __init__(self, host: HostClient, row: dict[str, Any]) -> None:
-        self._host, self._row = host, row
+    def __init__(self, row: dict[str, Any], directory: Path):
+        """`directory`: new, becomes Apptainer's home."""
+        self._row = row
+        self._apptainer = PlainApptainer(directory, Path(row["image"]))
 
-    async def __aenter__(self) -> ByHand:
-        row, spec = self._row, self._row["spec"]
-        self._info = await self._host.start(SandboxSpec(image=row["image"], owner="by hand"))
-        self._client = SandboxClient(self._info.socket)
-        await self._client.write_file("/tmp/fix.diff", row["patch"])
-        await self._client.write_file("/tmp/tests.diff", row["test_patch"])
-        done = await self._client.bash(
-            f"cd {spec['repo_dir']} && git checkout -q {row['base_commit']} && {spec['setup'][0]} &&"
-            " git apply /tmp/fix.diff && git apply /tmp/tests.diff",
-            timeout=120,
+    def judge(self, patch: str) -> tuple[bool, float]:
+        """(whether the patch resolves the instance, seconds of pytest). Raises RuntimeError."""
+        row = self._row
+        script = SCRIPT.format(
+            repo_dir=row["spec"]["repo_dir"],
+            base_commit=row["base_commit"],
+            setup=row["spec"]["setup"][0],
+            apply_fix=APPLY.format(patch=patch.rstrip("\n")) if patch else "",
+            test_patch=row["test_patch"].rstrip("\n"),
+            test_cmd=row["spec"]["test_cmd"],
+            files=" ".join(name for name in files_of(row["test_patch"]) if name.endswith(".py")),
         )
-        assert done.exit_code == 0, done.output
-        return self
-
-    async def seconds(self) -> float:
-        """Of one run of the tests."""
-        files = " ".join(name for name in files_of(self._row["test_patch"]) if name.endswith(".py"))
-        began = time.monotonic()
-        done = await self._client.bash(
-            f"{self._row['spec']['test_cmd']} {files} </dev/null | cat", timeout=300
-        )
-        took = time.monotonic() - began
-        assert " passed" in done.output and " failed" not in done.output, done.output[-1000:]
-        return took
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-        await self._host.release(self._info.id)
+        times, _, xml = self._apptainer.run("exec bash", script).partition("\n")
+        began, ended = map(float, times.split())
+        specified = {*json.loads(row["FAIL_TO_PASS"]), *json.loads(row["PASS_TO_PASS"])}
+        return bool(xml) and specified <= passed_tests(xml), ended - began
 
 
-async def overheads(row: dict[str, Any], rounds: int, host: HostClient) -> list[dict[str, float]]:
+def passed_tests(xml: str) -> set[str]:
+    """Names, up to a space as data sets have them, of tests that passed in all their cases."""
+    outcomes: dict[str, bool] = {}
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        module = case.get("file", "").removesuffix(".py").replace("/", ".")
+        classes = case.get("classname", "").removeprefix(module).strip(".")
+        name = "::".join(filter(None, [case.get("file"), *classes.split("."), case.get("name")])).split()[0]
+        passed = not any(child.tag in ("failure", "error", "skipped") for child in case)
+        outcomes[name] = outcomes.get(name, True) and passed
+    return {name for name, passed in outcomes.items() if passed}
+
+
+def patches_of(row: dict[str, Any]) -> list[str]:
+    """The gold patch first; whether its first hunk alone resolves the instance both sides find out."""
+    gold = row["patch"]
+    starts = [match.start() for match in re.finditer(r"^(?:@@ |diff --git )", gold, re.MULTILINE)]
+    source = next(name for name in files_of(gold) if name.endswith(".py"))
+    return [gold, gold[: [*starts, None, None][2]], "", UNRELATED, NOT_APPLYING.format(source)]
+
+
+async def time_turns(row: dict[str, Any], hand: ByHand, rounds: int, host: HostClient) -> list[Turn]:
     """Seconds of each turn: `ours`, `tests` (of ours, as the handler measured them) and `by_hand`."""
     turns = []
-    async with ByHand(host, row) as hand:
-        await hand.seconds()  # once without being counted: files come into memory
-        for _ in range(rounds):
-            await pool_is_full(host)
-            (result,) = await judge_many([(row, row["patch"])])
-            assert result.reward == 1.0, result.report
-            by_hand = await hand.seconds()
-            seconds = result.report["seconds"]
-            turns.append({"ours": seconds["total"], "tests": seconds["tests"], "by_hand": by_hand})
+    hand.judge(row["patch"])  # once without being counted: files come into memory
+    for _ in range(rounds):
+        async with asyncio.timeout(POOL_S):
+            while (await host.stats()).get("warm", 0) < WARM:
+                await asyncio.sleep(0.05)
+        (result,) = await judge_many([(row, row["patch"])])
+        resolved, by_hand = hand.judge(row["patch"])
+        assert result.reward == 1.0 and resolved, result.report
+        seconds = result.report["seconds"]
+        turns.append({"ours": seconds["total"], "tests": seconds["tests"], "by_hand": by_hand})
     return turns
 
 
-def others(row: dict[str, Any]) -> list[str]:
-    """Patches that do not fix the instance."""
-    new = "diff --git a/{0} b/{0}\nnew file mode 100644\n--- /dev/null\n+++ b/{0}\n@@ -0,0 +1 @@\n+{1}\n"
-    sources = [name for name in files_of(row["patch"]) if name.endswith(".py")]
-    gone = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"
-    return ["", new.format("unrelated.txt", "text"), gone.format(sources[0])]
-
-
-def agrees(row: dict[str, Any], result: Result) -> bool:
-    """Whether the official grading of the same log comes to the same result."""
-    with tempfile.TemporaryDirectory() as directory:
-        official = official_report(row, result.patch, result.log, Path(directory) / "log")
-    same_tests = (
-        not result.report["tests_status"] or result.report["tests_status"] == official["tests_status"]
-    )
-    return same_tests and official["resolved"] is result.report["resolved"]
-
-
-async def measure(rows: list[dict[str, Any]], rounds: int) -> tuple[list[dict[str, float]], list[bool]]:
-    """Turns of all instances, and whether the grading of each patch agrees."""
+async def measure(rows: list[Any], rounds: int, directory: Path) -> tuple[list[Turn], list[tuple]]:
+    """(turns of all instances, whether each patch resolves: by the service, by hand)."""
     host = HostClient()
-    turns, agreeing = [], []
+    turns, verdicts = [], []
     try:
-        # What a worker does once: start a process that grades.
-        await judge_many([(rows[0], rows[0]["patch"])])
-        for row in rows:
+        await judge_many([(rows[0], rows[0]["patch"])])  # as a worker does once: start a process that grades
+        for number, row in enumerate(rows):
             say(f"{row['instance_id']}: {rounds} turns")
-            turns += await overheads(row, rounds, host)
-            patches = [row["patch"], *others(row)]
+            hand = ByHand(row, directory / f"home-{number}")
+            turns += await time_turns(row, hand, rounds, host)
+            patches = patches_of(row)
             results = await judge_many([(row, patch) for patch in patches], LIMITS)
-            assert [result.reward for result in results] == [1.0, 0.0, 0.0, 0.0]
-            agreeing += [agrees(row, result) for result in results]
+            for patch, result in zip(patches, results, strict=True):
+                verdicts.append((result.report["resolved"], hand.judge(patch)[0]))
+            say(f"resolved by ours, by hand: {verdicts[-len(patches) :]}")
     finally:
         await host.stop()
-    return turns, agreeing
+    return turns, verdicts
 
 
 def main() -> None:
     """Run, and print the result line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each instance")
-    parser.add_argument("--count", type=int, default=0, help="not used here; all benchmarks take it")
-    rounds = parser.parse_args().rounds
-    end_in_order_on_sigterm()
+    rounds = make_parser(__doc__, count=0, rounds=7).parse_args().rounds
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    rows = instances()[: SHORT_INSTANCES if rounds == 1 else None]
     with private_directory() as directory:
-        directory.chmod(0o711)
         os.environ["ROLLOUT_SANDBOX_DIR"] = str(directory / "state")
         os.environ["ROLLOUT_SANDBOX_WARM"] = str(WARM)
-        turns, agreeing = asyncio.run(measure(instances(), rounds))
-    differences = [turn["ours"] - turn["by_hand"] for turn in turns]
-    spread = summary(differences)
+        turns, verdicts = asyncio.run(measure(rows, rounds, directory))
+    overhead = summary([turn["ours"] - turn["by_hand"] for turn in turns])
+    ratio = summary([turn["ours"] / turn["by_hand"] for turn in turns])
     report(
         "swe_eval",
-        {"eval_overhead_s": spread["median"], "resolved_agreement": sum(agreeing) / len(agreeing)},
-        overhead_s=spread,
-        ours_s=summary([turn["ours"] for turn in turns]),
-        tests_of_ours_s=summary([turn["tests"] for turn in turns]),
-        by_hand_s=summary([turn["by_hand"] for turn in turns]),
-        instances=len(instances()),
-        patches=len(agreeing),
+        {
+            "resolved_agreement": sum(ours is by_hand for ours, by_hand in verdicts) / len(verdicts),
+            "eval_ratio_to_tests_by_hand": ratio["median"],
+            "eval_overhead_s": overhead["median"],
+        },
+        overhead_s=overhead,
+        ratio=ratio,
+        seconds={name: summary([turn[name] for turn in turns]) for name in ("ours", "tests", "by_hand")},
+        verdicts={"both": verdicts.count((True, True)), "neither": verdicts.count((False, False))},
+        instances=len(rows),
+        patches=len(verdicts),
         rounds=rounds,
     )
 

@@ -1,8 +1,8 @@
 """How many trajectories would have had other token ids, had they gone through text; and of ours, how many.
 
-The demo model plays calculator episodes on a real embedded server, driven by the service's own agent
-loop and engine client, through a proxy that writes down what the engine read and sampled. Its bash is
-played (what a hot policy writes shall not run here). Each trajectory is then sent down three ways:
+The demo model plays calculator episodes on a real embedded server, in the service's own stages and engine
+client, through a proxy that writes down what the engine read and sampled. Its bash is played (what a hot
+policy writes shall not run here). Each trajectory is then sent down three ways, each a key by temperature:
 
   turns     every sampled turn, ids to text to ids
   messages  each later prompt rendered anew from messages and parsed calls, as a chat-completions client does
@@ -11,32 +11,28 @@ played (what a hot policy writes shall not run here). Each trajectory is then se
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import re
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from transformers import AutoTokenizer
 
-from benchmarks._harness import report
+from benchmarks._harness import make_parser, report, say
 from examples.demo_model.task import make_tasks
 from rollout.schema import Backend, Limits, RolloutRequest, SamplingParams
-from rollout.trajectory import Message, Segment, Trajectory
-from services.engines.base import Completion
+from rollout.trajectory import Segment, Trajectory
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server
 from tests.helpers.recorder import Recorder, recorder
-from workers.agent.llm import EngineClient, session
-from workers.agent.loop import AgentLoop
 from workers.agent.tools import BashArgs, ExecuteBash, Observation, ToolContext
+from workers.handlers.calculator import Calculator
+from workers.inprocess import InProcess, Server
 
 TEMPERATURES = (1.0, 1.5, 2.0)
 AT_ONCE = 32
 WAYS = ("turns", "messages", "whole")
+FIRST_SEED = 1000
+SEEDS = 1 << 20
+"""Of one round: each episode samples with its own."""
 
 _SUM = re.compile(r"echo \$\(\((\d{1,9})([-+*/])(\d{1,9})\)\)")
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
@@ -46,24 +42,17 @@ class PlayedBash(ExecuteBash):
     """Answers the one command that the demo model was taught; nothing is run."""
 
     async def call(self, args: BashArgs, ctx: ToolContext) -> Observation:
-        found = _SUM.fullmatch(args.command.strip())
-        if found is None or (found[2] == "/" and int(found[3]) == 0):
+        match = _SUM.fullmatch(args.command.strip())
+        if match is None or (match[2] == "/" and int(match[3]) == 0):
             return Observation("bash: syntax error")
-        return Observation(str(_OPERATIONS[found[2]](int(found[1]), int(found[3]))))
+        return Observation(str(_OPERATIONS[match[2]](int(match[1]), int(match[3]))))
 
 
-class OneBackend:
-    """The router's part, for a single backend that does not fail."""
+class PlayedCalculator(Calculator):
+    """The demo task without a sandbox."""
 
-    def __init__(self, http: aiohttp.ClientSession, backend: Backend) -> None:
-        self.backend = backend
-        self._client = EngineClient(http, backend)
-
-    async def acquire(self) -> Backend:
-        return self.backend
-
-    async def generate(self, prompt: list[int], sampling: SamplingParams, **call: Any) -> Completion:
-        return await self._client.generate(prompt, sampling, **call)
+    tools = (PlayedBash(),)
+    uses_sandbox = False
 
 
 async def sample(url: str, temperature: float, count: int, seed: int) -> list[Trajectory]:
@@ -79,148 +68,100 @@ async def sample(url: str, temperature: float, count: int, seed: int) -> list[Tr
     )
     at_once = asyncio.Semaphore(AT_ONCE)
 
-    async def one(http: aiohttp.ClientSession, index: int, task: dict[str, str]) -> Trajectory:
+    async def play(index: int, task: dict[str, str]) -> Trajectory:
         request = RolloutRequest(
             handler="calculator",
             task=task,
-            sampling=SamplingParams(temperature=temperature, max_tokens=96, seed=seed),
-            limits=Limits(max_turns=4),
+            sampling=SamplingParams(temperature=temperature, max_tokens=96, seed=seed * SEEDS + index),
+            limits=Limits(max_turns=4, max_attempts=1),
         )
-        agent = AgentLoop(request, index, OneBackend(http, backend), (PlayedBash(),), advertise_tools=False)
         async with at_once:
-            await agent.run([Message(role="user", content=task["question"])])
-        return agent.trajectory
+            (rollout,) = await InProcess(PlayedCalculator(), Server(backend)).run(request)
+        if rollout.error is not None:
+            raise RuntimeError(f"an episode failed: {rollout.error}")
+        return rollout.trajectory
 
-    async with session() as http:
-        tasks = enumerate(make_tasks(count, seed=seed))
-        return await asyncio.gather(*(one(http, index, task) for index, task in tasks))
-
-
-@dataclass
-class Call:
-    """One model call of a trajectory."""
-
-    prompt: list[int]
-    sampled: list[int]
-    logprobs: list[float]
-    history: list[Segment]
-    """What was there before it."""
+    return await asyncio.gather(*(play(*task) for task in enumerate(make_tasks(count, seed=seed))))
 
 
-def calls_of(trajectory: Trajectory) -> Iterator[tuple[str, Call]]:
-    """The calls with their ids, as the trajectory tells them."""
-    before: list[int] = []
-    segments = trajectory.chain.segments
-    for number, segment in enumerate(segments):
-        # One policy version only, so every sampled segment is a whole call.
-        if segment.sampled:
-            call = Call(list(before), segment.token_ids, segment.logprobs or [], segments[:number])
-            yield segment.call_id or "", call
-        before += segment.token_ids
-
-
-def ours_changed(trajectory: Trajectory, recorded: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether the trajectory differs from what the engine read and sampled, ids or log-probs."""
-    for call_id, call in calls_of(trajectory):
-        request, answer = recorded[call_id]
-        choice = answer["choices"][0]
-        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
-        if request["token_ids"] != call.prompt or choice["token_ids"] != call.sampled:
-            return True
-        if logprobs != call.logprobs:
-            return True
-    return False
-
-
-def as_text_client(segments: list[Segment], tokenizer: Any) -> list[dict[str, Any]]:
+def chat_of(segments: list[Segment], tokenizer: Any) -> list[dict[str, Any]]:
     """Messages as a chat-completions client keeps them: parsed calls, or text where parsing failed."""
     chat: list[dict[str, Any]] = []
     for segment in segments:
         for message in segment.messages:
             entry = message.to_chat()
             if segment.sampled and not message.tool_calls:
-                entry = {
-                    "role": "assistant",
-                    "content": tokenizer.decode(segment.token_ids, skip_special_tokens=True),
-                }
+                text = tokenizer.decode(segment.token_ids, skip_special_tokens=True)
+                entry = {"role": "assistant", "content": text}
             chat.append(entry)
     return chat
 
 
-def through_text(trajectory: Trajectory, tokenizer: Any) -> dict[str, bool]:
-    """Which ways would have changed its ids."""
+def changes(trajectory: Trajectory, recorded: dict[str, tuple[Any, Any]], tokenizer: Any) -> dict[str, bool]:
+    """Whether each way would have changed its ids; `ours`: ids or log-probs are not those of the engine."""
 
-    def encoded(ids: list[int]) -> list[int]:
+    def through_text(ids: list[int]) -> bool:
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=False) != ids
 
-    calls = [call for _, call in calls_of(trajectory)]
-    rendered = (
-        tokenizer.apply_chat_template(
-            as_text_client(call.history, tokenizer), add_generation_prompt=True, return_dict=False
-        )
-        for call in calls[1:]
-    )
-    whole = trajectory.chain.token_ids
-    return {
-        "turns": any(encoded(call.sampled) != call.sampled for call in calls),
-        "messages": any(ids != call.prompt for ids, call in zip(rendered, calls[1:], strict=True)),
-        "whole": encoded(whole) != whole,
-    }
+    changed = dict.fromkeys(("ours", *WAYS), False)
+    changed["whole"] = through_text(trajectory.chain.token_ids)
+    prompt: list[int] = []
+    segments = trajectory.chain.segments
+    # There is one policy version only, so every sampled segment is a whole call.
+    for number, segment in enumerate(segments):
+        if segment.sampled:
+            request, answer = recorded[segment.call_id]
+            choice = answer["choices"][0]
+            logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
+            engine = (request["token_ids"], choice["token_ids"], logprobs)
+            changed["ours"] |= (prompt, segment.token_ids, segment.logprobs or []) != engine
+            changed["turns"] |= through_text(segment.token_ids)
+            if any(earlier.sampled for earlier in segments[:number]):
+                chat = chat_of(segments[:number], tokenizer)
+                rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+                changed["messages"] |= rendered != prompt
+        prompt = prompt + segment.token_ids
+    return changed
 
 
-def share(flags: list[bool]) -> float:
-    return round(sum(flags) / len(flags), 4) if flags else 0.0
-
-
-def measure(temperature: float, trajectories: list[Trajectory], proxy: Recorder) -> dict[str, Any]:
+def measure(trajectories: list[Trajectory], proxy: Recorder, tokenizer: Any) -> dict[str, Any]:
     """Shares at one temperature."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     recorded = {call.request["request_id"]: (call.request, call.answer) for call in proxy.calls}
     turns = sum(trajectory.turns for trajectory in trajectories)
     if len(recorded) != turns:
         raise RuntimeError(f"the engine answered {len(recorded)} calls, the trajectories hold {turns}")
-    changed = [through_text(trajectory, tokenizer) for trajectory in trajectories]
-    called = [any(message.tool_calls for message in trajectory.messages) for trajectory in trajectories]
-    figures = {way: share([one[way] for one in changed]) for way in WAYS}
+    changed = [changes(trajectory, recorded, tokenizer) for trajectory in trajectories]
+    count = len(trajectories)
     return {
-        "trajectories": len(trajectories),
+        **{way: round(sum(flags[way] for flags in changed) / count, 4) for way in ("ours", *WAYS)},
+        "with_a_parsed_call": sum(any(m.tool_calls for m in t.messages) for t in trajectories) / count,
+        "trajectories": count,
         "calls": turns,
         "sampled_tokens": sum(trajectory.sampled_tokens for trajectory in trajectories),
-        "ours_changed": sum(ours_changed(trajectory, recorded) for trajectory in trajectories),
-        "through_text": figures,
-        "messages_of_parsed_calls": share(
-            [one["messages"] for one, parsed in zip(changed, called, strict=True) if parsed]
-        ),
-        "parsed": share(called),
-        "temperature": temperature,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="trajectories a round and temperature")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, each with other tasks and seeds")
-    options = parser.parse_args()
-    details = []
+    options = make_parser(__doc__, count=200, rounds=3).parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    shares: dict[str, dict[str, Any]] = {}
     with embedded_server() as server, recorder(server.url) as proxy:
         for temperature in TEMPERATURES:
             trajectories = []
-            for number in range(options.rounds):
-                trajectories += asyncio.run(sample(proxy.url, temperature, options.count, 1000 + number))
-            details.append(measure(temperature, trajectories, proxy))
+            for seed in range(FIRST_SEED, FIRST_SEED + options.rounds):
+                trajectories += asyncio.run(sample(proxy.url, temperature, options.count, seed))
+            shares[str(temperature)] = measure(trajectories, proxy, tokenizer)
             proxy.calls.clear()
-            print(json.dumps(details[-1]), file=sys.stderr)
-    total = sum(item["trajectories"] for item in details)
+            say(f"temperature {temperature}: {shares[str(temperature)]}")
+    by_way = {way: {key: of_one[way] for key, of_one in shares.items()} for way in WAYS}
     report(
         "token_drift",
         {
-            "ours_changed_share": sum(item["ours_changed"] for item in details) / total,
-            "through_text_changed_share": {
-                f"{item['temperature']:.1f}": item["through_text"]["turns"] for item in details
-            },
+            "ours_changed_share": max(of_one["ours"] for of_one in shares.values()),
+            **{f"{way}_through_text_changed_share": values for way, values in by_way.items()},
         },
-        by_temperature=details,
+        by_temperature=shares,
         count=options.count,
         rounds=options.rounds,
     )

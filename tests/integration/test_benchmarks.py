@@ -38,23 +38,31 @@ KEYS = {
         "other_request_p99_ms",
     },
     "shell_latency": {
-        "p50_ms",
-        "p95_ms",
-        "speedup_vs_tmux",
-        "speedup_vs_swe_rex",
-        "ratio_to_floor",
-        "workload_mean_s",
-        "workload_mean_tmux_s",
+        *(
+            f"{key}{pause}"
+            for pause in ("", "_after_50ms", "_after_1s")
+            for key in (
+                *("p50_ms", "floor_p50_ms", "ratio_to_floor"),
+                *("mean_speedup_vs_tmux_polled", "speedup_vs_swe_rex"),
+            )
+        ),
+        *("speedup_vs_tmux_wait_for", "speedup_vs_pexpect", "speedup_vs_apptainer_exec", "p95_ms"),
+        *("workload_mean_sleep_s", "workload_mean_s", "workload_mean_tmux_polled_s"),
     },
-    "ipython_latency": {"p50_ms", "speedup_vs_gateway"},
+    "ipython_latency": {
+        "p50_ms",
+        "speedup_vs_gateway_acking_at_once",
+        "first_result_speedup_vs_gateway",
+    },
     "sandbox_start": {
-        "warm_p50_ms",
-        "cold_p50_ms",
-        "cold_ratio_to_exec",
-        "starts_per_s",
-        "end_p50_ms",
-        "held_100_mb",
-        "leftovers",
+        *(
+            "cold_ratio_to_exec",
+            "cold_ratio_to_exec_output",
+            "warm_ratio_to_exec",
+            "warm_ratio_to_exec_output",
+        ),
+        *("starts_ratio_to_exec", "starts_per_s", "execs_per_s", "held_mb_per_sandbox", "leftovers"),
+        *("cold_p50_ms", "warm_p50_ms", "exec_p50_ms", "exec_output_p50_ms", "end_p50_ms"),
     },
     "routing": {
         "makespan_ratio_to_round_robin",
@@ -66,7 +74,7 @@ KEYS = {
         "acquire_p50_ms",
     },
     "dynamic_sampling": {"speedup_vs_synchronous", "speedup_vs_restart", "slots_busy_share"},
-    "swe_eval": {"eval_overhead_s", "resolved_agreement"},
+    "swe_eval": {"resolved_agreement", "eval_ratio_to_tests_by_hand", "eval_overhead_s"},
     "transfer": {
         "mb_per_s",
         "ratio_to_json",
@@ -82,7 +90,10 @@ KEYS = {
         "head_cpu_cores",
         "head_rss_mb",
     },
-    "token_drift": {"ours_changed_share", "through_text_changed_share"},
+    "token_drift": {
+        "ours_changed_share",
+        *(f"{way}_through_text_changed_share" for way in ("turns", "messages", "whole")),
+    },
 }
 MORE = {"routing": ("--simulated-only",)}
 """Two vLLM servers take minutes to start beside other tests; `make bench` has them."""
