@@ -27,18 +27,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks import _harness as harness
 from benchmarks._apptainer import PlainApptainer
-from benchmarks._harness import (
-    make_parser,
-    private_directory,
-    private_host,
-    report,
-    say,
-    spread_ms,
-    summary,
-    take_turns,
-    timed,
-)
 from sandbox import trees
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
@@ -73,7 +63,7 @@ class Census:
         name = str(self._directory)
         named = {p for p in psutil.process_iter(["cmdline", "environ"]) if name in str(p.info)}
         return {
-            "processes": sum(map(is_alive, named | self._known)),
+            "processes": sum(process.is_running() for process in named | self._known),
             "mounts": Path("/proc/mounts").read_text().count(name),
             "sockets": Path("/proc/net/unix").read_text().count(name),
             "files": sum(path.name not in HOST_FILES for path in self._directory.glob("host-*/*")),
@@ -93,15 +83,15 @@ class Bench:
 
     def __init__(self, stack: ExitStack):
         """Everything is started here and ends with `stack`, the hosts before what is counted at the end."""
-        self.directory = stack.enter_context(private_directory())
+        self.directory = stack.enter_context(harness.private_directory())
         self.census = Census(self.directory)
         self.loop = stack.enter_context(asyncio.Runner()).get_loop()
         self.hosts = stack.enter_context(ExitStack())
         self.apptainer = PlainApptainer(self.directory / "apptainer")
-        self.warm = self.hosts.enter_context(private_host(self.directory / "host-warm", WARM))
+        self.warm = self.hosts.enter_context(harness.private_host(self.directory / "host-warm", WARM))
         self.wait(self.warm.keep_warm(SPEC, WARM))
         self.wait(self._pool_is_full())
-        self.cold = self.hosts.enter_context(private_host(self.directory / "host-cold", 0))
+        self.cold = self.hosts.enter_context(harness.private_host(self.directory / "host-cold", 0))
         self.wait(self._release(self.wait(self._many(1))))
         self.ends: list[float] = []
         self.exec_outputs: list[float] = []
@@ -118,7 +108,7 @@ class Bench:
         if info.warm != (host is self.warm):
             raise RuntimeError(f"sandbox {info.id} was {'warm' if info.warm else 'cold'}, and should not be")
         self.census.note(info.pid)
-        self.ends.append(timed(lambda: self.wait(host.release(info.id))))
+        self.ends.append(harness.timed(lambda: self.wait(host.release(info.id))))
         self.wait(self._pool_is_full())
         return seconds
 
@@ -193,20 +183,9 @@ class Bench:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """The process and its descendants; none when it is gone."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it is still that process, and no zombie."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    """The process and its descendants."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
 def memory_bytes(process: psutil.Process) -> int:
@@ -215,12 +194,10 @@ def memory_bytes(process: psutil.Process) -> int:
         return process.memory_full_info().pss
     except psutil.AccessDenied:
         return process.memory_info().rss
-    except psutil.NoSuchProcess:
-        return 0
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=50, rounds=3).parse_args()
+    options = harness.make_parser(__doc__, count=50, rounds=3).parse_args()
     with ExitStack() as stack:
         run(Bench(stack), options.count, options.rounds)
 
@@ -233,10 +210,10 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         "cold": lambda: bench.time_start(bench.cold),
         "exec": bench.time_exec,
     }
-    seconds = take_turns(methods, dict.fromkeys(methods, max(1, count // share)))
+    seconds = harness.take_turns(methods, dict.fromkeys(methods, max(1, count // share)))
     seconds |= {"exec_output": bench.exec_outputs, "end": bench.ends}
-    times = {name: spread_ms(values) for name, values in seconds.items()}
-    say(f"one by one: {times}")
+    times = {name: harness.spread_ms(values) for name, values in seconds.items()}
+    harness.say(f"one by one: {times}")
     cores, at_once = os.cpu_count() or 1, AT_ONCE // share
     widths = sorted({cores, 2 * cores, at_once})
     rates: dict[str, list[float]] = {name: [] for name in ("ours", *map(str, widths))}
@@ -244,26 +221,26 @@ def run(bench: Bench, count: int, rounds: int) -> None:
         rates["ours"].append(bench.starts_per_s(at_once))
         for width in widths:
             rates[str(width)].append(bench.execs_per_s(at_once, width))
-    say(f"{at_once} at once, starts/s by the number begun at a time: {rates}")
+    harness.say(f"{at_once} at once, starts/s by the number begun at a time: {rates}")
     execs = max((rates[str(width)] for width in widths), key=statistics.median)
     held = bench.held(HELD // share)
-    say(f"held: {held}")
+    harness.say(f"held: {held}")
     bench.hosts.close()
     left = bench.census.count_at_rest()
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     held_mb = (held["processes_mb"] + held["files_in_memory_mb"]) / held["sandboxes"]
-    report(
+    harness.report(
         "sandbox_start",
         {
             "cold_ratio_to_exec": round(middle["cold"] / middle["exec"], 3),
             "cold_ratio_to_exec_output": round(middle["cold"] / middle["exec_output"], 3),
             "warm_ratio_to_exec": round(middle["warm"] / middle["exec"], 3),
             "warm_ratio_to_exec_output": round(middle["warm"] / middle["exec_output"], 3),
-            "starts_ratio_to_exec": summary([a / b for a, b in zip(rates["ours"], execs, strict=True)])[
-                "median"
-            ],
-            "starts_per_s": summary(rates["ours"])["median"],
-            "execs_per_s": summary(execs)["median"],
+            "starts_ratio_to_exec": harness.summary(
+                [a / b for a, b in zip(rates["ours"], execs, strict=True)]
+            )["median"],
+            "starts_per_s": harness.summary(rates["ours"])["median"],
+            "execs_per_s": harness.summary(execs)["median"],
             **{f"{name}_p50_ms": spread["p50_ms"] for name, spread in times.items()},
             "held_mb_per_sandbox": round(held_mb, 2),
             "leftovers": sum(left.values()),

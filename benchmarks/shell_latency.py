@@ -24,17 +24,8 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
+from benchmarks import _harness as harness
 from benchmarks import _shells as shells
-from benchmarks._harness import (
-    make_parser,
-    private_directory,
-    private_host,
-    report,
-    say,
-    spread_ms,
-    take_turns,
-    timed,
-)
 
 WORKLOAD_MEAN_S = 0.385
 WORKLOAD_SEED = 20251121
@@ -55,10 +46,10 @@ class Bench:
 
     def __init__(self, stack: ExitStack):
         """Everything is started here and ends with `stack`."""
-        directory = stack.enter_context(private_directory())
+        directory = stack.enter_context(harness.private_directory())
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb", "LANG": "C.UTF-8"}
         env["HOME"] = str(directory)
-        host = stack.enter_context(private_host(directory / "host", warm=0))
+        host = stack.enter_context(harness.private_host(directory / "host", warm=0))
         self.looks: list[int] = []
         methods = {
             "ours": shells.ours(host),
@@ -78,7 +69,7 @@ class Bench:
         """Seconds that a command takes, after a pause; a wrong output is counted."""
         outputs: list[str] = []
         time.sleep(pause_s)
-        seconds = timed(lambda: outputs.append(self.methods[name](command)))
+        seconds = harness.timed(lambda: outputs.append(self.methods[name](command)))
         self.wrong[name] += outputs[0].strip() != output
         return seconds
 
@@ -109,25 +100,27 @@ def results_of(times: Times, suffix: str) -> dict[str, float]:
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=50, rounds=2).parse_args()
+    options = harness.make_parser(__doc__, count=50, rounds=2).parse_args()
     share = SHORT if options.rounds == 1 else 1
     count = options.count * options.rounds
     with ExitStack() as stack:
         bench = Bench(stack)
         calls = {name: partial(bench.time, name) for name in bench.methods}
         repetitions = dict.fromkeys(calls, count) | {"tmux_polled": max(2, count // share)}
-        times = {"": take_turns(calls, repetitions, TURN)}
+        times = {"": harness.take_turns(calls, repetitions, TURN)}
         for suffix, pause_s in PAUSES_S.items():
             calls = {name: partial(bench.time, name, pause_s) for name in PAUSED}
-            times[suffix] = take_turns(calls, dict.fromkeys(calls, max(2, AFTER_PAUSE // share)))
-        spreads = {f"echo{suffix}": {k: spread_ms(v) for k, v in of.items()} for suffix, of in times.items()}
-        say(f"{spreads}")
+            times[suffix] = harness.take_turns(calls, dict.fromkeys(calls, max(2, AFTER_PAUSE // share)))
+        spreads = {
+            f"echo{suffix}": {k: harness.spread_ms(v) for k, v in of.items()} for suffix, of in times.items()
+        }
+        harness.say(f"{spreads}")
         commands = WORKLOAD_COMMANDS // share
         means = bench.time_workload(commands)
     results: dict[str, float] = {}
     for suffix, by_method in times.items():
         results |= results_of(by_method, suffix)
-    report(
+    harness.report(
         "shell_latency",
         results
         | {

@@ -37,9 +37,7 @@ WARM = 2
 POOL_S = 120.0
 SHORT_INSTANCES = 2
 
-UNRELATED = (
-    "diff --git a/new.txt b/new.txt\nnew file mode 100644\n--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+x\n"
-)
+UNRELATED = "--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+x\n"
 NOT_APPLYING = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"
 
 SCRIPT = """
@@ -106,15 +104,21 @@ def patches_of(row: dict[str, Any]) -> list[str]:
     return [gold, gold[: [*starts, None, None][2]], "", UNRELATED, NOT_APPLYING.format(source)]
 
 
+async def pool_is_full(host: HostClient) -> None:
+    """Wait until as many sandboxes are ready as the host keeps: neither side is to pay for their starts."""
+    async with asyncio.timeout(POOL_S):
+        while (await host.stats()).get("warm", 0) < WARM:
+            await asyncio.sleep(0.05)
+
+
 async def time_turns(row: dict[str, Any], hand: ByHand, rounds: int, host: HostClient) -> list[Turn]:
     """Seconds of each turn: `ours`, `tests` (of ours, as the handler measured them) and `by_hand`."""
     turns = []
     hand.judge(row["patch"])  # once without being counted: files come into memory
     for _ in range(rounds):
-        async with asyncio.timeout(POOL_S):
-            while (await host.stats()).get("warm", 0) < WARM:
-                await asyncio.sleep(0.05)
+        await pool_is_full(host)
         (result,) = await judge_many([(row, row["patch"])])
+        await pool_is_full(host)
         resolved, by_hand = hand.judge(row["patch"])
         assert result.reward == 1.0 and resolved, result.report
         seconds = result.report["seconds"]
