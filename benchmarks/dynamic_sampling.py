@@ -1,35 +1,44 @@
-"""Time to k informative groups, ten times in a row, against two other ways to sample them.
+"""Time to k informative groups, six weight updates in a row, against two other ways to sample them.
 
-Real gateway, Redis, Celery fleets and batches; model and tools are sleeps from a log-normal distribution, the
-same ones for all (a prompt's group sleeps what its seed says), and half of the prompts are uninformative. RUN
-has the same number of slots for all.
+Real gateway, Redis, Celery fleets, batches and weight updates; each rollout makes one call to a fake engine,
+whose token carries the weights that it began with, and sleeps, as from a log-normal distribution. Half of
+the prompts are uninformative. RUN has as many slots for all. All update the weights after each iteration and
+may learn from groups at most one update old: older ones are thrown away, and their time counts.
 
 * Ours: one batch after the other; each takes over what the one before left under way.
-* Synchronous: a round of 2 k prompts (what is needed on average), waited for to its last rollout, and another
-  round while groups are missing. Surplus groups are kept for the next iteration.
+* Synchronous: a round of 5 prompts for each group that is missing (of 1.5 to 6 the fastest), waited for to
+  its last rollout, and another round while groups are missing. Surplus is kept for the next iteration.
 * Restart (the reference's scheme): slots are refilled and redundant rollouts ended early, too, but at the end
-  of an iteration everything under way is dropped, finished siblings included, and begins again in the next.
+  of an iteration all that is under way is dropped, finished siblings included; the next one draws anew.
 
+Seconds run from the first submission to an idle service: filling up counts, and ending what is left over.
 Schemes take turns, seed by seed; the ratios are taken seed by seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
-from benchmarks._harness import report, summary
+from pydantic import BaseModel
+
+from benchmarks._harness import make_parser, report, say, summary
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import RolloutRequest
 from rollout.summary import by_group
-from tests.helpers.stack import Stack
+from rollout.trajectory import FinishReason, Message
+from tests.helpers.fake_engine import fake_engine
+from tests.helpers.stack import Stack, wait_until
+from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
 
 SIGMA = 1.0
 """Of the log-normal sleeps: the longest of 128 is about eleven times the median."""
@@ -37,191 +46,197 @@ LONGEST = 12.0
 """Times the mean: no rollout sleeps longer."""
 AHEAD = 8
 """Rollouts in flight beyond RUN's slots, so that INIT and EVAL leave no slot free."""
+MAX_STALENESS = 1
+"""Updates of the weights between the oldest token of a group and its use."""
+PROMPTS_A_GROUP = 5
+"""Of the synchronous scheme."""
+
+
+class SleepTask(BaseModel):
+    seconds: list[float]
+    """Of RUN, one for each member of the group."""
+    rewards: list[float]
+
+
+class Sleeper(AgentHandler[SleepTask]):
+    """Samples a token, sleeps as long as its place in the group is told, and gets that place's reward."""
+
+    name = "sleeper"
+    Task = SleepTask
+
+    async def run(self, ctx: RunContext[SleepTask]) -> FinishReason:
+        await ctx.agent.start([Message(role="user", content="1")])
+        await ctx.agent.query(1)
+        await asyncio.sleep(ctx.task.seconds[ctx.index])
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[SleepTask]) -> Reward:
+        return Reward(ctx.task.rewards[ctx.index])
 
 
 def make_prompts(seed: int, count: int, n: int, mean_s: float) -> list[RolloutRequest]:
     """Prompts of which every second one, at random, has the same reward for all of its group."""
     chance = random.Random(seed)
+    median_s = mean_s / 2.718281828 ** (SIGMA**2 / 2)
     prompts = []
-    for number in range(count):
-        seconds = [
-            min(chance.lognormvariate(0, SIGMA) * mean_s / 2.718281828 ** (SIGMA**2 / 2), LONGEST * mean_s)
-            for _ in range(n)
-        ]
-        same = chance.random() < 0.5
-        rewards = [1.0] * n if same else [float(chance.random() < 0.5) for _ in range(n)]
-        if not same and len(set(rewards)) == 1:
-            rewards[0] = 1.0 - rewards[0]
-        task = {"number": number, "seconds": [round(s, 3) for s in seconds], "rewards": rewards}
+    for _ in range(count):
+        seconds = [min(chance.lognormvariate(0, SIGMA) * median_s, LONGEST * mean_s) for _ in range(n)]
+        rewards = [1.0] * n
+        if chance.random() < 0.5:
+            rewards = [0.0] + [float(chance.random() < 0.5) for _ in range(n - 2)] + [1.0]
+        task = {"seconds": [round(s, 3) for s in seconds], "rewards": rewards}
         prompts.append(RolloutRequest(handler="sleeper", task=task))
     return prompts
 
 
-class Scheme:
-    """What the schemes share: the service, and how much of everything there is."""
+class Run:
+    """One scheme on one seed: what the schemes share, and what they count."""
 
     def __init__(self, client: Client, options: argparse.Namespace, prompts: list[RolloutRequest]) -> None:
         self.client, self.options, self.prompts = client, options, prompts
-        self.slots = options.slots + AHEAD
+        self.stale = 0
+        """Informative groups thrown away because they were too old."""
 
-    def request(self, prompts: list[RolloutRequest], **more: object) -> BatchRequest:
-        options = self.options
-        return BatchRequest(
+    def batch(self, prompts: list[RolloutRequest], **more: object) -> str:
+        """Wait for the groups of one iteration; the batch's id."""
+        request = BatchRequest(
             prompts=prompts,
-            n=options.n,
-            groups=options.groups,
-            max_in_flight=self.slots,
+            n=self.options.n,
+            groups=self.options.groups,
+            max_in_flight=self.options.slots + AHEAD,
             # Slots are the only limit, as for the others.
             oversample=16.0,
+            max_staleness=MAX_STALENESS,
             **more,
         )
+        batch = self.client.batches.create(request)
+        kept = len(list(self.client.batches.stream(batch.id, include="summary")))
+        if kept != self.options.groups:
+            raise RuntimeError(f"batch {batch.id} kept {kept} groups of {self.options.groups}")
+        self.stale += self.client.batches.get(batch.id).reasons.get("stale", 0)
+        return batch.id
+
+    def iterations(self) -> Iterator[int]:
+        """Their numbers; between two the trainer updates the weights, which takes it no time here."""
+        for number in range(self.options.iterations):
+            yield number
+            version = f"step-{time.monotonic_ns()}"
+            state = self.client.update_policy(version).state
+            if state != "done":
+                raise RuntimeError(f"the update to {version} is {state}, not done")
 
 
-def ours(scheme: Scheme) -> list[float]:
-    """Seconds of each iteration."""
-    took, before = [], None
-    for number in range(scheme.options.iterations):
-        began = time.perf_counter()
-        prompts = [] if number else scheme.prompts
-        made = scheme.client.batches.create(scheme.request(prompts, closed=False, carry_from=before))
-        found = list(scheme.client.batches.stream(made.id, include="summary"))
-        took.append(time.perf_counter() - began)
-        assert len(found) == scheme.options.groups
-        before = made.id
-    scheme.client.batches.cancel(before)
-    return took
+def ours(run: Run) -> None:
+    """See the module's text, also below."""
+    before = None
+    for number in run.iterations():
+        before = run.batch([] if number else run.prompts, closed=False, carry_from=before)
+    run.client.batches.cancel(before)
 
 
-def synchronous(scheme: Scheme) -> list[float]:
-    """Seconds of each iteration."""
-    source, surplus, took = iter(scheme.prompts), 0, []
-    n, wanted = scheme.options.n, scheme.options.groups
-    for _ in range(scheme.options.iterations):
-        began = time.perf_counter()
-        kept, surplus = surplus, 0
-        while kept < wanted:
-            requests = [next(source).model_copy(update={"n": n}) for _ in range(2 * wanted)]
-            rollouts = scheme.client.run(requests, include="summary")
-            kept += sum(max(rewards) > min(rewards) for rewards in by_group(rollouts).values())
-        surplus = kept - wanted
-        took.append(time.perf_counter() - began)
-    return took
+def synchronous(run: Run) -> None:
+    source = iter(run.prompts)
+    surplus: list[int] = []
+    for number in run.iterations():
+        fresh = [born for born in surplus if number - born <= MAX_STALENESS]
+        run.stale += len(surplus) - len(fresh)
+        while (missing := run.options.groups - len(fresh)) > 0:
+            prompts = islice(source, PROMPTS_A_GROUP * missing)
+            requests = [prompt.model_copy(update={"n": run.options.n}) for prompt in prompts]
+            groups = by_group(run.client.run(requests, include="summary")).values()
+            fresh += [number] * sum(max(rewards) > min(rewards) for rewards in groups)
+        surplus = fresh[run.options.groups :]
 
 
-def restart(scheme: Scheme) -> list[float]:
-    """Seconds of each iteration."""
-    left, took = list(scheme.prompts), []
-    for _ in range(scheme.options.iterations):
-        began = time.perf_counter()
-        made = scheme.client.batches.create(scheme.request(left, carry="none"))
-        list(scheme.client.batches.stream(made.id, include="summary"))
-        took.append(time.perf_counter() - began)
-        decided = scheme.client.batches.stream(made.id, include="summary", every=True)
-        through = {
-            group.rollouts[0].request.task["number"]
-            for group in decided
-            if group.verdict in ("kept", "filtered") and group.rollouts
-        }
-        left = [prompt for prompt in left if prompt.task["number"] not in through]
-    return took
+def restart(run: Run) -> None:
+    prompts = run.prompts
+    for _ in run.iterations():
+        batch_id = run.batch(prompts, carry="none")
+        prompts = prompts[run.client.batches.get(batch_id).started :]
 
 
-class Busy:
-    """Samples how many of RUN's slots are in use, while it is a context manager."""
-
-    def __init__(self, stack: Stack, slots: int) -> None:
-        self._redis, self._slots = stack.redis.client, slots
-        self._samples: list[int] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Busy:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.05):
-            self._samples.append(int(self._redis.hget("rollouts:counts", "running") or 0))
-
-    @property
-    def share(self) -> float:
-        """From the first moment all slots were in use: before that the service fills up."""
-        full = next((i for i, used in enumerate(self._samples) if used >= 0.95 * self._slots), 0)
-        return statistics.fmean(self._samples[full:]) / self._slots
+SCHEMES: dict[str, Callable[[Run], None]] = {"ours": ours, "synchronous": synchronous, "restart": restart}
 
 
-def wait_until_idle(stack: Stack) -> None:
-    """Until nothing runs that an earlier scheme has left."""
-    while any(
-        stack.client.status()["states"].get(s, 0) for s in ("queued", "initializing", "ready", "running")
-    ):
-        time.sleep(0.1)
+def measure(scheme: Callable[[Run], None], run: Run, stack: Stack) -> dict[str, float]:
+    """Seconds from the first submission to an idle service, and the share of RUN's slots in use meanwhile."""
+    used: list[int] = []
+    idle = threading.Event()
 
+    def look() -> None:
+        while not idle.wait(0.05):
+            used.append(int(stack.redis.client.hget("rollouts:counts", "running") or 0))
 
-SCHEMES: dict[str, Callable[[Scheme], list[float]]] = {
-    "ours": ours,
-    "synchronous": synchronous,
-    "restart": restart,
-}
+    live = ("queued", "initializing", "ready", "running", "evaluating")
+    watch = threading.Thread(target=look)
+    watch.start()
+    began = time.monotonic()
+    try:
+        scheme(run)
+        wait_until(
+            lambda: not any(stack.client.status()["states"].get(state) for state in live),
+            60,
+            "the service to be idle",
+        )
+        seconds = time.monotonic() - began
+    finally:
+        idle.set()
+        watch.join()
+    return {
+        "seconds": seconds,
+        "busy_share": statistics.fmean(used) / run.options.slots,
+        "stale_groups": run.stale,
+    }
 
 
 def main() -> None:
     """Run it; see the module's text."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=640, help="rollouts that each scheme is to keep, in all")
+    parser = make_parser(__doc__, count=384, rounds=3)
     parser.add_argument("--groups", type=int, default=8, help="informative groups of an iteration")
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--slots", type=int, default=64, help="of RUN")
-    parser.add_argument("--mean-s", type=float, default=1.5, help="of a rollout's RUN")
-    parser.add_argument("--rounds", type=int, default=3, help="each with a seed of its own")
+    parser.add_argument("--mean-s", type=float, default=1.0, help="of a rollout's sleep")
     options = parser.parse_args()
-    options.groups = max(1, min(options.groups, options.count // options.n))
+    options.groups = max(1, min(options.groups, options.count // (2 * options.n)))
     options.iterations = max(1, options.count // (options.groups * options.n))
-    took: dict[str, list[list[float]]] = {name: [] for name in SCHEMES}
-    busy: list[float] = []
-    env = {"ROLLOUT_HANDLERS": "benchmarks._sampling_handler:Sleeper", "ROLLOUT_LEASE_S": "30"}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEMES}
+    env = {"ROLLOUT_HANDLERS": "benchmarks.dynamic_sampling:Sleeper", "ROLLOUT_LEASE_S": "30"}
     with (
         tempfile.TemporaryDirectory() as directory,
         tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandboxes,
+        fake_engine() as engine,
         Stack(Path(directory), Path(sandboxes), env) as stack,
     ):
         for queue in ("init", "eval"):
             stack.start_worker(queue, slots=32)
         stack.start_worker("run", slots=options.slots)
-        count = options.iterations * options.groups * 4
+        stack.client.add_backend(engine.url)
+        stack.client.run([RolloutRequest(handler="sleeper", task={"seconds": [0.0], "rewards": [1.0]})])
+        count = options.iterations * options.groups * PROMPTS_A_GROUP * 4
         for seed in range(options.rounds):
             prompts = make_prompts(seed, count, options.n, options.mean_s)
             names = list(SCHEMES)
             for name in names[seed % 3 :] + names[: seed % 3]:
-                wait_until_idle(stack)
-                scheme = Scheme(stack.client, options, prompts)
-                if name == "ours":
-                    with Busy(stack, options.slots) as slots:
-                        took[name].append(ours(scheme))
-                    busy.append(slots.share)
-                else:
-                    took[name].append(SCHEMES[name](scheme))
-    totals = {name: [sum(one) for one in runs] for name, runs in took.items()}
+                figures = measure(SCHEMES[name], Run(stack.client, options, prompts), stack)
+                runs[name].append(figures)
+                say(f"seed {seed}, {name}: {figures}")
     ratios = {
-        name: [theirs / our for theirs, our in zip(totals[name], totals["ours"], strict=True)]
+        name: [its["seconds"] / our["seconds"] for its, our in zip(runs[name], runs["ours"], strict=True)]
         for name in ("synchronous", "restart")
     }
+    busy = summary([figures["busy_share"] for figures in runs["ours"]])
     report(
         "dynamic_sampling",
         {
-            "speedup_vs_synchronous": round(statistics.median(ratios["synchronous"]), 3),
-            "speedup_vs_restart": round(statistics.median(ratios["restart"]), 3),
-            "slots_busy_share": round(statistics.median(busy), 4),
+            f"speedup_vs_{name}_one_update_old": round(statistics.median(its), 3)
+            for name, its in ratios.items()
+        }
+        | {"slots_busy_share_filling_up_included": busy["median"]},
+        ratios={name: summary(its) for name, its in ratios.items()},
+        schemes={
+            name: {key: summary([figures[key] for figures in its]) for key in its[0]}
+            for name, its in runs.items()
         },
-        ratios={name: summary(values) for name, values in ratios.items()},
-        busy=summary(busy),
-        seconds={name: summary(values) for name, values in totals.items()},
         options=vars(options),
     )
 

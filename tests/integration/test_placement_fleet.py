@@ -7,9 +7,16 @@ import statistics
 
 import pytest
 
-from benchmarks._routing_fleet import Fleet, simulate
-from benchmarks._routing_policies import Cumulative, InflightHeap, Ours
-from benchmarks._routing_workload import bound, workload
+from benchmarks._routing_fleet import (
+    Fleet,
+    Ours,
+    Peer,
+    bound_s,
+    cumulative,
+    inflight_heap,
+    simulate,
+    workload,
+)
 from tests.helpers import virtual_time
 from tests.helpers.stack import RedisServer
 
@@ -69,18 +76,20 @@ def test_a_backend_added_under_load_gets_its_share_in_one_rollouts_time_and_neve
     assert max(live) <= 1.5 * FAIR
     assert longest_run(placed) <= 2
     # What this is there to prevent: counting assignments, all new rollouts go to the newcomer.
-    placed, _, _ = join(Cumulative())
+    placed, _, _ = join(Peer(cumulative, admission=False))
     assert longest_run(placed) > 10
 
 
-def test_over_committed_caches_cost_ours_less_than_a_heap_of_rollouts_in_flight(redis_client):
+def test_over_committed_caches_cost_ours_less_than_a_heap_of_rollouts_in_flight_without_admission(
+    redis_client,
+):
     rollouts, engines, slots = workload(96, seed=23), 2, 80
     ours = simulate(lambda: Ours(redis_client), rollouts, slots, engines)
-    theirs = simulate(InflightHeap, rollouts, slots, engines)
+    theirs = simulate(lambda: Peer(inflight_heap, admission=False), rollouts, slots, engines)
     assert ours.makespan_s < theirs.makespan_s
-    assert ours.p95_s() < theirs.p95_s()
+    assert ours.p95_s < theirs.p95_s
     assert ours.hit_rate > theirs.hit_rate
-    assert ours.makespan_s >= bound(rollouts, engines, slots).makespan_s
+    assert ours.makespan_s >= bound_s(rollouts, slots)
     assert len(ours.latency_s) == len(rollouts)
     assert redis_client.hlen("backends:pins") == 0
     assert [load for _, load in redis_client.zrange("backends:load", 0, -1, withscores=True)] == [0, 0]
