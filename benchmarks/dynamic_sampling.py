@@ -50,6 +50,8 @@ MAX_STALENESS = 1
 """Updates of the weights between the oldest token of a group and its use."""
 PROMPTS_A_GROUP = 5
 """Of the synchronous scheme."""
+ENOUGH = 100
+"""Prompts for any iteration of eight groups."""
 
 
 class SleepTask(BaseModel):
@@ -151,7 +153,7 @@ def synchronous(run: Run) -> None:
 def restart(run: Run) -> None:
     prompts = run.prompts
     for _ in run.iterations():
-        batch_id = run.batch(prompts, carry="none")
+        batch_id = run.batch(prompts[:ENOUGH], carry="none")
         prompts = prompts[run.client.batches.get(batch_id).started :]
 
 
@@ -212,7 +214,7 @@ def main() -> None:
         stack.start_worker("run", slots=options.slots)
         stack.client.add_backend(engine.url)
         stack.client.run([RolloutRequest(handler="sleeper", task={"seconds": [0.0], "rewards": [1.0]})])
-        count = options.iterations * options.groups * PROMPTS_A_GROUP * 4
+        count = options.iterations * options.groups * 2 * PROMPTS_A_GROUP + ENOUGH
         for seed in range(options.rounds):
             prompts = make_prompts(seed, count, options.n, options.mean_s)
             names = list(SCHEMES)

@@ -31,10 +31,7 @@ LOOK_AGAIN_S = 2.0
 
 
 class PromptSizes:
-    """How long the first prompts of a handler are: what a rollout reserves before its own is rendered.
-
-    More foresight (the mean of final contexts) spread rollouts worse in `benchmarks/routing.py`.
-    """
+    """How long the first prompts of a handler are: what a rollout reserves before its own is rendered."""
 
     def __init__(self) -> None:
         self._mean: dict[str, float] = {}
