@@ -107,9 +107,7 @@ def compare_policies(count: int, seeds: int, every_configuration: bool) -> dict[
         }
         results[load]["ratios"] = {
             name: {
-                key: summary(
-                    [ours[key] / its[key] for ours, its in zip(runs["ours"], runs[name], strict=True)]
-                )
+                key: summary([a[key] / b[key] for a, b in zip(runs["ours"], runs[name], strict=True)])
                 for key in ("makespan_s", "p95_s", "hit_rate")
             }
             for name in names[1:]
