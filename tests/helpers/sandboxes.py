@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import sandbox.server
 
 FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload"}
 """What belongs to the host itself and not to any sandbox."""
@@ -18,6 +25,20 @@ PER_SANDBOX = ("records", "scratch")
 def new_state() -> Path:
     """Short, because socket paths are limited; pytest's own directories are too long."""
     return Path(tempfile.mkdtemp(prefix="sbxt-", dir="/tmp"))
+
+
+@contextlib.contextmanager
+def server_modules(*names: str) -> Iterator[list[ModuleType]]:
+    """Modules of the sandbox's server, which import each other by their bare names, as they lie inside."""
+    directory = str(Path(sandbox.server.__file__).parent)
+    sys.path.insert(0, directory)
+    try:
+        yield [importlib.import_module(name) for name in names]
+    finally:
+        sys.path.remove(directory)
+        for name, module in list(sys.modules.items()):
+            if "." not in name and (getattr(module, "__file__", None) or "").startswith(directory):
+                del sys.modules[name]
 
 
 def require_apptainer() -> None:

@@ -22,6 +22,7 @@ class Said:
     spans: list[tuple[str | None, int, int]] | None = None
     """None = all by version `v1`."""
     routed_experts: Any = None
+    cached_tokens: int | None = None
     backend: Backend | None = None
     """The backend that takes the rollout over for this call; None = the same."""
 
@@ -74,6 +75,7 @@ class ScriptedRouter:
             logprobs=[-number - i / 1000 for i in range(len(ids))],
             finish_reason=finish,
             spans=said.spans or [("v1", 0, len(ids))],
+            cached_tokens=said.cached_tokens,
             routed_experts=said.routed_experts,
         )
         self.completions.append(completion)
@@ -96,9 +98,11 @@ class Look(Tool):
         return Observation(args.text * args.times)
 
 
-def loop(router: ScriptedRouter, *, limits: dict[str, Any] | None = None, **sampling: Any) -> AgentLoop:
-    """An agent loop with the tools `look` and `finish`, not advertised."""
+def loop(
+    router: ScriptedRouter, *, limits: dict[str, Any] | None = None, index: int = 0, **sampling: Any
+) -> AgentLoop:
+    """An agent loop with the tools `look` and `finish`, not advertised; `index` is that within its group."""
     request = RolloutRequest(
         handler="scripted", limits=Limits(**(limits or {})), sampling=SamplingParams(**sampling)
     )
-    return AgentLoop(request, 0, router, (Look(), Finish()), advertise_tools=False)
+    return AgentLoop(request, index, router, (Look(), Finish()), advertise_tools=False)

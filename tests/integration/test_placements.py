@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
+from functools import partial
 
 import pytest
 import redis
 
-from rollout.schema import Backend
+from rollout.schema import Backend, SamplingParams
 from rollout.trajectory import Chain, Segment, Trajectory
+from services.state import keys
 from services.state.backends import BackendStore
 from services.state.redis import connect
+from tests.helpers.llm_servers import free_port
 from workers import patience
-from workers.agent.placement import Placements, PromptSizes
+from workers.agent.llm import session
+from workers.agent.placement import MAX_BATCH, Placements, PromptSizes
 from workers.agent.router import BackendRouter
 from workers.errors import InfrastructureError, StageTimeout, time_limit
 
@@ -48,15 +54,17 @@ def store(server):
 def test_many_rollouts_share_few_round_trips_and_each_gets_its_own_answer(store):
     async def main():
         placements = Placements(store)
-        placed = await asyncio.gather(*(placements.acquire(f"r{n}", tokens=n + 1) for n in range(200)))
+        placed = await asyncio.gather(*(placements.acquire(f"r{n}", tokens=n + 1) for n in range(many)))
         assert {one.word for one in placed} == {"ok"}
-        again = await asyncio.gather(*(placements.extend(f"r{n}", n + 1) for n in range(200)))
+        again = await asyncio.gather(*(placements.extend(f"r{n}", n + 1) for n in range(many)))
         assert [one.backend.id for one in again] == [one.backend.id for one in placed]
         trips = store.trips
-        assert all(await asyncio.gather(*(placements.release(f"r{n}") for n in range(200))))
+        assert all(await asyncio.gather(*(placements.release(f"r{n}") for n in range(many))))
         return trips
 
-    assert asyncio.run(main()) <= 6, "the first alone, then all that had gathered meanwhile"
+    many = MAX_BATCH + 40
+    trips = asyncio.run(asyncio.wait_for(main(), 60))
+    assert trips <= 6, "the first alone, then as many as one trip may carry"
     assert [(one.load, one.live_rollouts) for one in store.list()] == [(0.0, 0)] * 2
 
 
@@ -105,6 +113,86 @@ def test_a_caller_that_gives_up_does_not_disturb_the_others(store):
         return (await stays).word
 
     assert asyncio.run(main()) == "ok"
+
+
+def test_a_rollout_cancelled_while_it_asks_gives_back_what_was_reserved_for_it(store):
+    async def main():
+        placements = Placements(store)
+        router = BackendRouter("r", placements, None)
+        asking = asyncio.create_task(router.acquire(50))
+        while not placements._queue:
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not await placements.release("nobody")  # answered behind what was asked before
+        assert sum(one.live_rollouts for one in store.list()) == 1, "else this would prove nothing"
+        await router.release()
+
+    asyncio.run(main())
+    assert [(one.load, one.live_rollouts) for one in store.list()] == [(0.0, 0)] * 2
+
+
+def test_a_rollout_that_has_a_backend_does_not_ask_again(store):
+    async def main():
+        router = BackendRouter("r", Placements(store), None)
+        first, trips = await router.acquire(50), store.trips
+        assert await router.acquire() is first and store.trips == trips
+
+    asyncio.run(main())
+
+
+def failing_turn(store, accepts=None):
+    """One turn against backends at which nobody listens; the router after it has given up."""
+
+    async def main():
+        async with session() as http:
+            router = BackendRouter("r", Placements(store), http, wait_s=0.0)
+            await router.acquire()
+            router.accepts = accepts and partial(accepts, router)
+            call = {"stop_token_ids": [], "call_id": "c", "cache_salt": None, "timeout_s": 5.0}
+            with pytest.raises(InfrastructureError, match="calls failed; the last: backend"):
+                await router.generate([1, 2], SamplingParams(), max_tokens=4, seed=None, **call)
+            return router
+
+    for name in "abc":
+        store.put(backend(name).model_copy(update={"url": f"http://127.0.0.1:{free_port()}"}))
+    return asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_each_backend_is_tried_once_before_one_is_tried_again(store):
+    router = failing_turn(store)
+    assert store.take_suspects() == {"a": 1, "b": 1, "c": 1}
+    assert router.metrics["failed_calls"] == 3 and router.backends == []
+
+
+def test_a_backend_that_cannot_take_the_rollout_over_is_asked_once_and_never_called(store):
+    refused = []
+
+    async def accepts(router, other):
+        if refused and other.id not in refused:
+            return None
+        refused.append(other.id)
+        return "it has another tokenizer"
+
+    router = failing_turn(store, accepts)
+    (other,) = refused
+    assert set(store.take_suspects()) == set("abc") - {other} and router.backend.id != other
+
+
+def test_tokens_of_an_exchange_count_only_from_a_healthy_backend_and_known_weights(store):
+    store.put(backend("a", policy_version="v2"))
+
+    def trusted(version):
+        return asyncio.run(Placements(store).trusted("a", version))
+
+    assert trusted("v2") and not trusted("v1") and not trusted(None)
+    store._redis.zadd(keys.POLICY_SEQUENCE, {"v1": 1})
+    assert trusted("v1"), "a long call may see several updates"
+    store.fail("a", "the canary did not pass")
+    assert not trusted("v1")
+    store.remove("a")
+    assert not trusted("v2")
 
 
 def test_those_who_wait_for_room_get_it_in_order_of_arrival_whatever_they_need(store):
@@ -172,6 +260,21 @@ def test_calls_to_a_backend_that_is_down_are_given_up_and_others_are_not(store):
         return state
 
     assert asyncio.run(main()) == {"a": True, "b": False}
+
+
+def test_a_call_that_has_ended_is_not_kept(store):
+    async def main():
+        placements = Placements(store)
+        call = asyncio.create_task(asyncio.sleep(0))
+        placements.watch("a", call)
+        await call
+        await asyncio.sleep(0)
+        kept = weakref.ref(call)
+        del call
+        gc.collect()
+        return kept()
+
+    assert asyncio.run(main()) is None
 
 
 def test_the_first_reservation_is_what_prompts_of_that_handler_were_before():

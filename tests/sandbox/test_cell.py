@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-import sandbox.server
+from tests.helpers.sandboxes import server_modules
 
 
 @pytest.fixture(scope="module")
 def cell():
-    """The server's module, which imports others by plain names."""
-    directory = str(Path(sandbox.server.__file__).parent)
-    sys.path.insert(0, directory)
-    import cell
-
-    yield cell
-    sys.path.remove(directory)
+    with server_modules("cell") as (module,):
+        yield module
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

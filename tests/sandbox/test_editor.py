@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sandbox.server
 from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.sandboxes import server_modules
 
 
 @pytest.fixture(scope="module")
@@ -232,19 +229,13 @@ def test_undo_goes_back_twenty_edits_and_never_over_the_work_of_others(box):
 
 
 @pytest.fixture(scope="module")
-def server_modules():
-    """The server's modules, which import each other by plain names."""
-    directory = str(Path(sandbox.server.__file__).parent)
-    sys.path.insert(0, directory)
-    import document
-    import editor
-
-    yield document, editor
-    sys.path.remove(directory)
+def modules():
+    with server_modules("document", "editor") as found:
+        yield found
 
 
-def test_the_old_content_is_back_after_a_failed_write(server_modules, tmp_path, monkeypatch):
-    document, _ = server_modules
+def test_the_old_content_is_back_after_a_failed_write(modules, tmp_path, monkeypatch):
+    document, _ = modules
     path = tmp_path / "f"
     path.write_bytes(b"old content")
     real, calls = document.os.write, []
@@ -264,18 +255,35 @@ def test_the_old_content_is_back_after_a_failed_write(server_modules, tmp_path, 
     assert path.read_bytes() == b"old content"
 
 
+def test_undo_keeps_so_many_bytes_of_all_files_and_gives_back_those_of_undone_edits(
+    modules, tmp_path, monkeypatch
+):
+    _, editor = modules
+    monkeypatch.setattr(editor, "UNDO_BYTES", 25)
+    edit = editor.Editor(str(tmp_path)).operations()["editor"]
+
+    def done(command, name, **options):
+        return edit({"command": command, "path": str(tmp_path / name), **options}, None)["ok"]
+
+    for _ in range(3):
+        for name in "abc":
+            (tmp_path / name).write_text("ten bytes.")
+            assert done("str_replace", name, old_str="ten", new_str="10")
+        assert [name for name in "abc" if done("undo_edit", name)] == ["b", "c"], "the oldest made room"
+
+
 texts = st.text(alphabet="ab \tä€\n", max_size=40)
 
 
 @given(before=texts, old=st.text(alphabet="ab \tä\n", min_size=1, max_size=4), new=texts, after=texts)
 def test_str_replace_is_pythons_replace_and_undo_restores_the_bytes(
-    server_modules, tmp_path_factory, before, old, new, after
+    modules, tmp_path_factory, before, old, new, after
 ):
     text = before + old + after
     path = tmp_path_factory.getbasetemp() / "property.txt"
     for raw, newline in ((text.encode(), "\n"), (text.replace("\n", "\r\n").encode("utf-8-sig"), "\r\n")):
         path.write_bytes(raw)
-        edit = server_modules[1].Editor(str(path.parent)).operations()["editor"]
+        edit = modules[1].Editor(str(path.parent)).operations()["editor"]
         request = {"path": str(path), "old_str": old, "new_str": new}
         reply = edit(dict(request, command="str_replace"), None)
         if text.count(old) == 1 and old != new:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import pytest
 from sandbox import paths, processes
 from sandbox.address import Address
 from sandbox.client import SandboxClient
+from sandbox.config import HostConfig
+from sandbox.containers import Containers
 from sandbox.errors import (
     ImageError,
     RuntimeUnavailable,
@@ -27,6 +30,7 @@ from sandbox.errors import (
 )
 from sandbox.host import take_lock
 from sandbox.host_client import HostClient, ensure_host
+from sandbox.server import wire
 from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
 from tests.helpers.sandboxes import kill_from_outside
 from tests.sandbox.conftest import run, why_not
@@ -219,6 +223,16 @@ def test_what_a_killed_host_had_not_finished_is_swept(state, host, anything):
     run(scenario())
 
 
+def test_what_has_no_record_is_swept_at_the_start_and_what_others_keep_there_is_not(state):
+    ours = [state / "0badc0de", state / "scratch" / "0badc0df"]
+    others = [state / "notes", state / "0badc0de0", state / "scratch" / "notes"]
+    for path in ours + others:
+        path.mkdir(parents=True)
+    run(Containers(state, HostConfig.from_environment()).take_over())
+    assert [path.exists() for path in ours] == [False, False]
+    assert all(path.exists() for path in others)
+
+
 async def until(ask, holds, limit_s=20.0):
     """Ask until the answer is right; returns it."""
     deadline = time.monotonic() + limit_s
@@ -275,6 +289,20 @@ def test_cancelling_a_start_releases_it(state, host, anything):
         stats = await until(host.stats, lambda stats: stats["known"] == 0)
         assert stats["failed"] == 1
         assert not list((state / "scratch").iterdir())
+
+    run(scenario())
+
+
+def test_a_sandbox_is_ended_whose_owner_does_not_hear_of_it_any_more(state, host):
+    async def scenario():
+        ensure_host(state)
+        with socket.socket(socket.AF_UNIX) as owner:
+            owner.connect(str(state / "host.sock"))
+            owner.shutdown(socket.SHUT_RD)  # the host finds that out when it answers, and not before
+            spec = SandboxSpec(runtime="local-unsafe", owner="me")
+            owner.sendall(wire.encode({"op": "start", "spec": spec.to_json()}))
+            stats = await until(host.stats, lambda stats: stats["started"] and not stats["known"])
+        assert (stats["started"], stats["released"], stats["failed"]) == (1, 1, 0)
 
     run(scenario())
 

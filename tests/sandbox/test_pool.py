@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sandbox import processes
 from sandbox.client import SandboxClient
-from sandbox.errors import SandboxRequestError
+from sandbox.config import HostConfig
+from sandbox.container import Container
+from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.host_client import HostClient
+from sandbox.pool import Kind, WarmPool
+from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.spec import BindSpec, Limits, SandboxSpec
 from tests.sandbox.conftest import run, why_not
 
@@ -41,6 +48,107 @@ async def warm(host: HostClient, count: int) -> None:
     while (found := (await host.stats())["warm"]) != count:
         assert time.monotonic() < deadline, f"{found} warm sandboxes instead of {count}"
         await asyncio.sleep(0.02)
+
+
+# -- in this process ----------------------------------------------
+
+
+class Ahead:
+    """A pool on a clock of its own; `works` says of each start, in order, whether it succeeds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, works: Iterable[bool], **settings: int) -> None:
+        monkeypatch.setattr("sandbox.pool.time", SimpleNamespace(monotonic=lambda: self.now))
+        self.now = 0.0
+        self.busy = False
+        self.starts: list[tuple[str, float]] = []
+        """Image and time of each."""
+        self.discarded: list[str] = []
+        self._works = iter(works)
+        config = HostConfig(**{"warm": 2, "warm_idle_s": 10**6, **settings})
+        self.pool = WarmPool(config, self._boot, lambda one: self.discarded.append(one.id), lambda: self.busy)
+
+    @staticmethod
+    def kind(image: str) -> Kind:
+        return Kind(image, "apptainer", None, "none", Limits(), ())
+
+    async def _boot(self, kind: Kind) -> Container:
+        self.starts.append((kind.image, self.now))
+        if not next(self._works):
+            raise SandboxStartError("its image is broken")
+        name = f"{kind.image}{len(self.starts)}"
+        launch = Launch(name, None, "none", Path("s"), Path("p"), Path("w"))
+        return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
+
+    async def ask(self, image: str, count: int | None = None) -> None:
+        self.pool.asked(self.kind(image), count)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Let what can start do so."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def wait(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            self.pool.tidy()
+            await self.settle()
+
+
+def test_after_failed_starts_the_next_is_tried_later_and_later_until_one_succeeds(monkeypatch):
+    ahead = Ahead(monkeypatch, works=[False] * 8 + [True] + [False] * 10)
+
+    async def scenario():
+        await ahead.ask("broken")
+        await ahead.wait(930)
+
+    run(scenario())
+    times = [time for _, time in ahead.starts]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 0, 5, 10]
+
+
+def test_nothing_is_started_ahead_while_somebody_waits_for_a_start(monkeypatch):
+    ahead = Ahead(monkeypatch, works=itertools.repeat(True))
+
+    async def scenario():
+        ahead.busy = True
+        await ahead.ask("a")
+        assert ahead.starts == []
+        ahead.busy = False
+        await ahead.wait(1)
+        assert ahead.pool.ready() == 2
+
+    run(scenario())
+
+
+def test_the_kind_asked_for_last_takes_the_place_of_others_beyond_the_total(monkeypatch):
+    ahead = Ahead(monkeypatch, works=itertools.repeat(True), warm_total=3)
+
+    async def scenario():
+        await ahead.ask("a")
+        await ahead.wait(1)
+        await ahead.ask("b", count=100)
+        assert ahead.pool.ready() == 3 and ahead.discarded == ["a1", "a2"]
+
+    run(scenario())
+
+
+def test_one_that_is_ended_or_being_ended_is_not_given(monkeypatch):
+    ahead = Ahead(monkeypatch, works=itertools.repeat(True), warm=3)
+
+    async def scenario():
+        await ahead.ask("a")
+        ended, ending, fine = list(ahead.pool._shelves[ahead.kind("a")].ready)
+        ended.exited.set()
+        ending.ending = asyncio.create_task(asyncio.sleep(0))
+        assert ahead.pool.take(ahead.kind("a")) is fine
+        assert ahead.pool.take(ahead.kind("a")) is ahead.pool.take(ahead.kind("b")) is None
+
+    run(scenario())
+
+
+# -- of a host ----------------------------------------------
 
 
 def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool, spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -40,6 +41,8 @@ def test_directory_variables_and_functions_persist(shell):
     assert result.output.splitlines()[1:] == ["42", "yes"]
     assert result.cwd.endswith("/deep")
     assert result.output.startswith(result.cwd)
+    assert result.previous_cwd == result.cwd != shell.bash("cd ~").cwd
+    assert shell.bash(":").previous_cwd == shell.bash(":").cwd
 
 
 def test_exit_code_is_that_of_the_last_command_and_can_be_asked_for(shell):
@@ -133,6 +136,9 @@ def test_markers_in_the_output_are_output(shell):
     forged = shell.bash("printf '\\036deadbeef;1;0;/\\036'; echo x")
     assert forged.output == "\x1edeadbeef;1;0;/\x1ex\n"
     assert shell.bash("echo in step").output == "in step\n"
+    nonce = re.search(r"036([0-9a-f]{16});", shell.bash("declare -f __sbx_say").output)[1]
+    stale = shell.bash(f"printf '\\036{nonce};e;1;7;/;{nonce}\\036'; echo second; (exit 3)")
+    assert (stale.output, stale.exit_code) == ("second\n", 3), "an earlier command's end is not this one's"
 
 
 def test_background_job_returns_at_once_and_speaks_later(shell):
@@ -141,6 +147,18 @@ def test_background_job_returns_at_once_and_speaks_later(shell):
     assert (
         "late" in shell.bash("touch ~/speak; while ! [ -e ~/spoke ]; do sleep 0.05; done; rm ~/sp*k*").output
     )
+
+
+def test_a_shell_that_a_background_job_has_stopped_goes_on_with_the_next_command(shell):
+    wait = "while [ ! -e armed ]; do sleep 0.02; done"
+    home = shell.bash(f"cd ~; ({wait}; kill -STOP $$; touch stopped) &").cwd
+    shell.write_file(f"{home}/armed", "")
+    deadline = time.monotonic() + 10
+    while shell.stat(f"{home}/stopped").kind is None:
+        assert time.monotonic() < deadline, "the shell was not stopped"
+        time.sleep(0.02)
+    result = shell.bash("rm armed stopped; echo on", timeout=5)
+    assert (result.output.splitlines()[-1], result.timed_out) == ("on", False)
 
 
 def test_redirecting_the_shell_itself_or_its_prompt_does_not_lose_it(shell):
@@ -184,6 +202,8 @@ def test_files_are_read_and_written_exactly(shell):
     content = bytes(range(256)) * 100
     shell.write_file("new/dir/data.bin", content, mode=0o755)
     assert shell.read_file("new/dir/data.bin") == content
+    shell.write_file("new/dir/data.bin", content[:300])
+    assert shell.read_file("new/dir/data.bin") == content[:300], "nothing is left of what was longer"
     with pytest.raises(SandboxRequestError, match="No such file"):
         shell.read_file("absent")
     with pytest.raises(SandboxRequestError, match="not a regular file"):

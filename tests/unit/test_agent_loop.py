@@ -254,7 +254,48 @@ def test_a_turn_is_answered_only_once(say):
     asyncio.run(twice(loop(ScriptedRouter([say("hm")]))))
 
 
+# -- what is asked for ---------------------------------------------------------------------------
+
+
+def test_each_turn_of_each_member_of_a_group_has_a_seed_of_its_own_that_comes_again(say):
+    def seeds(seed, index=0):
+        router = ScriptedRouter([say(call("1")), say(call("2")), say("ok")])
+        run(router, loop(router, index=index, seed=seed))
+        return [asked["seed"] for asked in router.calls]
+
+    assert len({*seeds(7), *seeds(7, index=1), *seeds(8)}) == 9
+    assert seeds(7) == seeds(7)
+    assert seeds(None) == [None] * 3
+
+
+def test_a_call_is_told_where_turns_end_what_prefixes_count_and_how_long_it_may_take(say, codec):
+    router = ScriptedRouter([say("ok")], backend(policy_version="v7"))
+    run(router, loop(router, limits={"call_timeout_s": 33.0, "tool_timeout_s": 44.0}))
+    (asked,) = router.calls
+    assert (asked["cache_salt"], asked["timeout_s"]) == ("v7", 33.0)
+    assert codec.stop_token_ids and codec.end_ids and codec.vocab_size
+    for name in ("stop_token_ids", "end_ids", "vocab_size"):
+        assert asked[name] == getattr(codec, name)
+
+
+def test_a_takeover_by_a_longer_context_gives_the_calls_behind_it_more_room(say):
+    answers = [say(call("1"), backend=backend(id="c", max_model_len=3000)), say("ok")]
+    router = ScriptedRouter(answers, backend(max_model_len=2048))
+    run(router, loop(router))
+    rooms = [
+        asked["max_tokens"] + len(prompt) for asked, prompt in zip(router.calls, router.prompts, strict=True)
+    ]
+    assert rooms == [2048, 3000]
+
+
 # -- what is recorded ----------------------------------------------------------------------------
+
+
+def test_what_came_from_the_prefix_cache_is_summed_up(say):
+    router = ScriptedRouter([say(call("1"), cached_tokens=5), say(call("2")), say("ok", cached_tokens=7)])
+    agent = loop(router)
+    run(router, agent)
+    assert agent.metrics["cached_prompt_tokens"] == 12
 
 
 def test_versions_and_routed_experts_are_at_their_places(say):
@@ -335,6 +376,41 @@ def test_an_observation_that_does_not_fit_is_cut_with_a_note(say):
     assert "characters cut: the context has no room for them" in seen
     assert agent.metrics["truncated_observations"] == 1
     assert router.calls[1]["max_tokens"] >= 1024 // 8, "a turn still finds room"
+
+
+@pytest.mark.parametrize(("max_tokens", "cut"), [(120, False), (121, True), (None, True)])
+def test_no_more_room_is_kept_for_a_turn_than_a_call_may_take(say, max_tokens, cut):
+    answers = [say(call("5 ", times=600)), say("ok")]
+    wide = ScriptedRouter(answers, backend(max_model_len=8192))
+    run(wide, loop(wide))
+    narrow = len(wide.prompts[1]) + 120
+    assert narrow // 8 > 120
+    router = ScriptedRouter(answers, backend(max_model_len=narrow))
+    agent = loop(router, max_tokens=max_tokens)
+    assert run(router, agent) is FinishReason.STOP
+    assert ("truncated_observations" in agent.metrics) == cut
+
+
+def test_of_little_room_half_is_left_to_the_observation(say):
+    """A turn would find 1,024 ids free, of which there are hardly more: nothing could be said in the rest."""
+    answers = [say("3" * 6800 + call("8 ", times=1000)), say("ok")]
+    router = ScriptedRouter(answers, backend(max_model_len=8192))
+    agent = loop(router)
+    assert run(router, agent) is FinishReason.STOP
+    assert "characters cut" in texts(agent.trajectory)[0]
+    room = 8192 - len(router.prompts[0]) - len(answers[0].ids)
+    assert 1024 < room < 1500 and room // 2 <= router.calls[1]["max_tokens"] < 0.7 * room
+
+
+def test_what_leaves_not_a_single_id_for_a_turn_is_not_appended(say):
+    async def budget(context):
+        agent = loop(ScriptedRouter([say("ok")], backend(max_model_len=context)))
+        await agent.start(ASKED)
+        await agent.query()
+        return agent.budget if agent.append([Message(role="user", content="and then?")]) else None
+
+    used = 2048 - asyncio.run(budget(2048))
+    assert [asyncio.run(budget(used + more)) for more in (-1, 0, 1)] == [None, None, 1]
 
 
 def test_of_parallel_observations_the_long_ones_are_cut(say):

@@ -372,6 +372,17 @@ def test_both_ways_of_parsing_agree_on_thoughts_and_calls(name, text, reasoning,
     assert (len(turn.message.tool_calls), len(turn.malformed)) == (calls, malformed)
 
 
+@pytest.mark.parametrize("name", ["renderer", "demo", "hermes"])
+def test_the_end_of_a_thought_that_nothing_opened_costs_neither_the_text_nor_the_call_behind_it(name):
+    codec = codec_of(name)
+    text = 'a</think>b<tool_call>{"name": "f"}</tool_call>'
+    turn = codec.parse(codec.render(ASKED, []), encode(codec, text + "<|im_end|>"))
+    assert [call.name for call in turn.message.tool_calls] == ["f"] and not turn.malformed
+    # A library's renderer knows that this model opens its thoughts itself, so that this was none.
+    read = (turn.message.reasoning, turn.message.text)
+    assert read == ((None, "a</think>b") if name == "renderer" else ("a", "b"))
+
+
 def test_a_turn_is_parsed_in_time_linear_in_its_length():
     """One expression for a call took cubic time in the spaces behind an open one."""
     codec = template_codec("hermes")
@@ -422,9 +433,9 @@ def test_only_a_backend_with_the_same_ids_takes_a_rollout_over(tmp_path):
         for name, family in (("step-1", "chatml"), ("step-2", "chatml"), ("else", "other-eos"))
     )
     assert takeover_obstacle(one, copy) is None, "a checkpoint directory for every step"
-    assert takeover_obstacle(one, one.model_copy(update={"id": "b", "max_model_len": 4096})) is None
-    short = one.model_copy(update={"id": "short", "max_model_len": 100})
-    assert "context of 100 ids is below 2048" in takeover_obstacle(one, short)
+    shorter, same, longer = (one.model_copy(update={"max_model_len": 2048 + by}) for by in (-1, 0, 1))
+    assert "context of 2047 ids is below 2048" in takeover_obstacle(one, shorter)
+    assert takeover_obstacle(one, same) is takeover_obstacle(one, longer) is None
     assert takeover_obstacle(one, backend(id="demo")).startswith("backend demo: its tokenizer checkpoint@")
     assert "cannot be loaded" in takeover_obstacle(one, backend(tokenizer=str(tmp_path / "none")))
     assert takeover_obstacle(one, other) is None, "the eos changes nothing about what ids mean"

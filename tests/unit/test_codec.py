@@ -133,6 +133,19 @@ def test_a_call_over_a_weight_swap_keeps_both_versions_at_their_places(codec):
     assert trajectory.turns == 1 and trajectory.final_text() == "12345"
 
 
+def test_an_observation_that_no_turn_has_read_is_in_no_later_chain(codec):
+    trajectory = Trajectory()
+    buffer = TokenBuffer(codec, trajectory)
+    asked, answer = [Message(role="user", content="1 plus 1")], [Message(role="tool", content="2")]
+    prompt, sampled = codec.render(asked, []), encode(codec, "1<|im_end|>")
+    buffer.start(asked, prompt)
+    buffer.add_sampled(completion(sampled))
+    buffer.add_observations(answer, buffer.bridge(answer))
+    buffer.start(asked, prompt)
+    buffer.add_sampled(completion(sampled))
+    assert [chain.token_ids for chain in trajectory.chains] == [prompt + sampled] * 2
+
+
 def test_a_missing_tokenizer_says_what_to_do(tmp_path):
     with pytest.raises(CodecError, match="register the backend with `tokenizer`"):
         load_codec(str(tmp_path / "none"))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sandbox.server
+from tests.helpers.sandboxes import server_modules
 
 
 @pytest.fixture
-def repair(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Its modules import each other by their bare names, as they lie inside.
-    monkeypatch.syspath_prepend(str(Path(sandbox.server.__file__).parent))
-    import repair
-
-    yield repair
-    del sys.modules["repair"]
+def repair() -> Any:
+    with server_modules("repair") as (module,):
+        yield module
 
 
 @pytest.mark.timeout(20)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import sandbox.server
+from tests.helpers.sandboxes import server_modules
 
 
 @pytest.fixture
-def trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Its modules import each other by their bare names, as they lie inside.
-    monkeypatch.syspath_prepend(str(Path(sandbox.server.__file__).parent))
-    before = set(sys.modules)
-    import tree
-
-    yield tree.Trees(str(tmp_path)).operations()
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+def trees(tmp_path: Path) -> Any:
+    with server_modules("tree") as (tree,):
+        yield tree.Trees(str(tmp_path)).operations()
 
 
 def changes(trees: Any, root: Path) -> tuple[dict[str, dict[str, Any]], set[str]]:
