@@ -56,12 +56,12 @@ async def served(reply):
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def call(url, timeout_s=PLENTY):
+async def call(url, timeout_s=PLENTY, **sampling):
     described = Backend(id="b", url=url, model="m", tokenizer="t", max_model_len=100, policy_version="v1")
     async with session() as http:
         return await EngineClient(http, described).generate(
             [1, 2, 3],
-            SamplingParams(),
+            SamplingParams(**sampling),
             max_tokens=4,
             seed=None,
             stop_token_ids=[],
@@ -122,6 +122,11 @@ def test_a_call_that_is_refused_would_be_refused_elsewhere_too(status):
 def test_tokens_without_their_log_probs_are_a_broken_call(changes):
     with pytest.raises(BrokenCall):
         called(answer(body=good(**changes)))
+
+
+def test_a_stop_id_of_the_request_ends_a_call_like_any_other():
+    with pytest.raises(BrokenCall, match="ids follow the stop id 7"):
+        called(answer(body=good()), stop_token_ids=[7])
 
 
 def test_an_aborted_call_may_go_to_the_same_backend_again():

@@ -6,12 +6,14 @@ What real servers answer is tested in `tests/contract`; SGLang's answers here ar
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
 
 from rollout.schema import Backend, SamplingParams
 from services.engines.base import Asked, BrokenAnswer, CallAborted
+from services.engines.checks import MAX_VERSION, ROUNDING
 from services.engines.describe import capacity_of_vllm
 from services.engines.select import engine_of
 from services.engines.stats import parse_stats
@@ -203,6 +205,64 @@ def test_a_newer_sglang_tells_spans_and_an_older_one_the_last_version_only():
     assert ids_in_log_probs_only.token_ids == [7, 8, 9]
 
 
+@pytest.mark.parametrize("api", ANSWERS)
+def test_a_seed_of_0_is_a_seed(api):
+    body = ask(api, seed=0).body
+    params = body.get("sampling_params", body)
+    assert params["sampling_seed" if api == "sglang" else "seed"] == 0
+    params = ask(api, seed=None).body.get("sampling_params", {})
+    assert not {"seed", "sampling_seed"} & set(params)
+
+
+def said(ids, reason="length", logprob=-0.5, **choice):
+    """An answer of `/inference/v1/generate`."""
+    content = [{"token_id": token, "logprob": logprob} for token in ids]
+    return {
+        "choices": [{"token_ids": ids, "finish_reason": reason, "logprobs": {"content": content}, **choice}]
+    }
+
+
+def of_version(length):
+    return said([7, 8, 6], weight_versions=[{"version": "v" * length, "start": 0, "end": 3}])
+
+
+NEARLY_FULL = dataclasses.replace(ASKED, prompt=[1] * 98)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fine", "broken", "why"),
+    [
+        (ASKED, said([7, 8, 99]), said([7, 8, 100]), "outside the vocabulary"),
+        (ASKED, of_version(MAX_VERSION), of_version(MAX_VERSION + 1), "no policy version"),
+        (ASKED, said([7, 8, 6], logprob=ROUNDING), said([7, 8, 6], logprob=1.1 * ROUNDING), "most is 0"),
+        (ASKED, said([7, 8, 6]), said([7, 8]), "cut at 2 ids, and 3 had room"),
+        (NEARLY_FULL, said([7, 8]), said([7, 8, 6]), "3 ids were sampled where 2 had room"),
+        (ASKED, said([7, 10], "stop"), said([7, 11], "stop"), "11 ends no turn"),
+        (ASKED, said([7, 9], "stop"), said([9, 9], "stop"), "follow the stop id"),
+    ],
+)
+def test_the_last_that_can_be_is_taken_and_the_first_that_cannot_is_not(asked, fine, broken, why):
+    engine = engine_of(backend())
+    done = engine.read(fine, asked)
+    assert done.token_ids == fine["choices"][0]["token_ids"]
+    assert max(done.logprobs) <= 0.0
+    with pytest.raises(BrokenAnswer, match=why):
+        engine.read(broken, asked)
+
+
+def test_sglang_may_cut_a_call_before_it_is_full():
+    meta = {**SGLANG["meta_info"], "finish_reason": {"type": "length"}, "cached_tokens": None}
+    meta["output_token_logprobs"] = meta["output_token_logprobs"][:2]
+    answer = {**SGLANG, "output_ids": [7, 8], "meta_info": meta}
+    assert engine_of(backend("sglang")).read(answer, ASKED).token_ids == [7, 8]
+
+
+@pytest.mark.parametrize(("told", "kept"), [(0, 0), (3, 3), (4, None), (-1, None), (True, None), ("2", None)])
+def test_as_many_ids_as_the_prompt_has_may_come_from_the_cache(told, kept):
+    answer = changed(VLLM, ["usage", "prompt_tokens_details", "cached_tokens"], told)
+    assert engine_of(backend()).read(answer, ASKED).cached_tokens == kept
+
+
 CHOICE = ["choices", 0]
 CONTENT = [*CHOICE, "logprobs", "content"]
 META = ["meta_info"]
@@ -304,6 +364,7 @@ def test_metrics_of_several_engines_behind_one_address_are_added_up():
     assert (stats.running, stats.waiting, stats.kv_usage) == (3, 4, 0.25)
     assert (stats.prompt_tokens, stats.cached_tokens, stats.cached_ratio) == (200, 60, 0.3)
     assert (stats.generation_tokens, stats.requests, stats.request_seconds) == (100, 6, 2.5)
+    assert parse_stats(backend(), "vllm:kv_cache_usage_perc 1.2\n").kv_usage == 1.0
 
 
 def test_metrics_of_sglang_count_a_number_once_though_it_comes_by_priority_too():
