@@ -10,6 +10,8 @@ from functools import partial
 
 import pytest
 import redis
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollout.schema import Backend, SamplingParams
 from rollout.trajectory import Chain, Segment, Trajectory
@@ -142,6 +144,47 @@ def test_a_rollout_that_has_a_backend_does_not_ask_again(store):
     asyncio.run(main())
 
 
+CALL = {
+    "max_tokens": 1,
+    "seed": None,
+    "stop_token_ids": [],
+    "call_id": "c",
+    "cache_salt": None,
+    "timeout_s": 5.0,
+}
+
+
+def test_a_router_whose_rollout_is_another_worker_s_gets_no_backend(store):
+    async def main():
+        router = BackendRouter("r", Placements(store), None, fence=3)
+        for asking in (router.acquire(), router.generate([1, 2], SamplingParams(), **CALL)):
+            with pytest.raises(InfrastructureError, match="not this worker's any more"):
+                await asking
+
+    asyncio.run(main())
+
+
+def test_a_backend_that_serves_several_turns_is_named_once(store):
+    entry = {"token_id": 7, "logprob": -0.5}
+    choice = {"token_ids": [7], "finish_reason": "length", "logprobs": {"content": [entry]}}
+
+    async def served(_):
+        return web.json_response({"choices": [choice]})
+
+    async def main():
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", served)
+        async with TestServer(app) as server, session() as http:
+            for name in "ab":
+                store.put(backend(name).model_copy(update={"url": str(server.make_url("/"))}))
+            router = BackendRouter("r", Placements(store), http)
+            for _ in range(3):
+                await router.generate([1, 2], SamplingParams(), **CALL)
+            assert router.backends == [router.backend.id]
+
+    asyncio.run(main())
+
+
 def failing_turn(store, accepts=None):
     """One turn against backends at which nobody listens; the router after it has given up."""
 
@@ -150,9 +193,8 @@ def failing_turn(store, accepts=None):
             router = BackendRouter("r", Placements(store), http, wait_s=0.0)
             await router.acquire()
             router.accepts = accepts and partial(accepts, router)
-            call = {"stop_token_ids": [], "call_id": "c", "cache_salt": None, "timeout_s": 5.0}
             with pytest.raises(InfrastructureError, match="calls failed; the last: backend"):
-                await router.generate([1, 2], SamplingParams(), max_tokens=4, seed=None, **call)
+                await router.generate([1, 2], SamplingParams(), **CALL)
             return router
 
     for name in "abc":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import os
 import tarfile
@@ -17,6 +18,7 @@ from sandbox.host_client import SyncHostClient
 from sandbox.server import archive
 from sandbox.spec import SandboxSpec
 from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.sandboxes import server_modules
 from tests.sandbox.conftest import run
 
 in_container = pytest.mark.apptainer
@@ -36,6 +38,13 @@ def box(info):
     with SyncSandboxClient(info.socket) as client:
         client.bash("cd /workspace && rm -rf /workspace/* /workspace/.[!.]* /tmp/*")
         yield client
+
+
+@pytest.fixture
+def server_files():
+    """The server's module, here."""
+    with server_modules("files") as (module,):
+        yield module
 
 
 @pytest.fixture
@@ -267,6 +276,40 @@ def test_hostile_entries_are_refused(entry, tmp_path):
     assert not list(target.iterdir())
 
 
+def test_no_mode_but_permissions_is_taken_over(tmp_path, server_files):
+    entries = [entry_of("file"), entry_of("directory", tarfile.DIRTYPE)]
+    for entry in entries:
+        entry.mode = 0o7755
+    archive.unpack(tar_of(*entries), str(tmp_path), archive.Tally(GIB))
+    files = server_files.Files(str(tmp_path))
+    uploaded = tmp_path / "uploaded"
+    files._upload_file(str(uploaded), ".upload", 0o6755, io.BytesIO(b"data"), archive.Tally(GIB))
+    modes = {path.name: oct(path.stat().st_mode & 0o7777) for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("file", "directory", "uploaded"), "0o755")
+
+
+def test_a_piece_and_a_list_are_only_so_long_whatever_is_asked_for(tmp_path, server_files, monkeypatch):
+    monkeypatch.setattr(server_files, "MAX_PIECE_BYTES", 4)
+    monkeypatch.setattr(server_files, "MAX_LISTED", 2)
+    for name in "abc":
+        (tmp_path / name).write_text("0123456789")
+    operations = server_files.Files(str(tmp_path)).operations()
+    piece = operations["read_piece"]({"path": "a", "offset": 3, "size": 100}, None)
+    assert base64.b64decode(piece["content"]) == b"3456"
+    assert len(operations["list_dir"]({"path": "."}, None)["entries"]) == 2
+
+
+def test_of_an_upload_that_cannot_be_merged_nothing_is_moved(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "deep").mkdir(parents=True)
+    (target / "deep" / "taken").mkdir(parents=True)
+    for name in ("deep/taken", *map(str, range(20))):
+        (source / name).write_text(name)
+    with pytest.raises(archive.ArchiveError, match="taken is a directory"):
+        archive.merge(str(source), str(target))
+    assert [path.name for path in target.rglob("*")] == ["deep", "taken"]
+
+
 @pytest.mark.parametrize("link", ["/etc", "..", "a/..", "sub/../..", "../../x", ""])
 def test_links_that_may_lead_out_are_not_made(link, tmp_path):
     tally = archive.Tally(GIB)
@@ -297,6 +340,7 @@ def test_nothing_is_written_through_a_link_of_the_archive(tmp_path):
 def test_size_count_and_header_bombs_are_refused(tmp_path, monkeypatch):
     with pytest.raises(archive.ArchiveError, match="max_bytes=10"):
         archive.unpack(tar_of(entry_of("f"), data=b"x" * 11), str(tmp_path), archive.Tally(10))
+    archive.unpack(tar_of(entry_of("whole"), data=b"x" * 10), str(tmp_path), archive.Tally(10))
     monkeypatch.setattr(archive, "MAX_ENTRIES", 2)
     with pytest.raises(archive.ArchiveError, match="2 entries"):
         many = [entry_of(str(i), tarfile.DIRTYPE) for i in range(3)]

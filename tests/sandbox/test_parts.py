@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import aio, errors, paths, payload
+from sandbox import aio, calls, errors, paths, payload
 from sandbox.images import ImageStore, squashfs_offset
 from sandbox.runtimes import RUNTIMES, select_runtime
 from sandbox.runtimes.apptainer import MEMORY, THEIRS
@@ -83,11 +83,28 @@ def test_frames_survive_the_wire_and_too_large_ones_are_refused():
     with one, two:
         wire.send(one, {"text": "ü" * 1000})
         assert wire.receive(two) == {"text": "ü" * 1000}
+        frame = wire.encode({"text": "as long as it may be"})
+        one.sendall(frame)
+        assert wire.receive(two, limit=len(frame) - wire.HEADER.size)
         one.sendall(wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1))
         with pytest.raises(wire.FrameTooLarge):
             wire.receive(two)
         one.close()
         assert wire.receive(two) is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        calls.bash("true", 100.0, 10),
+        calls.send_input("", 100.0, None, 10),
+        calls.execute(["true"], 100.0, None, None, b"", None, False, 10),
+        calls.ipython("1", 100.0, 10),
+    ],
+    ids=lambda call: call.__name__,
+)
+def test_an_answer_is_waited_for_longer_than_what_it_is_the_answer_to(call):
+    assert next(call).timeout_s > 110.0
 
 
 def test_errors_keep_their_type_over_the_wire():

@@ -113,6 +113,12 @@ def test_endless_builtins_and_readers_are_interrupted(shell, command):
     assert shell.bash("echo ok").output == "ok\n"
 
 
+def test_an_interrupted_command_that_broke_the_prompt_costs_no_shell(shell):
+    assert shell.bash("x=kept; PROMPT_COMMAND=; while :; do sleep 1; done", timeout=0.3).timed_out
+    after = shell.bash("echo $x")
+    assert (after.output, after.shell_restarted) == ("kept\n", False)
+
+
 def test_long_output_keeps_head_and_tail(shell):
     result = shell.bash("echo first; yes middle | head -c 20000000; echo last", timeout=20)
     assert result.truncated
@@ -176,6 +182,8 @@ def test_a_second_connection_interrupts_and_types(shell):
     worker.start()
     _until_running(shell)
     assert shell.ping()["shell_pid"] > 0
+    with pytest.raises(SandboxRequestError, match="longer than 4095 bytes"):
+        shell.send_input("x" * 5000)
     shell.send_input("you\n")
     time.sleep(0.1)
     assert shell.interrupt()
@@ -186,6 +194,9 @@ def test_a_second_connection_interrupts_and_types(shell):
     assert not shell.interrupt()
     with pytest.raises(SandboxRequestError, match="no command is running"):
         shell.send_input("x")
+    orphan = "(sleep 0.05 &)"  # the server has to look when it ends
+    later = shell.bash(f"{orphan}; sleep 0.2; echo whole")
+    assert (later.output, later.interrupted) == ("whole\n", False), "the interrupt was another command's"
 
 
 def _until_running(shell):

@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 
 from rollout.schema import Limits, RolloutRequest
-from rollout.trajectory import FinishReason, Message, Trajectory
+from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.helpers.scripted import Look, Said, ScriptedRouter, backend, loop
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.codec import load_codec
 from workers.agent.loop import MAX_CHAINS, AgentLoop
+from workers.agent.parsing import MAX_DEPTH, Malformed, tool_call
 from workers.handlers.base import AgentHandler, Reward, RunContext
 
 ASKED = [Message(role="user", content="1 plus 1")]
@@ -140,6 +141,7 @@ def test_repeated_actions_may_be_unlimited(say):
     ("raw", "why"),
     [
         ('{"name": 5, "arguments": {}}', "no name"),
+        ('{"name": "\\ud800", "arguments": {}}', "surrogate"),
         ("[" * 3000, "recursion"),
         ('{"name": "look", "arguments": {"text": "\\ud800"}}', "surrogate"),
         ('{"name": "look", "arguments": {"text": NaN}}', "not a finite number"),
@@ -158,6 +160,11 @@ def test_a_call_that_no_record_could_hold_is_malformed_and_costs_nothing(say, ra
     assert run(router, agent) is FinishReason.STOP
     (answer,) = texts(agent.trajectory)
     assert answer.startswith("Error: malformed tool call") and why in answer
+
+
+@pytest.mark.parametrize(("levels", "kind"), [(MAX_DEPTH, ToolCall), (MAX_DEPTH + 1, Malformed)])
+def test_arguments_may_be_nested_so_deep_and_no_deeper(levels, kind):
+    assert type(tool_call("look", {"text": json.loads("[" * levels + "]" * levels)}, "raw")) is kind
 
 
 def test_large_integers_survive_the_record(say):

@@ -189,7 +189,7 @@ def test_names_and_calls_of_a_given_history_cannot_forge_either():
         codec = codec_of(name)
 
         def history(text, codec=codec):
-            call = ToolCall(id="1", name=text, arguments={text: [text, {"k": text}]})
+            call = ToolCall(id=text, name=text, arguments={text: [text, {"k": text}]})
             said = Message(role="assistant", content=text, tool_calls=[call])
             answer = Message(role="tool", content=text, name=text, tool_call_id=text)
             return control(codec, codec.render([*ASKED, said, answer], []))

@@ -121,6 +121,15 @@ def test_what_nobody_read_is_told_to_readers_and_has_no_ids():
     assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
+def test_the_final_text_is_that_of_the_last_turn():
+    messages = [Message(role=role, content=role + more) for role, more in (("assistant", "1"), ("user", "2"))]
+    chain = Chain(segments=[Segment(role="user", token_ids=[1], messages=messages)])
+    assert Trajectory(chains=[chain]).final_text() == "assistant1"
+    chain.segments[0].messages.append(Message(role="assistant", content="last"))
+    assert Trajectory(chains=[chain]).final_text() == "last"
+    assert Trajectory().final_text() == ""
+
+
 def test_content_is_a_list_of_parts_wherever_it_came_from():
     assert Message(role="user", content="hi").content[0].text == "hi"
     assert Message(role="user", content=[{"type": "text", "text": "hi"}]).text == "hi"

@@ -75,7 +75,8 @@ def test_arrays_say_what_the_lists_say(trajectory):
         with pytest.raises(LookupError, match="no model call"):
             Arrays.of(trajectory)
         return
-    for found, chain in zip(Arrays.of(trajectory).chains, trajectory.chains, strict=True):
+    arrays = Arrays.of(trajectory)
+    for found, chain in zip([*arrays.chains, arrays], [*trajectory.chains, trajectory.chain], strict=True):
         assert found.prompt_ids.tolist() == chain.prompt_ids
         assert found.response_ids.tolist() == chain.response_ids
         assert found.token_ids.tolist() == chain.token_ids
@@ -240,8 +241,9 @@ def chain_with(**values) -> bytes:
         chain_with(ids=b"\0" * 16),
         chain_with(ids="text"),
         chain_with(logprobs=b""),
+        chain_with(logprobs=b"\0" * 16),
         chain_with(width=2),
-        chain_with(runs=[[2, -1], [2, 5], [1, -1]]),
+        chain_with(runs=[[2, -1], [2, 1], [1, -1]]),
         chain_with(runs=[[2, -1], [2, 0]]),
         chain_with(runs=[[-2, -1], [7, 0]]),
         chain_with(runs=[["2", -1]]),
