@@ -17,8 +17,10 @@ import pytest
 
 from sandbox import paths, processes
 from sandbox.address import Address
+from sandbox.adoption import may_be_adopted
 from sandbox.client import SandboxClient
 from sandbox.config import HostConfig
+from sandbox.container import Container, now
 from sandbox.containers import Containers
 from sandbox.errors import (
     ImageError,
@@ -30,6 +32,9 @@ from sandbox.errors import (
 )
 from sandbox.host import take_lock
 from sandbox.host_client import HostClient, ensure_host
+from sandbox.images.locks import Lease
+from sandbox.records import Record, boot_id
+from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.server import wire
 from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
 from tests.helpers.sandboxes import kill_from_outside
@@ -231,6 +236,66 @@ def test_what_has_no_record_is_swept_at_the_start_and_what_others_keep_there_is_
     run(Containers(state, HostConfig.from_environment()).take_over())
     assert [path.exists() for path in ours] == [False, False]
     assert all(path.exists() for path in others)
+
+
+@pytest.fixture
+def ended(state):
+    """Ends sandboxes that never began, by a host's rules and in this process; gives its containers."""
+
+    def end(*ones: Container, kind: str = "died", times: int = 1) -> Containers:
+        containers = Containers(state, HostConfig.from_environment())
+
+        async def scenario():
+            containers._all = {one.id: one for one in ones}
+            for one in ones * times:
+                containers.end_for(one, "ended by itself", kind)
+            await asyncio.gather(*(one.ending for one in ones))
+
+        run(scenario())
+        assert containers.stats()["known"] == 0
+        return containers
+
+    return end
+
+
+def never_begun(name: str) -> Container:
+    launch = Launch(name, None, "none", Path("s"), Path("p"), Path("w"))
+    return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
+
+
+def test_the_end_of_a_sandbox_counts_once_and_lets_go_of_all_that_was_held_for_it(ended):
+    one, released = never_begun("x"), []
+    one.leases = [Lease(lambda: released.append(one.id))]
+    one.file_system = held = os.open("/", os.O_RDONLY)
+    counts = ended(one, kind="expired", times=2).counts
+    assert (counts["expired"], counts["released"], released) == (1, 1, ["x"])
+    assert one.file_system is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held)
+
+
+def test_of_how_sandboxes_ended_the_latest_are_known(ended, monkeypatch):
+    monkeypatch.setattr("sandbox.containers.FATES_KEPT", 2)
+    containers = ended(*map(never_begun, "abc"))
+    assert [containers.fate(name) is not None for name in "abc"] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "adopted"),
+    [
+        ({}, True),
+        ({"deadline": 0.0}, False),
+        ({"deadline": None}, False),
+        ({"info": None}, False),
+        ({"boot_id": "of another boot"}, False),
+        ({"start_time": 1}, False),
+        ({"pid": None}, False),
+    ],
+)
+def test_only_what_somebody_has_that_runs_on_and_whose_time_is_not_over_is_adopted(change, adopted):
+    here = {"pid": os.getpid(), "start_time": processes.start_time(os.getpid()), "boot_id": boot_id()}
+    record = Record("x", "apptainer", None, **{**here, "deadline": now() + 60, "info": {}, **change})
+    assert may_be_adopted(record) == adopted
 
 
 async def until(ask, holds, limit_s=20.0):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,6 +342,75 @@ def test_a_disk_that_one_look_does_not_get_through_is_counted_by_the_next_ones(t
     assert asyncio.run(asyncio.wait_for(scenario(), 60)) >= 3
     ((reason, kind),) = ended
     assert kind == "limited" and f"in {3 * trees.STEP} files" in reason
+
+
+@pytest.fixture
+def looks(tmp_path, monkeypatch):
+    """Looks thoroughly at one sandbox as often as asked; gives the watchdog and who was ended for what."""
+    monkeypatch.setattr("sandbox.watchdog.MOST_TICK_S", 0.0)
+    monkeypatch.setattr("sandbox.watchdog.MOST_THOROUGH_PERIOD_S", 0.0)
+    ended = []
+
+    async def look(container: Container, *before: Callable[[], object]) -> Watchdog:
+        watchdog = Watchdog(lambda: [container], lambda one, *why: ended.append(why), tmp_path)
+        for prepare in before:
+            prepare()
+            await watchdog.look()
+            await asyncio.sleep(0.01)  # for the server to be told, or found away
+        return watchdog
+
+    def one(*before: Callable[[], object], protected: tuple[int, ...] = (), pid: int | None = None, **limits):
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        launch = Launch("x", None, "none", tmp_path / "s", tmp_path, scratch)
+        given = Limits(**{"memory_mb": 10**6, "processes": 10**6, "disk_mb": 1000, "files": 1000, **limits})
+        container = Container(
+            "x", RUNTIMES["apptainer"](), SandboxSpec(), launch, given, pid=pid, protected=[*protected]
+        )
+        return asyncio.run(look(container, *before)), ended
+
+    return one
+
+
+@pytest.mark.parametrize(("pattern", "breaches"), [("FFF.FFF.", 0), ("FFFF", 1), ("FFFFFFF", 1)])
+def test_only_a_sandbox_that_stays_full_of_processes_is_set_free(looks, monkeypatch, pattern, breaches):
+    def see(threads: int) -> Callable[[], object]:
+        used = [processes.Usage(os.getpid(), 0, 0, threads, 0)]
+        return lambda: monkeypatch.setattr(processes, "usages", lambda pid: used)
+
+    watchdog, _ = looks(*(see(100 if one == "F" else 10) for one in pattern), pid=os.getpid(), processes=100)
+    assert watchdog.breaches["processes"] == breaches
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_over_its_memory_a_sandbox_is_told_once_and_its_largest_process_ended_unless_protected(
+    looks, tmp_path, protected
+):
+    code = "import time; held = b'x' * (30 << 20); print(flush=True); time.sleep(60)"
+    with (
+        socket.socket(socket.AF_UNIX) as silent,
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process,
+    ):
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        process.stdout.readline()
+        spared = (process.pid,) if protected else ()
+        watchdog, ended = looks(*[lambda: None] * 3, pid=process.pid, memory_mb=20, protected=spared)
+        assert (watchdog.breaches["memory"], ended) == (1, [])
+        if protected:
+            assert process.poll() is None
+            process.kill()
+        assert process.wait(10) == -signal.SIGKILL
+
+
+def test_who_was_told_of_its_disk_is_not_told_again_of_the_same_files_and_ended_for_more(looks, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    fill(scratch, [1] * 5)
+    more = partial(fill, scratch, [20 * MIB])
+    watchdog, ended = looks(lambda: None, lambda: None, more, files=3, disk_mb=1)
+    assert watchdog.breaches["disk"] == 1
+    assert [kind for why, kind in ended if "over its disk limit again" in why] == ["limited"]
 
 
 # -- threads ----------------------------------------------

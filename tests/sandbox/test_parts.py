@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import os
 import shutil
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sandbox import aio, calls, errors, paths, payload
+from sandbox.client import SandboxClient
 from sandbox.images import ImageStore, squashfs_offset
 from sandbox.runtimes import RUNTIMES, select_runtime
 from sandbox.runtimes.apptainer import MEMORY, THEIRS
@@ -105,6 +108,24 @@ def test_frames_survive_the_wire_and_too_large_ones_are_refused():
 )
 def test_an_answer_is_waited_for_longer_than_what_it_is_the_answer_to(call):
     assert next(call).timeout_s > 110.0
+
+
+def test_after_a_call_that_was_given_up_the_next_one_gets_its_own_answer(tmp_path):
+    async def serve(reader, writer):
+        while request := await aio.receive(reader):
+            await asyncio.sleep(0.1)
+            content = base64.b64encode(request["path"].encode()).decode()
+            await aio.send(writer, {"ok": True, "result": {"content": content}})
+        writer.close()
+
+    async def scenario():
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(serve, path), SandboxClient(path) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.read_file("first"), 0.05)
+            return await client.read_file("second")
+
+    assert asyncio.run(scenario()) == b"second"
 
 
 def test_errors_keep_their_type_over_the_wire():
