@@ -79,6 +79,16 @@ def test_a_lasting_503_is_unavailable_with_its_reason(gateway):
         client.status()
 
 
+def test_over_quota_a_call_is_sent_again_where_the_gateway_says_that_this_helps_soon(gateway, client):
+    soon, late = ((429, {"retry-after": after}, b'{"title":"over quota"}') for after in ("0", "60"))
+    gateway.faults = [soon, soon]
+    assert client.status()["version"] == "x"
+    gateway.faults = [late]
+    with pytest.raises(ApiError, match="429"):
+        client.status()
+    assert len(gateway.calls) == 4
+
+
 def test_the_address_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("ROLLOUT_URL", "http://example.org:9/")
     assert Client().base_url == "http://example.org:9"
@@ -132,6 +142,29 @@ def test_stream_without_ids_goes_on_until_the_timeout(gateway, client):
     assert [r.id for r in client.stream(timeout=0.3)] == [f"r{k}" for k in range(120)]
 
 
+def events(body: str) -> tuple[int, dict[str, str], bytes]:
+    """A connection of server-sent events that says this, and is cut."""
+    return 200, {"content-type": "text/event-stream"}, body.encode()
+
+
+def test_an_event_that_was_cut_comes_again(gateway, client):
+    client.submit([request(id=i) for i in "ab"])
+    first, second = (
+        f"id: {number}\nevent: completion\ndata: {gateway.rollouts[name].model_dump_json()}\n"
+        for number, name in enumerate("ab", 1)
+    )
+    gateway.faults = [events(f"{first}\n{second}")]
+    assert [rollout.id for rollout in client.stream_completions(timeout=1.0)] == ["a", "b"]
+
+
+def test_connections_that_are_cut_again_and_again_are_no_gateway_that_is_away(gateway):
+    """Each of them tells that it is there; only the time since one failed counts."""
+    gateway.create(request(id="a"))
+    gateway.faults = [events(": alive\n\n")] * 8
+    with Client(gateway.url, retry_for=0.3) as client:
+        assert next(client.stream_completions(timeout=20.0)).id == "a"
+
+
 def test_run_returns_results_in_the_order_of_submission(gateway, client, capsys):
     gateway.finish_at_once = False
     for delay, name in ((0.2, "c"), (0.3, "a"), (0.4, "b")):
@@ -157,6 +190,15 @@ def test_rollouts_yields_what_ends_first_and_reads_no_more_requests_than_have_ro
         threading.Timer(0.2, gateway.finish, [name]).start()
         assert next(found).id == name
     assert next(found, None) is None
+
+
+def test_each_rollout_of_a_group_takes_its_room(gateway, client):
+    gateway.finish_at_once = False
+    source = iter([request(id=name, n=2) for name in "abc"])
+    found = client.rollouts(source, in_flight=4, timeout=20)
+    threading.Timer(0.2, gateway.finish, ["a.0"]).start()
+    assert next(found).id == "a.0"
+    assert [left.id for left in source] == ["c"]
 
 
 @pytest.mark.parametrize("call", ["run", "rollouts"])

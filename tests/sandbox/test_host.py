@@ -29,8 +29,9 @@ from sandbox.errors import (
     SandboxGone,
     SandboxRequestError,
     SandboxStartError,
+    from_wire,
 )
-from sandbox.host import take_lock
+from sandbox.host import Host, take_lock
 from sandbox.host_client import HostClient, ensure_host
 from sandbox.images.locks import Lease
 from sandbox.records import Record, boot_id
@@ -236,6 +237,19 @@ def test_what_has_no_record_is_swept_at_the_start_and_what_others_keep_there_is_
     run(Containers(state, HostConfig.from_environment()).take_over())
     assert [path.exists() for path in ours] == [False, False]
     assert all(path.exists() for path in others)
+
+
+def test_a_host_that_stops_starts_nothing_more(state):
+    async def scenario():
+        host = Host(state, HostConfig.from_environment())
+        try:
+            assert (await host._answer({"op": "stop"}))["ok"]
+            return await host._answer({"op": "start", "spec": SandboxSpec(runtime="local-unsafe").to_json()})
+        finally:
+            await host.containers.close()
+
+    error = from_wire(run(scenario())["error"])
+    assert isinstance(error, SandboxGone) and "ask again" in str(error)
 
 
 @pytest.fixture

@@ -38,8 +38,10 @@ def test_a_limit_is_the_nodes_default_or_what_was_asked_for_up_to_the_most():
     assert config.limits(Limits()).memory_mb == 100
     assert config.limits(Limits(memory_mb=200)).memory_mb == 200
     assert config.files == Range(7, 7)
-    with pytest.raises(SandboxRequestError, match=r"limits.memory_mb=201 .*200.*ROLLOUT_SANDBOX_MEMORY_MB"):
-        config.limits(Limits(memory_mb=201))
+    for wrong in (-1, 0, 201):
+        said = rf"limits.memory_mb={wrong} .*200.*ROLLOUT_SANDBOX_MEMORY_MB"
+        with pytest.raises(SandboxRequestError, match=said):
+            config.limits(Limits(memory_mb=wrong))
 
 
 @pytest.mark.parametrize(
