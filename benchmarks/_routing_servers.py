@@ -22,7 +22,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks._harness import percentile, summary
-from rollout.schema import Backend, BackendRequest, SamplingParams
+from rollout.schema import Backend, BackendRequest
+from services.engines.base import SampleRequest
 from services.engines.describe import describe
 from services.state.backends import BackendStore
 from tests.helpers.llm_servers import DEMO_MODEL, vllm_server
@@ -154,16 +155,8 @@ async def _converse(
     computed = 0
     for number in range(TURNS):
         began = time.perf_counter()
-        completion = await next(engines).generate(
-            context,
-            SamplingParams(),
-            max_tokens=SAMPLED,
-            seed=None,
-            stop_token_ids=[],
-            call_id=f"{name}-{number}",
-            cache_salt=salt,
-            timeout_s=120.0,
-        )
+        request = SampleRequest(f"{name}-{number}", context, SAMPLED, cache_salt=salt)
+        completion = await next(engines).generate(request, timeout_s=120.0)
         reusable = min(computed, len(context) - 1) // block * block
         seconds = time.perf_counter() - began
         turns.append((seconds, len(context), completion.cached_tokens or 0, reusable))

@@ -15,7 +15,6 @@ from services import logs
 from services.queues import (
     EVAL,
     RUN,
-    STAGES,
     TASK_CLEANUP,
     TASK_EVALUATE,
     TASK_INIT,
@@ -28,14 +27,15 @@ from services.settings import settings
 from workers import (
     events,
     process,
-    renewal,
     slots,  # noqa: F401 - registers its control command
 )
+from workers.chores.memory import go_on
 from workers.evaluate import evaluate
 from workers.init import init
 from workers.run import run_turns
 from workers.sandboxes import release_attempts
-from workers.stage import CLEANUP_S, run_stage
+from workers.stage import CLEANUP_S
+from workers.task import run_stage
 
 app = make_celery(settings())
 events.bundle(app)
@@ -64,7 +64,7 @@ def cleanup_task(ref: Ref) -> None:
     """Release the sandboxes of an attempt that ended outside a stage."""
     worker = process.current()
     done = asyncio.run_coroutine_threadsafe(
-        release_attempts(worker.host, ref["id"], ref["attempt"]), worker.loop
+        release_attempts(worker.services.host, ref["id"], ref["attempt"]), worker.loop
     )
     done.result(CLEANUP_S)
 
@@ -92,7 +92,7 @@ def _node_queues(sender: str, instance: Any, **_: Any) -> None:
 @signals.worker_ready.connect
 def _start(sender: Any, **_: Any) -> None:
     consumed = sender.app.amqp.queues.consume_from
-    stages = [stage for stage in STAGES if stage in consumed]
+    stages = [stage for stage in Stage if stage in consumed]
     try:
         worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
         worker.consumer = sender
@@ -111,7 +111,7 @@ LEAVE_S = 5.0
 def _end(**_: Any) -> None:
     if _stopper is not None:
         _stopper.join(LEAVE_S)
-    renewal.go_on()
+    go_on()
 
 
 @signals.worker_shutting_down.connect

@@ -13,8 +13,7 @@ from services.state.payloads import PayloadError
 from services.state.rollouts import Claim, Finish
 from workers.errors import AgentFault, HandlerError, InfrastructureError, StageTimeout, time_limit
 from workers.handlers.base import AgentHandler, EvalContext, Reward, check_artifacts
-from workers.hooks import consult
-from workers.stage import StageRun, outcome_fields
+from workers.stage import StageRun, consult, outcome_fields
 
 
 async def evaluate(run: StageRun) -> Finish:
@@ -24,19 +23,17 @@ async def evaluate(run: StageRun) -> Finish:
         StageTimeout: `Limits.eval_timeout_s` passed.
         StageError, SandboxError: As the handler or the sandbox has it.
     """
-    claim, process = run.claim, run.process
+    claim = run.claim
     if claim.error is not None:
         return Finish(State.FAILED)
-    handler = process.handlers.get(claim.request.handler)
+    handler = run.handler
     reason = FinishReason(claim.finish_reason) if claim.finish_reason else None
     trajectory = _trajectory(claim)
     before = dict(trajectory.artifacts), len(trajectory.warnings)
     ctx = run.context(
         EvalContext,
-        handler,
         metrics=claim.metrics,
         artifacts=trajectory.artifacts,
-        sandboxes=run.sandboxes,
         trajectory=trajectory,
         finish_reason=reason,
     )

@@ -6,8 +6,7 @@ from rollout.schema import State
 from services.state.rollouts import Finish
 from workers.errors import StageTimeout, time_limit
 from workers.handlers.base import InitContext
-from workers.hooks import consult
-from workers.stage import StageRun, outcome_fields
+from workers.stage import StageRun, consult, outcome_fields
 
 
 async def init(run: StageRun) -> Finish:
@@ -18,8 +17,8 @@ async def init(run: StageRun) -> Finish:
         StageError, SandboxError: As the handler, the task or the sandbox has it.
     """
     claim = run.claim
-    handler = run.process.handlers.get(claim.request.handler)
-    ctx = run.context(InitContext, handler, sandboxes=run.sandboxes)
+    handler = run.handler
+    ctx = run.context(InitContext)
     limit = claim.request.limits.init_timeout_s
     async with time_limit(limit, StageTimeout, f"INIT took longer than init_timeout_s = {limit:g}"):
         try:

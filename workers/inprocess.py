@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import structlog
 
@@ -27,13 +27,13 @@ from services.state.backends import Placed
 from services.state.rollouts import Claim
 from services.state.tenants import DEFAULT_TENANT, Tenant
 from workers.agent.llm import session
-from workers.agent.placement import Placements, PromptSizes
+from workers.agent.placement import Placing, PromptSizes
 from workers.agent.replay import Action, ReplayRouter
-from workers.agent.router import BackendRouter
+from workers.agent.router import BackendRouter, Router
 from workers.evaluate import evaluate
 from workers.handlers.base import AgentHandler
+from workers.held import Held
 from workers.init import init
-from workers.process import Held
 from workers.run import run_turns
 from workers.stage import Body, StageRun, work
 
@@ -41,9 +41,7 @@ log = structlog.get_logger("inprocess")
 
 BODIES: dict[Stage, Body] = {Stage.INIT: init, Stage.RUN: run_turns, Stage.EVAL: evaluate}
 AFTER = {State.READY: Stage.RUN, State.EVALUATING: Stage.EVAL}
-
-
-MakeRouter = Callable[[StageRun], Any]
+MakeRouter = Callable[[Claim], Router]
 
 
 def demo_tokenizer() -> str:
@@ -73,7 +71,7 @@ class Actions(Model):
 
     @asynccontextmanager
     async def routers(self) -> AsyncIterator[MakeRouter]:
-        yield lambda run: ReplayRouter(self._actions, self._tokenizer)
+        yield lambda claim: ReplayRouter(self._actions, self._tokenizer)
 
 
 class Server(Model):
@@ -86,18 +84,15 @@ class Server(Model):
     @asynccontextmanager
     async def routers(self) -> AsyncIterator[MakeRouter]:
         async with session() as http:
-            yield lambda run: BackendRouter(
-                run.claim.rollout_id, cast(Placements, self._placement), http, wait_s=self._wait_s
-            )
+            yield lambda claim: BackendRouter(claim.rollout_id, self._placement, http, wait_s=self._wait_s)
 
 
-class _OneBackend:
+class _OneBackend(Placing):
     """Placement where there is nothing to choose from."""
 
     def __init__(self, backend: Backend) -> None:
+        super().__init__()
         self._placed = Placed("ok", backend, "")
-        self.line = asyncio.Lock()
-        self.changed = asyncio.Event()
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
         return self._placed
@@ -115,71 +110,32 @@ class _OneBackend:
     async def trusted(self, backend_id: str, version: str | None) -> bool:
         return True
 
-    async def change(self) -> None:
-        await asyncio.sleep(0.2)
 
-    def clock(self) -> float:
-        return time.monotonic()
+class _Services:
+    """What a stage asks of its worker, for one handler and without a fleet; a `StageServices`."""
 
-    def watch(self, backend_id: str, call: asyncio.Task[Any]) -> None:
-        """Nobody says that it is down."""
-
-
-class _Notes:
-    """Where stages write facts of a rollout."""
-
-    def __init__(self) -> None:
-        self.fields: dict[str, str] = {}
-
-    def note(self, rollout_id: str, fence: int, fields: dict[str, str] | None = None, text: str = "") -> bool:
-        self.fields |= fields or {}
-        log.info(text or "noted", rollout_id=rollout_id)
-        return True
-
-    def absent_on(self, rollout_id: str) -> set[str]:
-        """No node passes anything over: there is this one alone."""
-        return set()
-
-
-class _Tenants:
-    """Nobody is limited."""
-
-    def get(self, name: str) -> Tenant:
-        return Tenant(name=name)
-
-
-class _Handlers:
-    """A registry of one."""
-
-    def __init__(self, handler: AgentHandler[Any]) -> None:
+    def __init__(self, handler: AgentHandler[Any], settings: Settings, make_router: MakeRouter) -> None:
+        self.settings = settings
+        self.host = HostClient()
+        self.prompts = PromptSizes()
+        self.router = make_router
+        self.notes: dict[str, str] = {}
+        """Facts that stages wrote of the rollout."""
         self._handler = handler
 
-    def get(self, name: str) -> AgentHandler[Any]:
+    def handler(self, name: str) -> AgentHandler[Any]:
         return self._handler
 
+    def tenant(self, name: str) -> Tenant:
+        return Tenant(name=name)
 
-class _Process:
-    """What a stage asks of its worker."""
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
+        self.notes |= fields
+        log.info(text, rollout_id=rollout_id)
+        return True
 
-    def __init__(self, handler: AgentHandler[Any], settings: Settings) -> None:
-        self.settings = settings
-        self.handlers = _Handlers(handler)
-        self.host = HostClient()
-        self.store = _Notes()
-        self.tenants = _Tenants()
-        self.prompts = PromptSizes()
-
-
-class _Run(StageRun):
-    def __init__(self, process: _Process, claim: Claim, make_router: MakeRouter) -> None:
-        super().__init__(process, Held(claim.rollout_id, claim.stage), claim)  # type: ignore[arg-type]
-        self._make_router = make_router
-
-    def router(self) -> Any:
-        return self._make_router(self)
-
-    def init_nodes(self) -> set[str]:
-        return set()
+    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
+        return set(), set()
 
 
 class InProcess:
@@ -199,7 +155,7 @@ class InProcess:
         async with self._model.routers() as make_router:
             return [
                 await _Episode(request, group_id, index, rollout_id).run(
-                    _Process(self._handler, self._settings), make_router
+                    _Services(self._handler, self._settings, make_router)
                 )
                 for index, rollout_id in enumerate(ids)
             ]
@@ -217,25 +173,22 @@ class _Episode:
         self.trajectory: Trajectory | None = None
         self.seconds: dict[str, float] = defaultdict(float)
 
-    async def run(self, process: _Process, make_router: MakeRouter) -> Rollout:
+    async def run(self, services: _Services) -> Rollout:
         """All stages, and attempts, to the end."""
         while True:
             began = time.monotonic()
-            outcome = await work(_Run(process, self._claim(), make_router), BODIES[self.stage])
+            run = StageRun(services, Held(self.id, self.stage), self._claim())
+            outcome = await work(run, BODIES[self.stage])
             self.seconds[self.stage.value] += time.monotonic() - began
             if asyncio.current_task().cancelling() or outcome is None:
                 raise asyncio.CancelledError
-            self.fields |= process.store.fields | outcome.fields
+            self.fields |= services.notes | outcome.fields
             self.trajectory = outcome.trajectory or self.trajectory
             if outcome.next == "again" and self.attempt < self.request.limits.max_attempts:
                 log.warning("another attempt", rollout_id=self.id, error=self.fields.get("error"))
-                self.attempt, self.stage, self.fields, self.trajectory = (
-                    self.attempt + 1,
-                    Stage.INIT,
-                    {},
-                    None,
-                )
-                process.store.fields.clear()
+                self.attempt, self.stage = self.attempt + 1, Stage.INIT
+                self.fields, self.trajectory = {}, None
+                services.notes.clear()
                 await asyncio.sleep(outcome.delay_s or 0)
             elif outcome.next in AFTER:
                 self.stage = AFTER[State(outcome.next)]

@@ -5,27 +5,26 @@ Served where `ROLLOUT_WORKER_METRICS_PORT` says; without it nothing is opened.
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from services.queues import STAGES
+from rollout.schema import Stage
 from services.settings import Settings
+from workers.held import Held
 from workers.scoring import metrics as scoring
-
-if TYPE_CHECKING:
-    from workers.process import Held
 
 log = structlog.get_logger("metrics")
 
-LAG_EVERY_S = 1.0
+CHORE_FAILURES = Counter(
+    "rollout_worker_chore_failures",
+    "Turns of a chore that an error or an absent Redis broke off; it goes on with the next one.",
+    ["chore"],
+    registry=None,
+)
 LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
 
 
@@ -50,8 +49,8 @@ class WorkerMetrics:
             buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
-        for one in scoring.ALL:
-            self.registry.register(one)
+        for metric in (*scoring.ALL, CHORE_FAILURES):
+            self.registry.register(metric)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
@@ -60,19 +59,17 @@ class WorkerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """What is in hand at the moment of the scrape."""
-        held = Counts(one.stage.value for one in list(self._held()))
+        counts = Counts(held.stage for held in list(self._held()))
         gauge = GaugeMetricFamily("rollout_worker_held", "Rollouts this process works on.", labels=["stage"])
-        for stage in STAGES:
-            gauge.add_metric([stage], held[stage])
+        for stage in Stage:
+            gauge.add_metric([stage.value], counts[stage])
         yield gauge
 
-    def serve(self, settings: Settings, loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
-        """Open the port, if one is set, and measure until the worker stops.
+    def serve(self, settings: Settings) -> None:
+        """Open the port.
 
-        A port that is taken is an error in the log and no more: a worker without metrics still works.
+        One that is taken is an error in the log and no more: a worker without metrics still works.
         """
-        if not settings.worker_metrics_port:
-            return
         address = f"{settings.worker_metrics_host}:{settings.worker_metrics_port}"
         try:
             start_http_server(
@@ -84,18 +81,5 @@ class WorkerMetrics:
                 "of its own in ROLLOUT_WORKER_METRICS_PORT",
                 error=str(error),
             )
-            return
-        log.info("metrics of this worker are served", address=address)
-        threading.Thread(
-            target=self._measure_lag, args=(loop, stopping), name="loop-lag", daemon=True
-        ).start()
-
-    def _measure_lag(self, loop: asyncio.AbstractEventLoop, stopping: threading.Event) -> None:
-        while not stopping.wait(LAG_EVERY_S):
-            ran = threading.Event()
-            asked = time.monotonic()
-            loop.call_soon_threadsafe(ran.set)
-            # Also while the loop is blocked: a long block must show before it ends.
-            while not ran.wait(LAG_BUCKETS_S[-1]) and not stopping.is_set():
-                self.loop_lag.observe(time.monotonic() - asked)
-            self.loop_lag.observe(time.monotonic() - asked)
+        else:
+            log.info("metrics of this worker are served", address=address)

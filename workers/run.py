@@ -11,8 +11,7 @@ from services.state.rollouts import Finish
 from workers.agent.loop import AgentLoop
 from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError, time_limit
 from workers.handlers.base import RunContext, check_artifacts
-from workers.hooks import consult
-from workers.stage import StageRun, failed, outcome_fields
+from workers.stage import StageRun, consult, failed, outcome_fields
 
 
 async def run_turns(run: StageRun) -> Finish:
@@ -22,25 +21,23 @@ async def run_turns(run: StageRun) -> Finish:
         SandboxError: The sandbox is gone; nothing to score.
         StageError: Another failure that another attempt may mend, such as a backend's.
     """
-    claim, process = run.claim, run.process
-    handler = process.handlers.get(claim.request.handler)
-    router = run.router()
+    claim = run.claim
+    handler = run.handler
+    router = run.services.router(claim)
     agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools)
     agent.metrics.update(claim.metrics)
     ctx = run.context(
         RunContext,
-        handler,
         metrics=agent.metrics,
         artifacts=agent.trajectory.artifacts,
         agent=agent,
-        sandboxes=run.sandboxes,
     )
     fields: dict[str, str] = {}
     reason = FinishReason.ERROR
     try:
         if handler.uses_model:
             # Before the clock starts: waiting for room on a backend is waiting in a queue.
-            await router.acquire(process.prompts.expected(handler.name, claim.request.task))
+            await router.acquire(run.services.prompts.expected(handler.name, claim.request.task))
         async with time_limit(claim.request.limits.run_timeout_s, StageTimeout, "run_timeout_s"):
             reason = FinishReason(await handler.run(ctx))
         check_artifacts(ctx.artifacts, handler.name)
@@ -67,7 +64,7 @@ async def run_turns(run: StageRun) -> Finish:
     finally:
         if router.backend is not None:
             fields["backend"] = router.backend.id
-        process.prompts.seen(handler.name, agent.trajectory)
+        run.services.prompts.seen(handler.name, agent.trajectory)
         agent.metrics.update(router.metrics)
         await router.release()
         if ctx.sandbox is not None:

@@ -1,35 +1,59 @@
-"""Sandboxes as the stages use them: booted in INIT, talked to in RUN, gone after EVAL."""
+"""Sandboxes as the stages use them: booted in INIT, talked to in RUN, gone after EVAL.
+
+The gateway checks what a request asks of them; a handler's code may ask for something else, so what the
+rollout's tenant may have is checked once more when a sandbox is asked for.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 import structlog
 
-from rollout.schema import SandboxRecord
+from rollout.schema import RolloutRequest, SandboxRecord
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.host_client import HostClient
 from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
 from services.settings import Settings
-from services.state.rollouts import RolloutStore
-from services.state.tenants import TenantStore
-from workers.errors import AgentFault, from_sandbox
+from services.state.rollouts import Claim
+from services.state.tenants import Tenant
+from workers.errors import AgentFault, TaskError, from_sandbox
 from workers.patience import ask
-from workers.permits import check_sandbox
-
-if TYPE_CHECKING:
-    from workers.handlers.base import Context
 
 log = structlog.get_logger("sandboxes")
 
+REMEDY = "ask the operator for it (`rollout tenants set`)"
+
 LIFETIME_MARGIN_S = 120.0
 """The sandbox's own limit lies so far behind the rollout's deadline: it is a backstop, not a timer."""
+
+
+class SandboxServices(Protocol):
+    """What `Sandboxes` ask of their worker."""
+
+    settings: Settings
+    host: HostClient
+
+    def tenant(self, name: str) -> Tenant:
+        """What a tenant may have."""
+
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
+        """Write fields into the rollout's record and a line into its log; False: it is another worker's."""
+
+
+class Holder(Protocol):
+    """Who asks for sandboxes: the context of a stage."""
+
+    request: RolloutRequest
+    sandbox: SandboxClient | None
 
 
 def owner_of(rollout_id: str, attempt: int) -> str:
@@ -50,36 +74,19 @@ def _announce(runtime: str, missing: list[str]) -> None:
 class Sandboxes:
     """Boots and releases the sandboxes of one attempt on this node."""
 
-    def __init__(
-        self,
-        host: HostClient,
-        store: RolloutStore,
-        settings: Settings,
-        tenants: TenantStore,
-        *,
-        tenant: str,
-        rollout_id: str,
-        attempt: int,
-        fence: int,
-        deadline_in_s: float,
-    ) -> None:
-        self._host = host
-        self._store = store
-        self._settings = settings
-        self._tenants = tenants
-        self._tenant = tenant
-        self._rollout_id = rollout_id
-        self._attempt = attempt
-        self._owner = owner_of(rollout_id, attempt)
-        self._fence = fence
-        self._deadline_in_s = deadline_in_s
+    def __init__(self, services: SandboxServices, claim: Claim) -> None:
+        self._services = services
+        self._host = services.host
+        self._settings = services.settings
+        self._claim = claim
+        self._owner = owner_of(claim.rollout_id, claim.attempt)
         self.booted = False
         self.own_id: str | None = None
         """Of the rollout's own sandbox, where it was booted here."""
 
     async def boot(
         self,
-        ctx: Context[Any],
+        ctx: Holder,
         *,
         image: str | None = None,
         network: str = "none",
@@ -126,14 +133,14 @@ class Sandboxes:
         )
         self.own_id = info.id
         # Noted before it is used: should this worker die now, the reaper knows where to clean up.
-        await note_sandbox(self._store, self._rollout_id, self._fence, record, info.socket)
+        await self._note(record, info.socket)
         ctx.sandbox = SandboxClient(info.socket)
         return ctx.sandbox
 
     @asynccontextmanager
     async def fresh(
         self,
-        ctx: Context[Any],
+        ctx: Holder,
         *,
         image: str | None = None,
         network: str = "none",
@@ -163,7 +170,7 @@ class Sandboxes:
 
     @asynccontextmanager
     async def _another(
-        self, ctx: Context[Any], image: str | None, network: str, limits: Limits | None
+        self, ctx: Holder, image: str | None, network: str, limits: Limits | None
     ) -> AsyncIterator[SandboxClient]:
         info = await self._start(await self._spec(ctx, image, network, limits))
         client = SandboxClient(info.socket)
@@ -177,7 +184,7 @@ class Sandboxes:
 
     async def warm(
         self,
-        ctx: Context[Any],
+        ctx: Holder,
         *,
         image: str | None = None,
         network: str = "none",
@@ -188,7 +195,7 @@ class Sandboxes:
 
     async def _spec(
         self,
-        ctx: Context[Any],
+        ctx: Holder,
         image: str | None,
         network: str,
         limits: Limits | None,
@@ -200,10 +207,10 @@ class Sandboxes:
             network=network,
             limits=limits or Limits(),
             owner=self._owner,
-            max_lifetime_s=self._deadline_in_s + LIFETIME_MARGIN_S,
+            max_lifetime_s=self._claim.deadline_in_s + LIFETIME_MARGIN_S,
             **more,
         )
-        tenant = await ask(self._tenants.get, self._tenant)
+        tenant = await ask(self._services.tenant, self._claim.tenant)
         check_sandbox(spec, tenant, runtime=ctx.request.sandbox_runtime)
         return spec
 
@@ -213,9 +220,17 @@ class Sandboxes:
         _announce(info.runtime, info.isolation_missing)
         return info
 
+    async def _note(self, record: SandboxRecord, socket: str) -> None:
+        """Write where the rollout's sandbox lives."""
+        box = json.dumps({"record": record.model_dump(), "socket": socket})
+        took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
+        text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
+        fields = {"sandbox": box, "node": record.node}
+        await ask(self._services.note, self._claim.rollout_id, self._claim.fence, fields, text)
+
     async def release(self) -> None:
         """End every sandbox of the attempt, and of those before it; harmless without one."""
-        await release_attempts(self._host, self._rollout_id, self._attempt)
+        await release_attempts(self._host, self._claim.rollout_id, self._claim.attempt)
 
 
 async def _save_workspace(box: SandboxClient, target: Path) -> None:
@@ -239,11 +254,33 @@ async def release_attempts(host: HostClient, rollout_id: str, attempt: int) -> N
         await host.release_owner(owner_of(rollout_id, number))
 
 
-async def note_sandbox(
-    store: RolloutStore, rollout_id: str, fence: int, record: SandboxRecord, socket: str
-) -> None:
-    """Write where a rollout's sandbox lives."""
-    box = json.dumps({"record": record.model_dump(), "socket": socket})
-    took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
-    text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
-    await ask(store.note, rollout_id, fence, {"sandbox": box, "node": record.node}, text)
+def check_sandbox(spec: SandboxSpec, tenant: Tenant, *, runtime: str | None) -> None:
+    """Refuse a sandbox that the tenant may not have.
+
+    Args:
+        runtime: The runtime that the request names; None = the deployment's, which is the operator's choice.
+
+    Raises:
+        TaskError: Its image, runtime or a mount is not among the tenant's.
+    """
+    if not tenant.may_use("images", spec.image):
+        raise _refusal(tenant, "image", spec.image, "images")
+    if runtime is not None and not tenant.may_use("runtimes", runtime):
+        raise _refusal(tenant, "sandbox_runtime", runtime, "runtimes")
+    for bind in spec.binds:
+        if tenant.mounts is not None and not _is_below(bind.source, tenant.mounts):
+            raise _refusal(tenant, "mount", bind.source, "mounts")
+
+
+def _is_below(path: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a path of this node is at or below one that a pattern names, wherever links lead."""
+    real = PurePosixPath(os.path.realpath(path))
+    allowed = [os.path.realpath(pattern) for pattern in patterns]
+    return any(fnmatchcase(str(place), pattern) for place in (real, *real.parents) for pattern in allowed)
+
+
+def _refusal(tenant: Tenant, field: str, value: str, limit: str) -> TaskError:
+    allowed = ", ".join(getattr(tenant, limit)) or "none"
+    return TaskError(
+        f"{field} {value!r}: tenant {tenant.name!r} may not use it; allowed {limit}: {allowed}; {REMEDY}"
+    )

@@ -30,14 +30,14 @@ def set_slots(state: Any, slots: int | None = None, **_: Any) -> dict[str, str]:
             "start it with a larger -c or start another one; to have it take nothing, end it with SIGTERM"
         }
     try:
-        worker = process.current()
+        services = process.current().services
     except RuntimeError:
         return {"error": "the worker is still starting; try again when it is ready"}
-    before = worker.slots
+    before = services.slots
     consumer.controller.max_concurrency = slots
-    worker.slots = slots
+    services.slots = slots
     try:
-        worker.announce()
+        services.announce()
     except redis.RedisError as error:
         # The next announcement, seconds from now, says it.
         log.warning("announcement failed", error=str(error))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout.schema import SamplingParams
@@ -26,18 +26,28 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a call has asked for, so that the answer can be held against it."""
+class SampleRequest:
+    """One model call: what to continue and how, and what its answer is held against."""
 
     call_id: str
-    prompt: Sequence[int]
+    prompt: list[int]
     max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How to sample; its `seed` and `max_tokens` are the whole rollout's and not looked at."""
+    seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
-    """An engine ends the call at the first of these."""
+    """Ids that end a turn in the chat format."""
+    cache_salt: str | None = None
+    """Keeps what the engine caches apart from that of calls with another one."""
     end_ids: frozenset[int] | None = None
     """Further ids that may end a turn (a model's own); None = not known, so that any may."""
     vocab_size: int | None = None
     """Ids are below it; None = not known."""
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The engine ends the call at the first of these."""
+        return self.stop_token_ids.union(self.sampling.stop_token_ids)
 
 
 @dataclass(frozen=True)
@@ -61,21 +71,11 @@ class Completion:
 class Engine(Protocol):
     """One kind of wire format. Stateless: one instance serves all calls to its backend."""
 
-    def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int | None,
-        stop_token_ids: list[int],
-        call_id: str,
-        cache_salt: str | None,
-    ) -> Call:
-        """The request that samples a continuation of `prompt`."""
+    def generate(self, request: SampleRequest) -> Call:
+        """The HTTP request that samples a continuation of the prompt."""
 
-    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
-        """The answer to `generate`, held against what was asked.
+    def read(self, answer: Mapping[str, Any], request: SampleRequest) -> Completion:
+        """The answer to `generate`, held against what was asked for.
 
         Raises:
             CallAborted: The engine ended the call; there may be tokens, but they are not to be used.

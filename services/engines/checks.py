@@ -1,4 +1,4 @@
-"""What an engine answers is believed only as far as it can be held against what was asked.
+"""What an engine answers is believed only as far as it can be held against what was request.
 
 Only what vLLM and SGLang guarantee is asked of an answer; all that a trajectory takes over is looked at.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollout.schema import Backend
-from services.engines.base import Asked, BrokenAnswer, CallAborted, Completion
+from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
 
 UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError)
 """What reading an answer of another shape raises."""
@@ -35,9 +35,9 @@ Span = tuple[str | None, int, int]
 class Verdict:
     """Finds fault with one answer of one backend."""
 
-    def __init__(self, backend: Backend, asked: Asked) -> None:
+    def __init__(self, backend: Backend, request: SampleRequest) -> None:
         self._backend = backend
-        self._asked = asked
+        self._request = request
 
     def completion(
         self,
@@ -81,7 +81,7 @@ class Verdict:
         self._end(token_ids, finish_reason, stop_reason, short_is_odd)
         self._experts(routed_experts, len(token_ids))
         return Completion(
-            self._asked.call_id,
+            self._request.call_id,
             token_ids,
             checked_logprobs(self._backend, logprobs),
             finish_reason,
@@ -98,37 +98,37 @@ class Verdict:
             if value is None:
                 continue
             # Servers put their own words around the id that they were given.
-            if name == "id" and not (isinstance(value, str) and self._asked.call_id in value):
-                self._broken(f"the answer is to call {value!r:.100}, not to {self._asked.call_id!r}")
-            if name == "prompt" and value != list(self._asked.prompt):
+            if name == "id" and not (isinstance(value, str) and self._request.call_id in value):
+                self._broken(f"the answer is to call {value!r:.100}, not to {self._request.call_id!r}")
+            if name == "prompt" and value != self._request.prompt:
                 self._broken("the answer is to another prompt than was sent")
 
     def _ids(self, token_ids: list[int]) -> None:
-        asked = self._asked
+        request = self._request
         if not token_ids:
             self._broken("no token was sampled")
-        most = min(asked.max_tokens, self._backend.max_model_len - len(asked.prompt))
+        most = min(request.max_tokens, self._backend.max_model_len - len(request.prompt))
         if len(token_ids) > most:
             self._broken(f"{len(token_ids)} ids were sampled where {most} had room")
-        if asked.vocab_size is not None and max(token_ids) >= asked.vocab_size:
+        if request.vocab_size is not None and max(token_ids) >= request.vocab_size:
             self._broken(
-                f"id {max(token_ids)} is outside the vocabulary of {asked.vocab_size}; if the model has it, "
-                "set the backend's `tokenizer` to the model's own directory, with its config.json"
+                f"id {max(token_ids)} is outside the vocabulary of {request.vocab_size}; if the model has "
+                "it, set the backend's `tokenizer` to the model's own directory, with its config.json"
             )
-        early = next((token for token in token_ids[:-1] if token in asked.stop_token_ids), None)
+        early = next((token for token in token_ids[:-1] if token in request.stops), None)
         if early is not None:
             self._broken(f"ids follow the stop id {early}")
 
     def _usage(self, usage: Mapping[str, Any], sampled: int) -> None:
-        for name, true in (("prompt_tokens", len(self._asked.prompt)), ("completion_tokens", sampled)):
+        for name, true in (("prompt_tokens", len(self._request.prompt)), ("completion_tokens", sampled)):
             said = usage.get(name)
             if said is not None and (type(said) is not int or said != true):
                 self._broken(f"{name} is {said!r:.100}, and they are {true}")
 
     def _end(self, token_ids: list[int], reason: str, stop_reason: Any, short_is_odd: bool) -> None:
-        asked, last = self._asked, token_ids[-1]
+        request, last = self._request, token_ids[-1]
         if reason == "stop":
-            ends = None if asked.end_ids is None else asked.end_ids | asked.stop_token_ids
+            ends = None if request.end_ids is None else request.end_ids | request.stops
             if ends is not None and last not in ends:
                 self._broken(f"the call is said to have ended by itself, and its last id {last} ends no turn")
             if stop_reason is not None and (type(stop_reason) is not int or stop_reason != last):
@@ -136,7 +136,7 @@ class Verdict:
                     f"the call is said to have ended with {stop_reason!r:.100}; its last id is {last}"
                 )
             return
-        most = min(asked.max_tokens, self._backend.max_model_len - len(asked.prompt))
+        most = min(request.max_tokens, self._backend.max_model_len - len(request.prompt))
         if short_is_odd and len(token_ids) < most:
             self._broken(f"the call was cut at {len(token_ids)} ids, and {most} had room")
 
@@ -151,11 +151,11 @@ class Verdict:
 
     def _cached(self, cached: Any) -> int | None:
         """A number that is for a metric alone: what cannot be is as if it had not been told."""
-        return cached if type(cached) is int and 0 <= cached <= len(self._asked.prompt) else None
+        return cached if type(cached) is int and 0 <= cached <= len(self._request.prompt) else None
 
     def _experts(self, experts: Any, sampled: int) -> None:
         """vLLM sends a base64 `.npy` with a row a token but the last, SGLang base64 of the numbers alone."""
-        tokens = len(self._asked.prompt) + sampled
+        tokens = len(self._request.prompt) + sampled
         if experts is None:
             return
         if not isinstance(experts, str):

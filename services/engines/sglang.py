@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.schema import Backend, SamplingParams
-from services.engines.base import Asked, BrokenAnswer, Call, Completion
+from rollout.schema import Backend
+from services.engines.base import BrokenAnswer, Call, Completion, SampleRequest
 from services.engines.checks import (
     UNREADABLE,
     Span,
@@ -31,41 +31,32 @@ class SGLang:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int | None,
-        stop_token_ids: list[int],
-        call_id: str,
-        cache_salt: str | None,
-    ) -> Call:
+    def generate(self, request: SampleRequest) -> Call:
+        sampling = request.sampling
         params: dict[str, Any] = {
-            "max_new_tokens": max_tokens,
+            "max_new_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-            "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
+            "stop_token_ids": sorted(request.stops),
         }
-        if seed is not None:
-            params["sampling_seed"] = seed
+        if request.seed is not None:
+            params["sampling_seed"] = request.seed
         body = {
-            "rid": call_id,
-            "input_ids": prompt,
+            "rid": request.call_id,
+            "input_ids": request.prompt,
             "sampling_params": params,
             "return_logprob": True,
             "stream": False,
         }
         if self._backend.routed_experts:
             body["return_routed_experts"] = True
-        if cache_salt:
+        if request.cache_salt:
             # Newer servers have `cache_salt` as well; this one keeps prefixes apart in all of them.
-            body["extra_key"] = cache_salt
+            body["extra_key"] = request.cache_salt
         return Call("/generate", body)
 
-    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
+    def read(self, answer: Mapping[str, Any], request: SampleRequest) -> Completion:
         try:
             meta = answer["meta_info"]
             end = meta["finish_reason"] or {"type": "abort"}
@@ -90,7 +81,7 @@ class SGLang:
         except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
         # SGLang cuts a call a few ids before the context is full, and where its cache has no room for more.
-        return Verdict(self._backend, asked).completion(**fields, short_is_odd=False)
+        return Verdict(self._backend, request).completion(**fields, short_is_odd=False)
 
     def score(self, token_ids: list[int]) -> Call:
         # Positions from `logprob_start_len` on are always computed, never taken from the cache.

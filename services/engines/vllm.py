@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.schema import Backend, SamplingParams
-from services.engines.base import Asked, Call, Completion
+from rollout.schema import Backend
+from services.engines.base import Call, Completion, SampleRequest
 from services.engines.checks import (
     UNREADABLE,
     Verdict,
@@ -36,29 +36,22 @@ class _Vllm(ABC):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int | None,
-        stop_token_ids: list[int],
-        call_id: str,
-        cache_salt: str | None,
-    ) -> Call:
+    def generate(self, request: SampleRequest) -> Call:
+        sampling = request.sampling
         params: dict[str, Any] = {
-            "max_tokens": max_tokens,
+            "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-            "stop_token_ids": sorted({*stop_token_ids, *sampling.stop_token_ids}),
+            "stop_token_ids": sorted(request.stops),
             "logprobs": 0,  # of the sampled token alone
         }
-        if seed is not None:
-            params["seed"] = seed
-        envelope = {"request_id": call_id} | ({"cache_salt": cache_salt} if cache_salt else {})
-        return Call(self.path, self._body(prompt, params) | envelope)
+        if request.seed is not None:
+            params["seed"] = request.seed
+        body = self._body(request.prompt, params) | {"request_id": request.call_id}
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        return Call(self.path, body)
 
     def score(self, token_ids: list[int]) -> Call:
         # One token must be sampled. Log-probs of a prompt are the model's own, whatever the temperature.
@@ -75,7 +68,7 @@ class VllmGenerate(_Vllm):
 
     path = "/inference/v1/generate"
 
-    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
+    def read(self, answer: Mapping[str, Any], request: SampleRequest) -> Completion:
         try:
             choice = the_choice(answer)
             entries = (choice.get("logprobs") or {}).get("content") or []
@@ -88,7 +81,7 @@ class VllmGenerate(_Vllm):
             }
         except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return Verdict(self._backend, asked).completion(**fields)
+        return Verdict(self._backend, request).completion(**fields)
 
     def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         try:
@@ -110,7 +103,7 @@ class VllmCompletions(_Vllm):
 
     path = "/v1/completions"
 
-    def read(self, answer: Mapping[str, Any], asked: Asked) -> Completion:
+    def read(self, answer: Mapping[str, Any], request: SampleRequest) -> Completion:
         try:
             choice = the_choice(answer)
             fields = {
@@ -121,7 +114,7 @@ class VllmCompletions(_Vllm):
             }
         except UNREADABLE as error:
             raise unreadable(self._backend, error) from error
-        return Verdict(self._backend, asked).completion(**fields)
+        return Verdict(self._backend, request).completion(**fields)
 
     def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         try:

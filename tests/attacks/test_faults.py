@@ -27,7 +27,7 @@ from tests.helpers.dying_fleet import DyingFleet
 from tests.helpers.stack import RedisServer
 from tests.helpers.wrong_clock import WrongClock
 from workers import patience
-from workers.reaper import Reaper
+from workers.chores.reaper import Reaper
 
 HOUR_S = 3600.0
 RESULT = Trajectory(chains=[Chain(segments=[Segment(role="assistant", token_ids=list(range(100_000)))])])
@@ -121,7 +121,7 @@ def test_stop_the_reaper_for_everybody_by_filling_redis(target):
     target.client.zadd(keys.DUE, {"over": 0})
     target.fill()
     try:
-        if reaper._election.won():
+        if reaper.election.won():
             reaper.tick()
     except redis.RedisError:
         pass

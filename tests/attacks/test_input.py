@@ -35,7 +35,7 @@ from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
 from tests.helpers.stack import GUNICORN, Process, RedisServer, free_port, wait_until
-from workers.archive import Archiver
+from workers.chores.archive import Archiver
 
 MB = 1 << 20
 NUMBERS = HandlerInfo(

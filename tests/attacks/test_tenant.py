@@ -22,8 +22,8 @@ from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
 from tests.helpers.stack import RedisServer
-from workers import webhooks
-from workers.batches import Batcher
+from workers.chores import webhooks
+from workers.chores.batches import Batcher
 
 MB = 1 << 20
 

@@ -12,7 +12,7 @@ import pytest
 from rollout.schema import BackendRequest, SamplingParams
 from services.engines import stats
 from services.engines.address import session as http_session
-from services.engines.base import Asked, CallAborted
+from services.engines.base import CallAborted, SampleRequest
 from services.engines.describe import DescribeError, describe
 from services.engines.select import engine_of
 from tests.helpers import llm_reference
@@ -51,16 +51,9 @@ def complete(described, *, prompt=PROMPT, temperature=1.0, max_tokens=24, seed=N
 
     async def main():
         async with session() as http:
-            return await EngineClient(http, described).generate(
-                prompt,
-                SamplingParams(temperature=temperature, **sampling),
-                max_tokens=max_tokens,
-                seed=seed,
-                stop_token_ids=[],
-                call_id="call-1",
-                cache_salt="v0",
-                timeout_s=120,
-            )
+            params = SamplingParams(temperature=temperature, **sampling)
+            request = SampleRequest("call-1", prompt, max_tokens, params, seed, cache_salt="v0")
+            return await EngineClient(http, described).generate(request, timeout_s=120)
 
     return asyncio.run(main())
 
@@ -146,15 +139,8 @@ def test_log_probs_of_a_prompt_come_in_vllms_shape_from_both(backend):
 
 def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
     engine = engine_of(described)
-    call = engine.generate(
-        PROMPT,
-        SamplingParams(),
-        max_tokens=LONG,
-        seed=None,
-        stop_token_ids=[],
-        call_id="long",
-        cache_salt=None,
-    )
+    request = SampleRequest("long", PROMPT, LONG)
+    call = engine.generate(request)
     call.body.get("sampling_params", call.body)["ignore_eos"] = True
 
     def attempt():
@@ -174,7 +160,7 @@ def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
 
     for _ in range(TRIES):  # a fast engine can be through with it before the pause
         try:
-            engine.read(attempt().json(), Asked("long", PROMPT, LONG))
+            engine.read(attempt().json(), request)
         except CallAborted:
             return
     pytest.fail(f"none of {TRIES} calls of {LONG} tokens was aborted")

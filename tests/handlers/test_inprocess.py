@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rollout.schema import Blame, Limits, Rollout, RolloutRequest, State
+from rollout.schema import Blame, Limits, Rollout, State
 from rollout.trajectory import FinishReason, Message
+from services.engines.base import SampleRequest
 from services.settings import Settings
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.replay import Action, Call, ReplayRouter, read_actions
@@ -159,11 +160,10 @@ def test_actions_are_read_from_a_file_with_one_a_line(tmp_path):
 
 def test_an_action_that_the_models_format_reads_otherwise_is_refused():
     router = ReplayRouter([Action(content="<tool_call>{", tool_calls=[Call(name="think")])], str(CHECKPOINT))
-    request = RolloutRequest(handler="x")
 
     async def ask() -> None:
         await router.acquire()
-        await router.generate([1], request.sampling, call_id="c", max_tokens=1000)
+        await router.generate(SampleRequest("c", [1], max_tokens=1000), timeout_s=60)
 
     with pytest.raises(TaskError, match="does not read these calls"):
         asyncio.run(ask())

@@ -10,8 +10,8 @@ from services.state.batches import BatchStore
 from services.state.policy import PolicyStore
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import TenantStore
-from workers.batches import Batcher
-from workers.filters import Filters
+from workers.chores.batches import Batcher
+from workers.chores.filters import Filters
 
 
 class Desk:

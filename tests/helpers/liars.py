@@ -87,7 +87,7 @@ class _Servers(Model):
         fleet = _Fleet(backends)
         try:
             async with session() as http:
-                yield lambda run: BackendRouter(run.claim.rollout_id, fleet, http, wait_s=WAIT_S)
+                yield lambda claim: BackendRouter(claim.rollout_id, fleet, http, wait_s=WAIT_S)
         finally:
             self.suspected = fleet.suspected
             for runner in runners:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.schema import Backend, Limits, RolloutRequest, SamplingParams
-from services.engines.base import Completion
+from services.engines.base import Completion, SampleRequest
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.loop import AgentLoop
 from workers.agent.tools import Arguments, Finish, Observation, Tool, ToolContext
@@ -52,25 +52,25 @@ class ScriptedRouter:
         self.backend: Backend | None = None
         self._first = at or backend()
         self.prompts: list[list[int]] = []
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[SampleRequest] = []
         self.completions: list[Completion] = []
 
     async def acquire(self, *_: Any, **__: Any) -> Backend:
         self.backend = self._first
         return self._first
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, **call: Any) -> Completion:
+    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
         said = next(self._answers)
-        said = said(prompt) if callable(said) else said
+        said = said(request.prompt) if callable(said) else said
         self.backend = said.backend or self.backend
-        self.prompts.append(list(prompt))
-        self.calls.append(call)
+        self.prompts.append(list(request.prompt))
+        self.calls.append(request)
         ids, finish = list(said.ids), said.finish
-        if len(ids) > call["max_tokens"]:
-            ids, finish = ids[: call["max_tokens"]], "length"
+        if len(ids) > request.max_tokens:
+            ids, finish = ids[: request.max_tokens], "length"
         number = len(self.prompts)
         completion = Completion(
-            call_id=call["call_id"],
+            call_id=request.call_id,
             token_ids=ids,
             logprobs=[-number - i / 1000 for i in range(len(ids))],
             finish_reason=finish,

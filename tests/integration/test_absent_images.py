@@ -6,13 +6,13 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from rollout.schema import Blame, RolloutRequest, Stage, State
 from sandbox.errors import ImageError, NotAllowed, RuntimeUnavailable
 from sandbox.images import ImageStore
+from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys, rollouts
 from services.state.fleet import FleetStore
@@ -20,7 +20,8 @@ from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
 from tests.helpers.sandboxes import require_apptainer, stop_host
 from tests.helpers.stack import NODE, Stack
-from workers.process import Held
+from workers.held import Held
+from workers.services import WorkerServices
 from workers.stage import StageRun, work
 
 
@@ -54,12 +55,10 @@ def tried(store, node, rollout_id, error):
     async def body(run):
         raise error
 
-    settings = Settings(node=node, retry_delay_s=0.0)
-    process = SimpleNamespace(
-        settings=settings, store=store, fleet=FleetStore(store._redis), host=None, tenants=None
-    )
-    process.handlers = SimpleNamespace(get=lambda name: None)
-    outcome = asyncio.run(work(StageRun(process, Held(rollout_id, Stage.INIT), got), body))
+    settings = Settings(node=node, retry_delay_s=0.0, redis_url=store._settings.redis_url)
+    services = WorkerServices(make_celery(settings), settings, f"init@{node}", [Stage.INIT], 1)
+    services.handler = lambda name: None
+    outcome = asyncio.run(work(StageRun(services, Held(rollout_id, Stage.INIT), got), body))
     return store.finish(got, outcome)
 
 

@@ -25,8 +25,9 @@ from services.state.tenants import Tenant, TenantStore
 from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
-from workers.admission import LEAST_AHEAD, Admission
-from workers.process import CANCEL, SHUTDOWN, WorkerProcess
+from workers.chores.admission import LEAST_AHEAD, Admission
+from workers.held import CANCEL, SHUTDOWN
+from workers.process import WorkerProcess
 
 AHEAD = 4
 PATIENCE_S = 60
@@ -177,18 +178,18 @@ def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(
     admission, _, fleet = parts
     admission.floors = Floors(0, 0)
     with structlog.testing.capture_logs() as said:
-        admission.look()
+        admission.tick()
         assert admission.is_open
         admission.floors = Floors(disk_mb=free_disk(tmp_path) // MIB * 2, memory_mb=0)
-        admission.look()
-        admission.look()
+        admission.tick()
+        admission.tick()
         assert not admission.is_open and list(fleet.admissions()["n"].stopped) == [DISK]
         # Enough to start with, but not yet enough to go on.
         admission.floors = Floors(disk_mb=free_disk(tmp_path) // MIB * 9 // 10, memory_mb=0)
-        admission.look()
+        admission.tick()
         assert not admission.is_open
         admission.floors = Floors(disk_mb=free_disk(tmp_path) // MIB // 2, memory_mb=0)
-        admission.look()
+        admission.tick()
     assert admission.is_open and fleet.admissions()["n"].stopped == {}
     assert [entry["log_level"] for entry in said if "reason" in entry] == ["warning", "info"], "once a change"
 
@@ -200,7 +201,7 @@ def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts):
     fleet.announce("run@m", ["run"], "m", 300)
     fleet.announce("eval@n", ["eval"], "n", 1000)
     assert fleet.run_slots("n") == (100, 400)
-    admission.look()
+    admission.tick()
     assert admission.bounds() == (100, 400)
     fleet.leave("run@m")
     assert fleet.run_slots("n") == (100, 100)
@@ -211,11 +212,11 @@ def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):
     store.submit([new for _ in range(LEAST_AHEAD) for new in _expand(RolloutRequest(handler="noop"))])
     claims = [store.claim_next("x", 1, "w", node="n") for _ in range(LEAST_AHEAD)]
     with structlog.testing.capture_logs() as said:
-        admission.look()
+        admission.tick()
         assert admission.full
         for gone, claim in enumerate(claims, 1):
             store.finish(claim, Finish(State.CANCELLED))
-            admission.look()
+            admission.tick()
             assert admission.full == (gone <= LEAST_AHEAD // 4), gone
     events = [entry["event"] for entry in said]
     assert events == ["INIT waits: it is far enough ahead of RUN", "INIT goes on: RUN took rollouts"]

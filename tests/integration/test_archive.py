@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import os
-import threading
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +17,7 @@ from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts import RolloutStore
 from tests.integration.test_retention import ended, submitted, trajectory
-from workers import archive as writer
+from workers.chores import archive as writer
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def archiver(client, directory, owner="w", **settings):
 
 def look(one):
     """One look at the completions, as the thread of a worker takes it each second."""
-    one._take_part(threading.Event())
+    one.turn()
 
 
 def ids(directory):

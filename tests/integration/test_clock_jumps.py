@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 
@@ -16,7 +15,7 @@ from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
 from tests.helpers.stack import RedisServer
 from tests.helpers.wrong_clock import WrongClock
-from workers.reaper import Reaper
+from workers.chores.reaper import Reaper
 
 HOURS_S = 2 * 3600.0
 DEADLINE_S = 10 * 3600.0
@@ -114,46 +113,19 @@ def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
         assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
 
 
-class Steps:
-    """Lets a reaper run turn by turn."""
-
-    def __init__(self, reaper):
-        self._go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
-        self._ended = False
-        self._thread = threading.Thread(target=reaper.run, args=(self,), daemon=True)
-        self._thread.start()
-        self._waits.acquire()
-
-    def wait(self, _):
-        """What the reaper calls between two turns."""
-        self._waits.release()
-        self._go.acquire()
-        return self._ended
-
-    def step(self):
-        self._go.release()
-        assert self._waits.acquire(timeout=30)
-
-    def end(self):
-        self._ended = True
-        self._go.release()
-        self._thread.join(30)
-
-
 def test_a_jump_is_dealt_with_by_who_sees_it_and_once_however_late_others_do(reaper, store, clock):
     """The elected one may have died with it, and the next may have come after it."""
     store._redis.set(keys.REAPER_LOCK, "dead", px=600_000)
-    others = [Reaper(store._redis, store, reaper._dispatcher, store._settings, name) for name in ("a", "b")]
-    early, late = map(Steps, others)
+    early, late = others = [
+        Reaper(store._redis, store, reaper._dispatcher, store._settings, name) for name in ("a", "b")
+    ]
     submit(store, "one")
-    for steps in (early, late):
-        steps.step()
+    for other in others:
+        other.turn()
     for jump in (1, 2, 3):
         clock.set(jump * HOURS_S)
-        early.step()
+        early.turn()
         assert left_ms(store, "one") == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS)
         if jump != 2:  # it stands still meanwhile, and sees both at once
-            late.step()
+            late.turn()
         assert left_ms(store, "one") == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS)
-    for steps in (early, late):
-        steps.end()

@@ -33,8 +33,8 @@ from services.settings import Settings
 from services.state.api_keys import Scope
 from services.state.rollouts import Claim, Finish, RolloutStore
 from tests.helpers.tenants import World
-from workers.archive import Archiver
-from workers.batches import Batcher
+from workers.chores.archive import Archiver
+from workers.chores.batches import Batcher
 
 EXAMPLES = 400 if os.environ.get("CHAOS_LONG") else 20
 MODELS = {

@@ -25,9 +25,10 @@ from services.state.redis import connect
 from services.state.retention import ResultStore
 from services.state.rollouts import Finish, NewRollout, RolloutStore
 from tests.helpers.keys import keyed
-from workers import patience, stage
-from workers.process import Held
-from workers.reaper import Reaper
+from workers import patience
+from workers import task as task_module
+from workers.chores.reaper import Reaper
+from workers.held import Held
 from workers.stage import StageRun
 
 LARGE = Trajectory(chains=[Chain(segments=[Segment(role="assistant", token_ids=list(range(200_000)))])])
@@ -161,15 +162,14 @@ def finishing(store, stopping, monkeypatch):
             settings=Settings(),
             store=store,
             host=None,
-            tenants=None,
             run=lambda held, work: asyncio.run(work),
             let_go=lambda held: let_go.append(held.rollout_id),
-            dispatcher=None,
             stopping=stopping,
         )
         task, ref = SimpleNamespace(request=SimpleNamespace(chain=[])), {"id": claim.rollout_id}
         run = StageRun(process, held, claim)
-        thread = threading.Thread(target=lambda: stage._run_stage(task, ref, run, body), daemon=True)
+        args = (process, task, ref, run, body)
+        thread = threading.Thread(target=task_module._run_stage, args=args, daemon=True)
         thread.start()
         return thread
 

@@ -16,7 +16,7 @@ from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, NewRollout, RolloutStore
 from tests.helpers.stack import RedisServer
-from workers.reaper import Reaper
+from workers.chores.reaper import Reaper
 
 SANDBOX = json.dumps(
     {
@@ -116,7 +116,7 @@ class Clock:
 def watch(server, store, monkeypatch):
     """A reaper whose clock we move, and its Redis as seen by a worker of node `lost` that speaks no more."""
     clock = Clock()
-    monkeypatch.setattr("workers.reaper.time", clock)
+    monkeypatch.setattr("workers.chores.reaper.time", clock)
     settings = Settings(redis_url=server.url)
     client = connect(server.url)
     client.hset(keys.NODES, "lost", json.dumps({"at": time.time() - 60.0, "sandboxes": {}}))
@@ -169,7 +169,7 @@ def test_a_node_whose_sandbox_host_alone_is_silent_is_not_lost(watch, store, ser
 
 def test_leases_that_ran_out_while_redis_was_away_may_be_extended_first(server, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("workers.reaper.time", clock)
+    monkeypatch.setattr("workers.chores.reaper.time", clock)
     settings = Settings(redis_url=server.url, lease_s=0.05)
     client = connect(server.url)
     store = RolloutStore(client, settings)

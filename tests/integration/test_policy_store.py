@@ -11,7 +11,7 @@ from rollout.policy import PolicyRequest, UpdateState
 from rollout.schema import Backend
 from services.state.policy import HISTORY, Current, LeaseLost, PolicyStore, UpdateConflict
 from tests.helpers.stack import RedisServer, wait_until
-from workers.updates import Updater
+from workers.weights import WeightUpdates
 
 BACKEND = Backend(id="b", url="http://127.0.0.1:9", model="m", tokenizer="t", max_model_len=64)
 PATIENCE_S = 60
@@ -123,7 +123,7 @@ class NoBackends:
 def test_an_update_of_backends_that_are_gone_ends_and_the_policy_stays(store):
     made, _ = store.create(PolicyRequest(version="v1", path="/a"), [BACKEND])
     fleet = NoBackends()
-    Updater(store, fleet, "worker").carry_out(store.claim("worker", 30))
+    WeightUpdates(store, fleet, "worker").carry_out(store.claim("worker", 30))
     found = store.get(made.id)
     assert (found.state, found.backends["b"].state) == ("failed", "skipped")
     assert (store.current(), fleet.wanted) == (None, [None])
@@ -133,11 +133,11 @@ def test_a_backend_is_left_alone_while_an_update_is_under_way_or_another_has_it(
     request = PolicyRequest(version="v1", path="/a")
     made, _ = store.create(request, [BACKEND])
     work = store.claim("worker", 30)
-    updater = Updater(store, NoBackends(), "late")
-    assert updater.bring_current(BACKEND) is None
+    updates = WeightUpdates(store, NoBackends(), "late")
+    assert updates.bring_current(BACKEND) is None
     policy = {"version": "v1", "path": "/a", "verified": False, "update_id": made.id, "since": 1.0}
     store.finish(work, Current(policy=policy, request=request))
     lock = store.lock("b", "other", 30)
-    assert updater.bring_current(BACKEND) is None
+    assert updates.bring_current(BACKEND) is None
     store.release(*lock)
     assert redis.get("policy:lock:b") is None

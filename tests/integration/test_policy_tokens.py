@@ -7,7 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from rollout.schema import BackendRequest, SamplingParams
+from rollout.schema import BackendRequest
+from services.engines.base import SampleRequest
 from services.engines.describe import describe
 from services.state.backends import BackendStore
 from tests.helpers.stack import RedisServer
@@ -15,7 +16,7 @@ from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter
 
 ROLLOUT = "rollout-1"
-CALL = {"max_tokens": 3, "seed": 1, "stop_token_ids": [], "call_id": "c", "cache_salt": None, "timeout_s": 60}
+CALL = SampleRequest("c", [1, 2, 3], max_tokens=3, seed=1)
 PATIENCE_S = 60
 
 
@@ -51,7 +52,7 @@ def call_that_ends_during_an_exchange(store, end):
                 return await asked(backend_id, version)
 
             placements.trusted = trusted
-            call = asyncio.create_task(router.generate([1, 2, 3], SamplingParams(), **CALL))
+            call = asyncio.create_task(router.generate(CALL, PATIENCE_S))
             await asyncio.wait_for(answered.wait(), PATIENCE_S)
             await asyncio.sleep(0.1)
             assert not call.done(), "tokens were taken before the weights were found right"

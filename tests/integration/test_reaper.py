@@ -13,7 +13,7 @@ from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
 from tests.helpers.stack import RedisServer, wait_until
-from workers.reaper import AT_ONCE, Reaper
+from workers.chores.reaper import AT_ONCE, Reaper
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def reaper_of(server, owner, **settings):
 def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server):
     dead, _ = reaper_of(server, "dead", lease_s=4.0, reaper_interval_s=0.2)
     other, _ = reaper_of(server, "other", lease_s=4.0, reaper_interval_s=0.2)
-    assert dead._election.won() and not other._election.won()
+    assert dead.election.won() and not other.election.won()
     assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
-    wait_until(other._election.won, 60, "the other one to be elected")
-    assert not dead._election.won()
+    wait_until(other.election.won, 60, "the other one to be elected")
+    assert not dead.election.won()
 
 
 def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
@@ -66,7 +66,7 @@ def test_where_the_clock_went_back_what_is_dead_does_not_live_for_hours(server):
     """Its times are ahead of now, and so is the end of its lock."""
     server.client.set(keys.REAPER_LOCK, "dead", px=7_200_000)
     reaper, _ = reaper_of(server, "reaper", lease_s=4.0, reaper_interval_s=0.2)
-    assert not reaper._election.won()
+    assert not reaper.election.won()
     assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
     fleet = FleetStore(server.client)
     server.client.zadd(keys.workers("run"), {"dead": _now(server) / 1000 + 7200})

@@ -382,7 +382,7 @@ def test_an_observation_that_does_not_fit_is_cut_with_a_note(say):
     assert seen.startswith("1 2 3") and seen.endswith("4 5 ")
     assert "characters cut: the context has no room for them" in seen
     assert agent.metrics["truncated_observations"] == 1
-    assert router.calls[1]["max_tokens"] >= 1024 // 8, "a turn still finds room"
+    assert router.calls[1].max_tokens >= 1024 // 8, "a turn still finds room"
 
 
 @pytest.mark.parametrize(("max_tokens", "cut"), [(120, False), (121, True), (None, True)])

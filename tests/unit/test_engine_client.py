@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollout.schema import Backend, SamplingParams
+from services.engines.base import SampleRequest
 from tests.helpers.llm_servers import free_port
 from workers.agent import llm
 from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient, session
@@ -59,16 +60,8 @@ async def served(reply):
 async def call(url, timeout_s=PLENTY, **sampling):
     described = Backend(id="b", url=url, model="m", tokenizer="t", max_model_len=100, policy_version="v1")
     async with session() as http:
-        return await EngineClient(http, described).generate(
-            [1, 2, 3],
-            SamplingParams(**sampling),
-            max_tokens=4,
-            seed=None,
-            stop_token_ids=[],
-            call_id="c",
-            cache_salt=None,
-            timeout_s=timeout_s,
-        )
+        request = SampleRequest("c", [1, 2, 3], 4, SamplingParams(**sampling))
+        return await EngineClient(http, described).generate(request, timeout_s)
 
 
 def called(data, **options):

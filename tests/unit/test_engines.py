@@ -12,7 +12,7 @@ import math
 import pytest
 
 from rollout.schema import Backend, SamplingParams
-from services.engines.base import Asked, BrokenAnswer, CallAborted
+from services.engines.base import BrokenAnswer, CallAborted, SampleRequest
 from services.engines.checks import MAX_VERSION, ROUNDING
 from services.engines.describe import capacity_of_vllm
 from services.engines.select import engine_of
@@ -67,7 +67,9 @@ SGLANG = {
         "routed_experts": "opaque==",
     },
 }
-ASKED = Asked("c", [1, 2, 3], 3, frozenset({9}), frozenset({10}), 100)
+ASKED = SampleRequest(
+    "c", [1, 2, 3], 3, stop_token_ids=frozenset({9}), end_ids=frozenset({10}), vocab_size=100
+)
 ANSWERS = {"generate": VLLM, "completions": COMPLETIONS, "sglang": SGLANG}
 
 
@@ -100,15 +102,9 @@ def changed(answer, path, value):
 
 
 def ask(api, seed=5, cache_salt="step-0", described=None, **sampling):
-    return engine_of(described or backend(api)).generate(
-        [1, 2, 3],
-        SamplingParams(**sampling),
-        max_tokens=4,
-        seed=seed,
-        stop_token_ids=[9],
-        call_id="c",
-        cache_salt=cache_salt,
-    )
+    stops = frozenset({9})
+    request = SampleRequest("c", [1, 2, 3], 4, SamplingParams(**sampling), seed, stops, cache_salt)
+    return engine_of(described or backend(api)).generate(request)
 
 
 def test_generate_is_asked_in_ids_with_the_chosen_log_prob_only():

@@ -11,8 +11,10 @@ import pytest
 
 from rollout.schema import Stage
 from services.state.rollouts import Finish
-from workers import stage
-from workers.process import CANCEL, SHUTDOWN, Held, WorkerProcess
+from workers import task as task_module
+from workers.held import CANCEL, SHUTDOWN, Held
+from workers.process import WorkerProcess
+from workers.stage import work
 
 
 @pytest.fixture
@@ -39,7 +41,6 @@ class Run:
         self.process = SimpleNamespace(loop=loop, store=finish, let_go=lambda held: None)
         self.process.stopping = threading.Event()
         self.process.run = lambda held, work: WorkerProcess.run(self.process, held, work)
-        self.interrupt = lambda reason: WorkerProcess.interrupt(self.process, self.held, reason)
 
     async def clean_up(self):
         self.while_cleaning()
@@ -50,12 +51,12 @@ class Run:
 @pytest.mark.parametrize(("reason", "entered"), [(CANCEL, "cancelled"), (SHUTDOWN, "handback")])
 def test_before_its_first_step_it_is_handed_on_and_cleaned_up(loop, monkeypatch, reason, entered):
     run = Run(loop, reason)
-    monkeypatch.setattr(stage, "_after", lambda task, ref, run, word, outcome: outcome)
+    monkeypatch.setattr(task_module, "_after", lambda *args: args[-1])
 
     async def body(run):
         raise AssertionError("it was interrupted before")
 
-    outcome = stage._run_stage(None, {}, run, body)
+    outcome = task_module._run_stage(run.process, None, {}, run, body)
     assert outcome.next == entered
     assert run.finished == [outcome]
     assert run.released == 1
@@ -63,13 +64,13 @@ def test_before_its_first_step_it_is_handed_on_and_cleaned_up(loop, monkeypatch,
 
 def test_while_it_cleans_up_its_outcome_stands(loop):
     run = Run(loop)
-    run.while_cleaning = lambda: run.interrupt(SHUTDOWN)
+    run.while_cleaning = lambda: run.held.interrupt(SHUTDOWN)
     done = Finish("completed")
 
     async def body(run):
         return done
 
-    assert run.process.run(run.held, stage.work(run, body)) is done
+    assert run.process.run(run.held, work(run, body)) is done
     assert run.released == 1
 
 
@@ -77,10 +78,10 @@ def test_while_it_works_it_ends(loop):
     run = Run(loop)
 
     async def body(run):
-        run.interrupt(CANCEL)
+        run.held.interrupt(CANCEL)
         await asyncio.sleep(60)
 
-    assert run.process.run(run.held, stage.work(run, body)).next == "cancelled"
+    assert run.process.run(run.held, work(run, body)).next == "cancelled"
 
 
 def test_what_the_loop_cancels_arrives_as_the_error_that_is_caught(loop):

@@ -9,7 +9,7 @@ from sandbox.errors import ImageError, NodeShort
 from sandbox.spec import BindSpec, SandboxSpec
 from services.state.tenants import Tenant
 from workers.errors import TaskError, from_sandbox
-from workers.permits import check_sandbox
+from workers.sandboxes import check_sandbox
 
 
 def refusal(tenant, runtime=None, **spec):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
 import redis
 
-from workers.reaper import Reaper
-from workers.steadiness import Steadiness
+from services.settings import Settings
+from workers.chores.reaper import Reaper
+from workers.chores.steadiness import Steadiness
 
 
 class Clocks:
@@ -52,7 +52,6 @@ def test_a_jump_and_a_standstill_make_it_patient():
 
 
 def test_a_jump_is_kept_until_it_was_dealt_with():
-    stopping = threading.Event()
     dealt: list[tuple[float, int]] = []
     answers = iter([redis.ConnectionError("loading"), redis.ReadOnlyError("replica"), None])
 
@@ -62,15 +61,15 @@ def test_a_jump_is_kept_until_it_was_dealt_with():
             raise answer
         dealt.append((seconds, known_ms))
 
-    reaper = object.__new__(Reaper)
+    reaper = Reaper(redis.Redis(), None, None, Settings(), "owner")
     jumps = iter([0.0, 7200.0, 0.0, 0.0])
-    reaper._interval = 0.0
-    reaper._steadiness = SimpleNamespace(look=lambda: next(jumps))
-    reaper._election = SimpleNamespace(won=lambda: True)
+    reaper._steadiness = SimpleNamespace(look=lambda: next(jumps), disturbed=lambda: None)
+    reaper.election = SimpleNamespace(won=lambda: True)
     reaper._store = SimpleNamespace(moved=iter([1, 2, 3, 4]).__next__)
-    reaper.redis_was_away = lambda: None
     reaper.clock_jumped = clock_jumped
     ticks: list[int] = []
-    reaper.tick = lambda: ticks.append(1) or (len(ticks) == 2 and stopping.set())
-    reaper.run(stopping)
+    reaper.tick = lambda: ticks.append(1)
+    for _ in range(4):
+        reaper.turn()
+    assert len(ticks) == 2
     assert dealt == [(7200.0, 1)], "with what had been moved before the look that saw nothing yet"

@@ -12,7 +12,7 @@ from rollout import Rollout, WebhookError, verify_webhook
 from rollout.webhooks import signature, signed_headers
 from services.settings import Settings, SettingsError
 from services.webhook_address import AddressRefused, AllowedAddresses
-from workers.webhooks import message
+from workers.chores.webhooks import message
 
 SECRET = "correct horse battery staple"
 

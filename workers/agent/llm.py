@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 from pydantic_core import from_json
 
-from rollout.schema import Backend, SamplingParams
+from rollout.schema import Backend
 from services.engines.address import root
-from services.engines.base import Asked, BrokenAnswer, Call, CallAborted, Completion
+from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
 from services.engines.select import engine_of
 from workers.errors import ModelError
 
@@ -57,24 +57,8 @@ class EngineClient:
         self._backend = backend
         self._engine = engine_of(backend)
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int | None,
-        stop_token_ids: list[int],
-        call_id: str,
-        cache_salt: str | None,
-        timeout_s: float,
-        vocab_size: int | None = None,
-        end_ids: frozenset[int] | None = None,
-    ) -> Completion:
-        """Sample a continuation of `prompt`. Cancelling it cancels the call in the engine.
-
-        Args:
-            vocab_size, end_ids: What is known of the model, to hold the answer against; see `Asked`.
+    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
+        """Sample a continuation. Cancelling it cancels the call in the engine.
 
         Raises:
             BackendUnavailable: No usable answer: connection, time-out, 408, 429, 5xx, an aborted call, a body
@@ -82,26 +66,9 @@ class EngineClient:
             BrokenCall: The answer breaks the contract, or is none to this call.
             ModelError: The engine refused the call (other 4xx).
         """
-        call = self._engine.generate(
-            prompt,
-            sampling,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            call_id=call_id,
-            cache_salt=cache_salt,
-        )
-        asked = Asked(
-            call_id=call_id,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset((*stop_token_ids, *sampling.stop_token_ids)),
-            end_ids=end_ids,
-            vocab_size=vocab_size,
-        )
-        answer = await self._post(call, asked, timeout_s)
+        answer = await self._post(request, timeout_s)
         try:
-            return self._engine.read(answer, asked)
+            return self._engine.read(answer, request)
         except CallAborted as error:
             raise BackendUnavailable(str(error), aborted=True) from error
         except BrokenAnswer as error:
@@ -110,11 +77,12 @@ class EngineClient:
             # Whatever else an answer brings about: it is the backend's fault and nobody else's.
             raise BrokenCall(f"backend {self._backend.id}: unreadable answer: {error!r:.300}") from error
 
-    async def _post(self, call: Call, asked: Asked, timeout_s: float) -> Any:
+    async def _post(self, request: SampleRequest, timeout_s: float) -> Any:
         """The JSON of the answer."""
+        call = self._engine.generate(request)
         url = root(self._backend.url) + call.path
         where = f"backend {self._backend.id} ({url})"
-        most = _most_bytes(asked)
+        most = _most_bytes(request)
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -122,7 +90,7 @@ class EngineClient:
                     url,
                     json=call.body,
                     # vLLM takes the id from here where a proxy would else write one of its own.
-                    headers={"X-Request-Id": asked.call_id},
+                    headers={"X-Request-Id": request.call_id},
                     allow_redirects=False,
                 ) as response,
             ):
@@ -140,7 +108,7 @@ class EngineClient:
             raise ModelError(text)
         if len(body) > most:
             raise BrokenCall(
-                f"{where}: the answer has more than {most} bytes, for {asked.max_tokens} ids asked for"
+                f"{where}: the answer has more than {most} bytes, for {request.max_tokens} ids asked for"
             )
         try:
             return from_json(body)
@@ -148,10 +116,10 @@ class EngineClient:
             raise BackendUnavailable(f"{where}: the answer is no JSON: {error}") from error
 
 
-def _most_bytes(asked: Asked) -> int:
+def _most_bytes(request: SampleRequest) -> int:
     """What an honest answer stays below."""
-    context = len(asked.prompt) + asked.max_tokens
-    return min(BASE_BYTES + SAMPLED_BYTES * asked.max_tokens + CONTEXT_BYTES * context, MAX_ANSWER_BYTES)
+    context = len(request.prompt) + request.max_tokens
+    return min(BASE_BYTES + SAMPLED_BYTES * request.max_tokens + CONTEXT_BYTES * context, MAX_ANSWER_BYTES)
 
 
 async def _read(stream: aiohttp.StreamReader, most: int) -> bytearray:

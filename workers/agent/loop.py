@@ -6,16 +6,14 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 
-from rollout.schema import Backend, RolloutRequest, new_id
+from rollout.schema import Backend, RolloutRequest, SamplingParams, new_id
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from sandbox.client import SandboxClient
-from services.engines.base import Completion
+from services.engines.base import Completion, SampleRequest
 from workers.agent.codec import CodecError, load_codec, takeover_obstacle
-from workers.agent.fitting import fit
-from workers.agent.logprobs import takeover_warning, warnings
 from workers.agent.parsing import Malformed, ParsedTurn
-from workers.agent.router import BackendRouter
-from workers.agent.tokens import TokenBuffer
+from workers.agent.router import Router
+from workers.agent.tokens import TokenBuffer, fit
 from workers.agent.tools import Observation, Tool, ToolContext, by_name
 from workers.errors import InfrastructureError
 
@@ -37,7 +35,7 @@ class AgentLoop:
         self,
         request: RolloutRequest,
         index: int,
-        router: BackendRouter,
+        router: Router,
         tools: Sequence[Tool] = (),
         advertise_tools: bool = True,
     ) -> None:
@@ -110,7 +108,7 @@ class AgentLoop:
         trajectory.tokenizer = self._codec.digest
         trajectory.model = backend.model
         trajectory.logprobs_mode = backend.logprobs_mode
-        trajectory.warnings += warnings(self._request.sampling, backend.logprobs_mode)
+        trajectory.warnings += logprob_warnings(self._request.sampling, backend.logprobs_mode)
         # The router asks before it moves the rollout: ids are exact only on the same tokenizer.
         self._router.accepts = self._takeover_obstacle
         self._buffer = TokenBuffer(self._codec, trajectory)
@@ -129,18 +127,18 @@ class AgentLoop:
         if max_tokens <= 0:
             raise ValueError(f"no room for a turn ({self._left()[1]}): look at `budget` before a query")
         turn_number = self.trajectory.turns
-        completion = await self._router.generate(
-            self._buffer.ids,
-            self._request.sampling,
-            max_tokens=max_tokens,
-            seed=self._seed(turn_number),
-            stop_token_ids=self._codec.stop_token_ids,
-            vocab_size=self._codec.vocab_size,
-            end_ids=self._codec.end_ids,
+        request = SampleRequest(
             call_id=new_id(),
+            prompt=self._buffer.ids,
+            max_tokens=max_tokens,
+            sampling=self._request.sampling,
+            seed=self._seed(turn_number),
+            stop_token_ids=frozenset(self._codec.stop_token_ids),
             cache_salt=self._cache_salt,
-            timeout_s=self._request.limits.call_timeout_s,
+            end_ids=self._codec.end_ids,
+            vocab_size=self._codec.vocab_size,
         )
+        completion = await self._router.generate(request, self._request.limits.call_timeout_s)
         self._note_takeover(turn_number + 1)
         turn = self._buffer.add_sampled(completion)
         self._count("model_calls")
@@ -307,3 +305,43 @@ class AgentLoop:
         if line := takeover_warning(self._backend, backend, call):
             self._warn(line)
         self._backend, self._max_model_len = backend, backend.max_model_len
+
+
+def logprob_warnings(sampling: SamplingParams, mode: str | None) -> list[str]:
+    """One line for each reason why a trainer's log-probs cannot match, or need care to.
+
+    Measured in vLLM 0.32: raw log-probs are of the logits, processed ones of `logits / T` after
+    top-k and top-p. A trainer computes them of the logits over the whole vocabulary.
+    """
+    lines = []
+    temperature = sampling.temperature
+    if mode is None:
+        lines.append(
+            "the backend does not say what its log-probs mean: register it with `logprobs_mode` "
+            "(processed_logprobs is what a trainer can match)"
+        )
+    if temperature == 0:
+        lines.append("temperature 0 samples greedily: its log-probs belong to no distribution sampled from")
+    elif temperature != 1 and mode == "raw_logprobs":
+        lines.append(
+            f"raw log-probs ignore the temperature ({temperature:g}): start the engine with "
+            "--logprobs-mode processed_logprobs"
+        )
+    elif temperature != 1:
+        lines.append(
+            f"sampled at temperature {temperature:g}: a trainer matches the log-probs only if it divides "
+            "its logits by it"
+        )
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        lines.append("top_p or top_k renormalise log-probs; a full-vocabulary trainer cannot match them")
+    return lines
+
+
+def takeover_warning(before: Backend, after: Backend, call: int) -> str | None:
+    """A line where a backend took over whose log-probs mean something else; `call` counts from 1."""
+    if before.logprobs_mode == after.logprobs_mode:
+        return None
+    return (
+        f"from call {call} on the log-probs are {after.logprobs_mode or 'of unknown kind'} "
+        f"(backend {after.id}), before {before.logprobs_mode or 'of unknown kind'} (backend {before.id})"
+    )

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollout.schema import Backend, SamplingParams
-from services.engines.base import Completion
+from rollout.schema import Backend
+from services.engines.base import Completion, SampleRequest
 from workers.agent.codec import Codec, load_codec
 from workers.errors import TaskError
 
@@ -87,7 +87,6 @@ class ReplayRouter:
         self._actions = iter(actions)
         self._path = tokenizer
         self.backend: Backend | None = None
-        self.backends: list[str] = []
         self.metrics: dict[str, float] = {}
         self.accepts: Callable[[Backend], Awaitable[str | None]] | None = None
 
@@ -104,17 +103,17 @@ class ReplayRouter:
         )
         return self.backend
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, **call: Any) -> Completion:
+    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
         """The next action as a completion."""
         from transformers import AutoTokenizer
 
         codec = await asyncio.to_thread(load_codec, self._path)
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._path)
-        ids = encode(next(self._actions, Action()), codec, tokenizer, prompt)
-        cut = len(ids) > call["max_tokens"]
-        ids = ids[: call["max_tokens"]]
+        ids = encode(next(self._actions, Action()), codec, tokenizer, request.prompt)
+        cut = len(ids) > request.max_tokens
+        ids = ids[: request.max_tokens]
         return Completion(
-            call_id=call["call_id"],
+            call_id=request.call_id,
             token_ids=ids,
             logprobs=[LOGPROB] * len(ids),
             finish_reason="length" if cut else "stop",

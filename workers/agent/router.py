@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Protocol
 
 import aiohttp
 import structlog
 
-from rollout.schema import Backend, SamplingParams
-from services.engines.base import Completion
+from rollout.schema import Backend
+from services.engines.base import Completion, SampleRequest
 from services.state.backends import Placed
 from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient
-from workers.agent.placement import Placements
+from workers.agent.placement import Placing
 from workers.errors import InfrastructureError, ModelError
 
 log = structlog.get_logger("router")
@@ -25,13 +25,32 @@ MAX_PAUSE_S = 5.0
 """Between two calls of one turn, when no other backend is left to try."""
 
 
+class Router(Protocol):
+    """What all model calls of one rollout go through."""
+
+    backend: Backend | None
+    """The one that serves it now."""
+    accepts: Callable[[Backend], Awaitable[str | None]] | None
+    """Says why a backend cannot continue the ids so far; None = it can. Set by the agent loop."""
+    metrics: dict[str, float]
+
+    async def acquire(self, tokens: int = 1) -> Backend:
+        """See `BackendRouter.acquire`."""
+
+    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
+        """See `BackendRouter.generate`."""
+
+    async def release(self) -> None:
+        """See `BackendRouter.release`."""
+
+
 class BackendRouter:
     """All calls of one rollout. The token buffer makes a retry exact: a broken call adds nothing to it."""
 
     def __init__(
         self,
         rollout_id: str,
-        placements: Placements,
+        placements: Placing,
         http: aiohttp.ClientSession,
         *,
         fence: int | None = None,
@@ -56,7 +75,6 @@ class BackendRouter:
         self._foreign: tuple[str, ...] = ()
         """Backends that cannot take the rollout over."""
         self.accepts: Callable[[Backend], Awaitable[str | None]] | None = None
-        """Says why a backend cannot continue the ids so far; None = it can. Set by the agent loop."""
         self.backend: Backend | None = None
         self.backends: list[str] = []
         """Ids of all that served this rollout, in order of first use."""
@@ -120,7 +138,7 @@ class BackendRouter:
             self._asked, self.backend = False, None
             await self._placements.release(self._rollout_id)
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, **call: Any) -> Completion:
+    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
         """One call; retried on another backend, or on the same while there is no other.
 
         Raises:
@@ -131,10 +149,10 @@ class BackendRouter:
         failed: tuple[str, ...] = ()
         attempts, trouble_since, last = 0, None, None
         while True:
-            backend = await self._extend(len(prompt), failed)
+            backend = await self._extend(len(request.prompt), failed)
             if backend is not None:
                 try:
-                    completion = await self._call(backend, prompt, sampling, **call)
+                    completion = await self._call(backend, request, timeout_s)
                 except BackendUnavailable as error:
                     last = error
                 else:
@@ -170,19 +188,17 @@ class BackendRouter:
                 ) from last
             await asyncio.sleep(min(0.1 * 2 ** min(attempts, 6), MAX_PAUSE_S))
 
-    async def _call(
-        self, backend: Backend, prompt: list[int], sampling: SamplingParams, **call: Any
-    ) -> Completion:
-        request = asyncio.ensure_future(EngineClient(self._http, backend).generate(prompt, sampling, **call))
-        self._placements.watch(backend.id, request)
+    async def _call(self, backend: Backend, request: SampleRequest, timeout_s: float) -> Completion:
+        call = asyncio.ensure_future(EngineClient(self._http, backend).generate(request, timeout_s))
+        self._placements.watch(backend.id, call)
         try:
-            completion = await request
+            completion = await call
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
             raise BackendUnavailable(f"backend {backend.id} was found unusable during the call") from None
         finally:
-            request.cancel()
+            call.cancel()
         # Weights that came during the call: an engine samples from them before the canary has passed. And
         # none that the service does not know of: they would pass for another policy's samples.
         for version in dict.fromkeys(version for version, _, _ in completion.spans):

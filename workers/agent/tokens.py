@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rollout.trajectory import Chain, Message, Segment, Trajectory
+from collections.abc import Callable
+
+from rollout.trajectory import Chain, Message, Segment, TextPart, Trajectory
 from services.engines.base import Completion
 from workers.agent.formats import Codec
 from workers.agent.parsing import ParsedTurn
@@ -94,3 +96,40 @@ class TokenBuffer:
         self._pending = Segment(role=messages[-1].role, token_ids=ids, messages=messages)
         self._trajectory.unread = messages
         self._ids = self._ids + ids
+
+
+LEAST_KEPT = 200
+"""Characters of a long text that are worth a turn; with room for fewer the rollout ends instead."""
+
+_TRIES = 12
+_STEP = 0.8
+
+
+def fit(
+    messages: list[Message], encode: Callable[[list[Message]], list[int]], room: int
+) -> tuple[list[Message], list[int]] | None:
+    """Messages and their ids, their longest texts cut in the middle so that they take at most `room` ids.
+
+    None: no cut that leaves `LEAST_KEPT` characters is short enough.
+    """
+    longest = max(len(message.text) for message in messages)
+    limit = longest * room / max(1, len(encode(messages)))
+    for _ in range(_TRIES):
+        if limit < LEAST_KEPT:
+            return None
+        shorter = [_shorten(message, int(limit)) for message in messages]
+        ids = encode(shorter)
+        if len(ids) <= room:
+            return shorter, ids
+        limit *= _STEP
+    return None
+
+
+def _shorten(message: Message, limit: int) -> Message:
+    """Beginning and end of a text of more than `limit` characters."""
+    text = message.text
+    if len(text) <= limit:
+        return message
+    head, tail = text[: limit - limit // 2], text[len(text) - limit // 2 :]
+    note = f"\n[... {len(text) - limit} characters cut: the context has no room for them ...]\n"
+    return message.model_copy(update={"content": [TextPart(text=head + note + tail)]})

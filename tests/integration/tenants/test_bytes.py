@@ -9,7 +9,7 @@ from services.state import keys
 from services.state.api_keys import Scope
 from services.state.rollouts import Claim, Finish
 from services.state.tenants import Tenant
-from workers.batches import Batcher
+from workers.chores.batches import Batcher
 
 
 def used(world, tenant: str) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import redis
-import structlog
 
 from services.dispatch import Dispatcher
 from services.queues import Ref
@@ -16,9 +14,9 @@ from services.state.election import LOCK_S, Election
 from services.state.fleet import ALIVE_S, FleetStore
 from services.state.retention import ResultStore
 from services.state.rollouts import Overdue, RolloutStore
-from workers.steadiness import Steadiness
-
-log = structlog.get_logger("reaper")
+from workers.chores.base import Chore
+from workers.chores.steadiness import Steadiness
+from workers.services import WorkerServices
 
 TRIM_EVERY_S = 600.0
 LOOK_FOR_NODES_EVERY_S = 5.0
@@ -29,8 +27,10 @@ AT_ONCE = 200
 """Rollouts that one script judges: Redis answers nobody else meanwhile."""
 
 
-class Reaper:
+class Reaper(Chore):
     """Runs in every worker; the one that holds a Redis lock does the work."""
+
+    name = "reaper"
 
     def __init__(
         self,
@@ -40,13 +40,14 @@ class Reaper:
         settings: Settings,
         owner: str,
     ) -> None:
+        super().__init__()
         self._store = store
         self._dispatcher = dispatcher
         self._results = ResultStore(client, settings)
-        self._interval = settings.reaper_interval_s
+        self.interval_s = settings.reaper_interval_s
         # The elected reaper may be one of the dead whose leases run out: another must be there by then.
         lock_s = min(LOCK_S, settings.lease_s / 2)
-        self._election = Election(client, keys.REAPER_LOCK, owner, settings.reaper_interval_s, lock_s)
+        self.election = Election(client, keys.REAPER_LOCK, owner, settings.reaper_interval_s, lock_s)
         self._trimmed = 0.0
         # By way of the module, whose clock tests move.
         self._steadiness = Steadiness(
@@ -57,29 +58,26 @@ class Reaper:
         self._looked_for_nodes = float("-inf")
         self._steady_since = float("inf")
         """Since when every look for nodes came in time and Redis answered it."""
+        self._jump_s = 0.0
+        """By which Redis' clock has jumped, and nobody has dealt with it."""
+        self._before = time.monotonic()
+        self._moved_before = 0
+        """Monotonic time, and what deadlines had been moved by, at the last look without a jump."""
 
-    def run(self, stopping: threading.Event) -> None:
-        """Tick until the worker stops. Redis being away is waited out."""
-        jump, before, known = 0.0, time.monotonic(), 0
-        while not stopping.wait(self._interval):
-            try:
-                began = time.monotonic()
-                # Before the look: a jump that is in it has been seen here as well.
-                moved = self._store.moved()
-                jump += self._steadiness.look()
-                if jump:
-                    # By all who see it: the elected one may have died, and the next have come after it.
-                    self.clock_jumped(jump, time.monotonic() - before, known)
-                    moved = known + int(jump * 1000)
-                jump, before, known = 0.0, began, moved
-                if self._election.won():
-                    self.tick()
-            except redis.RedisError as error:
-                self.redis_was_away()
-                log.warning("reaper could not reach Redis", error=str(error))
-            except Exception:
-                # Whatever one tick met must not end the watch over all the others.
-                log.exception("reaper tick failed")
+    @classmethod
+    def of(cls, services: WorkerServices) -> Reaper:
+        return cls(services.redis, services.store, services.dispatcher, services.settings, services.owner)
+
+    def look(self) -> None:
+        """Deal with a jump of the clock: all do who see it, for the elected one may have died with it."""
+        began = time.monotonic()
+        # Before the look: a jump that is in it has been seen here as well.
+        moved = self._store.moved()
+        self._jump_s += self._steadiness.look()
+        if self._jump_s:
+            self.clock_jumped(self._jump_s, time.monotonic() - self._before, self._moved_before)
+            moved = self._moved_before + int(self._jump_s * 1000)
+        self._jump_s, self._before, self._moved_before = 0.0, began, moved
 
     def redis_was_away(self) -> None:
         """Note that nobody could speak or extend a lease."""
@@ -88,7 +86,7 @@ class Reaper:
 
     def clock_jumped(self, seconds: float, within_s: float, known_ms: int = 0) -> None:
         """Redis' clock did, no longer ago: everybody looks silent, and every deadline is another one."""
-        log.warning("the clock of Redis jumped; deadlines are moved along", seconds=round(seconds, 1))
+        self.log.warning("the clock of Redis jumped; deadlines are moved along", seconds=round(seconds, 1))
         self._looked_for_nodes = float("-inf")
         self._store.jumped(seconds, within_s, known_ms)
 
@@ -132,7 +130,7 @@ class Reaper:
         if not nodes or self._looked_for_nodes - self._steady_since < self._lost_after_s:
             return
         for item in self._store.vacate(nodes, lost=True):
-            bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=item.node)
+            bound = self.log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=item.node)
             if item.action == "ended":
                 bound.warning("node lost: the rollout has no attempt left")
             else:
@@ -144,7 +142,7 @@ class Reaper:
         dropped = self._results.sweep()
         for one in dropped:
             if one.reason == "size":
-                log.warning(
+                self.log.warning(
                     "trajectory dropped: results are over ROLLOUT_RESULTS_MAX_BYTES",
                     rollout_id=one.rollout_id,
                     bytes=one.bytes,
@@ -152,10 +150,10 @@ class Reaper:
                 )
         if acked := [one for one in dropped if one.reason == "acknowledged"]:
             size = sum(one.bytes for one in acked)
-            log.info("acknowledged trajectories freed", count=len(acked), bytes=size)
+            self.log.info("acknowledged trajectories freed", count=len(acked), bytes=size)
 
     def _deal_with(self, item: Overdue) -> None:
-        bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt)
+        bound = self.log.bind(rollout_id=item.rollout_id, attempt=item.attempt)
         if item.action == "ended":
             bound.warning("ended by the reaper: deadline, cancel or attempts")
             if item.node:

@@ -6,32 +6,35 @@ in the way. Each step is written once, by `lua/batches.lua`, and may be done aga
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 import redis
-import structlog
 
 from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from rollout.schema import Rollout, RolloutRequest
 from services.dispatch import Dispatcher
+from services.state import keys
 from services.state.batches import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
 from services.state.policy import PolicyStore
 from services.state.rollouts import RolloutStore
 from services.state.tenants import QuotaExceeded, Tenant, TenantStore
-from workers.filters import Decision, Filters
+from workers.chores.base import Chore
+from workers.chores.filters import Decision, Filters
+from workers.services import WorkerServices
 
-log = structlog.get_logger("batches")
-
-LOOK_EVERY_S = 2.0
-"""Bells may be lost."""
-RETRY_S = 2.0
+LATER_S = 2.0
+"""For a batch to wait for its tenant's quota, where that does not say how long."""
 AT_ONCE = 16
 
 
-class Batcher:
-    """The batches' side thread of a worker."""
+class Batcher(Chore):
+    """Moves the batches on that it is rung for."""
+
+    name = "batches"
+    interval_s = 2.0
+    """Bells may be lost."""
+    channel = keys.BATCHES_BELL
 
     def __init__(
         self,
@@ -42,29 +45,26 @@ class Batcher:
         dispatcher: Dispatcher,
         filters: Filters | None = None,
     ) -> None:
+        super().__init__()
         self._store = store
         self._rollouts = rollouts
         self._tenants = tenants
         self._policy = policy
         self._dispatcher = dispatcher
         self.filters = filters or Filters()
-        self._bell = threading.Event()
 
-    def ring(self) -> None:
-        """There is something to do."""
-        self._bell.set()
+    @classmethod
+    def of(cls, services: WorkerServices) -> Batcher:
+        store = BatchStore(services.redis, services.settings)
+        return cls(store, services.store, services.tenants, services.policy, services.dispatcher)
 
-    def run(self, stopping: threading.Event) -> None:
-        """Until the worker stops. Redis being away is waited out."""
-        while not stopping.is_set():
-            self._bell.wait(LOOK_EVERY_S)
-            self._bell.clear()
-            try:
-                while not stopping.is_set() and self.step():
-                    pass
-            except redis.RedisError as error:
-                log.warning("batches could not reach Redis", error=str(error))
-                stopping.wait(RETRY_S)
+    def begin(self, services: WorkerServices) -> None:
+        services.fleet.put_filters(self.filters.names())
+
+    def tick(self) -> None:
+        """Do all that is due."""
+        while not self.stopping.is_set() and self.step():
+            pass
 
     def step(self) -> bool:
         """Do what is due, a few things at once; False: nothing is."""
@@ -75,11 +75,13 @@ class Batcher:
             except redis.RedisError:
                 raise
             except QuotaExceeded as error:
-                log.warning("a batch waits for its tenant's quota", subject=todo.subject, error=str(error))
-                self._store.later(todo, error.wait_s or RETRY_S)
+                self.log.warning(
+                    "a batch waits for its tenant's quota", subject=todo.subject, error=str(error)
+                )
+                self._store.later(todo, error.wait_s or LATER_S)
             except Exception:
                 # One batch's trouble must not keep the others'; its lease brings it back.
-                log.exception("a batch could not be moved on", todo=todo.kind, subject=todo.subject)
+                self.log.exception("a batch could not be moved on", todo=todo.kind, subject=todo.subject)
         return bool(todos)
 
     def _do(self, todo: Todo) -> None:
@@ -106,13 +108,11 @@ class Batcher:
 
     def _start(self, piece: str) -> None:
         """Somebody marked rollouts as sent and did not live to say that they are."""
-        # An earlier release wrote the group alone.
-        group_id, *numbers = piece.split()
+        group_id, first, count = piece.split()
         group = self._store.group(group_id)
         if group is not None and group.state == "open":
-            first, count = map(int, numbers) if numbers else (0, group.sent)
             tenant = self._tenants.get(self._store.get(group.batch).tenant)
-            self._submit(Starting(group_id, first, count, group.size, group.prompt), tenant)
+            self._submit(Starting(group_id, int(first), int(count), group.size, group.prompt), tenant)
 
     def _submit(self, piece: Starting, tenant: Tenant) -> None:
         prompt = RolloutRequest.model_validate_json(piece.prompt)
@@ -157,7 +157,7 @@ class Batcher:
         state, batch_state = self._store.decide(
             group_id, decision.verdict, decision.reason, decision.scored, decision.dropped
         )
-        log.info(
+        self.log.info(
             "group " + state,
             batch=group.batch,
             group=group_id,
@@ -187,5 +187,5 @@ class Batcher:
                 self._store.cut(group_id)  # of what had not been submitted
                 self._dispatcher.cancel_many(group.rollout_ids, batch.tenant)
                 self._decide(group_id)
-        log.info("batch " + batch.state.value, batch=batch_id, kept=batch.kept, left=len(groups))
+        self.log.info("batch " + batch.state.value, batch=batch_id, kept=batch.kept, left=len(groups))
         self._store.expire(batch_id, groups)

@@ -1,4 +1,4 @@
-"""Weight updates: a worker carries out what `/v1/policy` asked for, one thread a backend.
+"""Weight updates: carries out what `/v1/policy` asked for, one thread a backend.
 
 Whatever happens to the worker, another one begins again with the backends that had not ended, and every step
 may be repeated (`workers/exchange.py`); so no backend stays paused.
@@ -30,10 +30,6 @@ log = structlog.get_logger("updates")
 
 LEASE_S = 10.0
 """Another worker goes on with an update when its own was silent for so long."""
-BELL_S = 1.0
-"""Longest sleep between two looks for an update whose worker died. A new one rings, and is seen at once."""
-RETRY_S = 1.0
-"""Pause after Redis did not answer."""
 MAX_THREADS = 256
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
 """Pauses after a backend did not catch up, doubling from the first to the last."""
@@ -79,8 +75,8 @@ class _Leases:
                     log.warning("a lease could not be extended", lease=key, error=str(error))
 
 
-class Updater:
-    """Runs in every RUN worker; whoever is rung for takes the update."""
+class WeightUpdates:
+    """Brings weights to backends: an update's to all that it names, the current ones to who came late."""
 
     def __init__(
         self,
@@ -105,23 +101,9 @@ class Updater:
         self._retries: dict[str, tuple[float, float]] = {}
         """Of each backend that had to catch up: when it may be tried again, and the pause before that."""
 
-    def run(self, stopping: threading.Event) -> None:
-        """Carry out updates until the worker stops. Redis being away is waited out."""
-        while not stopping.is_set():
-            try:
-                if work := self._store.claim(self._owner, self._lease_s):
-                    self.carry_out(work)
-                else:
-                    self._store.await_bell(BELL_S)
-            except LeaseLost as error:
-                log.warning("update given up", error=str(error))
-            except redis.RedisError as error:
-                log.warning("updates: Redis does not answer", error=str(error))
-                stopping.wait(RETRY_S)
-            except Exception:
-                # The lease runs out and somebody begins again; this worker must live for the next update.
-                log.exception("update broke off")
-                stopping.wait(RETRY_S)
+    def claim(self) -> Work | None:
+        """An update that nobody carries out; None: there is none."""
+        return self._store.claim(self._owner, self._lease_s)
 
     def carry_out(self, work: Work) -> None:
         """Bring a claimed update to its end.

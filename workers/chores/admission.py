@@ -3,7 +3,7 @@
 Not while its node is short of disk or memory, and not while INIT is far enough ahead of RUN.
 
 Closed, the worker stops consuming the queue `init`, so that messages stay for nodes with room and no slot is
-blocked. What was on its way meanwhile is put back by `stage.py`.
+blocked. What was on its way meanwhile is put back by `workers/task.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import threading
 import time
 from pathlib import Path
 
-import redis
-import structlog
 from celery import Celery
-from kombu.exceptions import OperationalError
 
+from rollout.schema import Stage
 from sandbox.room import DISK, MEMORY, Floors, free_disk, free_memory, shortages
 from services.queues import INIT
 from services.settings import Settings
 from services.state.fleet import ANNOUNCE_EVERY_S, FleetStore, NodeAdmission
 from services.state.rollouts import RolloutStore
+from workers.chores.base import Chore
+from workers.services import WorkerServices
 
-log = structlog.get_logger("admission")
-
-LOOK_EVERY_S = 1.0
-"""While open: how soon a shortage is noticed. Bounds are kept by the claim itself."""
 LOOK_WHEN_CLOSED_S = 0.25
 """RUN lives on what is ready meanwhile."""
 SLOTS_EVERY_S = 2.0
@@ -39,8 +35,13 @@ REFILL = 0.75
 """Share of the bound at which INIT goes on: not for every single rollout that RUN takes."""
 
 
-class Admission:
-    """Of one worker that serves INIT; `run` keeps it up to date in a thread."""
+class Admission(Chore):
+    """Of one worker that serves INIT."""
+
+    name = "admission"
+    interval_s = 1.0
+    """While open: how soon a shortage is noticed. Bounds are kept by the claim itself."""
+    first_s = 0.0
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Admission:
             worker: The worker's name as Celery knows it.
             scratch: Where the node's sandboxes write.
         """
+        super().__init__()
         self._app = app
         self._store = store
         self._fleet = fleet
@@ -64,7 +66,6 @@ class Admission:
         self._scratch = scratch
         self.floors = Floors(settings.node_min_free_disk_mb, settings.node_min_free_memory_mb)
         """What must be left of the node."""
-        self._look_now = threading.Event()
         self._looked = threading.Condition()
         self._looks = 0
         self._slots = (0, 0)
@@ -74,6 +75,13 @@ class Admission:
         """`disk` or `memory` → a sentence; empty while there is room."""
         self.full = False
         """Whether INIT is far enough ahead of RUN."""
+
+    @classmethod
+    def of(cls, services: WorkerServices) -> Admission | None:
+        if not services.serves(Stage.INIT):
+            return None
+        store, fleet, settings = services.store, services.fleet, services.settings
+        return cls(services.app, store, fleet, settings, services.name, services.host.state)
 
     @property
     def is_open(self) -> bool:
@@ -86,27 +94,13 @@ class Admission:
         here, everywhere = self._slots
         return max(LEAST_AHEAD, here), max(LEAST_AHEAD, everywhere)
 
-    def found_full(self) -> None:
-        """A claim was refused for the bound: have the thread look now."""
-        self._look_now.set()
-
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until a look from now on finds room; False: none did in time."""
         with self._looked:
             seen = self._looks
             return self._looked.wait_for(lambda: self._looks > seen and self.is_open, timeout_s)
 
-    def run(self, stopping: threading.Event) -> None:
-        """Look until the worker stops. Redis being away is waited out."""
-        while not stopping.is_set():
-            try:
-                self.look()
-            except (redis.RedisError, OperationalError, OSError) as error:
-                log.warning("cannot tell whether INIT may go on", error=str(error))
-            self._look_now.wait(LOOK_EVERY_S if self.is_open else LOOK_WHEN_CLOSED_S)
-            self._look_now.clear()
-
-    def look(self) -> None:
+    def tick(self) -> float:
         """Measure, decide, tell Celery and the service."""
         self._stop(shortages(self._scratch, self.floors, RECOVERED if self.stopped else 1.0))
         now = time.monotonic()
@@ -122,34 +116,38 @@ class Admission:
         self._consume(self.is_open)
         room = free_disk(self._scratch), free_memory()
         self._announce(NodeAdmission(dict(self.stopped), self.full, counts[0], bounds[0], *room))
+        return self.interval_s if self.is_open else LOOK_WHEN_CLOSED_S
 
-    def _stop(self, found: dict[str, str]) -> None:
+    def _stop(self, shortage: dict[str, str]) -> None:
         for reason in (DISK, MEMORY):
-            if reason in found and reason not in self.stopped:
-                log.warning("INIT STOPS ON THIS NODE: " + found[reason], reason=reason)
-            elif reason in self.stopped and reason not in found:
-                log.info("INIT goes on: the node has room again", reason=reason)
-        self.stopped = found
+            if reason in shortage and reason not in self.stopped:
+                self.log.warning("INIT STOPS ON THIS NODE: " + shortage[reason], reason=reason)
+            elif reason in self.stopped and reason not in shortage:
+                self.log.info("INIT goes on: the node has room again", reason=reason)
+        self.stopped = shortage
 
     def _fill(self, full: bool) -> None:
         if full != self.full:
             text = "INIT waits: it is far enough ahead of RUN" if full else "INIT goes on: RUN took rollouts"
-            log.info(text, most_on_node=self.bounds()[0], most_without_sandbox=self.bounds()[1])
+            self.log.info(text, most_on_node=self.bounds()[0], most_without_sandbox=self.bounds()[1])
         self.full = full
 
-    def _consume(self, wanted: bool) -> None:
+    def _consume(self, open_now: bool) -> None:
         now = time.monotonic()
-        if wanted == (INIT in self._app.amqp.queues.consume_from) or now - self._told_at < LOOK_WHEN_CLOSED_S:
+        if (
+            open_now == (INIT in self._app.amqp.queues.consume_from)
+            or now - self._told_at < LOOK_WHEN_CLOSED_S
+        ):
             return
         # By a message to itself: only the worker's own loop may touch its consumers.
-        tell = self._app.control.add_consumer if wanted else self._app.control.cancel_consumer
+        tell = self._app.control.add_consumer if open_now else self._app.control.cancel_consumer
         tell(INIT, destination=[self._worker])
         self._told_at = now
 
-    def _announce(self, said: NodeAdmission) -> None:
+    def _announce(self, state: NodeAdmission) -> None:
         now = time.monotonic()
         before = self._announced
-        changed = before is None or (said.stopped.keys(), said.full) != (before.stopped.keys(), before.full)
+        changed = before is None or (state.stopped.keys(), state.full) != (before.stopped.keys(), before.full)
         if changed or now - self._announced_at > ANNOUNCE_EVERY_S:
-            self._fleet.put_admission(self._settings.node, said)
-            self._announced, self._announced_at = said, now
+            self._fleet.put_admission(self._settings.node, state)
+            self._announced, self._announced_at = state, now

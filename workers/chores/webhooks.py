@@ -6,9 +6,10 @@ import asyncio
 import json
 import random
 import socket
-import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -16,22 +17,20 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import redis
-import structlog
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from rollout.schema import Rollout
 from rollout.webhooks import EVENT, signed_headers, tenant_secret
-from services.settings import Settings
+from services.settings import Settings, SettingsError
 from services.state import keys
 from services.state.election import Election
 from services.state.rollouts import RolloutStore
 from services.state.tenants import DEFAULT_TENANT
 from services.state.webhooks import Delivery, WebhookStore
 from services.webhook_address import AddressRefused, AllowedAddresses
+from workers.chores.base import Chore
+from workers.services import WorkerServices
 
-log = structlog.get_logger("webhooks")
-
-TICK_S = 0.5
 TIMEOUT_S = 15.0
 """A receiver must answer within it; what it has to do it can do afterwards."""
 AT_ONCE, AT_ONCE_PER_HOST = 32, 8
@@ -65,23 +64,27 @@ class _GuardedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await self._resolver.resolve(host, port, family)
-        for one in found:
-            self._allowed.check_address(host, ip_address(one["host"].partition("%")[0]))
-        return found
+        results = await self._resolver.resolve(host, port, family)
+        for result in results:
+            self._allowed.check_address(host, ip_address(result["host"].partition("%")[0]))
+        return results
 
     async def close(self) -> None:
         await self._resolver.close()
 
 
-class Deliverer:
+class Deliverer(Chore):
     """Sends what is due, many at once, few to each host."""
+
+    name = "webhooks"
+    interval_s = 0.5
 
     def __init__(self, client: redis.Redis, rollouts: RolloutStore, settings: Settings, owner: str) -> None:
         """
         Raises:
             WebhookError: The secret cannot be used.
         """
+        super().__init__()
         self._store = WebhookStore(client, settings.webhook_url)
         self._rollouts = rollouts
         self._service_url = settings.webhook_url
@@ -89,41 +92,43 @@ class Deliverer:
         signed_headers(self._secrets, "", 0, b"")
         self._allowed = AllowedAddresses(settings.webhook_allow)
         self._tries, self._give_up_s = settings.webhook_tries, settings.webhook_give_up_s
-        self._election = Election(client, keys.WEBHOOKS_LOCK, owner, TICK_S)
-        self._under_way: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self.election = Election(client, keys.WEBHOOKS_LOCK, owner, self.interval_s)
+        self._under_way: dict[str, tuple[str, Future[None]]] = {}
         """Rollout id → the receiver's host and the sending."""
         self._receivers: dict[str, _Receiver] = {}
 
-    def run(self, stopping: threading.Event) -> None:
-        """Deliver until the worker stops. What is under way then is tried again by the next one."""
-        asyncio.run(self._run(stopping))
+    @classmethod
+    def of(cls, services: WorkerServices) -> Deliverer | None:
+        settings = services.settings
+        if webhook_secrets(settings):
+            return cls(services.redis, services.store, settings, services.owner)
+        if settings.webhook_url:
+            raise SettingsError("ROLLOUT_WEBHOOK_URL is set, but no ROLLOUT_WEBHOOK_SECRET to sign with")
+        return None
 
-    async def _run(self, stopping: threading.Event) -> None:
+    def run(self) -> None:
+        """Deliver until the worker stops. What is under way then is tried again by the next one."""
+        asyncio.run(self._send_meanwhile(super().run))
+
+    async def _send_meanwhile(self, take_turns: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
         connector = aiohttp.TCPConnector(resolver=_GuardedResolver(self._allowed), limit=AT_ONCE)
         async with aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-        ) as http:
-            while not stopping.is_set():
-                try:
-                    if await asyncio.to_thread(self._election.won):
-                        await self._tick(http)
-                except redis.RedisError as error:
-                    log.warning("webhooks wait: Redis does not answer", error=str(error))
-                except Exception:
-                    log.exception("a look at the webhooks failed")
-                await asyncio.sleep(TICK_S)
-            for _, task in self._under_way.values():
-                task.cancel()
+        ) as self._http:
+            await asyncio.to_thread(take_turns)
+            for _, sending in list(self._under_way.values()):
+                sending.cancel()
 
-    async def _tick(self, http: aiohttp.ClientSession) -> None:
-        while await asyncio.to_thread(self._store.collect) == 500:
+    def tick(self) -> None:
+        """Begin to send what is due."""
+        while self._store.collect() == 500:
             pass
-        due = await asyncio.to_thread(self._store.due, BATCH)
-        busy = Counter(host for host, _ in self._under_way.values())
+        busy = Counter(host for host, _ in list(self._under_way.values()))
         wait: dict[str, float] = {}
-        for delivery in due:
+        for delivery in self._store.due(BATCH):
             if delivery.rollout_id in self._under_way:
                 continue
             host = urlsplit(delivery.url).netloc
@@ -131,29 +136,34 @@ class Deliverer:
             if hold > 0:
                 wait[delivery.rollout_id] = hold
             elif busy[host] >= AT_ONCE_PER_HOST:
-                wait[delivery.rollout_id] = TICK_S
+                wait[delivery.rollout_id] = self.interval_s
             elif len(self._under_way) < AT_ONCE:
                 busy[host] += 1
-                task = asyncio.create_task(self._deliver(http, delivery, host))
-                self._under_way[delivery.rollout_id] = (host, task)
+                self._begin(delivery, host)
         if wait:
             # Out of the way of what is due to others.
-            now = await asyncio.to_thread(self._store.now)
+            now = self._store.now()
             for pause in set(wait.values()):
                 ids = [rollout_id for rollout_id, own in wait.items() if own == pause]
-                await asyncio.to_thread(self._store.postpone, ids, now + pause)
+                self._store.postpone(ids, now + pause)
 
-    async def _deliver(self, http: aiohttp.ClientSession, delivery: Delivery, host: str) -> None:
+    def _begin(self, delivery: Delivery, host: str) -> None:
+        sending = asyncio.run_coroutine_threadsafe(self._deliver(delivery, host), self._loop)
+        self._under_way[delivery.rollout_id] = (host, sending)
+        # Only now, or a short one might be taken out before it was entered.
+        sending.add_done_callback(lambda _: self._under_way.pop(delivery.rollout_id, None))
+
+    async def _deliver(self, delivery: Delivery, host: str) -> None:
         try:
-            await self._try(http, delivery, host)
+            await self._try(delivery, host)
         except redis.RedisError as error:
-            log.warning("webhook undecided: Redis does not answer", id=delivery.rollout_id, error=str(error))
+            self.log.warning(
+                "webhook undecided: Redis does not answer", id=delivery.rollout_id, error=str(error)
+            )
         except Exception:
-            log.exception("webhook not sent", id=delivery.rollout_id)
-        finally:
-            self._under_way.pop(delivery.rollout_id, None)
+            self.log.exception("webhook not sent", id=delivery.rollout_id)
 
-    async def _try(self, http: aiohttp.ClientSession, delivery: Delivery, host: str) -> None:
+    async def _try(self, delivery: Delivery, host: str) -> None:
         rollout = await asyncio.to_thread(
             self._rollouts.get, delivery.rollout_id, trajectory=delivery.include == "trajectory"
         )
@@ -162,7 +172,7 @@ class Deliverer:
             await self._give_up(delivery, host)
             return
         delivery.tries += 1
-        status, retry_after, delivery.error = await self._post(http, delivery, rollout)
+        status, retry_after, delivery.error = await self._post(delivery, rollout)
         receiver = self._receivers.setdefault(host, _Receiver())
         if status is not None and 200 <= status < 300:
             receiver.failures, receiver.hold_until = 0, 0.0
@@ -177,11 +187,13 @@ class Deliverer:
             return
         pause = min(FIRST_PAUSE_S * 2 ** min(delivery.tries - 1, 20), LONGEST_PAUSE_S)
         pause = max(pause * random.uniform(0.8, 1.2), retry_after)
-        log.info("webhook failed", id=delivery.rollout_id, host=host, error=delivery.error, again_in_s=pause)
+        self.log.info(
+            "webhook failed", id=delivery.rollout_id, host=host, error=delivery.error, again_in_s=pause
+        )
         await asyncio.to_thread(self._store.failed, delivery, now + pause)
 
     async def _give_up(self, delivery: Delivery, host: str) -> None:
-        log.warning(
+        self.log.warning(
             "webhook given up",
             id=delivery.rollout_id,
             host=host,
@@ -196,9 +208,7 @@ class Deliverer:
             return self._secrets
         return [tenant_secret(secret, tenant) for secret in self._secrets]
 
-    async def _post(
-        self, http: aiohttp.ClientSession, delivery: Delivery, rollout: Rollout
-    ) -> tuple[int | None, float, str]:
+    async def _post(self, delivery: Delivery, rollout: Rollout) -> tuple[int | None, float, str]:
         """Status, seconds that the receiver asks to wait, and what went wrong."""
         body = message(rollout)
         headers = {"content-type": "application/json", "user-agent": "rollout-service"}
@@ -207,7 +217,8 @@ class Deliverer:
         try:
             self._allowed.check_url(delivery.url)
             # A redirect could lead anywhere, so none is followed.
-            async with http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as answer:
+            post = self._http.post(delivery.url, data=body, headers=headers, allow_redirects=False)
+            async with post as answer:
                 return answer.status, _retry_after(answer.headers), f"HTTP {answer.status}"
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             return None, 0.0, _reason(error)
@@ -223,14 +234,15 @@ def _reason(error: BaseException) -> str:
 
 def webhook_secrets(settings: Settings) -> list[str]:
     """The secrets to sign with, the newest first."""
-    return [one.strip() for one in settings.webhook_secret.get_secret_value().split(",") if one.strip()]
+    secrets = settings.webhook_secret.get_secret_value().split(",")
+    return [secret.strip() for secret in secrets if secret.strip()]
 
 
 def message(rollout: Rollout) -> bytes:
     """The body of a webhook."""
-    said: dict[str, Any] = {"type": EVENT, "timestamp": rollout.finished_at}
+    envelope = {"type": EVENT, "timestamp": rollout.finished_at}
     # The rollout's own JSON goes in as it is: floats keep their digits.
-    return json.dumps(said)[:-1].encode() + b', "data": ' + rollout.model_dump_json().encode() + b"}"
+    return json.dumps(envelope)[:-1].encode() + b', "data": ' + rollout.model_dump_json().encode() + b"}"
 
 
 def _retry_after(headers: Any) -> float:

@@ -1,32 +1,24 @@
-"""Looks after the LLM backends: probes their health, reads their metrics, keeps the heap's counters true.
-
-It runs in every RUN worker, for those are the ones that reach the backends; the elected one does the work.
-"""
+"""Looks after the LLM backends: probes their health, reads their metrics, keeps the heap's counters true."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import httpx
 import redis
-import structlog
 
-from rollout.schema import Backend
+from rollout.schema import Backend, Stage
 from services.engines.address import session
 from services.engines.stats import ProbeError, current_version, probe
 from services.settings import Settings
 from services.state import keys
 from services.state.backends import BackendStore
 from services.state.election import Election
+from workers.chores.base import Chore
+from workers.services import WorkerServices
 
-log = structlog.get_logger("keeper")
-
-TICK_S = 0.5
-"""How soon a suspicion is looked into."""
 PROBE_TIMEOUT_S = 5.0
 """An engine that does not answer /health for so long serves nobody in time."""
 FAILURES = 2
@@ -54,8 +46,12 @@ class _Watch:
     good_since: float | None = None
 
 
-class Keeper:
-    """The health of the fleet of backends."""
+class Keeper(Chore):
+    """The health of the fleet of backends; in every RUN worker, for those are the ones that reach them."""
+
+    name = "keeper"
+    interval_s = 0.5
+    """How soon a suspicion is looked into."""
 
     def __init__(
         self,
@@ -70,49 +66,48 @@ class Keeper:
             catch_up: Told of a healthy backend whose weights are not the wanted ones; begins to load them and
                 returns at once.
         """
+        super().__init__()
         self._backends = backends
         self._probe_s = settings.backend_probe_s
-        self._election = Election(client, keys.KEEPER_LOCK, owner, TICK_S)
+        self.election = Election(client, keys.KEEPER_LOCK, owner, self.interval_s)
         self._catch_up = catch_up
         self._watched: dict[str, _Watch] = {}
         self._reconciled = time.monotonic()
+        self._http = session(PROBE_TIMEOUT_S)
+        self._pool = ThreadPoolExecutor(16, thread_name_prefix="probe")
 
-    def run(self, stopping: threading.Event) -> None:
-        """Tick until the worker stops. Redis being away is waited out."""
-        with (
-            session(PROBE_TIMEOUT_S) as http,
-            ThreadPoolExecutor(16, thread_name_prefix="probe") as pool,
-        ):
-            while not stopping.wait(TICK_S):
-                try:
-                    if self._election.won():
-                        self.tick(http, pool)
-                except redis.RedisError as error:
-                    log.warning("keeper could not reach Redis", error=str(error))
-                except Exception:
-                    log.exception("keeper tick failed")
+    @classmethod
+    def of(cls, services: WorkerServices) -> Keeper | None:
+        if not services.serves(Stage.RUN):
+            return None
+        catch_up = services.weights.catch_up
+        return cls(services.redis, services.backends, services.settings, services.owner, catch_up)
 
-    def tick(self, http: httpx.Client, pool: ThreadPoolExecutor) -> None:
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._http.close()
+
+    def tick(self) -> None:
         """Probe what is due, all at once."""
         suspects = self._backends.take_suspects()
         fleet = {backend.id: backend for backend in self._backends.list()}
         self._watched = {name: self._watched.get(name, _Watch()) for name in fleet}
         now = time.monotonic()
         due = [b for name, b in fleet.items() if name in suspects or now >= self._watched[name].next_at]
-        for _ in pool.map(lambda b: self._look_at(b, suspects.get(b.id, 0), http), due):
+        for _ in self._pool.map(lambda b: self._look_at(b, suspects.get(b.id, 0)), due):
             pass
         if now - self._reconciled >= RECONCILE_EVERY_S:
             self._reconciled = now
-            found = self._backends.reconcile()
-            if found.reclaimed or found.restored or found.corrected:
-                log.warning("counters of the backends corrected", **vars(found))
+            corrections = self._backends.reconcile()
+            if corrections.reclaimed or corrections.restored or corrections.corrected:
+                self.log.warning("counters of the backends corrected", **vars(corrections))
 
-    def _look_at(self, backend: Backend, failed_calls: int, http: httpx.Client) -> None:
-        watch, bound = self._watched[backend.id], log.bind(backend=backend.id)
+    def _look_at(self, backend: Backend, failed_calls: int) -> None:
+        watch, bound = self._watched[backend.id], self.log.bind(backend=backend.id)
         away = not backend.reachable
         try:
-            stats = probe(backend, http)
-            version = current_version(backend, http)
+            stats = probe(backend, self._http)
+            version = current_version(backend, self._http)
         except ProbeError as error:
             watch.failures += 1
             watch.good_since = None
@@ -153,7 +148,7 @@ class Keeper:
     def _check_version(self, backend: Backend, version: str | None) -> None:
         """A server that was started again has the weights it started with."""
         if version is not None and version != backend.policy_version:
-            log.warning("backend has other weights", backend=backend.id, version=version)
+            self.log.warning("backend has other weights", backend=backend.id, version=version)
             self._backends.set_version(backend.id, version)
         wanted = self._backends.wanted_version()
         if wanted is not None and wanted != (backend.policy_version if version is None else version):

@@ -9,13 +9,11 @@ from __future__ import annotations
 import gzip
 import os
 import secrets
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import redis
-import structlog
 
 from rollout.archive import OPEN_SUFFIX, SUFFIX, members
 from services.settings import Settings
@@ -23,10 +21,9 @@ from services.state import keys
 from services.state.election import Election
 from services.state.results import CompletionStore
 from services.state.rollouts import RolloutStore
+from workers.chores.base import Chore
+from workers.services import WorkerServices
 
-log = structlog.get_logger("archive")
-
-TICK_S = 1.0
 BATCH = 32
 """Rollouts of one gzip member: a long trajectory is 1 MB of JSON, and a batch is held in memory."""
 LEVEL = 6
@@ -63,9 +60,9 @@ class ArchiveFile:
             OSError: It has not; the file is as it was before.
         """
         try:
-            left = memoryview(packed)
-            while left:
-                left = left[os.write(self._fd, left) :]
+            rest = memoryview(packed)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
             os.fsync(self._fd)
         except OSError:
             with suppress(OSError):
@@ -105,63 +102,66 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-class Archiver:
+class Archiver(Chore):
     """Follows the completions with a cursor of its own."""
+
+    name = "archive"
 
     def __init__(self, client: redis.Redis, rollouts: RolloutStore, settings: Settings, owner: str) -> None:
         """
         Raises:
             OSError: The directory cannot be made or written to.
         """
+        super().__init__()
         self._redis = client
         self._rollouts = rollouts
         self._completions = CompletionStore(client)
         self._directory = Path(settings.archive_dir)
         self._file_bytes = settings.archive_file_bytes
         self._kept_ms = int(settings.retention_s * 1000)
-        self._election = Election(client, keys.ARCHIVE_LOCK, owner, TICK_S)
+        self.election = Election(client, keys.ARCHIVE_LOCK, owner, self.interval_s)
         self._elected = False
         self._file: ArchiveFile | None = None
         self._directory.mkdir(parents=True, exist_ok=True)
         if not os.access(self._directory, os.W_OK):
             raise PermissionError(f"ROLLOUT_ARCHIVE_DIR={self._directory} is not writable for this user")
 
-    def run(self, stopping: threading.Event) -> None:
-        """Archive until the worker stops. Redis or the disk failing is waited out."""
-        pause = TICK_S
-        while not stopping.wait(pause):
-            pause = TICK_S
-            try:
-                self._take_part(stopping)
-            except redis.RedisError as error:
-                log.warning("the archive waits: Redis does not answer", error=str(error))
-            except OSError as error:
-                self._count("archive_errors")
-                log.error("nothing is archived now; it is tried again", error=str(error))
-                pause = FAULT_PAUSE_S
-            except Exception:
-                log.exception("a look at the completions failed")
+    @classmethod
+    def of(cls, services: WorkerServices) -> Archiver | None:
+        settings = services.settings
+        if not settings.archive_dir:
+            return None
+        return cls(services.redis, services.store, settings, services.owner)
+
+    def tick(self) -> float | None:
+        """Archive what has ended; the disk failing is waited out."""
+        try:
+            if not self._elected:
+                for path in sorted(self._directory.glob(f"*{OPEN_SUFFIX}")):
+                    seal(path)
+                self._elected = True
+            # From the beginning at first: what ended before the archive was set up comes along.
+            self._redis.set(keys.ARCHIVE_CURSOR, "0-0", nx=True)
+            while self._batch() == BATCH and not self.stopping.is_set() and self.election.won():
+                pass
+            if self._file is not None and self._file.age_s > LONGEST_OPEN_S:
+                self._rotate()
+        except OSError as error:
+            self._count("archive_errors")
+            self.log.error("nothing is archived now; it is tried again", error=str(error))
+            return FAULT_PAUSE_S
+        return None
+
+    def stand_by(self) -> None:
+        self._elected = False
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
         if self._file is not None:
             with suppress(OSError):
                 self._file.seal()
-
-    def _take_part(self, stopping: threading.Event) -> None:
-        if not self._election.won():
-            self._elected = False
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-            return
-        if not self._elected:
-            for left in sorted(self._directory.glob(f"*{OPEN_SUFFIX}")):
-                seal(left)
-            self._elected = True
-        # From the beginning at first: what ended before the archive was set up comes along.
-        self._redis.set(keys.ARCHIVE_CURSOR, "0-0", nx=True)
-        while self._batch() == BATCH and not stopping.is_set() and self._election.won():
-            pass
-        if self._file is not None and self._file.age_s > LONGEST_OPEN_S:
-            self._rotate()
 
     def _batch(self) -> int:
         """Archive what ended next; how much that was."""
@@ -172,12 +172,12 @@ class Archiver:
             self._redis.pexpire(keys.ARCHIVE_CURSOR, self._kept_ms)
             return 0
         if cursor != "0-0" and self._completions.missed(cursor):
-            log.warning("completions went past their retention before they were archived", cursor=cursor)
+            self.log.warning("completions went past their retention before they were archived", cursor=cursor)
             self._count("archive_missed")
         rollouts = list(self._rollouts.get_many(ids))
         if len(rollouts) < len(ids):
             gone = sorted(set(ids) - {item.id for item in rollouts})
-            log.warning("rollouts went past their retention before they were archived", ids=gone)
+            self.log.warning("rollouts went past their retention before they were archived", ids=gone)
             self._count("archive_missed", len(gone))
         if rollouts:
             text = b"".join(item.model_dump_json().encode() + b"\n" for item in rollouts)

@@ -1,0 +1,30 @@
+"""What workers do beside stages."""
+
+from __future__ import annotations
+
+from workers.chores.admission import Admission
+from workers.chores.announce import Announcer, NodeReporter
+from workers.chores.archive import Archiver
+from workers.chores.backends import Keeper
+from workers.chores.base import Chore
+from workers.chores.batches import Batcher
+from workers.chores.loop_lag import LoopLag
+from workers.chores.memory import Memory
+from workers.chores.policy import Updater
+from workers.chores.reaper import Reaper
+from workers.chores.webhooks import Deliverer
+
+CHORES: tuple[type[Chore], ...] = (
+    Announcer,
+    NodeReporter,
+    Reaper,
+    Batcher,
+    Admission,
+    Updater,
+    Keeper,
+    Deliverer,
+    Archiver,
+    Memory,
+    LoopLag,
+)
+"""All there are. A worker does those that its stages and settings call for; see `Chore.of`."""

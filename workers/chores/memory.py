@@ -1,0 +1,52 @@
+"""A worker that has grown too large starts anew: what a handler leaked goes, its rollouts go on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import psutil
+
+from workers.chores.base import Chore
+from workers.services import WorkerServices
+
+_renew = False
+
+
+class Memory(Chore):
+    """Ends a worker that holds more than it may."""
+
+    name = "memory"
+    interval_s = 2.0
+
+    def __init__(self, most_mb: int) -> None:
+        super().__init__()
+        self._most_mb = most_mb
+        self._process = psutil.Process()
+
+    @classmethod
+    def of(cls, services: WorkerServices) -> Memory | None:
+        most_mb = services.settings.worker_max_memory_mb
+        return cls(most_mb) if most_mb else None
+
+    def tick(self) -> None:
+        """Have the worker stop, and start anew, when it is too large."""
+        global _renew
+        resident_mb = self._process.memory_info().rss >> 20
+        if resident_mb > self._most_mb and not _renew:
+            self.log.error(
+                "the worker is too large and starts anew; its rollouts are handed back",
+                resident_mb=resident_mb,
+                most_mb=self._most_mb,
+            )
+            _renew = True
+            # As an operator would: Celery takes no more messages, and the rollouts in hand are handed back.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def go_on() -> None:
+    """At the end of a worker that stopped in order to start anew: be that worker. Returns if it did not."""
+    if _renew:
+        # In place, so that whoever supervises the process, or wrote its id down, need not know.
+        os.execv(sys.executable, sys.orig_argv)

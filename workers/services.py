@@ -1,0 +1,131 @@
+"""What the stages and the chores of a worker share: who it is, its stores, the way to the LLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import aiohttp
+import redis
+from celery import Celery
+
+from rollout.schema import Stage
+from sandbox.host_client import HostClient
+from services.dispatch import Dispatcher
+from services.settings import Settings
+from services.state.backends import BackendStore, PlacementPolicy
+from services.state.fleet import FleetStore
+from services.state.policy import PolicyStore
+from services.state.redis import connect
+from services.state.rollouts import Claim, RolloutStore
+from services.state.tenants import Tenant, TenantStore
+from workers.agent.llm import session
+from workers.agent.placement import Placements, PromptSizes
+from workers.agent.router import BackendRouter
+from workers.handlers.base import AgentHandler
+from workers.handlers.registry import Registry
+from workers.held import Held
+from workers.metrics import WorkerMetrics
+from workers.weights import LEASE_S, WeightUpdates
+
+
+class WorkerServices:
+    """Those of one worker process; a `workers.stage.StageServices`."""
+
+    def __init__(self, app: Celery, settings: Settings, name: str, stages: list[Stage], slots: int) -> None:
+        """
+        Args:
+            name: The worker's, as Celery knows it.
+            slots: How many rollouts it carries at once.
+        """
+        self.app = app
+        self.settings = settings
+        self.name = name
+        self.owner = f"{name}/{os.getpid()}"
+        """Names this process in locks."""
+        self.stages = stages
+        self.slots = slots
+        """Rollouts it carries at once now; `set_slots` changes it."""
+        self.most_slots = slots
+        self.held: dict[tuple[str, int], Held] = {}
+        """(id, fence) → the rollouts in hand; `WorkerProcess` writes it."""
+        self.loop = asyncio.new_event_loop()
+        self.redis: redis.Redis = connect(settings.redis_url)
+        self.store = RolloutStore(self.redis, settings)
+        self.tenants = TenantStore(self.redis)
+        self.backends = BackendStore(self.redis, PlacementPolicy(weigh=settings.backend_load))
+        self.policy = PolicyStore(self.redis)
+        lease_s = min(LEASE_S, settings.lease_s)
+        self.weights = WeightUpdates(self.policy, self.backends, self.owner, lease_s=lease_s)
+        self.fleet = FleetStore(self.redis)
+        self.dispatcher = Dispatcher(app, self.store)
+        self.handlers = Registry(settings)
+        self.host = HostClient()
+        self.placements = Placements(self.backends)
+        self.prompts = PromptSizes()
+        self.metrics = WorkerMetrics(self.held.values)
+        self._http: aiohttp.ClientSession | None = None
+
+    def serves(self, stage: Stage) -> bool:
+        """Whether the worker takes rollouts into this stage."""
+        return stage in self.stages
+
+    def announce(self) -> None:
+        """Say that the worker lives, and what it carries.
+
+        Raises:
+            redis.RedisError: Redis is away.
+        """
+        self.fleet.announce(
+            self.name,
+            self.stages,
+            self.settings.node,
+            self.slots,
+            most_slots=self.most_slots,
+            held=len(self.held),
+        )
+
+    # -- what a stage asks for -----------------------------------------------------------------
+
+    def handler(self, name: str) -> AgentHandler[Any]:
+        """See `Registry.get`."""
+        return self.handlers.get(name)
+
+    def tenant(self, name: str) -> Tenant:
+        """See `TenantStore.get`."""
+        return self.tenants.get(name)
+
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
+        """See `RolloutStore.note`."""
+        return self.store.note(rollout_id, fence, fields, text)
+
+    def router(self, claim: Claim) -> BackendRouter:
+        """What the rollout's model calls go through; made on the event loop."""
+        if self._http is None:
+            self._http = session()
+        return BackendRouter(
+            claim.rollout_id,
+            self.placements,
+            self._http,
+            fence=claim.fence,
+            # Each tenant has its own groups: one of the same name elsewhere is another one.
+            group_id=f"{claim.tenant}/{claim.group_id}" if claim.group_id != claim.rollout_id else None,
+            policy_version=claim.request.policy_version,
+            wait_s=self.settings.backend_wait_s,
+        )
+
+    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
+        """The other nodes that do INIT now, and those of them that have not tried to start this rollout.
+
+        Raises:
+            redis.RedisError: Redis is away.
+        """
+        nodes = {worker.node for worker in self.fleet.workers() if Stage.INIT.value in worker.stages}
+        nodes.discard(self.settings.node)
+        return nodes, nodes - self.store.absent_on(rollout_id)
+
+    async def close(self) -> None:
+        """Let go of the connections to the LLM servers."""
+        if self._http is not None:
+            await self._http.close()
