@@ -18,12 +18,13 @@ from typing import Any
 import structlog
 
 from rollout.schema import Backend, ErrorInfo, Rollout, RolloutRequest, SandboxRecord, Stage, State
-from rollout.trajectory import FinishReason, Trajectory
+from rollout.trajectory import Trajectory
 from sandbox.host_client import HostClient
 from services.local.paths import DEMO_CHECKPOINT
 from services.settings import Settings
 from services.state import payloads
 from services.state.backends import Placed
+from services.state.reading import rollout_of
 from services.state.rollouts import Claim
 from services.state.tenants import DEFAULT_TENANT, Tenant
 from workers.agent.llm import session
@@ -221,29 +222,14 @@ class _Episode:
         )
 
     def _ended(self, state: State) -> Rollout:
-        now, box, error = time.time(), self._read("sandbox"), self._read("error")
-        return Rollout(
-            id=self.id,
-            group_id=self.group_id,
-            index=self.index,
-            handler=self.request.handler,
-            state=state,
-            attempt=self.attempt,
-            request=self.request,
-            reward=self._read("reward"),
-            reward_components=self._read("reward_components") or {},
-            drop=self.fields.get("drop") == "1",
-            drop_reason=self.fields.get("drop_reason"),
-            finish_reason=FinishReason(reason) if (reason := self.fields.get("finish_reason")) else None,
-            error=ErrorInfo.model_validate(error) if error else None,
-            trajectory=self.trajectory,
-            backend=self.fields.get("backend"),
-            policy_versions=self._read("policy_versions") or [],
-            sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
-            metrics=self._read("metrics") or {},
-            stage_seconds={name: round(value, 3) for name, value in self.seconds.items()},
-            created_at=self.created,
-            updated_at=now,
-            finished_at=now,
-            deadline_at=self.created + self.request.limits.deadline_s,
-        )
+        millis = {
+            "created": self.created,
+            "updated": time.time(),
+            "finished": time.time(),
+            "deadline": self.created + self.request.limits.deadline_s,
+        } | {f"ms_{stage}": seconds for stage, seconds in self.seconds.items()}
+        record = self.fields | {name: str(round(1000 * seconds)) for name, seconds in millis.items()}
+        record |= {"group": self.group_id, "index": str(self.index), "handler": self.request.handler}
+        record |= {"state": state.value, "attempt": str(self.attempt)}
+        rollout = rollout_of(self.id, record, [], self.request)
+        return rollout.model_copy(update={"trajectory": self.trajectory})

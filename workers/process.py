@@ -51,7 +51,7 @@ class WorkerProcess:
         self.stopping = threading.Event()
         self.consumer: Any = None
         """Celery's, once it is ready; its events reach monitors in order."""
-        self.chores: list[Chore] = [chore for kind in CHORES if (chore := kind.of(self.services))]
+        self.chores: list[Chore] = [kind(self.services) for kind in CHORES if kind.is_for(self.services)]
         self.admission = next((chore for chore in self.chores if isinstance(chore, Admission)), None)
         """Where INIT is served."""
         self._held = self.services.held
@@ -66,7 +66,7 @@ class WorkerProcess:
         for target in (self._run_loop, self._beat, self._listen):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         for chore in self.chores:
-            chore.start(self.services)
+            chore.start()
         if self.services.serves(Stage.RUN) and self.settings.preload_tokenizers:
             threading.Thread(target=preload, name="preload", daemon=True).start()
         stages = [stage.value for stage in self.services.stages]

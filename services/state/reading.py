@@ -190,7 +190,7 @@ class RolloutReader:
                     raise ValueError("its request is not there")
                 request = requests.get(text) or RolloutRequest.model_validate_json(text)
                 requests[text] = request
-                found = _rollout(rollout_id, record, events, request)
+                found = rollout_of(rollout_id, record, events, request)
             except BAD as error:
                 self.skipped.tell(rollout_id, error)
                 continue
@@ -285,7 +285,9 @@ def _numbers(text: str | None) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 
-def _rollout(rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest) -> Rollout:
+def rollout_of(
+    rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest
+) -> Rollout:
     """All but the trajectory."""
     box = from_json(record["sandbox"])["record"] if record.get("sandbox") else None
     timeline, notes = _history(events)

@@ -15,14 +15,13 @@ import redis
 
 from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
-from services.dispatch import Dispatcher
-from services.queues import make_celery
 from services.settings import Settings
 from services.state import backends, election, fleet, keys, memory, retention, rollouts
 from services.state.fleet import FleetStore
 from services.state.redis import connect, lua_source
 from services.state.rollouts import Finish, NewRollout, RolloutStore
 from tests.attacks import attack
+from tests.helpers.chores import services
 from tests.helpers.dying_fleet import DyingFleet
 from tests.helpers.stack import RedisServer
 from tests.helpers.wrong_clock import WrongClock
@@ -70,10 +69,7 @@ class Service:
         return RolloutStore(self.client, self.settings())
 
     def reaper(self) -> Reaper:
-        store = self.store()
-        return Reaper(
-            self.client, store, Dispatcher(make_celery(self.settings()), store), self.settings(), "r"
-        )
+        return Reaper(services(self.client, self.settings(), "r"))
 
     def submit(self, store: RolloutStore, name: str, **task) -> None:
         request = RolloutRequest(handler="noop", task=task)

@@ -34,6 +34,7 @@ from services.webhook_address import AllowedAddresses
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
+from tests.helpers.chores import services
 from tests.helpers.stack import GUNICORN, Process, RedisServer, free_port, wait_until
 from workers.chores.archive import Archiver
 
@@ -225,7 +226,7 @@ def test_stop_the_archive_by_a_bad_record(target, tmp_path):
     (mine,) = target.submit(VICTIM)
     target.end(VICTIM)
     config = Settings(redis_url=target.world.url, archive_dir=str(tmp_path))
-    archiver = Archiver(target.world.redis, RolloutStore(target.world.redis, config), config, "w")
+    archiver = Archiver(services(target.world.redis, config))
     try:
         archiver._batch()
     except ValueError:

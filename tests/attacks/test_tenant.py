@@ -21,6 +21,7 @@ from services.state.webhooks import Delivery
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
+from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer
 from workers.chores import webhooks
 from workers.chores.batches import Batcher
@@ -43,8 +44,7 @@ def target(request, redis_server, monkeypatch):
 
 def batcher(target) -> Batcher:
     """What moves batches on in a worker."""
-    gate = target.gate
-    return Batcher(gate.batches, gate.rollouts, gate.tenants, gate.policy, gate.dispatcher)
+    return Batcher(services(target.gate.redis, target.gate.settings))
 
 
 def settle(worker: Batcher) -> None:
@@ -233,7 +233,7 @@ def test_speak_for_the_service_with_ones_own_webhook_secret(target):
     target.without(webhooks, "tenant_secret", lambda secret, _: secret)
     base = "the service's secret"
     config = Settings(redis_url=target.world.url, webhook_secret=base)
-    sender = webhooks.Deliverer(target.world.redis, target.gate.rollouts, config, "w")
+    sender = webhooks.Deliverer(services(target.world.redis, config))
     delivery = Delivery("r", "https://example.com/", "summary", 0.0)
     (known,) = sender._secrets_for(delivery, ATTACKER)
     (victims,) = sender._secrets_for(delivery, VICTIM)

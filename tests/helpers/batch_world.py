@@ -7,11 +7,10 @@ from rollout.schema import RolloutRequest, Stage, State, Submitted, new_id
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state.batches import BatchStore
-from services.state.policy import PolicyStore
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import TenantStore
+from tests.helpers.chores import services
 from workers.chores.batches import Batcher
-from workers.chores.filters import Filters
 
 
 class Desk:
@@ -49,9 +48,7 @@ class World:
         self.batches = BatchStore(client, config)
         self.desk = Desk(self.rollouts)
         self.tenants = TenantStore(client)
-        self.batcher = Batcher(
-            self.batches, self.rollouts, self.tenants, PolicyStore(client), self.desk, Filters()
-        )
+        self.batcher = Batcher(services(client, config, dispatcher=self.desk))
 
     def create(self, **fields) -> str:
         prompts = fields.pop("prompts", 4)

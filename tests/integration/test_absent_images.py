@@ -12,12 +12,12 @@ import pytest
 from rollout.schema import Blame, RolloutRequest, Stage, State
 from sandbox.errors import ImageError, NotAllowed, RuntimeUnavailable
 from sandbox.images import ImageStore
-from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys, rollouts
 from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
+from tests.helpers.chores import services
 from tests.helpers.sandboxes import require_apptainer, stop_host
 from tests.helpers.stack import NODE, Stack
 from workers.held import Held
@@ -55,10 +55,10 @@ def tried(store, node, rollout_id, error):
     async def body(run):
         raise error
 
-    settings = Settings(node=node, retry_delay_s=0.0, redis_url=store._settings.redis_url)
-    services = WorkerServices(make_celery(settings), settings, f"init@{node}", [Stage.INIT], 1)
-    services.handler = lambda name: None
-    outcome = asyncio.run(work(StageRun(services, Held(rollout_id, Stage.INIT), got), body))
+    settings = Settings(node=node, retry_delay_s=0.0)
+    parts = services(store._redis, settings, host=None, handler=lambda name: None)
+    parts.other_nodes = lambda rollout_id: WorkerServices.other_nodes(parts, rollout_id)
+    outcome = asyncio.run(work(StageRun(parts, Held(rollout_id, Stage.INIT), got), body))
     return store.finish(got, outcome)
 
 

@@ -6,6 +6,7 @@ import re
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -18,10 +19,10 @@ from services.dispatch import Dispatcher, _expand
 from services.queues import INIT, make_celery
 from services.settings import Settings
 from services.state import keys
-from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
+from tests.helpers.chores import services
 from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
@@ -167,11 +168,10 @@ def parts(service, tmp_path):
     client = connect(service.stack.redis.url.removesuffix("0") + "9")
     client.flushdb()
     settings = Settings(redis_url=service.stack.redis.url, node="n")
-    store, fleet = RolloutStore(client, settings), FleetStore(client)
-    app = make_celery(settings)
-    app.amqp.queues.select([INIT])
-    admission = Admission(app, store, fleet, settings, "init@n", tmp_path / "not" / "there")
-    return admission, store, fleet
+    host = SimpleNamespace(state=tmp_path / "not" / "there")
+    parts = services(client, settings, "init@n", host=host)
+    parts.app.amqp.queues.select([INIT])
+    return Admission(parts), parts.store, parts.fleet
 
 
 def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(parts, tmp_path):

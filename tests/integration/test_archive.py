@@ -16,6 +16,7 @@ from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts import RolloutStore
+from tests.helpers.chores import services
 from tests.integration.test_retention import ended, submitted, trajectory
 from workers.chores import archive as writer
 
@@ -34,7 +35,7 @@ def store(client):
 
 def archiver(client, directory, owner="w", **settings):
     chosen = Settings(archive_dir=str(directory), **settings)
-    return writer.Archiver(client, RolloutStore(client, chosen), chosen, owner)
+    return writer.Archiver(services(client, chosen, owner))
 
 
 def look(one):
@@ -132,8 +133,8 @@ def test_a_full_disk_moves_no_cursor_and_leaves_no_torn_end(client, store, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "write", fills_up)
-        with pytest.raises(OSError, match="No space left"):
-            look(one)
+        assert one.turn() == writer.FAULT_PAUSE_S
+    assert client.hget(keys.RESULTS_TOTALS, "archive_errors") == "1"
     (path,) = archive.files(tmp_path)
     assert [end for end, _ in archive.members(path)] == [path.stat().st_size]
     look(one)

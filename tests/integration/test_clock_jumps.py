@@ -7,12 +7,11 @@ import os
 import pytest
 
 from rollout.schema import RolloutRequest, Stage
-from services.dispatch import Dispatcher
-from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys, rollouts
 from services.state.redis import connect
 from services.state.rollouts import NewRollout, RolloutStore
+from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer
 from tests.helpers.wrong_clock import WrongClock
 from workers.chores.reaper import Reaper
@@ -34,7 +33,7 @@ def reaper(tmp_path, clock):
     settings = Settings(redis_url=server.url, lease_s=LEASE_S)
     client = connect(server.url)
     store = RolloutStore(client, settings)
-    yield Reaper(client, store, Dispatcher(make_celery(settings), store), settings, "reaper")
+    yield Reaper(services(client, settings, "reaper", store=store))
     server.stop()
 
 
@@ -116,9 +115,7 @@ def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
 def test_a_jump_is_dealt_with_by_who_sees_it_and_once_however_late_others_do(reaper, store, clock):
     """The elected one may have died with it, and the next may have come after it."""
     store._redis.set(keys.REAPER_LOCK, "dead", px=600_000)
-    early, late = others = [
-        Reaper(store._redis, store, reaper._dispatcher, store._settings, name) for name in ("a", "b")
-    ]
+    early, late = others = [Reaper(services(store._redis, store._settings, name)) for name in ("a", "b")]
     submit(store, "one")
     for other in others:
         other.turn()

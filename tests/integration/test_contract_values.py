@@ -31,7 +31,8 @@ from services.gateway.nemo_gym import AggregateRequest
 from services.gateway.routes.rollouts import CancelRequest
 from services.settings import Settings
 from services.state.api_keys import Scope
-from services.state.rollouts import Claim, Finish, RolloutStore
+from services.state.rollouts import Claim, Finish
+from tests.helpers.chores import services
 from tests.helpers.tenants import World
 from workers.chores.archive import Archiver
 from workers.chores.batches import Batcher
@@ -181,7 +182,7 @@ def readable(world, tmp_path) -> None:
     assert {one.id for one in page.rollouts} == {one.id for one in listed.rollouts} == set(ids)
     assert page.expired == []
     config = Settings(redis_url=world.url, archive_dir=str(tmp_path))
-    archiver = Archiver(world.redis, RolloutStore(world.redis, config), config, "w")
+    archiver = Archiver(services(world.redis, config))
     world.redis.delete("archive:cursor")
     before = set(tmp_path.iterdir())
     while archiver._batch():
@@ -210,7 +211,7 @@ def prepared(world):
 
 def settled(world) -> None:
     gate = world.gate
-    batcher = Batcher(gate.batches, gate.rollouts, gate.tenants, gate.policy, gate.dispatcher)
+    batcher = Batcher(services(gate.redis, gate.settings))
     while batcher.step():
         pass
 

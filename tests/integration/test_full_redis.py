@@ -14,9 +14,7 @@ import redis
 
 from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
-from services.dispatch import Dispatcher
 from services.gateway.app import create_app
-from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys
 from services.state.fleet import FleetStore
@@ -24,6 +22,7 @@ from services.state.memory import REFUSE_AT, StoreFull
 from services.state.redis import connect
 from services.state.retention import ResultStore
 from services.state.rollouts import Finish, NewRollout, RolloutStore
+from tests.helpers.chores import services
 from tests.helpers.keys import keyed
 from workers import patience
 from workers import task as task_module
@@ -89,8 +88,8 @@ def test_the_reaper_is_elected_sweeps_and_ends_what_is_over_though_redis_is_full
     client.zadd(keys.DUE, {"dead": 0})
     fill(client)
     config = settings(server, keep_acked_s=3600.0, reaper_interval_s=0.1)
-    reaper = Reaper(client, store, Dispatcher(make_celery(config), store), config, "reaper")
-    assert reaper._election.won()
+    reaper = Reaper(services(client, config, "reaper"))
+    assert reaper.election.won()
     reaper.tick()
     assert store.get("dead").state is State.TIMED_OUT
     assert client.exists(keys.trajectory("acked")) == 0

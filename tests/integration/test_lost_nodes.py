@@ -8,13 +8,12 @@ import time
 import pytest
 
 from rollout.schema import RolloutRequest, Stage, State
-from services.dispatch import Dispatcher
-from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys
 from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, NewRollout, RolloutStore
+from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer
 from workers.chores.reaper import Reaper
 
@@ -120,7 +119,7 @@ def watch(server, store, monkeypatch):
     settings = Settings(redis_url=server.url)
     client = connect(server.url)
     client.hset(keys.NODES, "lost", json.dumps({"at": time.time() - 60.0, "sandboxes": {}}))
-    return Reaper(client, store, Dispatcher(make_celery(settings), store), settings, "reaper"), clock
+    return Reaper(services(client, settings, "reaper")), clock
 
 
 def test_the_reaper_takes_from_a_silent_node_once_all_had_the_time_to_speak(watch, store, server):
@@ -173,7 +172,7 @@ def test_leases_that_ran_out_while_redis_was_away_may_be_extended_first(server, 
     settings = Settings(redis_url=server.url, lease_s=0.05)
     client = connect(server.url)
     store = RolloutStore(client, settings)
-    reaper = Reaper(client, store, Dispatcher(make_celery(settings), store), settings, "reaper")
+    reaper = Reaper(services(client, settings, "reaper"))
     request = RolloutRequest(handler="noop")
     store.submit([NewRollout("one", "one", 0, request, request.model_dump_json(), "digest")])
     claim = store.claim("one", 1, Stage.INIT, "worker")

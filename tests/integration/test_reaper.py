@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rollout.schema import RolloutRequest, Stage
-from services.dispatch import Dispatcher
-from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys
 from services.state.fleet import FleetStore
 from services.state.redis import connect
-from services.state.rollouts import NewRollout, RolloutStore
+from services.state.rollouts import NewRollout
+from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer, wait_until
 from workers.chores.reaper import AT_ONCE, Reaper
 
@@ -26,8 +25,8 @@ def server(tmp_path):
 def reaper_of(server, owner, **settings):
     settings = Settings(redis_url=server.url, **settings)
     client = connect(server.url)
-    store = RolloutStore(client, settings)
-    return Reaper(client, store, Dispatcher(make_celery(settings), store), settings, owner), store
+    parts = services(client, settings, owner)
+    return Reaper(parts), parts.store
 
 
 def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server):

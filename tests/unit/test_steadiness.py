@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from services.settings import Settings
+from tests.helpers.chores import services
 from workers.chores.reaper import Reaper
 from workers.chores.steadiness import Steadiness
 
@@ -61,7 +62,7 @@ def test_a_jump_is_kept_until_it_was_dealt_with():
             raise answer
         dealt.append((seconds, known_ms))
 
-    reaper = Reaper(redis.Redis(), None, None, Settings(), "owner")
+    reaper = Reaper(services(redis.Redis(), Settings()))
     jumps = iter([0.0, 7200.0, 0.0, 0.0])
     reaper._steadiness = SimpleNamespace(look=lambda: next(jumps), disturbed=lambda: None)
     reaper.election = SimpleNamespace(won=lambda: True)

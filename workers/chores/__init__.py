@@ -27,4 +27,4 @@ CHORES: tuple[type[Chore], ...] = (
     Memory,
     LoopLag,
 )
-"""All there are. A worker does those that its stages and settings call for; see `Chore.of`."""
+"""All there are. A worker does those that its stages and settings call for; see `Chore.is_for`."""

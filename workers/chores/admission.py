@@ -11,16 +11,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from pathlib import Path
-
-from celery import Celery
 
 from rollout.schema import Stage
 from sandbox.room import DISK, MEMORY, Floors, free_disk, free_memory, shortages
 from services.queues import INIT
-from services.settings import Settings
-from services.state.fleet import ANNOUNCE_EVERY_S, FleetStore, NodeAdmission
-from services.state.rollouts import RolloutStore
+from services.state.fleet import ANNOUNCE_EVERY_S, NodeAdmission
 from workers.chores.base import Chore
 from workers.services import WorkerServices
 
@@ -43,27 +38,14 @@ class Admission(Chore):
     """While open: how soon a shortage is noticed. Bounds are kept by the claim itself."""
     first_s = 0.0
 
-    def __init__(
-        self,
-        app: Celery,
-        store: RolloutStore,
-        fleet: FleetStore,
-        settings: Settings,
-        worker: str,
-        scratch: Path,
-    ) -> None:
-        """
-        Args:
-            worker: The worker's name as Celery knows it.
-            scratch: Where the node's sandboxes write.
-        """
-        super().__init__()
-        self._app = app
-        self._store = store
-        self._fleet = fleet
-        self._settings = settings
-        self._worker = worker
-        self._scratch = scratch
+    def __init__(self, services: WorkerServices) -> None:
+        super().__init__(services)
+        self._app = services.app
+        self._store = services.store
+        self._fleet = services.fleet
+        self._settings = settings = services.settings
+        self._scratch = services.host.state
+        """Where the node's sandboxes write."""
         self.floors = Floors(settings.node_min_free_disk_mb, settings.node_min_free_memory_mb)
         """What must be left of the node."""
         self._looked = threading.Condition()
@@ -77,11 +59,8 @@ class Admission(Chore):
         """Whether INIT is far enough ahead of RUN."""
 
     @classmethod
-    def of(cls, services: WorkerServices) -> Admission | None:
-        if not services.serves(Stage.INIT):
-            return None
-        store, fleet, settings = services.store, services.fleet, services.settings
-        return cls(services.app, store, fleet, settings, services.name, services.host.state)
+    def is_for(cls, services: WorkerServices) -> bool:
+        return services.serves(Stage.INIT)
 
     @property
     def is_open(self) -> bool:
@@ -141,7 +120,7 @@ class Admission(Chore):
             return
         # By a message to itself: only the worker's own loop may touch its consumers.
         tell = self._app.control.add_consumer if open_now else self._app.control.cancel_consumer
-        tell(INIT, destination=[self._worker])
+        tell(INIT, destination=[self._services.name])
         self._told_at = now
 
     def _announce(self, state: NodeAdmission) -> None:

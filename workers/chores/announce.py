@@ -6,7 +6,6 @@ from sandbox.errors import SandboxError
 from sandbox.host_client import SyncHostClient
 from services.state.fleet import ANNOUNCE_EVERY_S
 from workers.chores.base import Chore
-from workers.services import WorkerServices
 
 
 class Announcer(Chore):
@@ -16,31 +15,22 @@ class Announcer(Chore):
     interval_s = ANNOUNCE_EVERY_S
     first_s = 0.0
 
-    def __init__(self, services: WorkerServices) -> None:
-        super().__init__()
-        self._services = services
-
-    @classmethod
-    def of(cls, services: WorkerServices) -> Announcer:
-        return cls(services)
-
-    def begin(self, services: WorkerServices) -> None:
-        services.fleet.put_handlers(handler.info() for handler in services.handlers.all())
+    def begin(self) -> None:
+        self._services.fleet.put_handlers(handler.info() for handler in self._services.handlers.all())
 
     def tick(self) -> None:
         self._services.announce()
 
 
-class NodeReporter(Announcer):
+class NodeReporter(Chore):
     """Passes on what the node's sandbox host says of itself. Asking also replaces a host that was killed.
 
     In a thread of its own: a host that is slow to answer must not make the worker look dead.
     """
 
     name = "sandboxes"
-
-    def begin(self, services: WorkerServices) -> None:
-        """Nothing: handlers are announced once."""
+    interval_s = ANNOUNCE_EVERY_S
+    first_s = 0.0
 
     def tick(self) -> None:
         services = self._services

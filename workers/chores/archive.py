@@ -16,11 +16,8 @@ from pathlib import Path
 import redis
 
 from rollout.archive import OPEN_SUFFIX, SUFFIX, members
-from services.settings import Settings
 from services.state import keys
-from services.state.election import Election
 from services.state.results import CompletionStore
-from services.state.rollouts import RolloutStore
 from workers.chores.base import Chore
 from workers.services import WorkerServices
 
@@ -107,19 +104,21 @@ class Archiver(Chore):
 
     name = "archive"
 
-    def __init__(self, client: redis.Redis, rollouts: RolloutStore, settings: Settings, owner: str) -> None:
+    lock = keys.ARCHIVE_LOCK
+
+    def __init__(self, services: WorkerServices) -> None:
         """
         Raises:
             OSError: The directory cannot be made or written to.
         """
-        super().__init__()
-        self._redis = client
-        self._rollouts = rollouts
-        self._completions = CompletionStore(client)
+        super().__init__(services)
+        settings = services.settings
+        self._redis = services.redis
+        self._rollouts = services.store
+        self._completions = CompletionStore(services.redis)
         self._directory = Path(settings.archive_dir)
         self._file_bytes = settings.archive_file_bytes
         self._kept_ms = int(settings.retention_s * 1000)
-        self.election = Election(client, keys.ARCHIVE_LOCK, owner, self.interval_s)
         self._elected = False
         self._file: ArchiveFile | None = None
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -127,11 +126,8 @@ class Archiver(Chore):
             raise PermissionError(f"ROLLOUT_ARCHIVE_DIR={self._directory} is not writable for this user")
 
     @classmethod
-    def of(cls, services: WorkerServices) -> Archiver | None:
-        settings = services.settings
-        if not settings.archive_dir:
-            return None
-        return cls(services.redis, services.store, settings, services.owner)
+    def is_for(cls, services: WorkerServices) -> bool:
+        return bool(services.settings.archive_dir)
 
     def tick(self) -> float | None:
         """Archive what has ended; the disk failing is waited out."""

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import redis
 
 from rollout.schema import Backend, Stage
 from services.engines.address import session
 from services.engines.stats import ProbeError, current_version, probe
-from services.settings import Settings
 from services.state import keys
-from services.state.backends import BackendStore
-from services.state.election import Election
 from workers.chores.base import Chore
 from workers.services import WorkerServices
 
@@ -53,35 +47,21 @@ class Keeper(Chore):
     interval_s = 0.5
     """How soon a suspicion is looked into."""
 
-    def __init__(
-        self,
-        client: redis.Redis,
-        backends: BackendStore,
-        settings: Settings,
-        owner: str,
-        catch_up: Callable[[Backend], None],
-    ) -> None:
-        """
-        Args:
-            catch_up: Told of a healthy backend whose weights are not the wanted ones; begins to load them and
-                returns at once.
-        """
-        super().__init__()
-        self._backends = backends
-        self._probe_s = settings.backend_probe_s
-        self.election = Election(client, keys.KEEPER_LOCK, owner, self.interval_s)
-        self._catch_up = catch_up
+    lock = keys.KEEPER_LOCK
+
+    def __init__(self, services: WorkerServices) -> None:
+        super().__init__(services)
+        self._backends = services.backends
+        self._probe_s = services.settings.backend_probe_s
+        self._catch_up = services.weights.catch_up
         self._watched: dict[str, _Watch] = {}
         self._reconciled = time.monotonic()
         self._http = session(PROBE_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="probe")
 
     @classmethod
-    def of(cls, services: WorkerServices) -> Keeper | None:
-        if not services.serves(Stage.RUN):
-            return None
-        catch_up = services.weights.catch_up
-        return cls(services.redis, services.backends, services.settings, services.owner, catch_up)
+    def is_for(cls, services: WorkerServices) -> bool:
+        return services.serves(Stage.RUN)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import redis
 import structlog
 from kombu.exceptions import OperationalError
 
-from services.state.election import Election
+from services.state.election import LOCK_S, Election
 from workers.metrics import CHORE_FAILURES
 from workers.services import WorkerServices
 
@@ -27,24 +27,36 @@ class Chore:
     """Seconds after a turn that was broken off; None = `interval_s`."""
     channel: ClassVar[str | None] = None
     """Redis channel; whatever is published there rings."""
+    lock: ClassVar[str | None] = None
+    """Redis key of the lock whose holder, one worker of the fleet, ticks; None = every worker does."""
     election: Election | None = None
-    """Where there is one, only the elected worker of the fleet ticks."""
 
-    def __init__(self) -> None:
+    def __init__(self, services: WorkerServices) -> None:
+        """
+        Raises:
+            SettingsError: The settings contradict themselves.
+            OSError: Something that they name cannot be used.
+        """
         self.log = structlog.get_logger(self.name)
         self.stopping = threading.Event()
         """Set once the worker stops."""
+        self._services = services
         self._bell = threading.Event()
+        if self.lock is not None:
+            self.election = self.elect(self.lock)
+
+    def elect(self, key: str, lock_s: float = LOCK_S) -> Election:
+        """This worker's part in an election, by a lock that its holder loses after `lock_s` of silence."""
+        return Election(self._services.redis, key, self._services.owner, self.interval_s, lock_s)
 
     @classmethod
-    def of(cls, services: WorkerServices) -> Self | None:
-        """The chore as a worker of these services does it; None: this worker does not.
+    def is_for(cls, services: WorkerServices) -> bool:
+        """Whether a worker of these services does it.
 
         Raises:
             SettingsError: The settings contradict themselves.
-            OSError: Something that the settings name cannot be used.
         """
-        raise NotImplementedError
+        return True
 
     def tick(self) -> float | None:
         """Do what is due; answers the seconds to the next turn, None = `interval_s`."""
@@ -52,7 +64,7 @@ class Chore:
 
     # -- what some override ------------------------------------------------------------------
 
-    def begin(self, services: WorkerServices) -> None:
+    def begin(self) -> None:
         """The worker starts; what this raises keeps it from that."""
 
     def look(self) -> None:
@@ -69,9 +81,9 @@ class Chore:
 
     # -- the loop ----------------------------------------------------------------------------
 
-    def start(self, services: WorkerServices) -> None:
+    def start(self) -> None:
         """Take turns in a thread, until `stop`."""
-        self.begin(services)
+        self.begin()
         threading.Thread(target=self.run, name=self.name, daemon=True).start()
 
     def ring(self) -> None:

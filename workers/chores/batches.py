@@ -13,12 +13,9 @@ import redis
 
 from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from rollout.schema import Rollout, RolloutRequest
-from services.dispatch import Dispatcher
 from services.state import keys
 from services.state.batches import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
-from services.state.policy import PolicyStore
-from services.state.rollouts import RolloutStore
-from services.state.tenants import QuotaExceeded, Tenant, TenantStore
+from services.state.tenants import QuotaExceeded, Tenant
 from workers.chores.base import Chore
 from workers.chores.filters import Decision, Filters
 from workers.services import WorkerServices
@@ -36,30 +33,17 @@ class Batcher(Chore):
     """Bells may be lost."""
     channel = keys.BATCHES_BELL
 
-    def __init__(
-        self,
-        store: BatchStore,
-        rollouts: RolloutStore,
-        tenants: TenantStore,
-        policy: PolicyStore,
-        dispatcher: Dispatcher,
-        filters: Filters | None = None,
-    ) -> None:
-        super().__init__()
-        self._store = store
-        self._rollouts = rollouts
-        self._tenants = tenants
-        self._policy = policy
-        self._dispatcher = dispatcher
-        self.filters = filters or Filters()
+    def __init__(self, services: WorkerServices) -> None:
+        super().__init__(services)
+        self._store = BatchStore(services.redis, services.settings)
+        self._rollouts = services.store
+        self._tenants = services.tenants
+        self._policy = services.policy
+        self._dispatcher = services.dispatcher
+        self.filters = Filters()
 
-    @classmethod
-    def of(cls, services: WorkerServices) -> Batcher:
-        store = BatchStore(services.redis, services.settings)
-        return cls(store, services.store, services.tenants, services.policy, services.dispatcher)
-
-    def begin(self, services: WorkerServices) -> None:
-        services.fleet.put_filters(self.filters.names())
+    def begin(self) -> None:
+        self._services.fleet.put_filters(self.filters.names())
 
     def tick(self) -> None:
         """Do all that is due."""

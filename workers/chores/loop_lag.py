@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 
 from workers.chores.base import Chore
-from workers.metrics import LAG_BUCKETS_S, WorkerMetrics
+from workers.metrics import LAG_BUCKETS_S
 from workers.services import WorkerServices
 
 
@@ -16,25 +15,19 @@ class LoopLag(Chore):
 
     name = "loop-lag"
 
-    def __init__(self, metrics: WorkerMetrics, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._metrics = metrics
-        self._loop = loop
-
     @classmethod
-    def of(cls, services: WorkerServices) -> LoopLag | None:
-        if not services.settings.worker_metrics_port:
-            return None
-        return cls(services.metrics, services.loop)
+    def is_for(cls, services: WorkerServices) -> bool:
+        return bool(services.settings.worker_metrics_port)
 
-    def begin(self, services: WorkerServices) -> None:
-        self._metrics.serve(services.settings)
+    def begin(self) -> None:
+        self._services.metrics.serve(self._services.settings)
 
     def tick(self) -> None:
+        lag = self._services.metrics.loop_lag
         ran = threading.Event()
         asked = time.monotonic()
-        self._loop.call_soon_threadsafe(ran.set)
+        self._services.loop.call_soon_threadsafe(ran.set)
         # Also while the loop is blocked: a long block must show before it ends.
         while not ran.wait(LAG_BUCKETS_S[-1]) and not self.stopping.is_set():
-            self._metrics.loop_lag.observe(time.monotonic() - asked)
-        self._metrics.loop_lag.observe(time.monotonic() - asked)
+            lag.observe(time.monotonic() - asked)
+        lag.observe(time.monotonic() - asked)

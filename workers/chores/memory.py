@@ -20,25 +20,20 @@ class Memory(Chore):
     name = "memory"
     interval_s = 2.0
 
-    def __init__(self, most_mb: int) -> None:
-        super().__init__()
-        self._most_mb = most_mb
-        self._process = psutil.Process()
-
     @classmethod
-    def of(cls, services: WorkerServices) -> Memory | None:
-        most_mb = services.settings.worker_max_memory_mb
-        return cls(most_mb) if most_mb else None
+    def is_for(cls, services: WorkerServices) -> bool:
+        return services.settings.worker_max_memory_mb > 0
 
     def tick(self) -> None:
         """Have the worker stop, and start anew, when it is too large."""
         global _renew
-        resident_mb = self._process.memory_info().rss >> 20
-        if resident_mb > self._most_mb and not _renew:
+        most_mb = self._services.settings.worker_max_memory_mb
+        resident_mb = psutil.Process().memory_info().rss >> 20
+        if resident_mb > most_mb and not _renew:
             self.log.error(
                 "the worker is too large and starts anew; its rollouts are handed back",
                 resident_mb=resident_mb,
-                most_mb=self._most_mb,
+                most_mb=most_mb,
             )
             _renew = True
             # As an operator would: Celery takes no more messages, and the rollouts in hand are handed back.

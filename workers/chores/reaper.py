@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import time
 
-import redis
-
-from services.dispatch import Dispatcher
 from services.queues import Ref
-from services.settings import Settings
 from services.state import keys
-from services.state.election import LOCK_S, Election
-from services.state.fleet import ALIVE_S, FleetStore
+from services.state.election import LOCK_S
+from services.state.fleet import ALIVE_S
 from services.state.retention import ResultStore
-from services.state.rollouts import Overdue, RolloutStore
+from services.state.rollouts import Overdue
 from workers.chores.base import Chore
 from workers.chores.steadiness import Steadiness
 from workers.services import WorkerServices
@@ -32,28 +28,21 @@ class Reaper(Chore):
 
     name = "reaper"
 
-    def __init__(
-        self,
-        client: redis.Redis,
-        store: RolloutStore,
-        dispatcher: Dispatcher,
-        settings: Settings,
-        owner: str,
-    ) -> None:
-        super().__init__()
-        self._store = store
-        self._dispatcher = dispatcher
-        self._results = ResultStore(client, settings)
+    def __init__(self, services: WorkerServices) -> None:
+        settings = services.settings
         self.interval_s = settings.reaper_interval_s
+        super().__init__(services)
+        self._store = services.store
+        self._dispatcher = services.dispatcher
+        self._fleet = services.fleet
+        self._results = ResultStore(services.redis, settings)
         # The elected reaper may be one of the dead whose leases run out: another must be there by then.
-        lock_s = min(LOCK_S, settings.lease_s / 2)
-        self.election = Election(client, keys.REAPER_LOCK, owner, settings.reaper_interval_s, lock_s)
+        self.election = self.elect(keys.REAPER_LOCK, min(LOCK_S, settings.lease_s / 2))
         self._trimmed = 0.0
         # By way of the module, whose clock tests move.
         self._steadiness = Steadiness(
-            client, settings.lease_s, settings.reaper_interval_s, lambda: time.monotonic()
+            services.redis, settings.lease_s, self.interval_s, lambda: time.monotonic()
         )
-        self._fleet = FleetStore(client)
         self._lost_after_s = max(2 * ALIVE_S, settings.lease_s)
         self._looked_for_nodes = float("-inf")
         self._steady_since = float("inf")
@@ -63,10 +52,6 @@ class Reaper(Chore):
         self._before = time.monotonic()
         self._moved_before = 0
         """Monotonic time, and what deadlines had been moved by, at the last look without a jump."""
-
-    @classmethod
-    def of(cls, services: WorkerServices) -> Reaper:
-        return cls(services.redis, services.store, services.dispatcher, services.settings, services.owner)
 
     def look(self) -> None:
         """Deal with a jump of the clock: all do who see it, for the elected one may have died with it."""

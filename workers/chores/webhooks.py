@@ -23,8 +23,6 @@ from rollout.schema import Rollout
 from rollout.webhooks import EVENT, signed_headers, tenant_secret
 from services.settings import Settings, SettingsError
 from services.state import keys
-from services.state.election import Election
-from services.state.rollouts import RolloutStore
 from services.state.tenants import DEFAULT_TENANT
 from services.state.webhooks import Delivery, WebhookStore
 from services.webhook_address import AddressRefused, AllowedAddresses
@@ -79,32 +77,32 @@ class Deliverer(Chore):
     name = "webhooks"
     interval_s = 0.5
 
-    def __init__(self, client: redis.Redis, rollouts: RolloutStore, settings: Settings, owner: str) -> None:
+    lock = keys.WEBHOOKS_LOCK
+
+    def __init__(self, services: WorkerServices) -> None:
         """
         Raises:
             WebhookError: The secret cannot be used.
         """
-        super().__init__()
-        self._store = WebhookStore(client, settings.webhook_url)
-        self._rollouts = rollouts
+        super().__init__(services)
+        settings = services.settings
+        self._store = WebhookStore(services.redis, settings.webhook_url)
+        self._rollouts = services.store
         self._service_url = settings.webhook_url
         self._secrets = webhook_secrets(settings)
         signed_headers(self._secrets, "", 0, b"")
         self._allowed = AllowedAddresses(settings.webhook_allow)
         self._tries, self._give_up_s = settings.webhook_tries, settings.webhook_give_up_s
-        self.election = Election(client, keys.WEBHOOKS_LOCK, owner, self.interval_s)
         self._under_way: dict[str, tuple[str, Future[None]]] = {}
         """Rollout id → the receiver's host and the sending."""
         self._receivers: dict[str, _Receiver] = {}
 
     @classmethod
-    def of(cls, services: WorkerServices) -> Deliverer | None:
-        settings = services.settings
-        if webhook_secrets(settings):
-            return cls(services.redis, services.store, settings, services.owner)
-        if settings.webhook_url:
+    def is_for(cls, services: WorkerServices) -> bool:
+        signs = bool(webhook_secrets(services.settings))
+        if services.settings.webhook_url and not signs:
             raise SettingsError("ROLLOUT_WEBHOOK_URL is set, but no ROLLOUT_WEBHOOK_SECRET to sign with")
-        return None
+        return signs
 
     def run(self) -> None:
         """Deliver until the worker stops. What is under way then is tried again by the next one."""

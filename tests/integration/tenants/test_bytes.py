@@ -9,6 +9,7 @@ from services.state import keys
 from services.state.api_keys import Scope
 from services.state.rollouts import Claim, Finish
 from services.state.tenants import Tenant
+from tests.helpers.chores import services
 from workers.chores.batches import Batcher
 
 
@@ -17,7 +18,7 @@ def used(world, tenant: str) -> int:
 
 
 def settle(gate) -> None:
-    worker = Batcher(gate.batches, gate.rollouts, gate.tenants, gate.policy, gate.dispatcher)
+    worker = Batcher(services(gate.redis, gate.settings))
     while worker.step():
         pass
 
