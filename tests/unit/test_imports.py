@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,25 @@ def test_imports_run_one_way(package):
 def test_workers_do_not_reach_into_the_gateway():
     for path in sorted((ROOT / "workers").rglob("*.py")):
         assert "services.gateway" not in imported(path), path
+
+
+def modules_imported(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of workers that one imports, for its types alone or in a function included."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            # A submodule that is imported from its package is meant, and not the package.
+            names |= members & modules.keys() or {node.module}
+    return names & modules.keys()
+
+
+def test_modules_of_workers_import_each_other_in_no_circle():
+    paths = sorted((ROOT / "workers").rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    modules = {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
+    graph = {name: modules_imported(path, modules) for name, path in modules.items()}
+    assert len(graph["workers.process"]) > 2
+    graphlib.TopologicalSorter(graph).prepare()
