@@ -8,6 +8,9 @@ from workers.errors import HandlerError, InfrastructureError
 class ScorerError(HandlerError):
     """The function raised, cannot be imported, or answered with what JSON cannot carry."""
 
+    outcome = "error"
+    """Of the call, among the metrics."""
+
 
 class ScorerTimeout(InfrastructureError):
     """The function took longer than it may; its process was killed.
@@ -16,9 +19,13 @@ class ScorerTimeout(InfrastructureError):
     a second look (see `score_or_blame`). Left alone, it is a failure that is tried again.
     """
 
+    outcome = "timeout"
+
 
 class ScorerCrashed(InfrastructureError):
     """The function's process died, did not start, or ran out of memory."""
+
+    outcome = "crashed"
 
 
 class ScorerOutOfMemory(ScorerCrashed):

@@ -74,14 +74,8 @@ class ScorerPool:
                 self._slots.release()
             outcome = "ok"
             return result
-        except ScorerError:
-            outcome = "error"
-            raise
-        except ScorerTimeout:
-            outcome = "timeout"
-            raise
-        except ScorerCrashed:
-            outcome = "crashed"
+        except (ScorerError, ScorerTimeout, ScorerCrashed) as error:
+            outcome = error.outcome
             raise
         finally:
             metrics.CALLS.labels(function, outcome).inc()
@@ -107,13 +101,13 @@ class ScorerPool:
 
     def _take(self, function: str) -> Scorer | None:
         """An idle process, best one that has the function's module imported."""
-        for scorer in [one for one in self._idle if one.gone]:
+        for scorer in [idle for idle in self._idle if idle.gone]:
             self._idle.remove(scorer)
             scorer.kill()
         if not self._idle:
             return None
         module = function.partition(":")[0]
-        chosen = next((one for one in reversed(self._idle) if module in one.modules), self._idle[-1])
+        chosen = next((idle for idle in reversed(self._idle) if module in idle.modules), self._idle[-1])
         self._idle.remove(chosen)
         return chosen
 

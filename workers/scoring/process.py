@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import structlog
 
 from workers.scoring import metrics, wire
@@ -251,13 +252,14 @@ class Scorer:
 
     def _end_processes(self) -> None:
         if self._popen.returncode is None:
-            # Stopped first, it can start no more while its descendants are looked for; some may have left
-            # the group for a session of their own.
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGSTOP)
-            for pid in _descendants(self.pid):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            with suppress(psutil.Error):
+                process = psutil.Process(self.pid)
+                # Stopped first, it can start no more while its descendants are looked for; some may have
+                # left the group for a session of their own.
+                process.suspend()
+                for descendant in process.children(recursive=True):
+                    with suppress(psutil.Error):
+                        descendant.kill()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -271,14 +273,3 @@ class Scorer:
 
 _reaping: set[asyncio.Task[None]] = set()
 """The event loop keeps only weak references to its tasks."""
-
-
-def _descendants(pid: int) -> list[int]:
-    """Processes below one, deepest last."""
-    found: list[int] = []
-    try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    except OSError:
-        return found
-    return found + [below for child in list(found) for below in _descendants(child)]

@@ -43,16 +43,11 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 def receive(channel: socket.socket) -> dict[str, Any] | None:
     """The next frame, on the child's side; None: the worker is gone."""
-    header = _exactly(channel, _LENGTH.size)
-    body = _exactly(channel, _LENGTH.unpack(header)[0]) if header else None
-    return json.loads(body) if body else None
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = channel.recv(size - len(parts))
-        if not part:
+    # The worker sends no further frame before this one is answered: nothing is read ahead.
+    with channel.makefile("rb") as stream:
+        header = stream.read(_LENGTH.size)
+        if len(header) < _LENGTH.size:
             return None
-        parts += part
-    return bytes(parts)
+        (length,) = _LENGTH.unpack(header)
+        body = stream.read(length)
+    return json.loads(body) if len(body) == length else None
