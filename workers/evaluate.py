@@ -91,12 +91,12 @@ async def _without_sandbox(run: StageRun, ctx: EvalContext[Any], error: SandboxE
 
 def _trajectory(claim: Claim) -> Trajectory:
     try:
-        found = claim.trajectory()
+        trajectory = claim.trajectory()
     except PayloadError as error:
         raise InfrastructureError(str(error)) from error
-    if found is None:
+    if trajectory is None:
         raise InfrastructureError("the trajectory is missing in Redis; was it evicted?")
-    return found
+    return trajectory
 
 
 def _check(reward: object, handler: str) -> None:

@@ -130,14 +130,14 @@ def check(engine: Control, canary: Canary) -> float:
     Raises:
         ControlError: It is larger than the tolerance, or the backend did not answer.
     """
-    found = engine.score(canary.token_ids)
-    errors = [abs(ours - theirs) for ours, theirs in zip(found, canary.logprobs, strict=True)]
+    logprobs = engine.score(canary.token_ids)
+    errors = [abs(ours - theirs) for ours, theirs in zip(logprobs, canary.logprobs, strict=True)]
     worst = max(range(len(errors)), key=errors.__getitem__)
     if errors[worst] > canary.tolerance:
         raise CanaryFailed(
             errors[worst],
             f"canary failed: id {canary.token_ids[worst + 1]} at position {worst + 1} has log-prob "
-            f"{found[worst]:.4f}, the trainer says {canary.logprobs[worst]:.4f}; the tolerance is "
+            f"{logprobs[worst]:.4f}, the trainer says {canary.logprobs[worst]:.4f}; the tolerance is "
             f"{canary.tolerance:g}. The server does not sample from the trainer's weights",
         )
     return errors[worst]

@@ -114,7 +114,7 @@ class WeightUpdates:
         record = work.record
         request, update = record.request, record.update
         bound = log.bind(update_id=update.id, version=update.version)
-        pending = [name for name, one in update.backends.items() if not one.state.ended]
+        pending = [name for name, progress in update.backends.items() if not progress.state.ended]
         again = update.started_at is not None
         bound.info("update begins", backends=pending, mode=update.mode, again=again)
         update.state = UpdateState.RUNNING
@@ -128,12 +128,12 @@ class WeightUpdates:
                 # One by one, old and new weights must both take rollouts, or half of the fleet would idle.
                 self._backends.want_version(None)
 
-            def report(name: str, one: BackendUpdate) -> None:
+            def report(name: str, progress: BackendUpdate) -> None:
                 if lost.is_set():
                     raise LeaseLost(f"update {update.id}: the lease ran out, another worker goes on")
                 with writing:
                     # A copy: its thread goes on writing while others are saved.
-                    update.backends[name] = one.model_copy(deep=True)
+                    update.backends[name] = progress.model_copy(deep=True)
                     self._store.save(work)
 
             def one_backend(name: str) -> None:
@@ -146,7 +146,7 @@ class WeightUpdates:
                 fresh = update.backends[name].state is BackendUpdateState.WAITING
                 with self._alone(backend, request.timeout_s):
                     exchange = Exchange(self._backends, backend, request, self._client())
-                    progress = exchange.run(lambda one: report(name, one), fresh=fresh)
+                    progress = exchange.run(lambda step: report(name, step), fresh=fresh)
                 if progress.state is BackendUpdateState.RESUMED and not rolling:
                     # Not only at the end: new rollouts must not wait for the slowest backend.
                     self._backends.want_version(request.version)
@@ -157,7 +157,7 @@ class WeightUpdates:
             "update ended",
             state=update.state.value,
             seconds=round(update.finished_at - update.started_at, 3),
-            errors={name: one.error for name, one in update.backends.items() if one.error},
+            errors={name: progress.error for name, progress in update.backends.items() if progress.error},
         )
 
     def _end(self, work: Work) -> None:

@@ -145,9 +145,9 @@ def load_codec(path: str) -> Codec:
             codec = _load(path)
             # A new checkpoint directory for every policy version mostly brings the tokenizer that is here.
             same = (
-                one
-                for one in _codecs.values()
-                if (one.digest, one.vocab_size, one.end_ids)
+                known
+                for known in _codecs.values()
+                if (known.digest, known.vocab_size, known.end_ids)
                 == (codec.digest, codec.vocab_size, codec.end_ids)
             )
             _codecs[path] = next(same, codec)
@@ -183,7 +183,7 @@ def _load(path: str) -> Codec:
 
 def _ids(value: Any) -> list[int]:
     """One id or several, as configurations have them."""
-    return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
+    return [entry for entry in (value if isinstance(value, list) else [value]) if type(entry) is int]
 
 
 def _model_config(path: str) -> dict[str, Any]:

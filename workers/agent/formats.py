@@ -164,8 +164,8 @@ class TemplateCodec:
         """What follows the sentinel's text, its end of turn included."""
         text = self._text([_ASKED, {"role": "assistant", "content": _SENTINEL}, *new])
         # The first one: later ones, if any, are somebody's attempt.
-        _, found, after = text.partition(_SENTINEL)
-        if not found:
+        _, separator, after = text.partition(_SENTINEL)
+        if not separator:
             raise CodecError("the chat template drops or rewrites an assistant's text")
         return after
 
@@ -173,10 +173,10 @@ class TemplateCodec:
         """Spaces, if any, and the control token behind an assistant's text."""
         after = self._after([{"role": "user", "content": "1"}])
         tokens = "|".join(map(re.escape, self._guard.control_tokens))
-        found = re.match(rf"\s*(?:{tokens})", after) if tokens else None
-        if found is None:
+        match = re.match(rf"\s*(?:{tokens})", after) if tokens else None
+        if match is None:
             raise CodecError("the chat template does not end an assistant's turn with a special token")
-        return found[0]
+        return match[0]
 
     def _delta(self, new: list[dict[str, Any]]) -> str:
         after = self._after(new)
@@ -185,8 +185,8 @@ class TemplateCodec:
         return after[len(self._closing) :]
 
     def _check(self, role: str) -> None:
-        one = {"role": role, "content": "1"}
-        for new in ([one], [one, {**one, "content": "2"}] if role == "tool" else [one]):
+        message = {"role": role, "content": "1"}
+        for new in ([message], [message, {**message, "content": "2"}] if role == "tool" else [message]):
             whole = self._text([_ASKED, {"role": "assistant", "content": "y"}, *new])
             if not whole.endswith(self._closing + self._delta(new)):
                 raise CodecError(f"the chat template is not prefix-consistent for role {role!r}")

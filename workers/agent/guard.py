@@ -60,10 +60,10 @@ class TokenizerGuard:
             text = self._single.sub(REPLACEMENT, text)
         if self._long is not None:
             pieces, at, searched = [], 0, 0
-            while found := self._long.search(text, searched):
-                pieces.append(text[at : found.start() + 1])
+            while match := self._long.search(text, searched):
+                pieces.append(text[at : match.start() + 1])
                 # Going on right behind the cut finds tokens that overlap this one, too.
-                at = searched = found.start() + 1
+                at = searched = match.start() + 1
             text = CUT.join([*pieces, text[at:]])
         return CUT.join(map(self._verified, text.split(CUT))) if self._verify else text
 

@@ -176,7 +176,9 @@ class AgentLoop:
 
     def _repeats(self, turn: ParsedTurn, observations: list[Observation]) -> bool:
         """Whether the agent is stuck: the same calls and the same answers, too often in a row."""
-        calls = [(one.name, one.arguments) if isinstance(one, ToolCall) else one for one in turn.attempts]
+        calls = [
+            (call.name, call.arguments) if isinstance(call, ToolCall) else call for call in turn.attempts
+        ]
         action = (calls, [observation.text for observation in observations])
         self._repeated = self._repeated + 1 if action == self._last_action else 1
         self._last_action = action
@@ -257,9 +259,9 @@ class AgentLoop:
     @property
     def budget(self) -> int:
         """Ids the next call may sample. Computed here: engines clip or refuse, each in its way."""
-        left, _ = self._left()
+        room, _ = self._left()
         per_call = self._request.sampling.max_tokens
-        return min(left, per_call) if per_call is not None else left
+        return min(room, per_call) if per_call is not None else room
 
     def _left(self) -> tuple[int, FinishReason]:
         """Ids that may be sampled before the rollout ends, and the reason for which it then does."""

@@ -262,8 +262,8 @@ class BackendRouter:
         return ModelError(f"{attempts} answers could not be used; the last: {last}")
 
     def _none_usable(self, why: str) -> InfrastructureError:
-        wanted = f" of policy version {self._policy_version!r}" if self._policy_version else ""
+        version = f" of policy version {self._policy_version!r}" if self._policy_version else ""
         return InfrastructureError(
-            f"no LLM backend{wanted} was usable for {self._wait_s:g} s ({why or 'there is none'}); "
+            f"no LLM backend{version} was usable for {self._wait_s:g} s ({why or 'there is none'}); "
             "register one with POST /v1/backends, or see GET /v1/backends for what ails them"
         )

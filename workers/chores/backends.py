@@ -130,6 +130,6 @@ class Keeper(Chore):
         if version is not None and version != backend.policy_version:
             self.log.warning("backend has other weights", backend=backend.id, version=version)
             self._backends.set_version(backend.id, version)
-        wanted = self._backends.wanted_version()
-        if wanted is not None and wanted != (backend.policy_version if version is None else version):
+        current = self._backends.wanted_version()
+        if current is not None and current != (backend.policy_version if version is None else version):
             self._catch_up(backend)

@@ -154,7 +154,7 @@ class Batcher(Chore):
     def _is_stale(self, config: BatchRequest, members: list[Rollout]) -> bool:
         if config.max_staleness is None:
             return False
-        versions = {version for one in members for version in one.policy_versions}
+        versions = {version for member in members for version in member.policy_versions}
         return max(map(self._policy.age, versions), default=0) > config.max_staleness
 
     # -- ending ------------------------------------------------------------------------------

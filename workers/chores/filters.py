@@ -35,13 +35,13 @@ Filter = Callable[..., str | None]
 
 def uniform_reward(rollouts: Sequence[Rollout]) -> str | None:
     """All rewards are the same, so every advantage is 0 (DAPO)."""
-    rewards = [one.reward or 0.0 for one in rollouts]
+    rewards = [rollout.reward or 0.0 for rollout in rollouts]
     return "uniform_reward" if max(rewards) - min(rewards) <= TOLERANCE else None
 
 
 def all_below(rollouts: Sequence[Rollout], reward: float = 0.0) -> str | None:
     """No rollout was better than that: the prompt is too hard for now."""
-    return "all_below" if max(one.reward or 0.0 for one in rollouts) <= reward else None
+    return "all_below" if max(rollout.reward or 0.0 for rollout in rollouts) <= reward else None
 
 
 def too_long(rollouts: Sequence[Rollout], share: float = 0.5) -> str | None:
@@ -52,7 +52,8 @@ def too_long(rollouts: Sequence[Rollout], share: float = 0.5) -> str | None:
         FinishReason.CONTEXT_LENGTH,
         FinishReason.TURN_LIMIT,
     }
-    return "too_long" if sum(one.finish_reason in cut for one in rollouts) > share * len(rollouts) else None
+    cut_off = sum(rollout.finish_reason in cut for rollout in rollouts)
+    return "too_long" if cut_off > share * len(rollouts) else None
 
 
 BUILT_IN: dict[str, Filter] = {
@@ -82,23 +83,23 @@ class Filters:
 
         A filter that is not here, or fails, keeps nobody waiting: the group fails with that as its reason.
         """
-        scored = [one for one in rollouts if one.reward is not None and not one.drop]
+        scored = [rollout for rollout in rollouts if rollout.reward is not None and not rollout.drop]
         dropped = len(rollouts) - len(scored)
         if len(scored) < config.scored_needed:
-            cancelled = any(one.state is State.CANCELLED for one in rollouts)
+            cancelled = any(rollout.state is State.CANCELLED for rollout in rollouts)
             reason = "cancelled" if cancelled else "too_few_scored"
             return Decision(Verdict.FAILED, reason, len(scored), dropped)
         specs = config.filters
         if specs is None:
             specs = [FilterSpec(name="uniform_reward")] if config.n > 1 else []
         for spec in specs:
-            wanted = self._filters.get(spec.name)
+            chosen = self._filters.get(spec.name)
             try:
-                reason = wanted(scored, **spec.options) if wanted else f"no filter {spec.name}"
+                reason = chosen(scored, **spec.options) if chosen else f"no filter {spec.name}"
             except Exception as error:
                 log.exception("filter failed", filter=spec.name)
                 return Decision(Verdict.FAILED, f"{spec.name}: {type(error).__name__}", len(scored), dropped)
             if reason:
-                verdict = Verdict.FILTERED if wanted else Verdict.FAILED
+                verdict = Verdict.FILTERED if chosen else Verdict.FAILED
                 return Decision(verdict, reason[:100], len(scored), dropped)
         return Decision(Verdict.KEPT, None, len(scored), dropped)

@@ -125,16 +125,16 @@ class Reaper(Chore):
 
     def _free_results(self) -> None:
         dropped = self._results.sweep()
-        for one in dropped:
-            if one.reason == "size":
+        for trajectory in dropped:
+            if trajectory.reason == "size":
                 self.log.warning(
                     "trajectory dropped: results are over ROLLOUT_RESULTS_MAX_BYTES",
-                    rollout_id=one.rollout_id,
-                    bytes=one.bytes,
-                    acknowledged=one.acknowledged,
+                    rollout_id=trajectory.rollout_id,
+                    bytes=trajectory.bytes,
+                    acknowledged=trajectory.acknowledged,
                 )
-        if acked := [one for one in dropped if one.reason == "acknowledged"]:
-            size = sum(one.bytes for one in acked)
+        if acked := [trajectory for trajectory in dropped if trajectory.reason == "acknowledged"]:
+            size = sum(trajectory.bytes for trajectory in acked)
             self.log.info("acknowledged trajectories freed", count=len(acked), bytes=size)
 
     def _deal_with(self, item: Overdue) -> None:

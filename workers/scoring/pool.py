@@ -143,7 +143,7 @@ async def score(function: str, payload: Any, *, timeout_s: float) -> Any:
     loop = asyncio.get_running_loop()
     if loop not in _pools:
         # A worker has one loop; who runs handlers by `asyncio.run` has many.
-        for old in [one for one in _pools if one.is_closed()]:
+        for old in [known for known in _pools if known.is_closed()]:
             _pools.pop(old).abandon()
         _pools[loop] = ScorerPool.of(settings())
     return await _pools[loop].score(function, payload, timeout_s=timeout_s)

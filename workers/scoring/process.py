@@ -72,21 +72,21 @@ class _Output(asyncio.Protocol):
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.tail = ""
-        self.left = OUTPUT_PER_CALL
+        self.room = OUTPUT_PER_CALL
         self.context = contextvars.Context()
         """Of the call under way: its rollout is in the log, not the one that the process was started for."""
 
     def begin(self) -> None:
         """A call begins."""
-        self.left = OUTPUT_PER_CALL
+        self.room = OUTPUT_PER_CALL
         self.context = contextvars.copy_context()
 
     def data_received(self, data: bytes) -> None:
         text = data.decode(errors="replace")
         self.tail = (self.tail + text)[-TAIL:]
-        if shown := text[: self.left].rstrip("\n"):
+        if shown := text[: self.room].rstrip("\n"):
             self.context.run(log.info, "scorer prints", scorer_pid=self._pid, output=shown)
-        self.left = max(0, self.left - len(text))
+        self.room = max(0, self.room - len(text))
 
 
 class Scorer:
