@@ -53,6 +53,7 @@ class ScriptedRouter:
         self._first = at or backend()
         self.prompts: list[list[int]] = []
         self.calls: list[SampleRequest] = []
+        self.timeouts_s: list[float] = []
         self.completions: list[Completion] = []
 
     async def acquire(self, *_: Any, **__: Any) -> Backend:
@@ -65,6 +66,7 @@ class ScriptedRouter:
         self.backend = said.backend or self.backend
         self.prompts.append(list(request.prompt))
         self.calls.append(request)
+        self.timeouts_s.append(timeout_s)
         ids, finish = list(said.ids), said.finish
         if len(ids) > request.max_tokens:
             ids, finish = ids[: request.max_tokens], "length"

@@ -268,7 +268,7 @@ def test_each_turn_of_each_member_of_a_group_has_a_seed_of_its_own_that_comes_ag
     def seeds(seed, index=0):
         router = ScriptedRouter([say(call("1")), say(call("2")), say("ok")])
         run(router, loop(router, index=index, seed=seed))
-        return [asked["seed"] for asked in router.calls]
+        return [asked.seed for asked in router.calls]
 
     assert len({*seeds(7), *seeds(7, index=1), *seeds(8)}) == 9
     assert seeds(7) == seeds(7)
@@ -279,10 +279,11 @@ def test_a_call_is_told_where_turns_end_what_prefixes_count_and_how_long_it_may_
     router = ScriptedRouter([say("ok")], backend(policy_version="v7"))
     run(router, loop(router, limits={"call_timeout_s": 33.0, "tool_timeout_s": 44.0}))
     (asked,) = router.calls
-    assert (asked["cache_salt"], asked["timeout_s"]) == ("v7", 33.0)
+    assert (asked.cache_salt, router.timeouts_s) == ("v7", [33.0])
     assert codec.stop_token_ids and codec.end_ids and codec.vocab_size
     for name in ("stop_token_ids", "end_ids", "vocab_size"):
-        assert asked[name] == getattr(codec, name)
+        expected = getattr(codec, name)
+        assert getattr(asked, name) == (frozenset(expected) if name == "stop_token_ids" else expected)
 
 
 def test_a_takeover_by_a_longer_context_gives_the_calls_behind_it_more_room(say):
@@ -290,7 +291,7 @@ def test_a_takeover_by_a_longer_context_gives_the_calls_behind_it_more_room(say)
     router = ScriptedRouter(answers, backend(max_model_len=2048))
     run(router, loop(router))
     rooms = [
-        asked["max_tokens"] + len(prompt) for asked, prompt in zip(router.calls, router.prompts, strict=True)
+        asked.max_tokens + len(prompt) for asked, prompt in zip(router.calls, router.prompts, strict=True)
     ]
     assert rooms == [2048, 3000]
 
@@ -406,7 +407,7 @@ def test_of_little_room_half_is_left_to_the_observation(say):
     assert run(router, agent) is FinishReason.STOP
     assert "characters cut" in texts(agent.trajectory)[0]
     room = 8192 - len(router.prompts[0]) - len(answers[0].ids)
-    assert 1024 < room < 1500 and room // 2 <= router.calls[1]["max_tokens"] < 0.7 * room
+    assert 1024 < room < 1500 and room // 2 <= router.calls[1].max_tokens < 0.7 * room
 
 
 def test_what_leaves_not_a_single_id_for_a_turn_is_not_appended(say):
