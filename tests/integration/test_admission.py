@@ -161,11 +161,11 @@ def test_a_node_short_of_memory_leaves_rollouts_to_one_that_has_room(service):
 
 
 @pytest.fixture
-def parts(service, tmp_path):
+def parts(server, tmp_path):
     """An `Admission` whose looks the test makes itself, on a Redis without rollouts."""
-    client = connect(service.stack.redis.url.removesuffix("0") + "9")
-    client.flushdb()
-    settings = Settings(redis_url=service.stack.redis.url, node="n")
+    client = connect(server.url)
+    client.flushall()
+    settings = Settings(redis_url=server.url, node="n")
     store, fleet = RolloutStore(client, settings), FleetStore(client)
     app = make_celery(settings)
     app.amqp.queues.select([INIT])
@@ -221,9 +221,9 @@ def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):
     assert events == ["INIT waits: it is far enough ahead of RUN", "INIT goes on: RUN took rollouts"]
 
 
-def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, service):
+def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, server):
     """Which rollout INIT gets is known only from the answer; its cancel may be heard before that."""
-    settings = Settings(redis_url=service.stack.redis.url)
+    settings = Settings(redis_url=server.url)
     process = WorkerProcess(make_celery(settings), settings, "w", [Stage.INIT], 1)
     _, store, _ = parts
     store.submit([new for _ in range(3) for new in _expand(RolloutRequest(handler="noop"))])
@@ -240,8 +240,8 @@ def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, service):
         assert process.hold(third, cancelled).reason is None
 
 
-def test_a_stopping_worker_hands_back_what_a_claim_brings_after_all(parts, service):
-    settings = Settings(redis_url=service.stack.redis.url, shutdown_grace_s=0, lease_s=600)
+def test_a_stopping_worker_hands_back_what_a_claim_brings_after_all(parts, server):
+    settings = Settings(redis_url=server.url, shutdown_grace_s=0, lease_s=600)
     process = WorkerProcess(make_celery(settings), settings, "w", [Stage.INIT], 1)
     _, store, _ = parts
     store.submit(_expand(RolloutRequest(handler="noop")))

@@ -298,6 +298,17 @@ def machine_of(server):
                     self.act(old, act)
             return new
 
+        @rule(target=claims, rollout_id=ids)
+        def a_worker_says_that_it_lives_and_holds_on_past_its_first_lease(self, rollout_id):
+            life = self.model.lives[rollout_id]
+            got = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+            if rollout_id in self.latest:
+                for step in (2 * STEPS_S[0], STEPS_S[0]):
+                    self.pass_time(step)
+                    self.act(self.latest[rollout_id], "heartbeat")
+                    self.reap_all()
+            return got
+
         @rule(rollout_id=ids, patiently=st.booleans())
         def a_cancel_is_ignored(self, rollout_id, patiently):
             if rollout_id in self.latest:
