@@ -210,3 +210,28 @@ def test_a_slow_reader_loses_no_completion_within_retention_and_is_told_of_those
     last = ended(store, ids=10)
     assert completions.since(cursor, limit=10)[0] == [last]
     assert not completions.missed(store.get(last).completion)
+
+
+@pytest.mark.parametrize(
+    ("archived", "freed"), [("100-5", 0), ("100-6", 1), ("100-7", 1), ("99-9", 0), ("101-0", 1)]
+)
+def test_of_those_that_ended_in_one_millisecond_the_archive_has_read_some(client, archived, freed):
+    store, results = stores(client, keep_acked_s=0)
+    done = ended(store, ids=10)
+    client.hset(keys.record(done), "completion", "100-6")
+    client.set(keys.ARCHIVE_CURSOR, archived)
+    results.acknowledge([done])
+    assert len(results.sweep()) == freed
+
+
+def test_a_live_one_in_the_account_keeps_its_trajectory(client):
+    """Whatever put it there."""
+    store, _ = stores(client)
+    live = submitted(store)
+    run_to_evaluating(store, live, trajectory(100))
+    client.zadd(keys.RESULTS_ENDED, {live: 1})
+    client.hset(keys.RESULTS_SIZES, live, 10)
+    client.incrby(keys.RESULTS_BYTES, 10)
+    _, results = stores(client, results_max_bytes=1)
+    assert results.sweep() == [] and results.stored_bytes() == 0
+    assert store.claim(live, 1, Stage.EVAL, "w").trajectory() == trajectory(100)

@@ -127,6 +127,43 @@ def test_the_same_call_again_does_not_open_a_batch_that_was_closed_meanwhile(wor
     assert world.get(BATCH).closed
 
 
+def test_prompts_of_one_call_come_once_however_often_it_is_sent(world):
+    batch = world.create(n=1, groups=9, prompts=1, closed=False)
+    world.batches.pause(batch, True, None)
+    more = RolloutRequest(handler="noop", task={"number": 9}).model_dump_json()
+    for part, waiting in (("p", 1), ("p", 1), ("q", 2), (None, 3), (None, 4)):
+        assert world.batches.extend(batch, [more], None, None, part) == waiting
+
+
+def test_what_is_asked_for_while_it_is_done_is_done_again(world):
+    batch = world.create(n=1, groups=9, prompts=1)
+    world.batches.pause(batch, False, None)
+    (todo,) = world.batches.take()
+    assert world.batches.take() == [], "it is the caller's for a while"
+    world.batches.pause(batch, False, None)
+    world.batches.through(todo)
+    (again,) = world.batches.take()
+    assert (again.kind, again.subject) == ("fill", batch)
+    world.batches.through(again)
+    assert world.batches.todo() == 0
+
+
+def test_no_more_is_taken_at_once_than_is_asked_for(world):
+    for number in range(3):
+        world.batches.later(Todo("fill", f"b{number}", ""), 0.0)
+    assert [len(world.batches.take(2)) for _ in range(3)] == [2, 1, 0]
+
+
+def test_prompts_of_a_cancelled_batch_leave_their_tenants_account(world):
+    batch = world.create(n=1, groups=9, prompts=4, max_in_flight=1)
+    before = int(world.redis.hget("tenants:bytes", "default"))
+    waiting = sum(map(len, world.redis.lrange(f"batch:{{{batch}}}:prompts", 0, -1)))
+    world.batches.cancel(batch, None)
+    assert int(world.redis.hget("tenants:bytes", "default")) == before - waiting
+    world.settle()
+    assert world.get(batch).waiting_prompts == 0
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),

@@ -108,3 +108,13 @@ def test_a_quota_of_bytes_says_when_it_is_full_and_when_it_never_will_do(world):
     assert world.post("/v1/batches", "a", prompts).status_code == 429
     assert world.get("/v1/batches", "a").json == {"batches": []}
     assert json.loads(world.tenants.get("a").model_dump_json())["quota_bytes"] == 4000
+
+
+def test_a_request_that_fits_to_the_byte_is_taken_and_one_byte_more_is_not(world):
+    world.key("a", Scope.SUBMIT, Scope.READ)
+    assert world.submit("a", task={"k": 1}).status_code == 202
+    size = used(world, "a")
+    world.tenants.set(Tenant(name="a", quota_bytes=2 * size))
+    assert world.submit("a", task={"k": 22}).status_code == 429
+    assert world.submit("a", task={"k": 2}).status_code == 202
+    assert used(world, "a") == 2 * size
