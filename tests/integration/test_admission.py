@@ -18,14 +18,14 @@ from services.dispatch import Dispatcher, _expand
 from services.queues import INIT, make_celery
 from services.settings import Settings
 from services.state import keys
-from services.state.fleet import FleetStore
+from services.state.fleet import ANNOUNCE_EVERY_S, FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
-from workers.admission import LEAST_AHEAD, Admission
+from workers.admission import LEAST_AHEAD, LOOK_WHEN_CLOSED_S, SLOTS_EVERY_S, Admission
 from workers.process import CANCEL, SHUTDOWN, WorkerProcess
 
 AHEAD = 4
@@ -193,7 +193,24 @@ def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(
     assert [entry["log_level"] for entry in said if "reason" in entry] == ["warning", "info"], "once a change"
 
 
-def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts):
+class Clock:
+    """`time` of the admission, moved by hand."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("workers.admission.time", clock)
+    return clock
+
+
+def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts, clock):
     admission, _, fleet = parts
     assert admission.bounds() == (LEAST_AHEAD, LEAST_AHEAD)
     fleet.announce("run@n", ["run"], "n", 100)
@@ -204,6 +221,101 @@ def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts):
     assert admission.bounds() == (100, 400)
     fleet.leave("run@m")
     assert fleet.run_slots("n") == (100, 100)
+    clock.now += SLOTS_EVERY_S + 0.1
+    admission.look()
+    assert admission.bounds() == (100, 100)
+    admission._settings = Settings(ready_ahead=7)
+    assert admission.bounds() == (7, 7)
+
+
+def test_each_bound_stops_init_by_itself_and_what_is_told_is_the_nodes(parts):
+    admission, store, fleet = parts
+    admission._settings = Settings(node="n", ready_ahead=2)
+    store.submit([new for _ in range(5) for new in _expand(RolloutRequest(handler="noop"))])
+    elsewhere = [store.claim_next("x", 1, "w", node="m") for _ in range(2)]
+    here = store.claim_next("x", 1, "w", node="n")
+    admission.look()
+    assert admission.is_open
+    told = fleet.admissions()["n"]
+    assert (told.full, told.ahead, told.most_ahead) == (False, 1, 2)
+    for claim in elsewhere:
+        store.finish(claim, Finish(State.READY))
+    admission.look()
+    assert not admission.is_open, "two without a sandbox are ready"
+    told = fleet.admissions()["n"]
+    assert (told.full, told.ahead, told.most_ahead) == (True, 1, 2)
+    assert told.free_disk > 0 and told.free_memory > 0
+    store.finish(here, Finish(State.CANCELLED))
+    for claim in elsewhere:
+        store.cancel(claim.rollout_id)
+    admission.look()
+    assert admission.is_open
+
+
+def test_celery_is_told_to_consume_or_not_and_again_where_it_has_not_heard(parts, clock, monkeypatch):
+    admission, _, _ = parts
+    told, app = [], admission._app
+    for what in ("add_consumer", "cancel_consumer"):
+        note = lambda queue, destination, what=what: told.append((what, queue, *destination))  # noqa: E731
+        monkeypatch.setattr(app.control, what, note)
+    admission.floors = Floors(0, 0)
+    admission.look()
+    assert told == [], "it consumes, as it is to"
+    admission.floors = Floors(disk_mb=1 << 40, memory_mb=0)
+    for seconds in (0.0, LOOK_WHEN_CLOSED_S / 2, LOOK_WHEN_CLOSED_S):
+        clock.now += seconds
+        admission.look()
+    assert told == [("cancel_consumer", INIT, "init@n")] * 2
+    app.amqp.queues.deselect(INIT)
+    clock.now += 1.0
+    admission.look()
+    assert len(told) == 2
+    admission.floors = Floors(0, 0)
+    admission.look()
+    assert told[2:] == [("add_consumer", INIT, "init@n")]
+
+
+def test_a_node_says_at_once_what_has_changed_and_else_that_it_lives(parts, clock):
+    admission, _, _ = parts
+    admission.floors = Floors(0, 0)
+    client = connect(admission._settings.redis_url)
+    said = []
+    for seconds, floors in ((0.0, 0), (1.0, 0), (ANNOUNCE_EVERY_S, 0), (0.1, 1 << 40), (0.1, 1 << 40)):
+        clock.now += seconds
+        admission.floors = Floors(floors, 0)
+        admission.look()
+        said.append(client.hget(keys.FLEET_ADMISSION, "n"))
+    first, same, again, stopped, still = said
+    assert first == same != again != stopped == still
+
+
+def test_who_waits_for_room_is_woken_by_the_look_that_finds_it(parts):
+    admission, _, _ = parts
+    admission.floors = Floors(0, 0)
+    assert admission.is_open and not admission.wait_for_room(0.05), "a look of before says nothing"
+    admission.stopped = {DISK: "none is left"}
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(admission.wait_for_room(PATIENCE_S)))
+    waiting.start()
+    wait_until(lambda: admission._looked._waiters, PATIENCE_S, "it to wait")
+    admission.look()
+    waiting.join(PATIENCE_S / 2)
+    assert answers == [True]
+
+
+def test_a_claim_that_finds_the_bound_reached_has_it_looked_at_again(parts, monkeypatch):
+    admission, _, _ = parts
+    monkeypatch.setattr("workers.admission.LOOK_EVERY_S", PATIENCE_S)
+    admission.floors = Floors(0, 0)
+    stopping = threading.Event()
+    looking = threading.Thread(target=admission.run, args=(stopping,))
+    looking.start()
+    wait_until(lambda: admission._looks == 1, PATIENCE_S / 2, "the first look")
+    admission.found_full()
+    wait_until(lambda: admission._looks == 2, PATIENCE_S / 2, "another one")
+    stopping.set()
+    admission.found_full()
+    looking.join(PATIENCE_S)
 
 
 def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):

@@ -240,6 +240,8 @@ def test_a_claim_does_not_keep_a_worker_that_stops(stopping):
 def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client, store, server):
     submit(store, "one")
     gateway = keyed(create_app(settings(server)))
+    # So that what its clients and scripts take, a hundred kilobytes or two, changes nothing.
+    client.setrange("filler", 20 << 20, "x")
     client.config_set("maxmemory", int(client.info("memory")["used_memory"] / (REFUSE_AT + 0.1)))
     for path, body in (
         ("/v1/rollouts", {"requests": [{"handler": "noop"}]}),

@@ -179,6 +179,7 @@ def test_a_stage_leaves_a_sandbox_to_the_next_one_alone(worker, stage, what, ent
     goes_on = worker.does(stage, rollout_id, meanwhile(worker, what))
     item = worker.store.get(rollout_id)
     assert (item.state, item.attempt) == (entered, 1 + (what == LOST))
+    assert (item.sandbox is None) == (entered is State.QUEUED), "whoever begins anew gets another one"
     assert set(worker.host.released) == ({owner_of(rollout_id, 1)} if ended else set())
     assert goes_on == (what == "nothing" and stage is not Stage.EVAL)
     queues = {
