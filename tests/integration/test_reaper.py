@@ -12,6 +12,7 @@ from services.dispatch import Dispatcher
 from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys
+from services.state.election import Election
 from services.state.fleet import ALIVE_S, FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, NewRollout, RolloutStore
@@ -138,6 +139,15 @@ def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
 def _now(server):
     seconds, micros = server.client.time()
     return seconds * 1000 + micros // 1000
+
+
+def test_a_lock_is_resigned_by_its_holder_alone(server):
+    holder, other = (Election(server.client, keys.REAPER_LOCK, name, 1.0) for name in ("holder", "other"))
+    assert holder.won() and not other.won()
+    other.resign()
+    assert not other.won() and holder.won()
+    holder.resign()
+    assert other.won()
 
 
 def test_workers_that_died_long_ago_are_forgotten(server):

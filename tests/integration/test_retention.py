@@ -235,3 +235,21 @@ def test_a_live_one_in_the_account_keeps_its_trajectory(client):
     _, results = stores(client, results_max_bytes=1)
     assert results.sweep() == [] and results.stored_bytes() == 0
     assert store.claim(live, 1, Stage.EVAL, "w").trajectory() == trajectory(100)
+
+
+@pytest.mark.parametrize("who", [{"tenant": "a"}, {"tag": "mine"}])
+def test_a_page_of_one_tenant_or_tag_has_no_more_than_asked_for_and_loses_nothing(client, who):
+    for number, mine in enumerate((0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0)):
+        fields = {
+            "id": f"r{number}",
+            "group": "g",
+            "tenant": "ab"[not mine],
+            "tags": "x,mine" if mine else "x",
+        }
+        client.xadd(keys.COMPLETIONS, fields)
+    completions, pages, cursor = CompletionStore(client), [], "0"
+    for _ in range(4):
+        ids, cursor = completions.since(cursor, limit=2, **who)
+        pages.append(ids)
+    assert pages == [["r3", "r4"], ["r6", "r7"], ["r8"], []]
+    assert cursor == completions.tail(), "entries of others are behind it"
