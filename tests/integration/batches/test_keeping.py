@@ -148,6 +148,16 @@ def test_what_is_asked_for_while_it_is_done_is_done_again(world):
     assert world.batches.todo() == 0
 
 
+def test_a_batch_that_cannot_be_moved_on_keeps_no_other_from_it(world):
+    broken, well = (world.create(n=1, groups=1, prompts=1) for _ in range(2))
+    world.redis.hset(f"batch:{{{broken}}}", "config", "{")
+    for batch in (broken, well):
+        world.end(f"{batch}.1", 1)
+    world.settle()
+    assert (world.get(broken).kept, world.get(well).kept) == (0, 1)
+    assert world.batches.todo() == 1, "it is tried again"
+
+
 def test_no_more_is_taken_at_once_than_is_asked_for(world):
     for number in range(3):
         world.batches.later(Todo("fill", f"b{number}", ""), 0.0)
