@@ -8,7 +8,7 @@ PYTEST_PROCESSES ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test lint bench soak chaos slurm-dev slurm-test clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test lint bench idle soak chaos slurm-dev slurm-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,11 @@ lint: setup ## check style
 bench: setup-bench ## run every benchmark; each ends with one JSON object
 	@for file in benchmarks/[a-z]*.py; do name=$${file#benchmarks/}; \
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
+
+idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else
+	@TEST_IDLE=1 $(BIN)/python -m pytest -k "cancel or long_poll or woken or demo_shows" \
+	  tests/integration/test_cancel.py tests/integration/test_api.py tests/integration/test_bad_input.py \
+	  tests/local/test_stack.py
 
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes

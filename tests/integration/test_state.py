@@ -245,7 +245,7 @@ def test_a_heartbeat_of_who_ignores_its_end_holds_for_the_patience_alone(client,
 
 def test_a_claim_past_the_deadline_is_the_reapers(client, store):
     rollout_id = submit(store)
-    client.hset(keys.record(rollout_id), "deadline", 1)
+    client.hset(keys.record(rollout_id), "deadline", client.time()[0] * 1000)
     assert store.claim(rollout_id, 1, Stage.INIT, "w") == "overdue"
     assert [item.action for item in store.overdue()] == ["ended"], "at once, not when it would be rung for"
     assert store.get(rollout_id).state is State.TIMED_OUT
