@@ -130,4 +130,4 @@ def test_prompts_whose_bytes_were_taken_are_not_asked_for_them_again(world):
         "mine", BatchRequest(prompts=[prompt], n=1, groups=1), "a", world.tenants.get("a").quota_bytes
     )
     settle(world.gate)
-    assert batches.get("mine").in_flight == 1
+    assert len(world.gate.rollouts.ids(tenant="a")) == 1
