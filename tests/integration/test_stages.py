@@ -233,13 +233,13 @@ def test_run_gives_its_backend_back_however_it_ends(worker):
 
 
 def test_a_stage_ends_at_its_own_time_limit(worker):
-    limits = Limits(init_timeout_s=0.1, run_timeout_s=0.1, max_attempts=2)
+    limits = Limits(init_timeout_s=0.1, max_attempts=2)
     slow = worker.submit(task={"init_s": 60.0}, limits=limits)
     assert not worker.does(Stage.INIT, slow)
     item = worker.store.get(slow)
     assert (item.state, item.attempt) == (State.QUEUED, 2), "a time-out of INIT is tried again"
     assert any("init_timeout_s = 0.1" in note.text for note in item.notes)
-    cut = worker.submit(task={"run_s": 60.0}, limits=limits)
+    cut = worker.submit(task={"run_s": 60.0}, limits=Limits(run_timeout_s=0.1))
     assert [worker.does(stage, cut) for stage in Stage] == [True, True, False]
     item = worker.store.get(cut)
     assert (item.state, item.reward, item.drop) == (State.TIMED_OUT, 1.0, False), "what was reached is scored"
