@@ -13,9 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollout.policy import PolicyStatus, PolicyUpdate, UpdateState
-from rollout.schema import Backend, Rollout, State
-from rollout.trajectory import Message, Segment
+from rollout.schema import Backend, Message, PolicyStatus, PolicyUpdate, Rollout, Segment, State, UpdateState
 
 STATE_STYLE = {
     State.COMPLETED: "green",

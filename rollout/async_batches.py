@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
-from rollout.batch import (
+from rollout.errors import ApiError
+from rollout.http import Gateway, Polls
+from rollout.schema import (
     MAX_PROMPTS_PER_CALL,
     Batch,
     BatchList,
@@ -22,10 +24,9 @@ from rollout.batch import (
     GroupPage,
     PromptsRequest,
     PromptsResponse,
+    RolloutRequest,
+    new_id,
 )
-from rollout.errors import ApiError
-from rollout.http import Gateway, Polls
-from rollout.schema import RolloutRequest, new_id
 
 GroupInclude = Literal["trajectory", "arrays", "summary", "verdicts"]
 MAX_CALL_BYTES = 8 << 20

@@ -17,19 +17,24 @@ from urllib.parse import quote
 import httpx
 
 from rollout.async_batches import AsyncBatches, GroupInclude
-from rollout.batch import BatchRequest, Group
 from rollout.errors import ApiError, Unavailable, WaitTimeout
-from rollout.fleet import Fleet
 from rollout.http import RETRIED_STATUS, Gateway, Polls, backoff_s, include_of, leave_arrays, problem_of
-from rollout.policy import Canary, PauseMode, PolicyRequest, PolicyStatus, PolicyUpdate
 from rollout.schema import (
     MAX_ROLLOUTS_PER_CALL,
     AckResponse,
     Backend,
     BackendRequest,
+    BatchRequest,
+    Canary,
     CompletionPage,
     DrainRequest,
+    Fleet,
+    Group,
     HandlerInfo,
+    PauseMode,
+    PolicyRequest,
+    PolicyStatus,
+    PolicyUpdate,
     Rollout,
     RolloutPage,
     RolloutRequest,

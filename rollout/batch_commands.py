@@ -6,8 +6,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rollout.batch import Batch
 from rollout.client import Client
+from rollout.schema import Batch
 
 out = Console()
 url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")

@@ -21,8 +21,7 @@ from rollout import __version__, _render
 from rollout.archive_commands import archive
 from rollout.batch_commands import batches
 from rollout.client import Client, RolloutError
-from rollout.policy import Canary, LoraAdapter, UpdateState
-from rollout.schema import Rollout, State
+from rollout.schema import Canary, LoraAdapter, Rollout, State, UpdateState
 from rollout.submit_commands import submit, tasks
 from rollout.top_command import top
 

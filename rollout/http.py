@@ -17,9 +17,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from rollout import account
-from rollout.batch import GroupPage
 from rollout.errors import AddressError, ApiError, ApiKeyError, RolloutError, Unavailable
-from rollout.schema import CompletionPage, Problem, Rollout
+from rollout.schema import CompletionPage, GroupPage, Problem, Rollout
 
 if TYPE_CHECKING:
     from rollout.arrays import Record
@@ -312,7 +311,7 @@ def read_rollouts(response: httpx.Response, model: type[M], *, arrays_only: bool
     text: str | bytes = response.content
     records: dict[str, Record] = {}
     if response.headers.get("content-type", "").startswith("application/msgpack"):
-        from rollout.wire import WireError, unpack_answer
+        from rollout.arrays import WireError, unpack_answer
 
         try:
             text, records = unpack_answer(response.content)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollout.batch import Batch
-from rollout.schema import Rollout, RolloutRequest
+from rollout.schema import Batch, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     from rollout.async_client import Requests

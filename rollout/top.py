@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.batch import Batch
 from rollout.client import Client
 from rollout.errors import ApiError
-from rollout.fleet import Fleet
-from rollout.schema import TERMINAL_STATES, Backend, CompletionPage, Rollout, State
+from rollout.schema import TERMINAL_STATES, Backend, Batch, CompletionPage, Fleet, Rollout, State
 
 WINDOW_S = 15.0
 """Rates are over so many seconds: steady enough to read, and the numbers of backends come every 5 s."""

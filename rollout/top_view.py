@@ -11,9 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout._render import _backend_state, number, state_text
-from rollout.batch import Batch
-from rollout.fleet import Fleet, NodeLoad
-from rollout.schema import Backend, Rollout
+from rollout.schema import Backend, Batch, Fleet, NodeLoad, Rollout
 from rollout.top import Look
 
 BAR = 12

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rollout import wire
+from rollout import arrays
 from rollout.client import AsyncClient, Client, Unavailable
 from rollout.schema import Rollout, RolloutRequest, State
 from rollout.trajectory import Chain, Segment, Trajectory
@@ -45,8 +45,8 @@ def answer_with(left: Trajectory) -> bytes:
         updated_at=now,
         deadline_at=now + 60,
     )
-    record = wire.encode(left)
-    return b"".join(wire.PackedAnswer(rollout.model_dump_json(), {"a": len(record)}, [record]))
+    record = arrays.encode(left)
+    return b"".join(arrays.PackedAnswer(rollout.model_dump_json(), {"a": len(record)}, [record]))
 
 
 LARGE = trajectory(150_000)
@@ -82,7 +82,7 @@ class Sender:
     def send(self, handler: BaseHTTPRequestHandler, way: str) -> None:
         body = gzip.compress(self.body, 0) if way == "gzip" else self.body
         handler.send_response(200)
-        handler.send_header("content-type", wire.MEDIA_TYPE)
+        handler.send_header("content-type", arrays.MEDIA_TYPE)
         if way == "chunked":
             handler.send_header("transfer-encoding", "chunked")
             body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout import wire
+from rollout import arrays
 from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.dispatch import _expand
@@ -123,8 +123,8 @@ def test_records_are_passed_on_once_a_rollout_has_ended_and_are_there_before(cli
     run_to_evaluating(store, live, trajectory(70))
     found = {rollout.id: record for rollout, record in store.get_records([done, live, "nobody", new])}
     assert found.keys() == {done, live, new} and found[new] is None
-    assert wire.decode(found[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
-    assert [wire.decode(one).trajectory() for one in store.records({done: found[done]})] == [trajectory()]
+    assert arrays.decode(found[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
+    assert [arrays.decode(one).trajectory() for one in store.records({done: found[done]})] == [trajectory()]
     assert list(store.get_records([done], tenant="somebody-else")) == []
 
 
