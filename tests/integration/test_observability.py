@@ -15,7 +15,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from rollout import _render
+from rollout.cli import render as _render
 from rollout.schema import RolloutRequest, Stage, State
 from services import logs
 from services.dispatch import _expand

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from rollout.cli.common import out, url_option
 from rollout.client import Client
 from rollout.schema import Batch
 
-out = Console()
-url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
 batch_id = click.argument("batch_id", metavar="ID")
 
 

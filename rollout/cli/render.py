@@ -312,7 +312,7 @@ def backends_table(backends: Sequence[Backend]) -> Table:
         stats = backend.stats
         table.add_row(
             Text(backend.id),
-            _backend_state(backend),
+            backend_state(backend),
             Text(backend.url),
             Text(backend.model),
             f"{backend.engine} ({backend.api})" if backend.engine != backend.api else backend.engine,
@@ -327,7 +327,7 @@ def backends_table(backends: Sequence[Backend]) -> Table:
     return table
 
 
-def _backend_state(backend: Backend) -> Text:
+def backend_state(backend: Backend) -> Text:
     if not backend.healthy:
         return Text(f"unhealthy: {_shorten(backend.error or 'no reason given', 60)}", style="red")
     states = [name for name in ("draining", "paused") if getattr(backend, name)]

@@ -10,9 +10,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from rollout._render import _backend_state, number, state_text
+from rollout.cli.render import backend_state, number, state_text
+from rollout.cli.top_look import Look
 from rollout.schema import Backend, Batch, Fleet, NodeLoad, Rollout
-from rollout.top import Look
 
 BAR = 12
 GAP = 2
@@ -177,7 +177,7 @@ def _backends(rows: Sequence[Backend], tokens: dict[str, float]) -> Sheet:
             call = stats.request_seconds / stats.requests
         table.add_row(
             Text(one.id),
-            _backend_state(one),
+            backend_state(one),
             Text(one.model.rpartition("/")[2]),
             Text(one.policy_version or "–"),
             str(one.live_rollouts),
