@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from urllib.parse import quote
 
 from rollout.errors import ApiError
-from rollout.http import Gateway, Polls
+from rollout.http import Gateway, Polls, parts_of
 from rollout.schema import (
     MAX_PROMPTS_PER_CALL,
     Batch,
@@ -29,8 +29,6 @@ from rollout.schema import (
 )
 
 GroupInclude = Literal["trajectory", "arrays", "summary", "verdicts"]
-MAX_CALL_BYTES = 8 << 20
-"""Body size at which prompts are split, well under the gateway's default limit of 32 MiB."""
 AHEAD = 3
 """Pages on their way at once: together with the one that the caller has, what a batch takes of memory."""
 LARGE = ("trajectory", "arrays")
@@ -251,14 +249,6 @@ def _path(batch_id: str, rest: str = "") -> str:
 
 
 def _parts(prompts: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
-    """Prompts by calls: at most 1,000 of them and 8 MiB each."""
-    parts: list[list[RolloutRequest]] = [[]]
-    size = 0
-    for prompt in prompts:
-        length = len(prompt.model_dump_json(exclude_defaults=True))
-        if parts[-1] and (len(parts[-1]) == MAX_PROMPTS_PER_CALL or size + length > MAX_CALL_BYTES):
-            parts.append([])
-            size = 0
-        parts[-1].append(prompt)
-        size += length
-    return parts
+    """Prompts by calls: at most 1,000 of them and 8 MiB each; one part without any where there are none."""
+    parts = parts_of(prompts, lambda _: 1, MAX_PROMPTS_PER_CALL)
+    return [[prompt for prompt, _ in part] for part in parts] or [[]]

@@ -18,7 +18,16 @@ import httpx
 
 from rollout.async_batches import AsyncBatches, GroupInclude
 from rollout.errors import ApiError, Unavailable, WaitTimeout
-from rollout.http import RETRIED_STATUS, Gateway, Polls, backoff_s, include_of, leave_arrays, problem_of
+from rollout.http import (
+    RETRIED_STATUS,
+    Gateway,
+    Polls,
+    backoff_s,
+    include_of,
+    leave_arrays,
+    parts_of,
+    problem_of,
+)
 from rollout.schema import (
     MAX_ROLLOUTS_PER_CALL,
     AckResponse,
@@ -49,8 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rollout")
 
-MAX_CALL_BYTES = 8 << 20
-"""Body size at which a submission is split, well under the gateway's default limit of 32 MiB."""
 PAGE = 50
 """Rollouts asked for at once from the stream of completions; a long trajectory is 1 MB of JSON."""
 SILENCE_S = 60.0
@@ -105,7 +112,8 @@ class AsyncClient(Gateway):
         """
         requests = await self._aside(lambda: with_ids(requests_in(requests)))
         accepted: Accepted = []
-        for body in bodies_of(requests):
+        for part in parts_of(requests, lambda request: request.n, MAX_ROLLOUTS_PER_CALL):
+            body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
             answer = await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)
             accepted += answer.rollouts
         return accepted
@@ -166,7 +174,7 @@ class AsyncClient(Gateway):
         if len(chosen) != 1:
             names = " and ".join(chosen) or "none of them"
             raise ValueError(f"cancel_many takes one of ids, group_id and tag; got {names}")
-        bodies = [chosen] if ids is None else [{"ids": part} for part in parts_of(ids)]
+        bodies = [chosen] if ids is None else [{"ids": part} for part in ids_by_calls(ids)]
         total = {"cancelled": 0, "already_ended": 0}
         for body in bodies:
             answer = await self.fetch_json("POST", "/v1/rollouts/cancel", body=json.dumps(body).encode())
@@ -177,7 +185,7 @@ class AsyncClient(Gateway):
     async def ack(self, ids: Iterable[str]) -> AckResponse:
         """Say that results have arrived for good: their trajectories may be freed early."""
         total = AckResponse(acknowledged=0, already_acknowledged=0, not_ended=0, unknown=0)
-        for part in parts_of(ids):
+        for part in ids_by_calls(ids):
             body = json.dumps({"ids": part}).encode()
             answer = await self.fetch(AckResponse, "POST", "/v1/rollouts/ack", body=body)
             for name in AckResponse.model_fields:
@@ -611,23 +619,7 @@ def with_ids(requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
     return [r if r.id else r.model_copy(update={"id": new_id()}) for r in requests]
 
 
-def bodies_of(requests: Sequence[RolloutRequest]) -> list[bytes]:
-    """Bodies of as few calls as hold the requests, in order: at most 1,000 rollouts and 8 MiB each."""
-    bodies: list[list[bytes]] = []
-    count = size = 0
-    for request in requests:
-        part = request.model_dump_json(exclude_defaults=True).encode()
-        too_many = count + request.n > MAX_ROLLOUTS_PER_CALL
-        if not bodies or too_many or size + len(part) > MAX_CALL_BYTES:
-            bodies.append([])
-            count = size = 0
-        bodies[-1].append(part)
-        count += request.n
-        size += len(part)
-    return [b'{"requests":[' + b",".join(parts) + b"]}" for parts in bodies]
-
-
-def parts_of(ids: Iterable[str]) -> Iterator[list[str]]:
+def ids_by_calls(ids: Iterable[str]) -> Iterator[list[str]]:
     """Ids by calls, 1,000 in each."""
     every = [*ids]
     for start in range(0, len(every), MAX_ROLLOUTS_PER_CALL):

@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rollout.cli.render import backend_state, number, state_text
+from rollout.cli.render import backend_state, end_of, engine_columns, note_of, number, state_text
+from rollout.cli.sheet import Column, Sheet, or_dash
 from rollout.cli.top_look import Look
 from rollout.schema import Backend, Batch, Fleet, NodeLoad, Rollout
 
 BAR = 12
-GAP = 2
 """Characters."""
 STAGE_ROWS = 5
 """Lines of the first table, which is always shown whole: its head, three stages, a blank."""
@@ -105,119 +104,72 @@ def _warnings(fleet: Fleet) -> list[str]:
     return found
 
 
-class Sheet:
-    """A table that leaves out columns where the window is narrow, rather than cut all of them."""
-
-    def __init__(self, *columns: str, left: Sequence[str] = (), first_out: Sequence[str] = ()) -> None:
-        """
-        Args:
-            left: Columns of text; the others are numbers.
-            first_out: Columns that may be left out, in this order.
-        """
-        self._columns = columns
-        self._left = left
-        self._first_out = first_out
-        self._rows: list[list[Text]] = []
-
-    def add_row(self, *cells: str | Text) -> None:
-        self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = [[Text(name) for name in self._columns], *self._rows]
-        widths = {name: max(row[i].cell_len for row in rows) + GAP for i, name in enumerate(self._columns)}
-        for name in self._first_out:
-            if sum(widths.values()) - GAP <= options.max_width:
-                break
-            del widths[name]
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0))
-        for name in widths:
-            justify = "left" if name in self._left else "right"
-            table.add_column(name.strip(), justify=justify, no_wrap=True, overflow="ellipsis")
-        for row in self._rows:
-            table.add_row(*(cell for cell, name in zip(row, self._columns, strict=True) if name in widths))
-        yield table
-
-
 def _bar(busy: int, slots: int) -> Text:
     full = min(BAR, round(BAR * busy / slots)) if slots else 0
     return Text.assemble(("█" * full, "green"), ("░" * (BAR - full), "dim"))
 
 
+def _count(workers: int) -> str | Text:
+    return str(workers) if workers else Text("0", "bold red")
+
+
 def _stages(look: Look) -> Sheet:
-    table = Sheet(
-        *("stage", "workers", "slots", "busy", " ", "waiting", "ended/s", "mean"),
-        left=("stage", " "),
-        first_out=(" ", "mean", "workers"),
-    )
-    for name, load in look.fleet.stages.items():
-        rate = look.stages_per_s.get(name)
-        table.add_row(
-            name,
-            str(load.workers) if load.workers else Text("0", "bold red"),
-            str(load.slots),
-            str(load.busy),
-            _bar(load.busy, load.slots),
-            str(load.waiting),
-            "–" if rate is None else f"{rate:.3g}",
-            f"{load.seconds / load.ended:.2f} s" if load.ended else "–",
-        )
-    return table
+    columns = [
+        Column("stage", lambda row: row[0]),
+        Column(
+            "workers", lambda row: str(row[1].workers) if row[1].workers else Text("0", "bold red"), True, 3
+        ),
+        Column("slots", lambda row: str(row[1].slots), True),
+        Column("busy", lambda row: str(row[1].busy), True),
+        Column(" ", lambda row: _bar(row[1].busy, row[1].slots), drop=1),
+        Column("waiting", lambda row: str(row[1].waiting), True),
+        Column("ended/s", lambda row: or_dash(look.stages_per_s.get(row[0]), "{:.3g}"), True),
+        Column(
+            "mean", lambda row: f"{row[1].seconds / row[1].ended:.2f} s" if row[1].ended else "–", True, 2
+        ),
+    ]
+    return Sheet(columns, [*look.fleet.stages.items()])
 
 
 def _backends(rows: Sequence[Backend], tokens: dict[str, float]) -> Sheet:
-    texts = ("id", "state", "model", "weights")
-    numbers = ("rollouts", "running", "waiting", "cache", "cached", "tokens/s", "call")
-    out = ("call", "cached", "weights", "cache", "waiting", "running", "model")
-    table = Sheet(*texts, *numbers, left=texts, first_out=out)
-    for one in rows:
-        stats = one.stats
-        rate = tokens.get(one.id)
-        call = None
-        if stats is not None and stats.requests and stats.request_seconds is not None:
-            call = stats.request_seconds / stats.requests
-        table.add_row(
-            Text(one.id),
-            backend_state(one),
-            Text(one.model.rpartition("/")[2]),
-            Text(one.policy_version or "–"),
-            str(one.live_rollouts),
-            _or_dash(stats and stats.running),
-            _or_dash(stats and stats.waiting),
-            _or_dash(stats and stats.kv_usage, "{:.0%}"),
-            _or_dash(stats and stats.cached_ratio, "{:.0%}"),
-            _or_dash(rate, "{:.0f}"),
-            _or_dash(call, "{:.2g} s"),
-        )
-    return table
+    def call_s(backend: Backend) -> float | None:
+        stats = backend.stats
+        if stats is None or not stats.requests or stats.request_seconds is None:
+            return None
+        return stats.request_seconds / stats.requests
 
-
-def _or_dash(value: float | None, form: str = "{}") -> str:
-    return "–" if value is None else form.format(value)
+    columns = [
+        Column("id", lambda backend: backend.id),
+        Column("state", backend_state),
+        Column("model", lambda backend: backend.model.rpartition("/")[2], drop=7),
+        Column("weights", lambda backend: backend.policy_version or "–", drop=3),
+        Column("rollouts", lambda backend: str(backend.live_rollouts), True),
+        *engine_columns(running=6, waiting=5, cache=4, cached=2),
+        Column("tokens/s", lambda backend: or_dash(tokens.get(backend.id), "{:.0f}"), True),
+        Column("call", lambda backend: or_dash(call_s(backend), "{:.2g} s"), True, 1),
+    ]
+    return Sheet(columns, rows)
 
 
 def _nodes(rows: Sequence[NodeLoad]) -> Sheet:
-    table = Sheet(
-        *("node", "stages", "slots", "busy", " ", "sandboxes", "warm", "disk", "memory", "note"),
-        left=("node", "stages", " ", "note"),
-        first_out=(" ", "warm", "stages", "memory", "disk", "sandboxes"),
-    )
-    for one in rows:
-        note = Text("; ".join(one.stopped), "red")
-        if one.waits_for_run and not one.stopped:
-            note = Text("INIT waits for RUN", "yellow")
-        table.add_row(
-            Text(one.node),
-            " ".join(one.stages) or Text("no worker", "red"),
-            str(one.slots),
-            str(one.busy),
-            _bar(one.busy, one.slots),
-            _or_dash(one.sandboxes),
-            _or_dash(one.warm),
-            _gib(one.free_disk),
-            _gib(one.free_memory),
-            note,
-        )
-    return table
+    def note(node: NodeLoad) -> Text:
+        if node.waits_for_run and not node.stopped:
+            return Text("INIT waits for RUN", "yellow")
+        return Text("; ".join(node.stopped), "red")
+
+    columns = [
+        Column("node", lambda node: node.node),
+        Column("stages", lambda node: " ".join(node.stages) or Text("no worker", "red"), drop=3),
+        Column("slots", lambda node: str(node.slots), True),
+        Column("busy", lambda node: str(node.busy), True),
+        Column(" ", lambda node: _bar(node.busy, node.slots), drop=1),
+        Column("sandboxes", lambda node: or_dash(node.sandboxes), True, 6),
+        Column("warm", lambda node: or_dash(node.warm), True, 2),
+        Column("disk", lambda node: _gib(node.free_disk), True, 5),
+        Column("memory", lambda node: _gib(node.free_memory), True, 4),
+        Column("note", note),
+    ]
+    return Sheet(columns, rows)
 
 
 def _gib(size: int | None) -> str:
@@ -225,41 +177,30 @@ def _gib(size: int | None) -> str:
 
 
 def _batches(rows: Sequence[Batch]) -> Sheet:
-    table = Sheet(
-        *("id", "state", "kept", "open", "filtered", "in flight", "prompts"),
-        left=("id", "state"),
-        first_out=("prompts", "filtered", "open", "in flight"),
-    )
-    for one in rows:
-        state = "paused" if one.paused and not one.state.ended else one.state.value
-        table.add_row(
-            Text(one.id),
-            Text(state, "dim" if one.state.ended else "green"),
-            f"{one.kept} of {one.wanted}",
-            str(one.open),
-            str(one.filtered),
-            str(one.in_flight),
-            str(one.waiting_prompts),
-        )
-    return table
+    def state(batch: Batch) -> Text:
+        word = "paused" if batch.paused and not batch.state.ended else batch.state.value
+        return Text(word, "dim" if batch.state.ended else "green")
+
+    columns = [
+        Column("id", lambda batch: batch.id),
+        Column("state", state),
+        Column("kept", lambda batch: f"{batch.kept} of {batch.wanted}", True),
+        Column("open", lambda batch: str(batch.open), True, 3),
+        Column("filtered", lambda batch: str(batch.filtered), True, 2),
+        Column("in flight", lambda batch: str(batch.in_flight), True, 4),
+        Column("prompts", lambda batch: str(batch.waiting_prompts), True, 1),
+    ]
+    return Sheet(columns, rows)
 
 
 def _recent(rows: Sequence[Rollout], now: float) -> Sheet:
-    table = Sheet(
-        *("ago", "id", "handler", "state", "reward", "seconds", "note"),
-        left=("id", "handler", "state", "note"),
-        first_out=("note", "handler", "seconds", "ago"),
-    )
-    for one in rows:
-        end = one.finished_at or one.updated_at
-        note = one.error.message if one.error else one.drop_reason or ""
-        table.add_row(
-            f"{max(0.0, now - end):.0f} s",
-            Text(one.id),
-            Text(one.handler),
-            state_text(one.state),
-            number(one.reward),
-            f"{end - one.created_at:.1f}",
-            Text(note.splitlines()[0] if note else ""),
-        )
-    return table
+    columns = [
+        Column("ago", lambda rollout: f"{max(0.0, now - end_of(rollout)):.0f} s", True, 4),
+        Column("id", lambda rollout: rollout.id),
+        Column("handler", lambda rollout: rollout.handler, drop=2),
+        Column("state", lambda rollout: state_text(rollout.state)),
+        Column("reward", lambda rollout: number(rollout.reward), True),
+        Column("seconds", lambda rollout: f"{end_of(rollout) - rollout.created_at:.1f}", True, 3),
+        Column("note", note_of, drop=1),
+    ]
+    return Sheet(columns, rows)
