@@ -249,14 +249,14 @@ class Gateway:
 class Polls:
     """Long-polls up to a time limit: how long each may take, and when it is over."""
 
-    def __init__(self, timeout: float | None, longest: float = LONG_POLL_S) -> None:
+    def __init__(self, timeout: float | None, longest: float | None = None) -> None:
         """
         Args:
             timeout: Seconds from now on; None = no limit.
-            longest: Seconds of one long-poll.
+            longest: Seconds of one long-poll; None = `LONG_POLL_S`.
         """
         self._end = None if timeout is None else time.monotonic() + timeout
-        self._longest = longest
+        self._longest = LONG_POLL_S if longest is None else longest
         self._began = 0.0
 
     @property
