@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,11 +31,12 @@ from services.gateway.routes.rollouts import CancelRequest
 from services.settings import Settings
 from services.state.api_keys import Scope
 from services.state.rollouts import Claim, Finish, RolloutStore
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.tenants import World
 from workers.archive import Archiver
 from workers.batches import Batcher
 
-EXAMPLES = 400 if os.environ.get("CHAOS_LONG") else 20
+EXAMPLES = CHAOS("examples of a body", short=20, long=400)
 MODELS = {
     "/v1/rollouts": (RolloutRequest, SubmitRequest),
     "/v1/batches": (BatchRequest,),
