@@ -84,15 +84,12 @@ def shared(nodeid: str) -> str | None:
     return next((name for name, files in SHARED.items() if nodeid.startswith(files)), None)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
     """A server that is started in every process costs more than most tests."""
-    for item in items:
-        for name in SERVERS.intersection(item.fixturenames):
-            fixture = item._fixtureinfo.name2fixturedefs[name][-1]
-            if fixture.scope in ("session", "package") and shared(item.nodeid) is None:
-                raise pytest.UsageError(
-                    f"{item.nodeid} uses {name!r}: add its file to SHARED in tests/conftest.py"
-                )
+    for name in SERVERS.intersection(item.fixturenames) if shared(item.nodeid) is None else ():
+        if item._fixtureinfo.name2fixturedefs[name][-1].scope in ("session", "package"):
+            pytest.fail(f"it uses {name!r}: add its file to SHARED in tests/conftest.py", pytrace=False)
 
 
 SECONDS = {
