@@ -373,7 +373,8 @@ def test_a_wait_is_measured_apart_from_the_work():
     async def body():
         async with scorers() as pool:
             started = time.monotonic()
-            await pool.score(f"{MODULE}:sleep", 0.01, timeout_s=PATIENCE_S)
+            # The worker counts from when it hears of the start, which on a busy machine it does late.
+            await pool.score(f"{MODULE}:sleep", 0.3, timeout_s=PATIENCE_S)
             return time.monotonic() - started
 
     registry = CollectorRegistry()
