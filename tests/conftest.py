@@ -113,6 +113,7 @@ SECONDS = {
     "tests/integration/test_placement_fleet.py": 25.0,
     "tests/integration/test_policy_updates.py": 7.0,
     "tests/integration/test_recovery.py": 10.0,
+    "tests/integration/test_rollouts.py": 15.0,
     "tests/integration/test_training.py": 20.0,
     "tests/local/": 8.0,
     "tests/sandbox/": 0.5,
@@ -121,6 +122,8 @@ SECONDS = {
     "tests/slurm/": 1.0,
     "tests/slurm/test_cluster": 8.0,
     "tests/swe/": 2.5,
+    "tests/unit/test_scoring.py": 1.0,
+    "tests/unit/test_swe_controls.py": 0.6,
 }
 """About what a test takes there, the longest name first; 0.2 s elsewhere. Only for the order."""
 
