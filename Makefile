@@ -51,7 +51,7 @@ test: setup-tests lint ## set up, check style and run all tests (PYTEST_ARGS="-k
 
 # One rollout through the whole service, beside what needs no service: in a minute.
 check: setup-tests lint ## check style, run the unit tests and one real rollout
-	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS) tests/unit tests/client \
+	@$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS) tests/unit tests/client \
 	  "tests/integration/test_rollouts.py::test_a_trajectory_is_exactly_what_the_engine_saw_and_sampled[embedded]"
 
 long: setup-tests ## list what only the long forms of tests cover, and the commands that run them
