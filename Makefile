@@ -8,7 +8,7 @@ PYTEST_PROCESSES ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test lint bench soak chaos slurm-dev slurm-test clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench idle soak chaos slurm-dev slurm-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,12 +46,16 @@ down: ## end what `make up` started
 setup-tests: ## all of these: what the tests need
 	@deploy/setup/setup.sh tests
 
-# Four processes on two processors now and then cost a lease or a time limit. What failed so is said, and runs once
-# more with nothing beside it; what fails again, has failed.
 test: setup-tests lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
-	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS) || { \
-	  [ $$? -eq 1 ] && echo "What failed beside others, alone:" && \
-	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 $(PYTEST_ARGS); }
+	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS)
+
+# One rollout through the whole service, beside what needs no service: in a minute.
+check: setup-tests lint ## check style, run the unit tests and one real rollout
+	@$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS) tests/unit tests/client \
+	  "tests/integration/test_rollouts.py::test_a_trajectory_is_exactly_what_the_engine_saw_and_sampled[embedded]"
+
+long: setup-tests ## list what only the long forms of tests cover, and the commands that run them
+	@$(BIN)/python -m tests.helpers.long_forms
 
 lint: setup ## check style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -60,12 +64,17 @@ bench: setup-bench ## run every benchmark; each ends with one JSON object
 	@for file in benchmarks/[a-z]*.py; do name=$${file#benchmarks/}; \
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
 
+idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else
+	@TEST_IDLE=1 $(BIN)/python -m pytest -k "cancel or long_poll or woken or demo_shows" \
+	  tests/integration/test_cancel.py tests/integration/test_api.py tests/integration/test_bad_input.py \
+	  tests/local/test_stack.py
+
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes
 
 chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (20 minutes)
 	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \
-	  tests/integration/test_openapi_fuzz.py --timeout 1800
+	  tests/integration/test_openapi_fuzz.py tests/integration/test_contract_values.py --timeout 1800
 	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
 	@$(BIN)/python -m tests.chaos.soak --rollouts 500 --real
 

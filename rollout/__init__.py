@@ -5,15 +5,17 @@ Nothing in this package imports Flask, Celery, Redis or torch.
 
 from rollout.schema import (
     Blame,
+    Chain,
     Limits,
     Rollout,
     RolloutRequest,
     SamplingParams,
+    Segment,
     Stage,
     State,
+    Trajectory,
     Webhook,
 )
-from rollout.trajectory import Chain, Segment, Trajectory
 
 __all__ = [
     "AsyncClient",

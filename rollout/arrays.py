@@ -1,15 +1,286 @@
-"""Flat NumPy views of a trajectory: `rollout.arrays`, for trainers that want no Python lists."""
+"""Trajectories as typed arrays: the record that Redis keeps and that answers carry, and NumPy's view of it.
+
+A record is a msgpack map:
+
+    v         version of the form, 1
+    chains    one map a chain:
+                ids       bin: int32, little-endian, every token of the chain
+                logprobs  bin: one number a token from the first sampled one on, 0.0 where none was sampled
+                width     bytes of such a number: 4 (float32) or 8 (float64), little-endian
+                runs      [tokens, version] a segment; version indexes `versions`, -1 = not sampled
+    versions  policy versions, str or nil
+    document  everything else: the trajectory's JSON without `token_ids` and `logprobs`; str, or bin = zlib
+
+Nothing is rounded: log-probs go as float32 only where that is exact, as it is for engines, which compute
+them as float32; else as float64. The rest stays JSON, so that one model validates both forms.
+
+An answer is a msgpack map `{v, json, ids, records}`: the JSON answer with its trajectories left out, and
+records in the order of their rollouts' ids.
+"""
 
 from __future__ import annotations
 
+import sys
+import zlib
+from array import array
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from rollout.trajectory import Trajectory
-from rollout.wire import NOT_SAMPLED, ChainRecord, Record, decode, encode
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder
+from pydantic_core import from_json
+
+from rollout.schema import Chain, Trajectory
 
 if TYPE_CHECKING:
     import numpy as np
+
+MEDIA_TYPE = "application/msgpack"
+VERSION = 1
+"""Of records."""
+ANSWER_VERSION = 2
+NOT_SAMPLED = -1
+LEAST_COMPRESSED = 1024
+"""Bytes; a shorter document gains next to nothing."""
+LEVEL = 1
+"""Of zlib: messages are text, of which higher levels save a few percent more for twice the time."""
+
+_LOGPROB = {4: "f", 8: "d"}
+_LEFT_OUT = {"chains": {"__all__": {"segments": {"__all__": {"token_ids", "logprobs"}}}}}
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """Bytes are no record or answer that this release can read; the message says why."""
+
+
+# ---------------------------------------------------------------------------------- records
+
+
+class ChainRecord(Struct, frozen=True):
+    """One chain, its arrays still bytes."""
+
+    ids: bytes
+    logprobs: bytes
+    width: Literal[4, 8]
+    runs: list[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=NOT_SAMPLED)]]]
+    """Tokens of each segment, and the index of its policy version or -1."""
+
+    def __post_init__(self) -> None:
+        tokens = sum(length for length, _ in self.runs)
+        if len(self.ids) != 4 * tokens or len(self.logprobs) != (tokens - self.prompt_tokens) * self.width:
+            raise ValueError(f"the arrays do not have the length of its {tokens} tokens")
+
+    @property
+    def first_sampled(self) -> int:
+        """Segments before the first sampled one."""
+        sampled = (at for at, (_, version) in enumerate(self.runs) if version != NOT_SAMPLED)
+        return next(sampled, len(self.runs))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first sampled one."""
+        return sum(tokens for tokens, _ in self.runs[: self.first_sampled])
+
+    def fill(self, segments: list[dict[str, Any]]) -> None:
+        """Put ids and log-probs back into the segments of a document."""
+        ids, logprobs = _unpacked("i", self.ids), _unpacked(_LOGPROB[self.width], self.logprobs)
+        at, first = 0, self.prompt_tokens
+        for segment, (tokens, version) in zip(segments, self.runs, strict=True):
+            segment["token_ids"] = ids[at : at + tokens]
+            if version != NOT_SAMPLED:
+                segment["logprobs"] = logprobs[at - first : at - first + tokens]
+            at += tokens
+
+
+class Record(Struct, frozen=True):
+    """A trajectory as it is stored, its arrays still bytes."""
+
+    v: int
+    chains: list[ChainRecord]
+    versions: list[str | None]
+    document: Any
+    """JSON: str, or bytes compressed by zlib; msgspec knows no such union."""
+
+    def __post_init__(self) -> None:
+        if any(version >= len(self.versions) for chain in self.chains for _, version in chain.runs):
+            raise ValueError("its table names a policy version that is not there")
+
+    def trajectory(self) -> Trajectory:
+        """The trajectory with Python lists, equal to that of the JSON answer.
+
+        Raises:
+            WireError: The document is damaged.
+            ValidationError: It is no trajectory.
+        """
+        try:
+            text = zlib.decompress(self.document) if isinstance(self.document, bytes) else self.document
+            document = from_json(text)
+            for chain, record in zip(document["chains"], self.chains, strict=True):
+                record.fill(chain["segments"])
+        except (zlib.error, ValueError, KeyError, TypeError) as error:
+            raise WireError(f"the document of a record is damaged: {error}") from error
+        return Trajectory.model_validate(document)
+
+
+def is_record(stored: bytes) -> bool:
+    """Whether these bytes begin as a record does, of this release or a newer one: as a msgpack map, which no
+    text does."""
+    return bool(stored) and stored[0] & 0xF0 == 0x80
+
+
+def encode(trajectory: Trajectory) -> bytes:
+    """The record of a trajectory.
+
+    Raises:
+        WireError: A token id does not fit into 32 bits, or a sampled segment lacks log-probs.
+    """
+    versions: dict[str | None, int] = {}
+    chains = [_chain_record(chain, versions) for chain in trajectory.chains]
+    document: str | bytes = trajectory.model_dump_json(exclude=_LEFT_OUT)
+    if len(document) >= LEAST_COMPRESSED:
+        document = zlib.compress(document.encode(), LEVEL)
+    return msgspec.msgpack.encode(Record(VERSION, chains, list(versions), document))
+
+
+def _chain_record(chain: Chain, versions: dict[str | None, int]) -> ChainRecord:
+    """The record of a chain, whose policy versions are entered into `versions`."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    runs = []
+    begun = False
+    for segment in chain.segments:
+        tokens = len(segment.token_ids)
+        ids += segment.token_ids
+        begun = begun or segment.sampled
+        if not segment.sampled:
+            runs.append((tokens, NOT_SAMPLED))
+            if begun:
+                logprobs += repeat(0.0, tokens)
+            continue
+        if segment.logprobs is None or len(segment.logprobs) != tokens:
+            raise WireError(f"a sampled segment of {tokens} tokens does not have as many log-probs")
+        runs.append((tokens, versions.setdefault(segment.policy_version, len(versions))))
+        logprobs += segment.logprobs
+    try:
+        packed_ids = _packed(array("i", ids))
+    except OverflowError as error:
+        raise WireError(f"a token id does not fit into 32 bits: {error}") from error
+    single = array("f", logprobs)
+    width = 4 if single.tolist() == logprobs else 8
+    packed_logprobs = _packed(single if width == 4 else array("d", logprobs))
+    return ChainRecord(packed_ids, packed_logprobs, width, runs)
+
+
+def _packed(numbers: array) -> bytes:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _unpacked(kind: str, raw: bytes) -> list[Any]:
+    numbers = array(kind, raw)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
+
+
+# ---------------------------------------------------------------------------------- answers
+
+
+class _Answer(Struct):
+    v: int
+    json: str
+    ids: list[str]
+    records: list[Record]
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.records):
+            raise ValueError(f"{len(self.records)} records of {len(self.ids)} rollouts")
+
+
+class PackedAnswer:
+    """The bytes of an answer, in pieces: to join them would copy every trajectory once more.
+
+    Its records are taken while it is sent, so that it needs no more memory than one of them.
+    """
+
+    def __init__(self, document: str, sizes: Mapping[str, int], records: Iterable[bytes]) -> None:
+        """
+        Args:
+            document: The JSON answer without trajectories.
+            sizes: Bytes of each record, by rollout id.
+            records: In the same order, as `encode` made them: they are passed on as they are.
+        """
+        head = msgspec.msgpack.encode({"v": ANSWER_VERSION, "json": document, "ids": [*sizes], "records": []})
+        # In place of the empty list that it ends with: how a list of so many begins (array 32).
+        self._head = head[:-1] + b"\xdd" + len(sizes).to_bytes(4, "big")
+        self._sizes, self._records = sizes, records
+        self.nbytes = len(self._head) + sum(sizes.values())
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The pieces, once.
+
+        Raises:
+            WireError: A record has not the size that was said: the answer is cut off, to be asked for again.
+        """
+        yield self._head
+        for (name, size), record in zip(self._sizes.items(), self._records, strict=True):
+            if len(record) != size:
+                raise WireError(f"rollout {name}: its record has {len(record)} bytes now, and not {size}")
+            yield record
+
+    def close(self) -> None:
+        """Let go of what the records are taken from; WSGI servers call it in the end."""
+        if isinstance(self._records, Generator):
+            self._records.close()
+
+
+# ---------------------------------------------------------------------------------- reading
+
+
+class _Version(Struct):
+    v: int
+
+
+_RECORDS, _ANSWERS, _VERSIONS = Decoder(Record), Decoder(_Answer), Decoder(_Version)
+
+
+def decode(raw: bytes) -> Record:
+    """The record in these bytes.
+
+    Raises:
+        WireError: It is damaged, or a newer release wrote it.
+    """
+    return _decode(_RECORDS, raw, "record", VERSION)
+
+
+def unpack_answer(raw: bytes) -> tuple[str, dict[str, Record]]:
+    """The JSON of an answer, and its records by rollout id.
+
+    Raises:
+        WireError: It is damaged, or a newer release wrote it.
+    """
+    answer = _decode(_ANSWERS, raw, "answer", ANSWER_VERSION)
+    return answer.json, dict(zip(answer.ids, answer.records, strict=True))
+
+
+def _decode(decoder: Decoder[T], raw: bytes, what: str, known: int) -> T:
+    try:
+        version = _VERSIONS.decode(raw).v
+        if version > known:
+            raise WireError(
+                f"{what} of version {version}; this release reads up to {known}: upgrade rollout-service"
+            )
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"{len(raw)} bytes are no {what} that can be read: {error}") from error
+
+
+# ---------------------------------------------------------------------------------- NumPy
 
 
 def _numpy():
@@ -25,8 +296,8 @@ def _numpy():
 class ChainArrays:
     """The arrays of one chain. They are read-only: copy what you want to change.
 
-    `prompt_ids`, `response_ids` and `logprobs` lie in the bytes of the answer itself; `loss_mask` and
-    `policy_versions` are spread out from its table of segments at the first look.
+    `prompt_ids`, `response_ids` and `logprobs` are views of the record; `loss_mask` and `policy_versions` are
+    spread out from its table of segments at the first look.
     """
 
     def __init__(self, record: ChainRecord, versions: list[str | None]) -> None:

@@ -1,55 +1,91 @@
-"""`AsyncClient`: the methods of `Client` as coroutines."""
+"""`AsyncClient`: the HTTP API as coroutines. `Client` (`rollout.sync`) is derived from it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import httpx
 
-from rollout import bodies
-from rollout import operations as op
-from rollout import policy_operations as policy_op
-from rollout.batch import BatchRequest, Group
-from rollout.batch_operations import GroupInclude
-from rollout.batches import AsyncBatches
-from rollout.calls import Begin, Join, Operation, Reply, Sleep, Step
-from rollout.connection import Accepted, Backends, Base, Handlers, Results, T, Wire, batch_steps, with_bar
-from rollout.operations import Include, Requests
-from rollout.policy import Canary, PauseMode, PolicyRequest, PolicyStatus, PolicyUpdate
+from rollout.async_batches import AsyncBatches, GroupInclude
+from rollout.errors import ApiError, Unavailable, WaitTimeout
+from rollout.http import (
+    RETRIED_STATUS,
+    Gateway,
+    Polls,
+    backoff_s,
+    include_of,
+    leave_arrays,
+    parts_of,
+    problem_of,
+)
 from rollout.schema import (
+    MAX_ROLLOUTS_PER_CALL,
     AckResponse,
     Backend,
     BackendRequest,
+    BatchRequest,
+    Canary,
     CompletionPage,
+    DrainRequest,
+    Fleet,
+    Group,
+    HandlerInfo,
+    PauseMode,
+    PolicyRequest,
+    PolicyStatus,
+    PolicyUpdate,
     Rollout,
     RolloutPage,
     RolloutRequest,
     State,
+    SubmitResponse,
+    Submitted,
+    new_id,
 )
-from rollout.sse import Follower
+
+if TYPE_CHECKING:
+    from rollout.progress import Meter
+
+log = logging.getLogger("rollout")
+
+PAGE = 50
+"""Rollouts asked for at once from the stream of completions; a long trajectory is 1 MB of JSON."""
+SILENCE_S = 60.0
+"""Seconds without news of a pending rollout after which some are asked for by id: the stream of completions
+is trimmed, and a caller that fell behind it must not wait for ever. Also the seconds without even a comment
+after which a connection of server-sent events counts as dead; the gateway sends one every 15."""
+PROBED = 16
+"""Rollouts asked for by id after such a silence."""
+NOT_FOUND = 404
+
+Include = Literal["trajectory", "arrays", "summary"]
+"""What comes with a rollout. `arrays`: `rollout.arrays` alone; `rollout.trajectory` is None, for to make
+Python lists of a long one takes longer than to fetch it."""
+Requests = RolloutRequest | Iterable[RolloutRequest]
+T = TypeVar("T")
+# Named here because the method `list` hides the builtin inside the class.
+Accepted = list[Submitted]
+Handlers = list[HandlerInfo]
+Backends = list[Backend]
+Results = list[Rollout]
 
 
-class AsyncClient(Base):
-    """`Client` for asyncio: the same methods, arguments and errors."""
+class AsyncClient(Gateway):
+    """Client for asyncio. Close it, or use it as an asynchronous context manager.
 
-    def __init__(
-        self,
-        base_url: str | None = None,
-        timeout: float = 30.0,
-        retry_for: float = 30.0,
-        api_key: str | None = None,
-        wire: Wire = "auto",
-    ) -> None:
-        super().__init__(base_url, timeout, retry_for, api_key, wire)
-        self._http = httpx.AsyncClient(**self._http_options)
-
-    __init__.__doc__ = Base.__init__.__doc__
-
-    async def close(self) -> None:
-        await self._http.aclose()
+    Every method may raise `ApiError` (the gateway refused; the message names the field) and
+    `Unavailable` (no gateway for `retry_for` seconds).
+    """
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -57,61 +93,54 @@ class AsyncClient(Base):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _perform(self, step: Step) -> Reply | asyncio.Task[Reply] | None:
-        if isinstance(step, Sleep):
-            await asyncio.sleep(step.seconds)
-            return None
-        if isinstance(step, Begin):
-            return asyncio.create_task(self._perform(step.call))
-        if isinstance(step, Join):
-            return await step.begun
-        try:
-            if not step.typed:
-                return await self._http.request(**self._request(step))
-            async with self._http.stream(**self._request(step)) as response:
-                await bodies.aread(response)
-            return response
-        except httpx.TransportError as error:
-            return error
-
-    async def _drive(self, operation: Operation[T]) -> T:
-        answer = None
-        while True:
-            try:
-                step = operation.send(answer)
-            except StopIteration as stop:
-                return stop.value
-            answer = await self._perform(step)
+    async def _aside(self, function: Callable[[], T]) -> T:
+        """Do what belongs to the caller: read the requests given, or call what is to be told."""
+        return function()
 
     @property
     def batches(self) -> AsyncBatches:
-        return AsyncBatches(self._drive, self._iterate, self.retry_for)
+        """Groups of rollouts with dynamic sampling."""
+        return AsyncBatches(self)
 
-    async def _iterate(self, stream: Generator[Step | T, Any, Any]) -> AsyncIterator[T]:
-        answer = None
-        while True:
-            try:
-                step = stream.send(answer)
-            except StopIteration:
-                return
-            answer = None
-            if isinstance(step, Step):
-                answer = await self._perform(step)
-            else:
-                yield step
+    # ------------------------------------------------------------------------------ rollouts
 
     async def submit(self, requests: Requests) -> Accepted:
-        return await self._drive(op.submit(requests, self.retry_for))
+        """Submit one request or many; the rollouts come back in the order of the requests.
+
+        Requests without an id get one before they are sent, so a retry creates nothing twice. More
+        than 1,000 rollouts are split into several calls, each of which is accepted or refused whole.
+        """
+        requests = await self._aside(lambda: with_ids(requests_in(requests)))
+        accepted: Accepted = []
+        for part in parts_of(requests, lambda request: request.n, MAX_ROLLOUTS_PER_CALL):
+            body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
+            answer = await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)
+            accepted += answer.rollouts
+        return accepted
 
     async def get(
         self, rollout_id: str, wait: float | None = None, include: Include = "trajectory"
     ) -> Rollout:
-        return await self._drive(op.get(rollout_id, wait, include, self.retry_for))
+        """One rollout. With `wait`, the answer comes when it has ended or after so many seconds."""
+        path = f"/v1/rollouts/{quote(rollout_id)}"
+        return await self.fetch_rollouts(Rollout, path, given(wait=wait), include, wait or 0.0)
 
     async def wait(
         self, rollout_id: str, timeout: float | None = None, include: Include = "trajectory"
     ) -> Rollout:
-        return await self._drive(op.wait(rollout_id, timeout, include, self.retry_for))
+        """Wait until a rollout has ended.
+
+        Raises:
+            WaitTimeout: It has not after `timeout` seconds (None = no limit).
+        """
+        polls = Polls(timeout)
+        while True:
+            rollout = await self.get(rollout_id, polls.next(), include)
+            if rollout.state.terminal:
+                return rollout
+            if polls.over:
+                raise WaitTimeout(f"rollout {rollout_id} is still {rollout.state.value} after {timeout:g} s")
+            await polls.pause()
 
     async def list(
         self,
@@ -121,16 +150,49 @@ class AsyncClient(Base):
         tag: str | None = None,
         limit: int | None = None,
         cursor: str | None = None,
+        tenant: str | None = None,
     ) -> RolloutPage:
-        return await self._drive(op.list_page(state, handler, group_id, tag, limit, cursor, self.retry_for))
+        """One page of summaries that fit all the filters given.
+
+        Args:
+            tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
+        """
+        state = State(state).value if state is not None else None
+        filters = given(state=state, handler=handler, group_id=group_id, tag=tag)
+        filters |= given(limit=limit, cursor=cursor, tenant=tenant)
+        return await self.fetch(RolloutPage, "GET", "/v1/rollouts", params=filters)
 
     async def cancel(self, rollout_id: str) -> dict[str, Any]:
-        return await self._drive(op.cancel(rollout_id, self.retry_for))
+        """Cancel a rollout: `{"id", "state", "cancelling"}`. Harmless when it has ended."""
+        return await self.fetch_json("POST", f"/v1/rollouts/{quote(rollout_id)}/cancel")
 
     async def cancel_many(
         self, ids: Iterable[str] | None = None, group_id: str | None = None, tag: str | None = None
     ) -> dict[str, int]:
-        return await self._drive(op.cancel_many(ids, group_id, tag, self.retry_for))
+        """Cancel by exactly one of ids, group and tag: `{"cancelled", "already_ended"}`."""
+        chosen = given(ids=ids, group_id=group_id, tag=tag)
+        if len(chosen) != 1:
+            names = " and ".join(chosen) or "none of them"
+            raise ValueError(f"cancel_many takes one of ids, group_id and tag; got {names}")
+        bodies = [chosen] if ids is None else [{"ids": part} for part in ids_by_calls(ids)]
+        total = {"cancelled": 0, "already_ended": 0}
+        for body in bodies:
+            answer = await self.fetch_json("POST", "/v1/rollouts/cancel", body=json.dumps(body).encode())
+            for key in total:
+                total[key] += int(answer.get(key, 0))
+        return total
+
+    async def ack(self, ids: Iterable[str]) -> AckResponse:
+        """Say that results have arrived for good: their trajectories may be freed early."""
+        total = AckResponse(acknowledged=0, already_acknowledged=0, not_ended=0, unknown=0)
+        for part in ids_by_calls(ids):
+            body = json.dumps({"ids": part}).encode()
+            answer = await self.fetch(AckResponse, "POST", "/v1/rollouts/ack", body=body)
+            for name in AckResponse.model_fields:
+                setattr(total, name, getattr(total, name) + getattr(answer, name))
+        return total
+
+    # ------------------------------------------------------------------------------ results
 
     async def completions(
         self,
@@ -139,10 +201,19 @@ class AsyncClient(Base):
         limit: int | None = None,
         tag: str | None = None,
         include: Include = "trajectory",
+        tenant: str | None = None,
     ) -> CompletionPage:
-        return await self._drive(op.completions(cursor, wait, limit, tag, include, self.retry_for))
+        """What ended after `cursor`, in that order.
 
-    def stream(
+        Args:
+            cursor: That of the page before; None or "0" = from the beginning, "$" = from now on.
+            wait: Seconds that the gateway may wait for a first one.
+            tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
+        """
+        params = given(cursor=cursor, wait=wait, limit=limit, tag=tag, tenant=tenant)
+        return await self.fetch_rollouts(CompletionPage, "/v1/completions", params, include, wait or 0.0)
+
+    async def stream(
         self,
         ids: Iterable[str] | None = None,
         tag: str | None = None,
@@ -150,9 +221,26 @@ class AsyncClient(Base):
         timeout: float | None = None,
         include: Include = "trajectory",
     ) -> AsyncIterator[Rollout]:
-        return self._iterate(op.stream(ids, tag, cursor, timeout, include, self.retry_for))
+        """Rollouts in order of completion, each of `ids` once, until all of them have ended.
 
-    def rollouts(
+        Without `ids` everything from `cursor` on, without end, or until `timeout` seconds are over.
+        With `ids` and no `cursor`, those that have ended already are asked for one by one, first.
+
+        Raises:
+            WaitTimeout: Some of `ids` had not ended after `timeout` seconds.
+        """
+        # A dict keeps the order, so that the oldest are probed first.
+        pending = None if ids is None else dict.fromkeys(ids)
+        if pending is not None and cursor is None and pending:
+            cursor = await self._cursor_now()
+            async for rollout in self._probe(pending, list(pending), include):
+                yield rollout
+        async for rollout in self._follow(pending, tag, cursor or "0", Polls(timeout), include):
+            yield rollout
+        if pending:
+            raise _not_ended(pending, timeout)
+
+    async def rollouts(
         self,
         requests: Requests,
         in_flight: int | None = None,
@@ -161,20 +249,46 @@ class AsyncClient(Base):
         progress: bool | None = None,
         announce: Callable[[Accepted], None] | None = None,
     ) -> AsyncIterator[Rollout]:
-        steps = op.run(requests, timeout, include, self.retry_for, announce, in_flight)
-        return self._iterate(with_bar(steps, requests, progress))
+        """Submit, then yield in order of completion.
 
-    def batch(
-        self,
-        request: BatchRequest,
-        cursor: str = "0",
-        timeout: float | None = None,
-        include: GroupInclude = "trajectory",
-        every: bool = False,
-        progress: bool | None = None,
-    ) -> AsyncIterator[Group]:
-        steps = batch_steps(request, cursor, timeout, include, every, progress, self.retry_for)
-        return self._iterate(steps)
+        Args:
+            requests: May be an iterator over a dataset of any size, when `in_flight` is given.
+            in_flight: Most rollouts submitted and not ended; None = all are submitted at once.
+            timeout: Seconds after which `WaitTimeout` is raised; None = no limit.
+            include: `arrays` gives NumPy arrays in place of lists.
+            progress: A bar on standard error; None = where that is a terminal.
+            announce: Told what was accepted, at each submission.
+        """
+        source = iter(requests_in(requests))
+        # Taken before the submission, so that nothing can end unseen.
+        cursor = await self._cursor_now()
+        pending: dict[str, None] = {}
+
+        async def submit_more() -> AsyncIterator[Rollout]:
+            """Submit what there is room for; yield what of it had ended before."""
+            while True:
+                room = math.inf if in_flight is None else in_flight - len(pending)
+                batch = await self._aside(partial(take, source, room))
+                if not batch:
+                    return
+                accepted = await self.submit(batch)
+                if announce:
+                    await self._aside(partial(announce, accepted))
+                pending.update(dict.fromkeys(entry.id for entry in accepted))
+                # What a previous run with the same ids has finished is not in the stream any more.
+                ended = [entry.id for entry in accepted if not entry.created]
+                async for rollout in self._probe(pending, ended, include):
+                    yield rollout
+                if pending:
+                    return
+
+        with _meter(progress, requests) as meter:
+            async for rollout in self._follow(pending, None, cursor, Polls(timeout), include, submit_more):
+                if meter:
+                    meter.add(rollout)
+                yield rollout
+        if pending:
+            raise _not_ended(pending, timeout)
 
     async def run(
         self,
@@ -183,9 +297,77 @@ class AsyncClient(Base):
         include: Include = "trajectory",
         progress: bool | None = None,
     ) -> Results:
-        requests = [requests] if isinstance(requests, RolloutRequest) else list(requests)
-        bar = partial(with_bar, requests=requests, progress=progress)
-        return await self._drive(op.collect(requests, timeout, include, self.retry_for, bar))
+        """Submit and wait for all; results in the order of submission.
+
+        Args:
+            progress: A bar on standard error; None = where that is a terminal.
+
+        Raises:
+            WaitTimeout: Some had not ended after `timeout` seconds. They go on; cancel them if
+                they are no longer wanted.
+        """
+        requests = await self._aside(lambda: [*requests_in(requests)])
+        accepted: Accepted = []
+        results = {
+            rollout.id: rollout
+            async for rollout in self.rollouts(requests, None, timeout, include, progress, accepted.extend)
+        }
+        return [results[entry.id] for entry in accepted]
+
+    async def _cursor_now(self) -> str:
+        """The cursor after everything that has ended so far."""
+        return (await self.completions("$", limit=1, include="summary")).cursor
+
+    async def _follow(
+        self,
+        pending: dict[str, None] | None,
+        tag: str | None,
+        cursor: str,
+        polls: Polls,
+        include: Include,
+        submit_more: Callable[[], AsyncIterator[Rollout]] | None = None,
+    ) -> AsyncIterator[Rollout]:
+        """Completions from `cursor` on, until the time is up or none is pending any more.
+
+        Args:
+            pending: Rollouts that are waited for, in order; those that end are taken out. None = all.
+            submit_more: Asked at first and after each page; what it submits it puts into `pending`.
+        """
+        if submit_more:
+            async for rollout in submit_more():
+                yield rollout
+        heard = time.monotonic()
+        while pending is None or pending:
+            page = await self.completions(cursor, polls.next(), PAGE, tag, include)
+            cursor = page.cursor
+            _warn_of_gaps(page.expired, page.missed)
+            for rollout in page.rollouts:
+                if pending is None or rollout.id in pending:
+                    if pending is not None:
+                        del pending[rollout.id]
+                    heard = time.monotonic()
+                    yield rollout
+            if submit_more:
+                async for rollout in submit_more():
+                    yield rollout
+            if pending and time.monotonic() - heard > SILENCE_S:
+                async for rollout in self._probe(pending, list(pending)[:PROBED], include):
+                    yield rollout
+                heard = time.monotonic()
+            if not page.rollouts:
+                if polls.over:
+                    return
+                await polls.pause()
+
+    async def _probe(
+        self, pending: dict[str, None], ids: Sequence[str], include: Include
+    ) -> AsyncIterator[Rollout]:
+        """Ask for rollouts by id; yield those that have ended, and take them out of `pending`."""
+        for rollout_id in ids:
+            rollout = await self.get(rollout_id, None, include)
+            if rollout.state.terminal:
+                del pending[rollout_id]
+                yield rollout
 
     async def stream_completions(
         self,
@@ -194,34 +376,111 @@ class AsyncClient(Base):
         timeout: float | None = None,
         include: Include = "trajectory",
     ) -> AsyncIterator[Rollout]:
-        follow = Follower(cursor, tag, include, timeout, self.retry_for)
-        while not follow.over:
-            error = None
-            try:
-                async with self._http.stream(**self._stream_request(follow)) as response:
-                    response.is_success or await response.aread()
-                    if follow.refused(response):
-                        rest = self.stream(None, tag, follow.cursor, follow.left(), include)
-                        async for item in rest:
-                            yield item
-                        return
-                    async for line in response.aiter_lines():
-                        if (item := follow.line(line)) is not None:
-                            yield item
-                        if follow.over:
-                            return
-            except httpx.TransportError as raised:
-                error = raised
-            await asyncio.sleep(follow.cut(error))
+        """Whatever ends after `cursor`, as it ends, over one connection (server-sent events).
 
-    async def ack(self, ids: Iterable[str]) -> AckResponse:
-        return await self._drive(op.ack(ids, self.retry_for))
+        Each comes at least once: keep `completion` of the last rollout dealt with, and pass it as `cursor`
+        to go on after a restart. A connection that is cut is made again. Where the gateway gives no stream,
+        because all are in use, long-polls do the same.
+
+        Args:
+            cursor: None or "0" = from the beginning, "$" = from now on.
+            timeout: Seconds after which the iterator ends; None = never.
+        """
+        polls, call = Polls(timeout, SILENCE_S), "GET /v1/completions/stream"
+        cursor = cursor or "0"
+        failures, failing_since = 0, 0.0
+        while not polls.over:
+            failure: httpx.TransportError | None = None
+            try:
+                async with self._open_stream(cursor, tag, include, polls) as response:
+                    if response.status_code == NOT_FOUND or response.status_code in RETRIED_STATUS:
+                        break
+                    if not response.is_success:
+                        await response.aread()
+                        raise ApiError(response.status_code, problem_of(response), call)
+                    failures = 0
+                    async for event in events(response.aiter_lines()):
+                        # Only now: an event that was cut must come again.
+                        cursor = event.id or cursor
+                        if (rollout := _rollout_of(event, include)) is not None:
+                            yield rollout
+                        if polls.over:
+                            return
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.ReadTimeout) and polls.over:
+                    return
+                failure = error
+            failing_since = failing_since if failures else time.monotonic()
+            pause = backoff_s(failures)
+            failures += 1
+            if time.monotonic() + pause - failing_since > self.retry_for:
+                raise Unavailable(
+                    f"{call} failed for {self.retry_for:g} s (the last: {failure!r}). Is the gateway up?"
+                )
+            await asyncio.sleep(pause)
+        if not polls.over:
+            async for rollout in self.stream(None, tag, cursor, polls.left, include):
+                yield rollout
+
+    def _open_stream(self, cursor: str, tag: str | None, include: Include, polls: Polls) -> Any:
+        headers = {"accept": "text/event-stream", "cache-control": "no-store"}
+        if cursor != "$":  # the header is what goes on after a cut; "$" is only a place to begin
+            headers["last-event-id"] = cursor
+        return self._http.stream(
+            "GET",
+            "/v1/completions/stream",
+            params=given(tag=tag, include=include_of(include), cursor=cursor),
+            headers=self._headers(typed=False) | headers,
+            timeout=httpx.Timeout(self.timeout, read=polls.next() + 0.05),
+        )
+
+    # ------------------------------------------------------------------------------ batches
+
+    async def batch(
+        self,
+        request: BatchRequest,
+        cursor: str = "0",
+        timeout: float | None = None,
+        include: GroupInclude = "trajectory",
+        every: bool = False,
+        progress: bool | None = None,
+    ) -> AsyncIterator[Group]:
+        """Start a batch, and yield its groups as they are kept, until it has ended.
+
+        A request with the id of a batch that was started before, by a trainer that died since, goes on with
+        that one. Leaving the iterator does not end the batch: `batches.cancel` does, and the next one may
+        take over what is under way (`carry_from`).
+
+        Args:
+            cursor: Of the page up to which its groups have been dealt with.
+            timeout: Seconds after which the iterator ends, whether the batch has or not; None = no limit.
+            include: `arrays` gives NumPy arrays in place of lists.
+            every: Groups that were not kept too.
+            progress: A bar on standard error; None = where that is a terminal.
+        """
+        batch = await self.batches.create(request)
+        where = (cursor, timeout, include, every)
+        if not shown(progress):
+            async for group in self.batches.stream(batch.id, *where):
+                yield group
+            return
+        from rollout.progress import BatchMeter
+
+        with BatchMeter(request.groups) as meter:
+            async for group in self.batches.watch(batch.id, meter.show, *where):
+                yield group
+
+    # ------------------------------------------------------------------------------ handlers, backends
 
     async def handlers(self) -> Handlers:
-        return await self._drive(op.handlers(self.retry_for))
+        """The handlers that the workers announced."""
+        answer = await self.fetch_json("GET", "/v1/handlers")
+        return [HandlerInfo.model_validate(entry) for entry in answer["handlers"]]
 
     async def backends(self) -> Backends:
-        return await self._drive(op.backends(self.retry_for))
+        """The LLM servers and their load."""
+        answer = await self.fetch_json("GET", "/v1/backends")
+        return [Backend.model_validate(entry) for entry in answer["backends"]]
 
     async def add_backend(
         self,
@@ -233,6 +492,7 @@ class AsyncClient(Base):
         capacity_tokens: int | None = None,
         max_rollouts: int | None = None,
     ) -> Backend:
+        """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
         request = BackendRequest(
             url=url,
             id=id,
@@ -242,19 +502,32 @@ class AsyncClient(Base):
             capacity_tokens=capacity_tokens,
             max_rollouts=max_rollouts,
         )
-        return await self._drive(op.add_backend(request, self.retry_for))
+        body = request.model_dump_json(exclude_none=True).encode()
+        return await self.fetch(Backend, "POST", "/v1/backends", body=body)
 
     async def backend(self, backend_id: str) -> Backend:
-        return await self._drive(op.backend(backend_id, self.retry_for))
+        """One LLM server."""
+        return await self.fetch(Backend, "GET", _backend_path(backend_id))
 
     async def drain_backend(self, backend_id: str, drain: bool = True) -> Backend:
-        return await self._drive(op.drain_backend(backend_id, drain, self.retry_for))
+        """Let an LLM server take no new rollouts, or with `drain=False` again some; those on it go on."""
+        body = DrainRequest(drain=drain).model_dump_json().encode()
+        return await self.fetch(Backend, "POST", f"{_backend_path(backend_id)}/drain", body=body)
 
     async def remove_backend(self, backend_id: str, force: bool = True) -> None:
-        await self._drive(op.remove_backend(backend_id, force, self.retry_for))
+        """Take an LLM server out of service; its rollouts move to others at their next call.
+
+        Args:
+            force: False = refuse (`ApiError` 409) while it has live rollouts.
+        """
+        params = {} if force else {"force": "false"}
+        await self.send("DELETE", _backend_path(backend_id), params=params)
+
+    # ------------------------------------------------------------------------------ policy
 
     async def policy(self) -> PolicyStatus:
-        return await self._drive(policy_op.policy(self.retry_for))
+        """The current policy, the update under way, and the latest ones."""
+        return await self.fetch(PolicyStatus, "GET", "/v1/policy")
 
     async def update_policy(
         self,
@@ -266,14 +539,159 @@ class AsyncClient(Base):
         wait: float = 60.0,
         **more: Any,
     ) -> PolicyUpdate:
-        request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, **more)
-        return await self._drive(policy_op.update_policy(request, wait, self.retry_for))
+        """Bring new weights to the backends.
+
+        Sending the same version and path again is harmless while the first update is under way or once it is
+        done; another update meanwhile is refused (`ApiError` 409).
+
+        Args:
+            path: Checkpoint directory as the backends see it; None = they have the weights already.
+            canary: Token ids and the trainer's log-probs of them; without one nothing is verified.
+            wait: Seconds to wait for the end. The update goes on when they are over.
+            more: Further fields of `PolicyRequest`.
+
+        Returns:
+            The update; look at its `state`, for one that failed raises nothing.
+        """
+        polls = Polls(wait)
+        first = polls.next()
+        request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, wait=first, **more)
+        body = request.model_dump_json(exclude_none=True).encode()
+        update = await self.fetch(PolicyUpdate, "POST", "/v1/policy", body=body, wait=first)
+        while not update.state.ended and not polls.over:
+            update = await self.policy_update(update.id, polls.next())
+            await polls.pause()
+        return update
 
     async def policy_update(self, update_id: str, wait: float = 0.0) -> PolicyUpdate:
-        return await self._drive(policy_op.policy_update(update_id, wait, self.retry_for))
+        """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
+        path = f"/v1/policy/updates/{quote(update_id, safe='')}"
+        return await self.fetch(PolicyUpdate, "GET", path, params={"wait": round(wait, 3)}, wait=wait)
+
+    # ------------------------------------------------------------------------------ the service
 
     async def status(self) -> dict[str, Any]:
-        return await self._drive(op.status(self.retry_for))
+        """`{"states": {state: count}, "queues": {name: depth}, "backends": [...], "version"}`."""
+        return await self.fetch_json("GET", "/v1/status")
+
+    async def fleet(self) -> Fleet:
+        """What works on rollouts, where, and how much of it there is."""
+        return await self.fetch(Fleet, "GET", "/v1/fleet")
 
     async def ready(self) -> dict[str, Any]:
-        return await self._drive(op.ready())
+        """`{"ready": bool, ...}` with what is missing; asks once and raises nothing."""
+        try:
+            response = await self._send_once("GET", "/ready")
+        except httpx.TransportError as error:
+            return {"ready": False, "detail": f"the gateway does not answer: {error!r}"}
+        try:
+            answer = response.json()  # 503 has one, too
+        except ValueError:
+            answer = response.text[:300]
+        answer = answer if isinstance(answer, dict) else {"detail": answer}
+        return {**answer, "ready": response.status_code == 200}
+
+
+# ---------------------------------------------------------------------------------- requests
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def requests_in(requests: Requests) -> Iterable[RolloutRequest]:
+    """The requests, also where there is only one."""
+    return [requests] if isinstance(requests, RolloutRequest) else requests
+
+
+def take(source: Iterator[RolloutRequest], room: float) -> list[RolloutRequest]:
+    """Requests for so many rollouts. A group is submitted whole, so the last may go a little beyond."""
+    requests: list[RolloutRequest] = []
+    while room > 0 and (request := next(source, None)) is not None:
+        requests.append(request)
+        room -= request.n
+    return requests
+
+
+def with_ids(requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
+    """The requests, each with an id, so that sending one twice creates nothing twice."""
+    return [r if r.id else r.model_copy(update={"id": new_id()}) for r in requests]
+
+
+def ids_by_calls(ids: Iterable[str]) -> Iterator[list[str]]:
+    """Ids by calls, 1,000 in each."""
+    every = [*ids]
+    for start in range(0, len(every), MAX_ROLLOUTS_PER_CALL):
+        yield every[start : start + MAX_ROLLOUTS_PER_CALL]
+
+
+def _backend_path(backend_id: str) -> str:
+    return f"/v1/backends/{quote(backend_id, safe='')}"
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+def _not_ended(pending: dict[str, None], timeout: float | None) -> WaitTimeout:
+    return WaitTimeout(
+        f"{len(pending)} rollouts had not ended after {timeout:g} s, among them {next(iter(pending))}"
+    )
+
+
+def shown(progress: bool | None) -> bool:
+    """Whether there is to be a progress bar; unasked only where a person sees it."""
+    return sys.stderr.isatty() if progress is None else progress
+
+
+def _meter(progress: bool | None, requests: Requests) -> AbstractContextManager[Meter | None]:
+    """A bar over rollouts as they end, if it is to be shown."""
+    if not shown(progress):
+        return nullcontext()
+    from rollout.progress import Meter, expected  # takes 40 ms: rich
+
+    return Meter(expected(requests))
+
+
+def _warn_of_gaps(expired: Iterable[str], missed: bool) -> None:
+    """Say what a reader that came too late does not get."""
+    if missed:
+        log.warning("the cursor is older than what is kept: some completions are past their retention")
+    for rollout_id in expired:
+        log.warning("rollout %s ended, and is past its retention", rollout_id)
+
+
+class Event(NamedTuple):
+    """One server-sent event (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+
+    name: str
+    data: str
+    id: str
+    """Where a reader goes on after it; empty = where it was."""
+
+
+async def events(lines: AsyncIterator[str]) -> AsyncIterator[Event]:
+    """The events of an answer; also empty ones, which are comments that keep the connection alive."""
+    fields: dict[str, list[str]] = {}
+    async for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            fields.setdefault(name, []).append(value.removeprefix(" "))
+            continue
+        last = {name: fields.get(name, [""])[-1] for name in ("event", "id")}
+        yield Event(last["event"], "\n".join(fields.get("data", [])), last["id"])
+        fields = {}
+
+
+def _rollout_of(event: Event, include: Include) -> Rollout | None:
+    """The rollout that an event brings, if it brings one."""
+    if event.name == "completion" and event.data:
+        rollout = Rollout.model_validate_json(event.data)
+        if include == "arrays":
+            leave_arrays(rollout)
+        return rollout
+    if event.name == "expired":
+        _warn_of_gaps([json.loads(event.data)["id"]], missed=False)
+    elif event.name == "missed":
+        _warn_of_gaps([], missed=True)
+    return None

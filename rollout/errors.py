@@ -21,12 +21,15 @@ class ApiError(RolloutError):
         self.call = call
         super().__init__(self._text())
 
+    @property
+    def reason(self) -> str:
+        """The refusal in one line, without its call and the fields at fault."""
+        detail = f": {self.problem.detail}" if self.problem.detail else ""
+        return f"{self.status} {self.problem.title}{detail}"
+
     def _text(self) -> str:
         problem = self.problem
-        lead = f"{self.call}: " if self.call else ""
-        lines = [f"{lead}{self.status} {problem.title}"]
-        if problem.detail:
-            lines[0] += f": {problem.detail}"
+        lines = [f"{self.call}: {self.reason}" if self.call else self.reason]
         lines += [f"{error.field}: {error.message}" for error in problem.errors[:MAX_FIELDS_SHOWN]]
         if len(problem.errors) > MAX_FIELDS_SHOWN:
             lines.append(f"… and {len(problem.errors) - MAX_FIELDS_SHOWN} more")

@@ -6,16 +6,16 @@ Apart from the client, because rich takes 40 ms to import.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sized
-from typing import Any, TypeVar
+from collections.abc import Sized
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollout.batch import Batch
-from rollout.batch_operations import Groups
-from rollout.operations import Requests, Stream
-from rollout.schema import Rollout, RolloutRequest
+from rollout.schema import Batch, Rollout, RolloutRequest
+
+if TYPE_CHECKING:
+    from rollout.async_client import Requests
 
 B = TypeVar("B", bound="_Bar")
 
@@ -85,26 +85,3 @@ def expected(requests: Requests) -> int | None:
         return requests.n
     # What has a length can be read twice.
     return sum(request.n for request in requests) if isinstance(requests, Sized) else None
-
-
-def metered(steps: Stream, total: int | None) -> Stream:
-    """The same steps under a bar, which ends with them or when they are not asked for any more."""
-    with Meter(total) as meter:
-        answer: Any = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration:
-                return
-            if isinstance(step, Rollout):
-                answer = None
-                meter.add(step)
-                yield step
-            else:
-                answer = yield step
-
-
-def metered_batch(make: Callable[[Callable[[Batch], None]], Groups], wanted: int) -> Groups:
-    """As `metered`, for a batch. `make` is given what its steps shall tell of the batch's counters."""
-    with BatchMeter(wanted) as meter:
-        return (yield from make(meter.show))

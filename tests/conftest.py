@@ -43,27 +43,94 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+SHARED = {
+    # Redis, gateway, three fleets, both engines, and the tests that use an engine alone.
+    "service": (
+        "tests/contract/",
+        "tests/inference/test_embedded_",
+        *(
+            f"tests/integration/test_{name}.py"
+            for name in (
+                *(
+                    "alerts",
+                    "api",
+                    "autoscale",
+                    "backends_api",
+                    "cancel",
+                    "docs",
+                    "faults",
+                    "fleet",
+                    "flower",
+                ),
+                *("policy_tokens", "results", "rollouts", "scorers", "slots", "top", "trainer_records"),
+                *("typed_arrays", "webhooks"),
+            )
+        ),
+    ),
+    "broken service": tuple(
+        f"tests/chaos/test_{name}.py" for name in ("batches", "connections", "handlers", "outages", "workers")
+    ),
+    "cluster": ("tests/slurm/test_autoscale", "tests/slurm/test_cluster", "tests/slurm/test_forms"),
+    # The first of them makes repositories and finds out which tests fail; the others would only wait for it.
+    "instances": ("tests/swe/",),
+}
+"""Files that use servers together: one process does them all, one after the other."""
+SERVERS = {"stack", "service", "cluster", "vllm", "embedded", "rows"}
+"""Fixtures of the session or a package that only such files may use: each process would start its own."""
+
+
+def shared(nodeid: str) -> str | None:
+    """The name of what the test shares with other files, or None."""
+    return next((name for name, files in SHARED.items() if nodeid.startswith(files)), None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """A server that is started in every process costs more than most tests."""
+    for name in SERVERS.intersection(item.fixturenames) if shared(item.nodeid) is None else ():
+        if item._fixtureinfo.name2fixturedefs[name][-1].scope in ("session", "package"):
+            pytest.fail(f"it uses {name!r}: add its file to SHARED in tests/conftest.py", pytrace=False)
+
+
 SECONDS = {
-    "tests/integration/test_benchmarks.py": 30.0,
-    "tests/sandbox/test_unprivileged.py": 150.0,
-    "tests/chaos/": 20.0,
-    "tests/local/test_stack.py": 12.0,
-    "tests/local/test_compose_stack.py": 30.0,
-    "tests/slurm/test_cluster_run.py": 30.0,
-    "tests/slurm/test_cluster.py": 15.0,
-    "tests/integration/test_engine_jobs.py": 30.0,
+    "tests/attacks/test_swe_reward.py": 2.5,
+    "tests/attacks/": 0.7,
+    "tests/chaos/": 5.0,
+    "tests/chaos/test_clocks.py": 8.0,
+    "tests/chaos/test_soak.py": 50.0,
+    "tests/contract/": 1.0,
+    "tests/handlers/": 0.5,
+    "tests/inference/": 1.0,
+    "tests/inference/test_engine.py": 10.0,
+    "tests/integration/": 1.5,
+    "tests/integration/batches/": 0.3,
+    "tests/integration/tenants/": 0.3,
+    "tests/integration/test_alerts.py": 0.1,
+    "tests/integration/test_benchmarks.py": 25.0,
+    "tests/integration/test_builtin_handlers.py": 8.0,
+    "tests/integration/test_failover.py": 4.0,
+    "tests/integration/test_lifecycle_model.py": 30.0,
+    "tests/integration/test_placement_fleet.py": 25.0,
+    "tests/integration/test_policy_updates.py": 7.0,
+    "tests/integration/test_recovery.py": 10.0,
     "tests/integration/test_rollouts.py": 15.0,
-    "tests/integration/": 2.0,
-    "tests/sandbox/": 1.5,
-    "tests/contract/": 3.0,
-    "tests/swe/": 2.0,
+    "tests/integration/test_training.py": 20.0,
+    "tests/local/": 8.0,
+    "tests/sandbox/": 0.5,
+    "tests/sandbox/test_soak.py": 40.0,
+    "tests/sandbox/test_unprivileged.py": 100.0,
+    "tests/slurm/": 1.0,
+    "tests/slurm/test_cluster": 8.0,
+    "tests/swe/": 2.5,
+    "tests/unit/test_scoring.py": 1.0,
+    "tests/unit/test_swe_controls.py": 0.6,
 }
 """About what a test takes there, the longest name first; 0.2 s elsewhere. Only for the order."""
 
 
 def _seconds(nodeid: str) -> float:
-    found = [name for name in SECONDS if nodeid.startswith(name)]
-    return SECONDS[max(found, key=len)] if found else 0.2
+    names = [name for name in SECONDS if nodeid.startswith(name)]
+    return SECONDS[max(names, key=len)] if names else 0.2
 
 
 class _LongestFirst(OrderedDict):
@@ -75,7 +142,7 @@ class _LongestFirst(OrderedDict):
 
 
 class ByFile(LoadScopeScheduling):
-    """With `-n 2`: a file stays in one process, and so do all files that share the one slow server, vLLM."""
+    """With `-n 2`: a file stays in one process, and so do all files that share what is slow to start."""
 
     def schedule(self):
         if self.collection is None:
@@ -83,10 +150,8 @@ class ByFile(LoadScopeScheduling):
         super().schedule()
 
     def _split_scope(self, nodeid):
-        if nodeid.startswith(("tests/contract/", "tests/integration/test_rollouts.py")):
-            return "vllm"
         # Each benchmark starts what it needs by itself.
-        return nodeid if "test_benchmarks.py" in nodeid else nodeid.split("::")[0]
+        return nodeid if "test_benchmarks.py" in nodeid else shared(nodeid) or nodeid.split("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

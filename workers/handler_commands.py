@@ -13,11 +13,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rollout import _render
+from rollout.cli import render as _render
 from rollout.cli import url_option
+from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
 from rollout.client import Client
 from rollout.schema import BackendRequest, Rollout, RolloutRequest
-from rollout.submit_commands import IN_FLIGHT, Tasks, dataset_options, submit_all
 from services.engines.describe import DescribeError, describe
 from services.settings import Settings, SettingsError
 from services.settings import settings as read_settings

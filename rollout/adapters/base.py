@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rollout.schema import Rollout
-from rollout.trajectory import Chain, FinishReason, Trajectory
+from rollout.schema import Chain, FinishReason, Rollout, Trajectory
 
 TRUNCATED = frozenset(
     {

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rollout.adapters.base import samples, usable, weightless
-from rollout.schema import Rollout
-from rollout.trajectory import Chain, Message, Segment
-from rollout.turns import calls_of
+from rollout.schema import Chain, Message, Rollout, Segment, calls_of
 
 
 def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import json
 from typing import Any
 
 from rollout.adapters.base import samples, usable
-from rollout.schema import Rollout, State
-from rollout.trajectory import Chain, Message
+from rollout.schema import Chain, Message, Rollout, State
 
 
 def training_samples(

@@ -1,4 +1,4 @@
-"""Answers with trajectories: JSON, or msgpack with typed arrays for those who ask for it (`rollout.wire`).
+"""Answers with trajectories: JSON, or msgpack with typed arrays for those who ask for it (`rollout.arrays`).
 
 On the second way no trajectory is read: each goes from Redis to its reader while the answer is sent, so that
 an answer of any length takes the memory of one of them, or of a few where Redis is reached over TLS.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from flask import Response, request
 from pydantic import BaseModel
 
-from rollout import wire
+from rollout import arrays as wire
 from rollout.schema import Rollout
 from services.gateway.context import gateway
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from rollout.adapters.nemo_gym import output_items, weightless_item
 from rollout.schema import HandlerInfo, Rollout, RolloutRequest, SamplingParams, State
-from rollout.strict import MAX_INT53, Items
+from rollout.schema.base import MAX_INT53, Items
 from rollout.summary import summarize
 from rollout.trajectory import FinishReason
 from services.gateway.instances import HANDLERS, handler_of, said, task_of

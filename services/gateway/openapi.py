@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import rollout
+from rollout.arrays import MEDIA_TYPE
 from rollout.batch import Batch, BatchList, BatchRequest, GroupPage, PromptsRequest, PromptsResponse
-from rollout.fleet import Fleet
 from rollout.policy import PolicyRequest, PolicyStatus, PolicyUpdate
 from rollout.schema import (
     AckRequest,
@@ -29,7 +29,7 @@ from rollout.schema import (
     SubmitRequest,
     SubmitResponse,
 )
-from rollout.wire import MEDIA_TYPE
+from rollout.schema.fleet import Fleet
 from services.gateway import openapi_compatible
 
 _JSON = "application/json"

@@ -9,10 +9,10 @@ import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.schema import HandlerInfo, Limits, Rollout, RolloutRequest, SamplingParams, State
-from rollout.strict import MAX_INT53
+from rollout.schema.base import MAX_INT53
+from rollout.schema.trajectory import calls_of
 from rollout.summary import SUCCESS
 from rollout.trajectory import Chain, FinishReason, Message
-from rollout.turns import calls_of
 from services.gateway.instances import DEFAULT_SOURCE, handler_of, task_of
 from services.gateway.problems import from_validation
 from services.settings import Settings

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from rich.console import Console
 
-from rollout import _render
+from rollout.cli import render as _render
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest, State
 from services.local import paths

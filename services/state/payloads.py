@@ -1,8 +1,8 @@
 """How large values are kept in Redis: as records or compressed, and read back whatever their form.
 
-A trajectory is kept as the record that goes over the wire (`rollout.wire`), so that the gateway passes it on
-without reading it. A value without a marker is text as it is, so what was written before there were records,
-or compression, stays readable. The bytes do not pass through the connection's decoding of strings.
+A trajectory is kept as the record that goes over the wire (`rollout.arrays`), so that the gateway passes it
+on without reading it. A value without a marker is text as it is, so what was written before there were
+records, or compression, stays readable. The bytes do not pass through the connection's decoding of strings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 from redis.client import NEVER_DECODE
 
-from rollout import wire
+from rollout import arrays as wire
 from rollout.trajectory import Trajectory
 
 ZLIB = b"\x01"

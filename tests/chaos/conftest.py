@@ -11,7 +11,7 @@ from tests.chaos.harness import Chaos
 from tests.helpers.sandboxes import stop_host
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(tmp_path_factory):
     with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as sandbox_dir:
         try:

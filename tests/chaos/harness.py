@@ -16,8 +16,6 @@ from rollout.client import ApiError
 from rollout.schema import TERMINAL_STATES, Rollout, RolloutRequest, State, new_id
 from tests.helpers.stack import NODE, Process, RedisServer, Stack, wait_until
 
-LONG = bool(os.environ.get("CHAOS_LONG"))
-"""The whole form of each test, for `make chaos`."""
 STAGES = ("init", "run", "eval")
 ENTERED = {"init": State.INITIALIZING, "run": State.RUNNING, "eval": State.EVALUATING}
 HANDLERS = "tests.helpers.chaos_handlers:all_handlers,tests.helpers.handlers:Lottery"

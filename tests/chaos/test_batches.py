@@ -14,10 +14,12 @@ from collections import Counter
 from rollout.batch import BatchRequest, BatchState
 from rollout.client import RolloutError
 from rollout.schema import RolloutRequest, State, new_id
-from tests.chaos.harness import LONG, PATIENCE_S, Chaos
+from tests.chaos.harness import PATIENCE_S, Chaos
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import ROOT, wait_until
 
-GROUPS = 60 if LONG else 16
+GROUPS = CHAOS("groups", short=16, long=60)
+ROUNDS = CHAOS("rounds of faults", short=1, long=3)
 N = 4
 
 
@@ -58,7 +60,7 @@ def test_a_batch_survives_the_death_of_the_gateway_of_redis_and_of_all_workers(c
     chance = random.Random(7)
     faults = [chaos.restart_gateway, chaos.restart_redis, lambda: chaos.kill_workers(("run",))]
     faults += [chaos.kill_workers, lambda: chaos.kill_workers(("init", "eval"))]
-    for fault in faults * (3 if LONG else 1):
+    for fault in faults * ROUNDS:
         before = _kept(chaos, request.id)
         wait_until(
             lambda before=before: _kept(chaos, request.id) > before or _ended(chaos, request.id),

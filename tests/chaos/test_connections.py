@@ -13,14 +13,18 @@ import pytest
 import redis
 
 from rollout.schema import RolloutRequest, State, new_id
-from tests.chaos.harness import LONG, PATIENCE_S, STAGES
+from tests.chaos.harness import PATIENCE_S, STAGES
 from tests.helpers.keys import HEADER, http
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import wait_until
 
 LEASES = 50
-FREEZE_S = 20.0 if LONG else 5.0
+FREEZE_S = CHAOS("seconds that Redis stands still", short=5.0, long=20.0)
 """Longer than a lease, which is 3 s here."""
-COUNT = 400 if LONG else 100
+COUNT = CHAOS("rollouts", short=100, long=400)
+RESTARTS = CHAOS("restarts of Redis", short=1, long=3)
+CUTS = CHAOS("cuts of connections", short=10, long=30)
+DEATHS = CHAOS("deaths of a gateway", short=1, long=3)
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def at_work(chaos):
 def test_redis_killed_and_restarted_from_its_file_loses_no_rollout(chaos, at_work):
     ids, open_gates = at_work
     workers = dict(chaos.workers)
-    for _ in range(3 if LONG else 1):
+    for _ in range(RESTARTS):
         chaos.restart_redis()
     open_gates()
     chaos.require_exact(ids)
@@ -66,7 +70,7 @@ def test_connections_cut_again_and_again_lose_no_rollout_and_no_cancel(chaos, at
     ids, open_gates = at_work
     victims = ids[:5]
     with redis.Redis(port=chaos.redis.port) as admin:
-        for number in range(30 if LONG else 10):
+        for number in range(CUTS):
             for kind in ("normal", "pubsub"):
                 admin.client_kill_filter(_type=kind, skipme=True)
             if number < len(victims):
@@ -105,7 +109,7 @@ def test_a_gateway_killed_while_it_accepts_creates_nothing_twice_when_asked_agai
     ]
     for thread in threads:
         thread.start()
-    for number in range(3 if LONG else 1):
+    for number in range(DEATHS):
         count = (number + 1) * COUNT // 4
         wait_until(lambda count=count: chaos.known(ids) >= count, PATIENCE_S, f"{count} accepted")
         chaos.restart_gateway()

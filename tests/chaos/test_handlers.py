@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from rollout.schema import RolloutRequest, State
-from tests.chaos.harness import LONG, PATIENCE_S
+from tests.chaos.harness import PATIENCE_S
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import wait_until
 
 
@@ -44,7 +45,7 @@ def test_a_handler_that_blocks_the_event_loop_delays_its_neighbours_and_fails_no
         assert item.state is State.COMPLETED and item.attempt == 1
 
 
-@pytest.mark.parametrize("stage", ["run", "eval"] if LONG else ["eval"])
+@pytest.mark.parametrize("stage", CHAOS("stages that a handler ends", short=["eval"], long=["run", "eval"]))
 def test_a_handler_that_ends_its_worker_costs_the_others_an_attempt(chaos, stage):
     """Also a scorer: what it did before it died is no reward."""
     gates = chaos.gates()

@@ -12,15 +12,17 @@ import pytest
 
 from rollout.schema import RolloutRequest, State, new_id
 from services.local.demo import TASKS_FILE, load_tasks
-from tests.chaos.harness import LONG, PATIENCE_S, STAGES
+from tests.chaos.harness import PATIENCE_S, STAGES
 from tests.helpers.keys import HEADERS
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
 
-AWAY_S = (2.0, 15.0, 60.0) if LONG else (2.0, 8.0)
+AWAY_S = CHAOS("seconds that Redis is away", short=(2.0, 8.0), long=(2.0, 15.0, 60.0))
 """Less and more than a lease, which is 3 s here."""
 EACH = 10
-COUNT = 60 if LONG else 30
+COUNT = CHAOS("rollouts in an outage", short=30, long=60)
+FAULT_S = CHAOS("seconds of an outage for sandboxes and calls", short=6.0, long=AWAY_S[-1])
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_redis_away_costs_live_rollouts_nothing(chaos, at_work, away_s):
 def test_a_redis_that_stands_still_costs_live_rollouts_nothing(chaos, at_work):
     chaos.redis.popen.send_signal(signal.SIGSTOP)
     try:
-        time.sleep(AWAY_S[-1] if LONG else 6.0)  # the fault itself
+        time.sleep(FAULT_S)  # the fault itself
     finally:
         chaos.redis.popen.send_signal(signal.SIGCONT)
     open_all(at_work)

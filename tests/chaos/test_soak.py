@@ -8,13 +8,12 @@ import sys
 
 import pytest
 
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import ROOT
 
-ROLLOUTS = 200
-
-
-REAL = 40
-"""With real sandboxes and the embedded model, and leases of 30 s."""
+ROLLOUTS = CHAOS("rollouts of the soak", short=200, long=5000)
+REAL = CHAOS("rollouts of the soak with sandboxes and a model", short=40, long=500)
+"""With leases of 30 s."""
 
 
 @pytest.mark.timeout(600)

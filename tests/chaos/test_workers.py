@@ -7,15 +7,18 @@ import signal
 import pytest
 
 from rollout.schema import State
-from tests.chaos.harness import LONG, PATIENCE_S, STAGES
+from tests.chaos.harness import PATIENCE_S, STAGES
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import wait_until
 
 LEASES = 55
-KILLS = 2 if LONG else 1
+KILLS = CHAOS("kills of workers", short=1, long=2)
 """A rollout that saw more workers end than two is carried alone: tests/integration/test_poison.py."""
 
 
-TARGETS = [*((stage,) for stage in STAGES), STAGES] if LONG else [STAGES]
+TARGETS = CHAOS(
+    "stages whose workers are killed", short=[STAGES], long=[*((stage,) for stage in STAGES), STAGES]
+)
 """Which workers are killed: one stage's after the other in the long form, and all at once."""
 
 

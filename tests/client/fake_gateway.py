@@ -48,6 +48,9 @@ class FakeGateway:
         self.server.server_close()
 
     def finish(self, rollout_id: str, state: State = State.COMPLETED, reward: float | None = 1.0) -> None:
+        deadline = time.monotonic() + 30
+        while rollout_id not in self.rollouts and time.monotonic() < deadline:
+            time.sleep(0.01)  # a timer of a test is quicker than the client, on a busy machine
         with self.lock:
             rollout = self.rollouts[rollout_id]
             rollout.state, rollout.reward, rollout.finished_at = state, reward, time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 
 import httpx
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout import batch_operations as op
+from rollout.async_batches import AHEAD, LARGE
 from rollout.batch import Batch, BatchState, Group, GroupPage
-from rollout.calls import Begin, Call, Join, Sleep
-from services.gateway.routes.batches import AHEAD, LOOKED_AT
+from rollout.client import AsyncClient
+from services.gateway.routes import batches as route
 
 BATCH = Batch(
     **{name: 0 for name, field in Batch.model_fields.items() if field.annotation is int},
@@ -30,15 +31,21 @@ class Gateway:
     def __init__(self, groups: int, *, ended: bool = True, says_last: bool = True, late: deque[int] = ()):
         self.groups, self.ended, self.says_last, self.late = groups, ended, says_last, deque(late)
         self.calls: list[tuple[int, int]] = []
-        self.begun = self.most_begun = 0
+        self.under_way = self.most_under_way = 0
 
-    def answer(self, call: Call) -> httpx.Response:
-        cursor, limit = int(call.params["cursor"]), call.params["limit"]
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        params = request.url.params
+        cursor, limit = int(params["cursor"]), int(params["limit"])
         self.calls.append((cursor, limit))
-        if cursor >= self.groups and call.params["wait"]:
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        for _ in range(9):  # others may begin meanwhile
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        if cursor >= self.groups and float(params["wait"]):
             self.more()
         stop = min(self.groups, cursor + limit)
-        seen = min(self.groups, cursor + max(limit * (1 + AHEAD), LOOKED_AT))
+        seen = min(self.groups, cursor + max(limit * (1 + route.AHEAD), route.LOOKED_AT))
         state = BatchState.DONE if self.ended else BatchState.RUNNING
         page = GroupPage(
             groups=[Group(id=f"b.{k}", batch="b", verdict="kept", rollouts=[]) for k in range(cursor, stop)],
@@ -47,8 +54,7 @@ class Gateway:
             batch=BATCH.model_copy(update={"state": state}),
             last=self.says_last and self.ended and stop == self.groups,
         )
-        request = httpx.Request("GET", "http://gateway")
-        return httpx.Response(200, text=page.model_dump_json(), request=request)
+        return httpx.Response(200, text=page.model_dump_json())
 
     def more(self) -> None:
         """What has been decided while a call waited."""
@@ -58,29 +64,19 @@ class Gateway:
             self.ended = True
 
     def read(self, include: str = "arrays", cursor: str = "0") -> tuple[list[str], Batch]:
-        stream = op.stream("b", cursor, None, include, False, 1.0)
-        found, sent = [], None
-        while True:
-            try:
-                step = stream.send(sent)
-            except StopIteration as stop:
-                assert not self.begun, "what was begun is not waited for"
-                return found, stop.value
-            sent = None
-            match step:
-                case Call():
-                    sent = self.answer(step)
-                case Begin():
-                    self.begun += 1
-                    self.most_begun = max(self.most_begun, self.begun)
-                    sent = self.answer(step.call)
-                case Join():
-                    self.begun -= 1
-                    sent = step.begun
-                case Sleep():
-                    pass
-                case _:
-                    found.append(step.id)
+        """Ids of the groups that the client reads, and the batch as it saw it last."""
+        seen = []
+
+        async def follow() -> list[str]:
+            client = AsyncClient("http://gateway", retry_for=0.0)
+            transport = httpx.MockTransport(self.answer)
+            client._http = httpx.AsyncClient(transport=transport, base_url=client.base_url)
+            groups = client.batches.watch("b", seen.append, cursor, None, include)
+            return [group.id async for group in groups]
+
+        ids = asyncio.run(follow())
+        assert not self.under_way, "what was begun is waited for"
+        return ids, seen[-1]
 
 
 @given(st.integers(0, 120), st.booleans(), st.sampled_from(["arrays", "trajectory", "summary", "verdicts"]))
@@ -89,7 +85,7 @@ def test_each_group_comes_once_and_in_order(groups, says_last, include):
     gateway = Gateway(groups, says_last=says_last)
     found, batch = gateway.read(include)
     assert found == [f"b.{k}" for k in range(groups)] and batch.state is BatchState.DONE
-    assert gateway.most_begun <= (op.AHEAD if include in op.LARGE else 0)
+    assert gateway.most_under_way <= (AHEAD if include in LARGE else 1)
     full = sum(1 for cursor, limit in gateway.calls if cursor + limit <= groups)
     assert len(gateway.calls) <= full + 2 + (not says_last), "no page is asked for twice, and few in vain"
 
@@ -106,7 +102,7 @@ def test_pages_are_short_at_first_and_asked_for_together():
     gateway = Gateway(40)
     gateway.read()
     assert gateway.calls == [(0, 2), (2, 4), (6, 8), (14, 8), (22, 8), (30, 8), (38, 8)]
-    assert gateway.most_begun == op.AHEAD
+    assert gateway.most_under_way == AHEAD
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -205,11 +206,12 @@ def test_backends_are_added_drained_and_removed(gateway, invoke):
 
 
 def test_help_lists_operator_commands_without_importing_them(monkeypatch):
+    module = import_module("rollout.cli.main")
     points = [
-        EntryPoint("up", "rollout_absent.module:up", cli.COMMAND_GROUP),
-        EntryPoint("extra", "rollout_absent.other:extra", cli.COMMAND_GROUP),
+        EntryPoint("up", "rollout_absent.module:up", module.COMMAND_GROUP),
+        EntryPoint("extra", "rollout_absent.other:extra", module.COMMAND_GROUP),
     ]
-    monkeypatch.setattr(cli, "entry_points", lambda group: points)
+    monkeypatch.setattr(module, "entry_points", lambda group: points)
     result = CliRunner().invoke(cli.main, ["--help"])
     assert result.exit_code == 0
     assert "Start the whole service on this machine." in result.stdout

@@ -130,8 +130,8 @@ def test_stream_raises_when_some_never_end(gateway, client):
 
 
 def test_stream_finds_what_the_completions_no_longer_hold(gateway, client, monkeypatch):
-    monkeypatch.setattr("rollout.operations.SILENCE_S", 0.1)
-    monkeypatch.setattr("rollout.operations.LONG_POLL_S", 0.1)
+    monkeypatch.setattr("rollout.async_client.SILENCE_S", 0.1)
+    monkeypatch.setattr("rollout.http.LONG_POLL_S", 0.1)
     client.submit([request(id="a")])
     gateway.ended.clear()
     assert [r.id for r in client.stream(["a"], cursor="0", timeout=5)] == ["a"]
@@ -272,10 +272,3 @@ def test_the_async_client_does_the_same(gateway):
             return [r.id for r in results], streamed, (await client.status())["version"]
 
     assert asyncio.run(scenario()) == (["a", "b"], ["a", "b"], "x")
-
-
-def test_async_and_sync_clients_have_the_same_methods():
-    def public(cls):
-        return {name for name in vars(cls) if not name.startswith("_")}
-
-    assert public(Client) == public(AsyncClient)

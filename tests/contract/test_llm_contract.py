@@ -69,7 +69,7 @@ def test_generate_returns_ids_logprobs_and_versions_of_every_token(backend):
         expected = llm_reference.logprobs(DEMO_MODEL, prompt, choice["token_ids"])
         sampled = llm_client.sampled_logprobs(choice)
         assert sampled == pytest.approx(expected, abs=TOLERANCE)
-        # float32 holds them without loss: in that they go over the wire (`rollout.wire`).
+        # float32 holds them without loss: in that they go over the wire (`rollout.arrays`).
         assert array("f", sampled).tolist() == sampled
 
 

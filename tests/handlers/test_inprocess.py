@@ -133,6 +133,25 @@ def test_what_another_attempt_may_mend_has_no_reward_whatever_a_hook_answers(sta
     assert (done.error.blame, done.attempt) == (Blame.INFRASTRUCTURE, 2)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [Reward(NAN), Reward(-INF), Reward(1.0, {"a": 1.0, "b": NAN}), Reward(1.0, {"a": INF}), 1.0, None],
+)
+def test_a_reward_that_is_none_is_the_handlers_failure(reward):
+    class Scores(Hooked):
+        async def evaluate(self, ctx: EvalContext[Plan]) -> Reward:
+            return reward
+
+    (done,) = played(Scores(), [Action(content="2")], {})
+    assert (done.state, done.reward, done.reward_components, done.drop) == (State.FAILED, None, {}, True)
+    assert (done.error.blame, done.attempt) == (Blame.HANDLER, 1)
+    said = "not finite" if isinstance(reward, Reward) else f"returned {type(reward).__name__}, not Reward"
+    assert said in done.error.message
+
+
 def test_tools_run_in_a_real_sandbox_and_group_mates_have_one_each():
     command = {"command": "pwd; ls; touch mine; echo $((37*85))"}
     actions = [Action(tool_calls=[Call(name="execute_bash", arguments=command)]), Action(content="3145")]

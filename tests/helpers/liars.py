@@ -24,7 +24,7 @@ from workers.inprocess import InProcess, MakeRouter, Model, _OneBackend
 LANGUAGE = FakeLanguage(first_id=20, vocab_size=300, answer_tokens=(10, 30))
 """Plain text of the demo model's vocabulary."""
 TURN_TOKENS = 64
-WAIT_S = 2.0
+WAIT_S = 0.2
 
 
 class Generous(AgentHandler):

@@ -47,8 +47,13 @@ def test_reloaded_weights_are_sampled_from_and_labelled(restored, other_weights)
 
 def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restored, other_weights):
     async def ask(client):
+        before = await llm_client.metric(client, "vllm:generation_tokens_total")
         tasks = [asyncio.create_task(llm_client.generate(client, [1, 2, i], **LONG)) for i in range(4)]
-        await asyncio.sleep(0.2)
+        while await llm_client.metric(client, "vllm:num_requests_running") < len(tasks):
+            await asyncio.sleep(0.01)
+        # They are served in turn, so each has some tokens by then.
+        while await llm_client.metric(client, "vllm:generation_tokens_total") < before + 4 * len(tasks):
+            await asyncio.sleep(0.01)
         await llm_client.post(client, "/pause", mode="keep")
         assert await llm_client.get(client, "/is_paused") == {"is_paused": True}
         frozen = await llm_client.metric(client, "vllm:generation_tokens_total")

@@ -11,7 +11,7 @@ from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import RedisServer, Stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(tmp_path_factory, embedded):
     """Gateway and the three fleets, with the embedded backend registered."""
     # Socket paths end at 107 bytes: pytest's own directories are too long for them.

@@ -19,6 +19,7 @@ from services.dispatch import Dispatcher, _expand
 from services.queues import INIT, make_celery
 from services.settings import Settings
 from services.state import keys
+from services.state.fleet import ANNOUNCE_EVERY_S
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
@@ -26,7 +27,7 @@ from tests.helpers.chores import services
 from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
-from workers.chores.admission import LEAST_AHEAD, Admission
+from workers.chores.admission import LEAST_AHEAD, LOOK_WHEN_CLOSED_S, SLOTS_EVERY_S, Admission
 from workers.held import CANCEL, SHUTDOWN
 from workers.process import WorkerProcess
 
@@ -163,11 +164,11 @@ def test_a_node_short_of_memory_leaves_rollouts_to_one_that_has_room(service):
 
 
 @pytest.fixture
-def parts(service, tmp_path):
+def parts(server, tmp_path):
     """An `Admission` whose looks the test makes itself, on a Redis without rollouts."""
-    client = connect(service.stack.redis.url.removesuffix("0") + "9")
-    client.flushdb()
-    settings = Settings(redis_url=service.stack.redis.url, node="n")
+    client = connect(server.url)
+    client.flushall()
+    settings = Settings(redis_url=server.url, node="n")
     host = SimpleNamespace(state=tmp_path / "not" / "there")
     parts = services(client, settings, "init@n", host=host)
     parts.app.amqp.queues.select([INIT])
@@ -194,7 +195,24 @@ def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(
     assert [entry["log_level"] for entry in said if "reason" in entry] == ["warning", "info"], "once a change"
 
 
-def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts):
+class Clock:
+    """`time` of the admission, moved by hand."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("workers.chores.admission.time", clock)
+    return clock
+
+
+def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts, clock):
     admission, _, fleet = parts
     assert admission.bounds() == (LEAST_AHEAD, LEAST_AHEAD)
     fleet.announce("run@n", ["run"], "n", 100)
@@ -205,6 +223,100 @@ def test_the_bound_ahead_of_run_follows_the_slots_of_live_run_workers(parts):
     assert admission.bounds() == (100, 400)
     fleet.leave("run@m")
     assert fleet.run_slots("n") == (100, 100)
+    clock.now += SLOTS_EVERY_S + 0.1
+    admission.tick()
+    assert admission.bounds() == (100, 100)
+    admission._settings = Settings(ready_ahead=7)
+    assert admission.bounds() == (7, 7)
+
+
+def test_each_bound_stops_init_by_itself_and_what_is_told_is_the_nodes(parts):
+    admission, store, fleet = parts
+    admission._settings = Settings(node="n", ready_ahead=2)
+    store.submit([new for _ in range(5) for new in _expand(RolloutRequest(handler="noop"))])
+    elsewhere = [store.claim_next("x", 1, "w", node="m") for _ in range(2)]
+    here = store.claim_next("x", 1, "w", node="n")
+    admission.tick()
+    assert admission.is_open
+    told = fleet.admissions()["n"]
+    assert (told.full, told.ahead, told.most_ahead) == (False, 1, 2)
+    for claim in elsewhere:
+        store.finish(claim, Finish(State.READY))
+    admission.tick()
+    assert not admission.is_open, "two without a sandbox are ready"
+    told = fleet.admissions()["n"]
+    assert (told.full, told.ahead, told.most_ahead) == (True, 1, 2)
+    assert told.free_disk > 0 and told.free_memory > 0
+    store.finish(here, Finish(State.CANCELLED))
+    for claim in elsewhere:
+        store.cancel(claim.rollout_id)
+    admission.tick()
+    assert admission.is_open
+
+
+def test_celery_is_told_to_consume_or_not_and_again_where_it_has_not_heard(parts, clock, monkeypatch):
+    admission, _, _ = parts
+    told, app = [], admission._app
+    for what in ("add_consumer", "cancel_consumer"):
+        note = lambda queue, destination, what=what: told.append((what, queue, *destination))  # noqa: E731
+        monkeypatch.setattr(app.control, what, note)
+    admission.floors = Floors(0, 0)
+    admission.tick()
+    assert told == [], "it consumes, as it is to"
+    admission.floors = Floors(disk_mb=1 << 40, memory_mb=0)
+    for seconds in (0.0, LOOK_WHEN_CLOSED_S / 2, LOOK_WHEN_CLOSED_S):
+        clock.now += seconds
+        admission.tick()
+    assert told == [("cancel_consumer", INIT, "init@n")] * 2
+    app.amqp.queues.deselect(INIT)
+    clock.now += 1.0
+    admission.tick()
+    assert len(told) == 2
+    admission.floors = Floors(0, 0)
+    admission.tick()
+    assert told[2:] == [("add_consumer", INIT, "init@n")]
+
+
+def test_a_node_says_at_once_what_has_changed_and_else_that_it_lives(parts, clock):
+    admission, _, _ = parts
+    admission.floors = Floors(0, 0)
+    client = connect(admission._settings.redis_url)
+    said = []
+    for seconds, floors in ((0.0, 0), (1.0, 0), (ANNOUNCE_EVERY_S, 0), (0.1, 1 << 40), (0.1, 1 << 40)):
+        clock.now += seconds
+        admission.floors = Floors(floors, 0)
+        admission.tick()
+        said.append(client.hget(keys.FLEET_ADMISSION, "n"))
+    first, same, again, stopped, still = said
+    assert first == same != again != stopped == still
+
+
+def test_who_waits_for_room_is_woken_by_the_look_that_finds_it(parts):
+    admission, _, _ = parts
+    admission.floors = Floors(0, 0)
+    assert admission.is_open and not admission.wait_for_room(0.05), "a look of before says nothing"
+    admission.stopped = {DISK: "none is left"}
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(admission.wait_for_room(PATIENCE_S)))
+    waiting.start()
+    wait_until(lambda: admission._looked._waiters, PATIENCE_S, "it to wait")
+    admission.tick()
+    waiting.join(PATIENCE_S / 2)
+    assert answers == [True]
+
+
+def test_a_claim_that_finds_the_bound_reached_has_it_looked_at_again(parts):
+    admission, _, _ = parts
+    admission.interval_s = PATIENCE_S
+    admission.floors = Floors(0, 0)
+    looking = threading.Thread(target=admission.run)
+    looking.start()
+    wait_until(lambda: admission._looks == 1, PATIENCE_S / 2, "the first look")
+    admission.ring()
+    wait_until(lambda: admission._looks == 2, PATIENCE_S / 2, "another one")
+    admission.stop()
+    looking.join(PATIENCE_S)
+    assert not looking.is_alive()
 
 
 def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):
@@ -222,9 +334,9 @@ def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):
     assert events == ["INIT waits: it is far enough ahead of RUN", "INIT goes on: RUN took rollouts"]
 
 
-def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, service):
+def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, server):
     """Which rollout INIT gets is known only from the answer; its cancel may be heard before that."""
-    settings = Settings(redis_url=service.stack.redis.url)
+    settings = Settings(redis_url=server.url)
     process = WorkerProcess(make_celery(settings), settings, "w", [Stage.INIT], 1)
     _, store, _ = parts
     store.submit([new for _ in range(3) for new in _expand(RolloutRequest(handler="noop"))])
@@ -241,8 +353,8 @@ def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, service):
         assert process.hold(third, cancelled).reason is None
 
 
-def test_a_stopping_worker_hands_back_what_a_claim_brings_after_all(parts, service):
-    settings = Settings(redis_url=service.stack.redis.url, shutdown_grace_s=0, lease_s=600)
+def test_a_stopping_worker_hands_back_what_a_claim_brings_after_all(parts, server):
+    settings = Settings(redis_url=server.url, shutdown_grace_s=0, lease_s=600)
     process = WorkerProcess(make_celery(settings), settings, "w", [Stage.INIT], 1)
     _, store, _ = parts
     store.submit(_expand(RolloutRequest(handler="noop")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -183,7 +184,67 @@ def test_without_another_backend_the_reservation_stays_and_the_answer_says_so(he
     assert home(heap.extend("x", 9)) == "only" and loads(heap) == {"only": (9.0, 1)}
 
 
+def test_a_rollout_under_way_goes_on_with_other_weights_where_there_are_no_others(heap):
+    put(heap, "old", policy_version="step-1")
+    heap.acquire("under way", tokens=3, policy_version="step-1")
+    put(heap, "new", policy_version="step-2")
+    for wanted in (None, "step-1"):
+        heap.want_version(wanted)
+        placed = heap.extend("under way", 3, policy_version=wanted and "step-1", exclude=("old",))
+        assert (home(placed), placed.why) == ("new", "failover")
+        assert home(heap.extend("under way", 3, exclude=("new",))) == "old"
+    heap.fail("old", "away", by="health")
+    assert heap.acquire("begins", policy_version="step-1").word == "none", "one that starts waits for them"
+
+
+def test_all_that_are_excluded_are_passed_over_and_no_namesake(heap):
+    put(heap, "b", "b1", "b10")
+    assert home(heap.acquire("x", exclude=("b", "b1"))) == "b10"
+    assert home(heap.extend("x", 1, exclude=("b1", "b10"))) == "b"
+    assert heap.acquire("y", exclude=("b", "b1", "b10")).word == "none"
+
+
+def test_a_failed_backend_is_told_of_and_says_whether_it_answers(heap, client):
+    put(heap, "a", "b")
+    channel = client.pubsub(ignore_subscribe_messages=True)
+    channel.subscribe(keys.BACKEND_DOWN_CHANNEL)
+    assert not heap.fail("nobody", "x")
+    assert heap.fail("a", "canary failed", by="weights") and heap.fail("b", "no answer", by="health")
+    assert [message["data"] for message in messages(channel, 2)] == ["a", "b"]
+    told = {name: (one.healthy, one.reachable) for name in "ab" if (one := heap.get(name))}
+    assert told == {"a": (False, True), "b": (False, False)}
+
+
+def test_suspects_are_told_once_with_how_often(heap):
+    for name in ("a", "b", "a"):
+        heap.suspect(name)
+    assert heap.take_suspects() == {"a": 2, "b": 1}
+    assert heap.take_suspects() == {}
+
+
+def test_versions_are_known_that_an_update_brought(heap, client):
+    client.zadd(keys.POLICY_SEQUENCE, {"v1": 1})
+    assert [heap.knows_version(one) for one in ("v1", "v2", None)] == [True, False, False]
+
+
+def test_an_address_has_one_id_with_and_without_its_slash():
+    ids = {BackendStore.id_of(url) for url in ("http://x:1", "http://x:1/")}
+    assert len(ids) == 1 and BackendStore.id_of("http://x:2") not in ids
+
+
 # -- capacity ----------------------------------------------------------------------------------
+
+
+def messages(channel, count):
+    """So many messages of a channel, and those that come at once behind them."""
+    found, deadline = [], time.monotonic() + 30
+    while time.monotonic() < deadline:
+        message = channel.get_message(timeout=0.05)
+        if message is not None:
+            found.append(message)
+        elif len(found) >= count and channel.subscribed:
+            break
+    return found
 
 
 def test_new_rollouts_wait_while_the_reservations_fill_the_caches(client):
@@ -191,17 +252,49 @@ def test_new_rollouts_wait_while_the_reservations_fill_the_caches(client):
     put(heap, "a", "b", capacity_tokens=1000)
     for n in range(4):
         assert heap.acquire(f"r{n}", tokens=500).word == "ok"
-    channel = client.pubsub(ignore_subscribe_messages=True)
-    channel.subscribe(keys.BACKEND_ROOM_CHANNEL)
-    assert channel.get_message(timeout=1) is None
     refused = heap.acquire("r4", tokens=500)
     assert (refused.word, refused.why) == ("full", "2 full")
     heap.release("r0")
-    message = None
-    for _ in range(50):
-        message = message or channel.get_message(timeout=0.1)
-    assert message["channel"] == keys.BACKEND_ROOM_CHANNEL, "those who wait are told"
     assert heap.acquire("r4", tokens=500).word == "ok"
+
+
+def test_the_defaults_leave_a_quarter_of_a_cache_for_what_live_rollouts_grow_by(heap):
+    put(heap, "a", capacity_tokens=1000)
+    assert [heap.acquire(f"r{n}", tokens=250).word for n in range(4)] == ["ok", "ok", "ok", "full"]
+    assert home(heap.extend("r0", 500)) == "a"
+
+
+ROOM = {
+    "one ends": lambda heap: heap.release("r0"),
+    "one moves away": lambda heap: heap.extend("r1", 900),
+    "a backend comes": lambda heap: put(heap, "c", capacity_tokens=1000),
+    "one is taken out of its pause": lambda heap: heap.resume("b"),
+    "one recovers": lambda heap: heap.recover("b"),
+    "one has other weights": lambda heap: heap.set_version("b", "v2"),
+}
+
+
+@pytest.mark.parametrize("event", ROOM)
+def test_those_who_wait_are_told_of_room_and_nobody_else_is(client, event):
+    heap = BackendStore(client, PlacementPolicy(admit=1.0, spill_to=2.0, spill_gap=0))
+    put(heap, "a", capacity_tokens=1000)
+    for n in range(2):
+        heap.acquire(f"r{n}", tokens=500)
+    put(heap, "b", capacity_tokens=1000)
+    channel = client.pubsub(ignore_subscribe_messages=True)
+    channel.subscribe(keys.BACKEND_ROOM_CHANNEL)
+    ROOM["one has other weights"](heap)
+    assert messages(channel, 0) == [], "nobody waits"
+    assert heap.acquire("r2", tokens=2000, exclude=("b",)).word == "full"
+    assert 0 < client.pttl("backends:waited") <= 5000, "who has given up is forgotten"
+    ROOM[event](heap)
+    assert [message["channel"] for message in messages(channel, 1)] == [keys.BACKEND_ROOM_CHANNEL]
+
+
+def test_nothing_is_reserved_as_one_token(heap):
+    put(heap, "a")
+    heap.acquire("x", tokens=0)
+    assert loads(heap) == {"a": (1.0, 1)}
 
 
 def test_a_rollout_larger_than_any_cache_runs_on_an_empty_backend(heap):
@@ -229,6 +322,24 @@ def test_a_rollout_moves_from_a_full_backend_to_one_with_room(client):
     assert heap.totals()["moved_spill"] == 1
 
 
+@pytest.mark.parametrize(
+    ("fewer", "paused", "moves"), [(2, False, False), (3, False, True), (3, True, False)]
+)
+def test_a_rollout_leaves_a_full_backend_for_one_with_more_than_the_gap_of_rollouts_fewer(
+    client, fewer, paused, moves
+):
+    heap = BackendStore(client, PlacementPolicy(spill_at=1.0, spill_to=0.85, spill_gap=2))
+    put(heap, "a", capacity_tokens=1000)
+    for n in range(4):
+        heap.acquire(f"r{n}", tokens=100)
+    put(heap, "b", capacity_tokens=1000)
+    for n in range(4 - fewer):
+        heap.acquire(f"other{n}", tokens=1, exclude=("a",))
+    if paused:
+        heap.pause("a")
+    assert heap.extend("r0", 800).moved == moves
+
+
 def test_a_rollout_under_way_is_never_refused_for_want_of_room(heap):
     put(heap, "a", capacity_tokens=1000)
     for n in range(2):
@@ -238,15 +349,27 @@ def test_a_rollout_under_way_is_never_refused_for_want_of_room(heap):
     assert home(heap.extend("r0", 5000, exclude=("a",))) == "b", "a backend failed: better full than none"
 
 
-def test_a_new_backend_catches_up_without_taking_all_new_rollouts(heap):
+@pytest.mark.parametrize("way", ["new", "drained", "failed"])
+def test_a_backend_that_comes_catches_up_without_taking_all_new_rollouts(heap, way):
     put(heap, "a", "b", "c")
+    if way != "new":
+        put(heap, "back")
+        if way == "drained":
+            heap.drain("back")
+        else:
+            heap.fail("back", "away", by="health")
     for n in range(30):
         heap.acquire(f"old{n}", tokens=100)
-    put(heap, "new")
+    if way == "new":
+        put(heap, "back")
+    elif way == "drained":
+        heap.drain("back", False)
+    else:
+        heap.recover("back", by="health")
     chosen = [home(heap.acquire(f"r{n}", tokens=100)) for n in range(40)]
-    until = next(n for n in range(40) if chosen[: n + 1].count("new") >= 10)
-    assert chosen[: until + 1].count("new") / (until + 1) <= 0.6, "about every second one"
-    share = loads(heap)["new"][1] / 70
+    until = next(n for n in range(40) if chosen[: n + 1].count("back") >= 10)
+    assert chosen[: until + 1].count("back") / (until + 1) <= 0.6, "about every second one"
+    share = loads(heap)["back"][1] / 70
     assert 0.2 <= share <= 0.3, "its fair share, a quarter"
 
 
@@ -294,13 +417,53 @@ def test_counters_that_redis_lost_are_made_again_from_the_live_rollouts(heap, ro
     assert (again.reclaimed, again.restored, again.corrected) == (0, 0, 0)
 
 
-def test_reservations_of_nobody_are_reclaimed(heap, client):
+def test_reservations_of_nobody_are_reclaimed(heap, rollouts, client):
     put(heap, "a")
     heap.acquire("ghost", tokens=10)
+    left, claim = running(rollouts)
+    heap.acquire(left, tokens=10, fence=claim.fence)
+    client.hdel(keys.record(left), "owner")
     client.zincrby(keys.BACKEND_LOAD, 5, "a")
     found = heap.reconcile()
-    assert (found.reclaimed, found.corrected) == (1, 1)
+    assert (found.reclaimed, found.corrected) == (2, 1)
     assert loads(heap) == {"a": (0.0, 0)}
+
+
+@pytest.mark.parametrize(("load", "live"), [(0, 0), (5, 0), (0, 3), (0, -1)])
+def test_each_counter_that_is_wrong_is_corrected(heap, rollouts, client, load, live):
+    put(heap, "a", "b")
+    rollout_id, claim = running(rollouts)
+    chosen = home(heap.acquire(rollout_id, tokens=10, fence=claim.fence))
+    client.zincrby(keys.BACKEND_LOAD, load, chosen)
+    client.hincrby(keys.backend(chosen), "live", live)
+    assert heap.reconcile().corrected == bool(load or live)
+    assert loads(heap)[chosen] == (10.0, 1)
+
+
+def test_what_was_given_back_is_not_restored_while_its_rollout_still_runs(heap, rollouts, client):
+    put(heap, "a")
+    rollout_id, claim = running(rollouts)
+    heap.acquire(rollout_id, tokens=10, fence=claim.fence)
+    heap.extend(rollout_id, 99, fence=claim.fence)
+    client.delete(keys.BACKEND_PINS)
+    assert heap.reconcile().restored == 1 and loads(heap) == {"a": (99.0, 1)}
+    assert heap.release(rollout_id)
+    assert heap.reconcile().restored == 0 and loads(heap) == {"a": (0.0, 0)}
+
+
+def test_a_group_has_a_home_while_it_has_members_and_the_same_after_a_repair(heap, rollouts, client):
+    put(heap, "a", "b")
+    held = [running(rollouts, group_id="g") for _ in range(3)]
+    for rollout_id, claim in held:
+        chosen = home(heap.acquire(rollout_id, tokens=1, fence=claim.fence, group="g"))
+    client.hset(keys.BACKEND_GROUPS, "ghost", "a 2")
+    other = {"a": "b", "b": "a"}[chosen]
+    client.hset(keys.BACKEND_GROUPS, "g", f"{other} 7")
+    heap.reconcile()
+    assert client.hgetall(keys.BACKEND_GROUPS) == {"g": f"{other} 3"}
+    for left, (rollout_id, _) in zip((2, 1, 0), held, strict=True):
+        heap.release(rollout_id)
+        assert client.hgetall(keys.BACKEND_GROUPS) == ({"g": f"{other} {left}"} if left else {})
 
 
 def test_a_removed_backend_does_not_come_back_with_a_negative_load(heap):

@@ -18,6 +18,7 @@ from services.state.api_keys import Scope
 from services.state.fleet import FleetStore
 from services.state.requests import Unstorable, stored_form
 from services.state.rollouts import UNREADABLE, Finish
+from tests.helpers.idle import in_time
 from tests.helpers.keys import KEY
 from tests.helpers.stack import Stack
 from tests.helpers.tenants import World
@@ -218,10 +219,9 @@ def test_bytes_that_are_no_text_hurt_their_own_record_alone(world):
     assert [one["id"] for one in page["rollouts"]] == [ids[0]]
 
 
-def test_thousands_are_cancelled_by_their_tag_in_seconds(world):
+def test_thousands_are_cancelled_by_their_tag_in_a_second(world):
     for _ in range(5):
         assert world.submit("a", n=1000, tags=["many"]).status_code == 202
-    before = time.monotonic()
-    answer = world.post("/v1/rollouts/cancel", "a", {"tag": "many"})
+    with in_time(1.0, 10.0):
+        answer = world.post("/v1/rollouts/cancel", "a", {"tag": "many"})
     assert answer.json == {"cancelled": 5000, "already_ended": 0, "unknown": 0}
-    assert time.monotonic() - before < 10.0, "0.5 s on a machine that does nothing else"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.helpers.long_forms import BENCHMARKS
 from tests.helpers.stack import ROOT
 
 KEYS = {
@@ -99,8 +100,8 @@ KEYS = {
         *(f"{way}_through_text_changed_share" for way in ("turns", "messages", "whole")),
     },
 }
-MORE = {"routing": ("--simulated-only",)}
-"""Two vLLM servers take minutes to start beside other tests; `make bench` has them."""
+FORM = BENCHMARKS("rounds and counts of each benchmark", short=("--rounds", "1", "--count", "16"), long=())
+MORE = {"routing": BENCHMARKS("two vLLM servers of `routing`", short=("--simulated-only",), long=())}
 ZERO = {"leftovers", "ours_changed_share"}
 MAY_BE_ZERO = ZERO | {
     "recovery_worst_s_over_lease_with_spare",
@@ -119,7 +120,7 @@ def test_every_benchmark_is_known_here():
 @pytest.mark.timeout(TIMEOUT_S + 100)
 @pytest.mark.parametrize("name", KEYS)
 def test_the_last_line_is_one_json_object_with_the_keys_of_its_issue(name):
-    argv = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", "1", "--count", "16", *MORE.get(name, ())]
+    argv = [sys.executable, "-m", f"benchmarks.{name}", *FORM, *MORE.get(name, ())]
     out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert out.returncode == 0, out.stderr[-3000:]
     results = json.loads(out.stdout.splitlines()[-1])["results"]

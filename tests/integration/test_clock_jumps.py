@@ -112,6 +112,27 @@ def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
         assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
 
 
+@pytest.mark.parametrize("hours_s", [HOURS_S, -HOURS_S], ids=["forward", "back"])
+def test_all_times_of_an_old_rollout_move_along_and_no_lease_outlives_a_jump_back(server, hours_s):
+    client = connect(server.url)
+    client.flushall()
+    store = RolloutStore(client, Settings(redis_url=server.url, lease_s=LEASE_S))
+    submit(store, "one")
+    store.claim("one", 1, Stage.INIT, "worker")
+    record, now = keys.record("one"), client.time()[0] * 1000
+    times = {name: now + place for place, name in enumerate(MOVED)}
+    client.hset(record, mapping=times | {"created": 1, "lease": now + 8 * 3600_000})
+    client.zadd(keys.DUE, {"one": now + 8 * 3600_000})
+    store.jumped(hours_s, 1.0)
+    moved = client.hmget(record, *MOVED)
+    assert list(map(int, moved)) == [at + hours_s * 1000 for at in times.values()]
+    for at in (float(client.hget(record, "lease")), client.zscore(keys.DUE, "one")):
+        assert now < at <= now + LEASE_S * 1000 + SLACK_MS
+
+
+MOVED = ("deadline", "since", "claimed", "cancel", "elsewhere_since")
+
+
 def test_a_jump_is_dealt_with_by_who_sees_it_and_once_however_late_others_do(reaper, store, clock):
     """The elected one may have died with it, and the next may have come after it."""
     store._redis.set(keys.REAPER_LOCK, "dead", px=600_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,11 +32,12 @@ from services.settings import Settings
 from services.state.api_keys import Scope
 from services.state.rollouts import Claim, Finish
 from tests.helpers.chores import services
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.tenants import World
 from workers.chores.archive import Archiver
 from workers.chores.batches import Batcher
 
-EXAMPLES = 400 if os.environ.get("CHAOS_LONG") else 20
+EXAMPLES = CHAOS("examples of a body", short=20, long=400)
 MODELS = {
     "/v1/rollouts": (RolloutRequest, SubmitRequest),
     "/v1/batches": (BatchRequest,),

@@ -296,6 +296,7 @@ def test_nothing_is_left_ahead_however_a_rollout_leaves(world, end):
         assert len(world.store.overdue()) == 1
     assert world.store.ahead(NODE) == (0, 0)
     assert world.redis.keys("ahead:*") == []
+    assert world.redis.hget(keys.record(only), "ahead") is None
 
 
 # ------------------------------------------------------------------------------ what it says

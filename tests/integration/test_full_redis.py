@@ -18,7 +18,7 @@ from services.gateway.app import create_app
 from services.settings import Settings
 from services.state import keys
 from services.state.fleet import FleetStore
-from services.state.memory import REFUSE_AT, StoreFull
+from services.state.memory import COPIES, REFUSE_AT, Room, StoreFull
 from services.state.redis import connect
 from services.state.retention import ResultStore
 from services.state.rollouts import Finish, NewRollout, RolloutStore
@@ -239,6 +239,8 @@ def test_a_claim_does_not_keep_a_worker_that_stops(stopping):
 def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client, store, server):
     submit(store, "one")
     gateway = keyed(create_app(settings(server)))
+    # So that what its clients and scripts take, a hundred kilobytes or two, changes nothing.
+    client.setrange("filler", 20 << 20, "x")
     client.config_set("maxmemory", int(client.info("memory")["used_memory"] / (REFUSE_AT + 0.1)))
     for path, body in (
         ("/v1/rollouts", {"requests": [{"handler": "noop"}]}),
@@ -252,6 +254,19 @@ def test_new_work_is_refused_at_80_percent_and_what_is_under_way_goes_on(client,
     with pytest.raises(StoreFull):
         submit(RolloutStore(client, settings(server)), "two")
     through(store, "one", None)
+
+
+def test_what_was_taken_since_the_last_look_at_redis_counts(client, store, monkeypatch):
+    monkeypatch.setattr("services.state.memory.LOOK_EVERY_S", 60.0)
+    client.setrange("filler", 20 << 20, "x")
+    limit = 2 * client.info("memory")["used_memory"]
+    client.config_set("maxmemory", limit)
+    room, most = Room(client), (REFUSE_AT - 0.5) * limit
+    size = int(0.6 * most / COPIES)
+    room.require(size)
+    with pytest.raises(StoreFull):
+        room.require(size)
+    room.require(size // 2)
 
 
 def test_results_may_take_half_of_redis_memory_where_no_limit_is_set(client, store, server):

@@ -7,7 +7,6 @@ out in the middle. Time passes by moving the times that are stored in Redis back
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections import Counter
 
@@ -33,8 +32,10 @@ from services.state.rollouts import MAX_REQUEUE_S, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.fair_model import FairOrder
 from tests.helpers.lifecycle_model import WAITS_FOR, Lifecycle
+from tests.helpers.long_forms import CHAOS
 
-LONG = bool(os.environ.get("CHAOS_LONG"))
+EXAMPLES = CHAOS("orders of events", short=60, long=1000)
+EVENTS = CHAOS("events of an order", short=30, long=60)
 REPLAYS = 10_000
 LEASE_S, REQUEUE_S, DEADLINE_S, STOP_PATIENCE_S = 1000.0, 300.0, 3150.0, 60.0
 PRIORITY_STEP_S = 500.0
@@ -298,6 +299,17 @@ def machine_of(server):
                     self.act(old, act)
             return new
 
+        @rule(target=claims, rollout_id=ids)
+        def a_worker_says_that_it_lives_and_holds_on_past_its_first_lease(self, rollout_id):
+            life = self.model.lives[rollout_id]
+            got = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+            if rollout_id in self.latest:
+                for step in (2 * STEPS_S[0], STEPS_S[0]):
+                    self.pass_time(step)
+                    self.act(self.latest[rollout_id], "heartbeat")
+                    self.reap_all()
+            return got
+
         @rule(rollout_id=ids, patiently=st.booleans())
         def a_cancel_is_ignored(self, rollout_id, patiently):
             if rollout_id in self.latest:
@@ -409,10 +421,10 @@ def test_every_order_of_events_comes_to_what_the_model_says(server):
     run_state_machine_as_test(
         machine_of(server),
         settings=settings(
-            max_examples=1000 if LONG else 60,
-            stateful_step_count=60 if LONG else 30,
+            max_examples=EXAMPLES,
+            stateful_step_count=EVENTS,
             deadline=None,
-            derandomize=not LONG,
+            derandomize=not CHAOS,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         ),

@@ -15,15 +15,15 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from rollout import _render
+from rollout.cli import render as _render
 from rollout.schema import RolloutRequest, Stage, State
 from services import logs
 from services.dispatch import _expand
 from services.gateway.app import create_app
 from services.settings import Settings
 from services.state.fleet import FleetStore, NodeAdmission
-from services.state.observations import BUCKETS_S, Observations
-from services.state.redis import connect
+from services.state.observations import BUCKETS_S, Observations, lua_buckets
+from services.state.redis import connect, lua_source
 from services.state.rollouts import Finish, RolloutStore
 from tests.helpers.keys import http, keyed
 from tests.helpers.stack import NODE, ROOT, Stack, free_port, wait_until
@@ -94,6 +94,25 @@ def test_times_fall_into_the_bucket_that_bounds_them(store, observations, server
     assert list(rows)[-1] == "+Inf" and len(rows) == len(BUCKETS_S) + 1
     assert rows["30"] == 0 and rows["60"] == 1 and rows["+Inf"] == 1
     assert 42 <= histogram.sum_s < 60
+
+
+def test_a_time_at_a_bound_belongs_to_it(server, observations):
+    client = connect(server.url)
+    client.flushall()
+    script = lua_buckets() + lua_source("observations") + "observe('stage_init', tonumber(ARGV[1]))"
+    for bound in BUCKETS_S[:3]:
+        client.eval(script, 0, round(bound * 1000))
+    client.eval(script, 0, round(BUCKETS_S[-1] * 1000) + 1)
+    expected = dict.fromkeys(BUCKETS_S[:3], 1) | {float("inf"): 1}
+    assert observations.histograms()["stage_init"].counts == expected
+
+
+def test_no_more_leases_are_looked_at_than_the_bound(store, observations, monkeypatch):
+    for _ in range(3):
+        claimed(store, Stage.INIT, submitted(store))
+    for most, seen in ((2, 2), (3, 3), (4, 3)):
+        monkeypatch.setattr("services.state.observations.MOST_LEASES", most)
+        assert observations.ages().leases["init"] == seen
 
 
 def test_the_age_of_a_lease_is_since_its_last_heartbeat(store, observations, server):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -14,10 +12,11 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from services.gateway import openapi
 from services.state.fleet import FleetStore
 from tests.helpers.keys import HEADERS
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import Stack
 from workers.handlers.noop import Noop
 
-EXAMPLES = 100 if os.environ.get("CHAOS_LONG") else 6
+EXAMPLES = CHAOS("examples of an operation", short=6, long=100)
 """Of each operation, in each mode."""
 NOBODY = "http://127.0.0.1:9"
 ENDLESS = {"/v1/completions/stream"}

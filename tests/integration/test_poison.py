@@ -70,6 +70,20 @@ def test_what_another_worker_carries_does_not_keep_a_suspect_waiting(client, sto
     assert len(fleet.carry([waiting])) == 1
 
 
+def test_what_has_seen_no_worker_end_does_not_make_room_for_another_suspect(client, store):
+    fleet = DyingFleet(client, store)
+    fleet.submit("b", "c")
+    for _ in range(2):
+        assert len(fleet.carry(["b", "c"])) == 2
+        fleet.die()
+    fleet.submit("a")
+    (harmless,) = fleet.carry(["a"])
+    client.hset(keys.record("a"), mapping={"deaths": 1, "deaths_in": "run"})
+    assert [claim.rollout_id for claim in fleet.carry(["b", "c"])] == ["b"]
+    assert store.finish(harmless, Finish(State.EVALUATING)) == State.EVALUATING
+    assert fleet.carry(["c"]) == []
+
+
 def test_a_claim_repeated_after_an_outage_still_holds_its_rollout(client, store):
     """Its answer was lost with Redis, and its lease ran out before Redis was back."""
     fleet = DyingFleet(client, store)

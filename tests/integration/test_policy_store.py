@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 
+import httpx
 import pytest
 
 from rollout.policy import PolicyRequest, UpdateState
 from rollout.schema import Backend
+from services.state.backends import BackendStore
 from services.state.policy import HISTORY, Current, LeaseLost, PolicyStore, UpdateConflict
 from tests.helpers.stack import RedisServer, wait_until
-from workers.weights import WeightUpdates
+from workers.weights import WeightUpdates, _each, _Leases
 
 BACKEND = Backend(id="b", url="http://127.0.0.1:9", model="m", tokenizer="t", max_model_len=64)
 PATIENCE_S = 60
@@ -30,11 +32,11 @@ def store(redis):
     return PolicyStore(redis)
 
 
-def end(store, state=UpdateState.DONE):
+def end(store, state=UpdateState.DONE, current=None):
     """Claim the update under way and end it."""
     work = store.claim("worker", 30)
     work.record.update.state = state
-    store.finish(work, None)
+    store.finish(work, current)
     return work.record.update
 
 
@@ -42,6 +44,7 @@ def test_one_worker_at_a_time_has_an_update_and_its_successor_s_work_is_not_over
     store.create(PolicyRequest(version="v1", path="/a"), [BACKEND])
     first = store.claim("one", 30)
     assert store.claim("two", 30) is None
+    assert 0 < redis.pttl("policy:lease") <= 30_000
     redis.pexpire("policy:lease", 1)
     second = wait_until(lambda: store.claim("two", 30), PATIENCE_S, "the lease to run out")
     second.record.update.started_at = 1.0
@@ -102,9 +105,27 @@ def test_the_latest_updates_are_remembered_and_no_more(store, redis):
         store.create(PolicyRequest(version=f"v{number}"), [BACKEND])
         end(store)
     history = store.status().history
+    assert redis.llen("policy:order") == HISTORY
+    assert redis.llen("policy:bell") == 1, "one ring wakes one worker"
     assert [update.version for update in history] == [f"v{n}" for n in range(HISTORY + 4, 4, -1)]
     assert redis.hlen("policy:updates") == HISTORY
     assert store.totals()["n_done"] == HISTORY + 5
+
+
+def current_of(version, update_id="u"):
+    policy = {"version": version, "path": "/a", "verified": False, "update_id": update_id, "since": 1.0}
+    return Current(policy=policy, request=PolicyRequest(version=version, path="/a"))
+
+
+def test_the_latest_versions_are_known_by_when_they_came_and_no_more(store, redis):
+    redis.zadd("policy:sequence", {f"old{number}": number for number in range(1000)})
+    redis.hset("policy:totals", "changes", 1000)
+    store.create(PolicyRequest(version="new", path="/a"), [BACKEND])
+    end(store, current=current_of("new"))
+    assert redis.zcard("policy:sequence") == 1000
+    assert redis.zscore("policy:sequence", "new") == 1001 and redis.zscore("policy:sequence", "old0") is None
+    assert (store.age("new"), store.age("old999")) == (0, 2)
+    assert redis.exists("policy:active", "policy:lease") == 0
 
 
 class NoBackends:
@@ -135,9 +156,168 @@ def test_a_backend_is_left_alone_while_an_update_is_under_way_or_another_has_it(
     work = store.claim("worker", 30)
     updates = WeightUpdates(store, NoBackends(), "late")
     assert updates.bring_current(BACKEND) is None
-    policy = {"version": "v1", "path": "/a", "verified": False, "update_id": made.id, "since": 1.0}
-    store.finish(work, Current(policy=policy, request=request))
+    store.finish(work, current_of("v1", made.id))
     lock = store.lock("b", "other", 30)
     assert updates.bring_current(BACKEND) is None
     store.release(*lock)
     assert redis.get("policy:lock:b") is None
+
+
+# -- an update of several backends -----------------------------------------------------------
+
+
+class Engines:
+    """LLM servers that take weights, or refuse them, and note what placement wanted meanwhile."""
+
+    def __init__(self, fleet, refuse=(), at_once=1):
+        """The first `at_once` of them to be asked answer once all of them have been."""
+        self.fleet, self.refuse = fleet, refuse
+        self.asked, self.wanted = [], []
+        self.busy = self.most_busy = 0
+        self._lock, self._first = threading.Lock(), threading.Barrier(at_once)
+
+    def answer(self, call):
+        loads = call.url.path == "/update_weights_from_disk"
+        if loads:
+            self._load(call.url.host)
+        fails = loads and call.url.host in self.refuse
+        return httpx.Response(400 if fails else 200, json={"success": not fails, "message": "no such file"})
+
+    def _load(self, name):
+        with self._lock:
+            self.busy += 1
+            self.most_busy = max(self.most_busy, self.busy)
+            self.asked.append(name)
+            self.wanted.append(self.fleet.wanted_version())
+            is_first = len(self.asked) <= self._first.parties
+        if is_first:
+            self._first.wait(30)
+        with self._lock:
+            self.busy -= 1
+
+
+@pytest.fixture
+def fleet(redis, store):
+    """Three backends that serve `v0`, which the fleet wants."""
+    fleet = BackendStore(redis)
+    for name in "abc":
+        fleet.put(sglang(name))
+    fleet.want_version("v0")
+    return fleet
+
+
+def sglang(name):
+    kind = {"engine": "sglang", "api": "sglang", "policy_version": "v0", "max_model_len": 64}
+    return Backend(id=name, url=f"http://{name}", model="m", tokenizer="t", **kind)
+
+
+def updated(store, fleet, engines, **request):
+    """An update to `v1`, carried out."""
+    made, _ = store.create(PolicyRequest(version="v1", path="/ckpt", **request), fleet.list())
+    updates = WeightUpdates(store, fleet, "worker")
+    updates._http = httpx.Client(transport=httpx.MockTransport(engines.answer))
+    updates.carry_out(store.claim("worker", 30))
+    return store.get(made.id)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "meanwhile"),
+    [(1, [None, None, None]), (2, [None, None, None]), (0, ["v0", "v0", "v0"]), (3, ["v0", "v0", "v0"])],
+)
+def test_an_update_has_the_fleet_want_its_version_and_one_by_one_only_at_its_end(
+    store, fleet, concurrency, meanwhile
+):
+    engines = Engines(fleet, at_once=concurrency or 3)
+    assert updated(store, fleet, engines, concurrency=concurrency).state == "done"
+    assert (sorted(engines.asked), engines.wanted) == (["a", "b", "c"], meanwhile)
+    assert engines.most_busy == (concurrency or 3)
+    assert fleet.wanted_version() == "v1" == store.current().policy.version
+    assert {one.policy_version for one in fleet.list()} == {"v1"}
+
+
+@pytest.mark.parametrize(("before", "wanted"), [(None, None), ("v0", "v0")])
+@pytest.mark.parametrize("concurrency", [0, 1])
+def test_an_update_that_no_backend_takes_leaves_the_fleet_as_it_was(
+    store, fleet, before, wanted, concurrency
+):
+    if before:
+        store.create(PolicyRequest(version=before, path="/a"), [BACKEND])
+        end(store, current=current_of(before))
+    update = updated(store, fleet, Engines(fleet, refuse="abc"), concurrency=concurrency)
+    assert update.state == "failed" and "no such file" in update.backends["a"].error
+    assert fleet.wanted_version() == wanted
+    assert (store.current() and store.current().policy.version) == before
+
+
+def test_a_worker_whose_lease_is_lost_writes_nothing_more_and_goes_to_no_further_backend(store, fleet, redis):
+    engines = Engines(fleet)
+    answer = engines.answer
+
+    def taken_over(call):
+        redis.set("policy:lease", "another", px=30_000)
+        return answer(call)
+
+    engines.answer = taken_over
+    with pytest.raises(LeaseLost):
+        updated(store, fleet, engines, concurrency=1)
+    assert len(engines.asked) <= 1 and store.under_way()
+    assert fleet.wanted_version() is None, "its successor begins with a fleet that takes rollouts"
+
+
+def test_leases_are_kept_while_they_are_held_and_their_loss_is_told(store, redis):
+    leases = _Leases(store, 3.0)
+    key, token = store.lock("b", "worker", 3.0)
+    with leases.hold(key, token) as lost:
+        redis.pexpire(key, 2900)
+        wait_until(lambda: redis.pttl(key) > 2900, 10, "it to be extended")
+        assert redis.get(key) == token and not lost.is_set()
+        redis.set(key, "another")
+        assert lost.wait(10)
+    assert redis.get(key) == "another"
+
+
+def test_the_first_error_of_many_stops_the_rest_and_all_names_are_done_otherwise():
+    done = []
+    _each(done.append, list("abcdef"), 2)
+    assert sorted(done) == list("abcdef")
+    tried = []
+
+    def fails(name):
+        tried.append(name)
+        raise ValueError(name)
+
+    with pytest.raises(ValueError, match="a"):
+        _each(fails, list("abcdef"), 1)
+    assert tried == ["a"]
+
+
+def test_a_backend_that_does_not_catch_up_is_tried_ever_more_rarely(store, fleet, monkeypatch):
+    updates, tried, go_on = WeightUpdates(store, fleet, "worker"), [], threading.Event()
+
+    def bring_current(backend):
+        tried.append(backend.id)
+        go_on.wait(30)
+        return len(tried) > 3
+
+    monkeypatch.setattr(updates, "bring_current", bring_current)
+    for pause in (5.0, 10.0, 20.0, 0.0):
+        for _ in range(3):
+            updates.catch_up(sglang("a"))  # two at a time would freeze its calls twice
+        go_on.set()
+        wait_until(lambda: updates._retries["a"][0] < float("inf"), PATIENCE_S, "the attempt to end")
+        go_on.clear()
+        assert updates._retries["a"][1] == pause
+        if pause:
+            assert updates._retries["a"][0] > time.monotonic() + pause / 2
+            updates.catch_up(sglang("a"))  # too early
+        updates._retries["a"] = (0.0, pause)
+    assert tried == ["a"] * 4
+
+
+def test_a_backend_is_free_again_once_it_has_the_current_weights(store, fleet, redis):
+    store.create(PolicyRequest(version="v1", path="/a"), [BACKEND])
+    end(store, current=current_of("v1"))
+    updates, engines = WeightUpdates(store, fleet, "worker"), Engines(fleet, refuse="b")
+    updates._http = httpx.Client(transport=httpx.MockTransport(engines.answer))
+    assert [updates.bring_current(sglang(name)) for name in "ab"] == [True, False]
+    assert redis.keys("policy:lock:*") == []

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 
 from rollout.schema import RolloutRequest, Stage
 from services.settings import Settings
 from services.state import keys
-from services.state.fleet import FleetStore
+from services.state.election import Election
+from services.state.fleet import ALIVE_S, FleetStore
 from services.state.redis import connect
-from services.state.rollouts import NewRollout
+from services.state.rollouts import Finish, NewRollout
 from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer, wait_until
 from workers.chores.reaper import AT_ONCE, Reaper
+
+_BOX = {"id": "s", "runtime": "r", "image": "i", "node": "n", "isolation_missing": []}
+SANDBOX = json.dumps({"record": _BOX, "socket": "/s"})
 
 
 @pytest.fixture
@@ -38,6 +45,69 @@ def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(serve
     assert not dead.election.won()
 
 
+class Notes:
+    """Stands for the dispatcher: notes what is sent, and what is to be cleaned up."""
+
+    def __init__(self):
+        self.sent, self.cleaned = [], []
+
+    def send(self, stage, refs):
+        self.sent += [(stage, ref["id"], ref["attempt"], ref["node"]) for ref in refs]
+
+    def clean_up(self, rollout_id, node, attempt):
+        self.cleaned.append((rollout_id, node, attempt))
+
+
+@pytest.mark.parametrize(
+    ("stage", "field", "sent", "cleaned"),
+    [
+        (Stage.RUN, "lease", [("init", "one", 2, None)], [("one", "n", 1)]),
+        (Stage.EVAL, "lease", [("eval", "one", 2, "n")], []),
+        (Stage.RUN, "deadline", [], [("one", "n", 1)]),
+    ],
+)
+def test_a_lost_rollout_begins_anywhere_and_its_sandbox_ends_where_it_is(server, stage, field, sent, cleaned):
+    reaper, store = reaper_of(server, "reaper")
+    reaper._dispatcher = notes = Notes()
+    request = RolloutRequest(handler="noop")
+    store.submit([NewRollout("one", "one", 0, request, request.model_dump_json(), "digest")])
+    for before, entered in ((Stage.INIT, "ready"), (Stage.RUN, "evaluating"))[: list(Stage).index(stage)]:
+        claim = store.claim("one", 1, before, "w")
+        store.note("one", claim.fence, {"sandbox": SANDBOX, "node": "n"})
+        store.finish(claim, Finish(entered))
+    store.claim("one", 1, stage, "w")
+    server.client.hset(keys.record("one"), mapping={"lease": 1, field: 1})
+    server.client.zadd(keys.DUE, {"one": 1})
+    reaper.tick()
+    assert (notes.sent, notes.cleaned) == (sent, cleaned)
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_reaper_whose_watch_was_disturbed_judges_nobody(server, patient):
+    reaper, store = reaper_of(server, "reaper", lease_s=30.0)
+    request = RolloutRequest(handler="noop")
+    store.submit([NewRollout("one", "one", 0, request, request.model_dump_json(), "digest")])
+    store.claim("one", 1, Stage.INIT, "dead")
+    server.client.hset(keys.record("one"), "lease", 1)
+    server.client.zadd(keys.DUE, {"one": 1})
+    if patient:
+        reaper.redis_was_away()
+    reaper.tick()
+    assert store.get("one").attempt == (1 if patient else 2)
+
+
+def test_only_the_elected_one_ticks_and_trims(server, monkeypatch):
+    ticked = []
+    for name in ("elected", "other"):
+        reaper, store = reaper_of(server, name, lease_s=0.02)
+        reaper._trimmed = float("-inf")
+        monkeypatch.setattr(store, "trim", lambda name=name: ticked.append(name))
+        for _ in range(4):
+            time.sleep(0.05)
+            reaper.turn()
+    assert ticked == ["elected"], "once in ten minutes"
+
+
 def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
     reaper, store = reaper_of(server, "reaper", lease_s=0.05)
     request = RolloutRequest(handler="noop")
@@ -59,6 +129,25 @@ def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
 def _now(server):
     seconds, micros = server.client.time()
     return seconds * 1000 + micros // 1000
+
+
+def test_a_lock_is_resigned_by_its_holder_alone(server):
+    holder, other = (Election(server.client, keys.REAPER_LOCK, name, 1.0) for name in ("holder", "other"))
+    assert holder.won() and not other.won()
+    other.resign()
+    assert not other.won() and holder.won()
+    holder.resign()
+    assert other.won()
+
+
+def test_workers_that_died_long_ago_are_forgotten(server):
+    fleet, now = FleetStore(server.client), _now(server) / 1000
+    server.client.zadd(
+        keys.workers("run"), {"long ago": now - 100 * ALIVE_S - 1, "lately": now - ALIVE_S - 1}
+    )
+    fleet.announce("living", ["run"])
+    assert server.client.zrange(keys.workers("run"), 0, -1) == ["lately", "living"]
+    assert fleet.alive()["run"] == ["living"]
 
 
 def test_where_the_clock_went_back_what_is_dead_does_not_live_for_hours(server):

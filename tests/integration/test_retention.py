@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout import wire
+from rollout import arrays
 from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.dispatch import _expand
@@ -123,8 +123,8 @@ def test_records_are_passed_on_once_a_rollout_has_ended_and_are_there_before(cli
     run_to_evaluating(store, live, trajectory(70))
     found = {rollout.id: record for rollout, record in store.get_records([done, live, "nobody", new])}
     assert found.keys() == {done, live, new} and found[new] is None
-    assert wire.decode(found[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
-    assert [wire.decode(one).trajectory() for one in store.records({done: found[done]})] == [trajectory()]
+    assert arrays.decode(found[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
+    assert [arrays.decode(one).trajectory() for one in store.records({done: found[done]})] == [trajectory()]
     assert list(store.get_records([done], tenant="somebody-else")) == []
 
 
@@ -210,3 +210,46 @@ def test_a_slow_reader_loses_no_completion_within_retention_and_is_told_of_those
     last = ended(store, ids=10)
     assert completions.since(cursor, limit=10)[0] == [last]
     assert not completions.missed(store.get(last).completion)
+
+
+@pytest.mark.parametrize(
+    ("archived", "freed"), [("100-5", 0), ("100-6", 1), ("100-7", 1), ("99-9", 0), ("101-0", 1)]
+)
+def test_of_those_that_ended_in_one_millisecond_the_archive_has_read_some(client, archived, freed):
+    store, results = stores(client, keep_acked_s=0)
+    done = ended(store, ids=10)
+    client.hset(keys.record(done), "completion", "100-6")
+    client.set(keys.ARCHIVE_CURSOR, archived)
+    results.acknowledge([done])
+    assert len(results.sweep()) == freed
+
+
+def test_a_live_one_in_the_account_keeps_its_trajectory(client):
+    """Whatever put it there."""
+    store, _ = stores(client)
+    live = submitted(store)
+    run_to_evaluating(store, live, trajectory(100))
+    client.zadd(keys.RESULTS_ENDED, {live: 1})
+    client.hset(keys.RESULTS_SIZES, live, 10)
+    client.incrby(keys.RESULTS_BYTES, 10)
+    _, results = stores(client, results_max_bytes=1)
+    assert results.sweep() == [] and results.stored_bytes() == 0
+    assert store.claim(live, 1, Stage.EVAL, "w").trajectory() == trajectory(100)
+
+
+@pytest.mark.parametrize("who", [{"tenant": "a"}, {"tag": "mine"}])
+def test_a_page_of_one_tenant_or_tag_has_no_more_than_asked_for_and_loses_nothing(client, who):
+    for number, mine in enumerate((0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0)):
+        fields = {
+            "id": f"r{number}",
+            "group": "g",
+            "tenant": "ab"[not mine],
+            "tags": "x,mine" if mine else "x",
+        }
+        client.xadd(keys.COMPLETIONS, fields)
+    completions, pages, cursor = CompletionStore(client), [], "0"
+    for _ in range(4):
+        ids, cursor = completions.since(cursor, limit=2, **who)
+        pages.append(ids)
+    assert pages == [["r3", "r4"], ["r6", "r7"], ["r8"], []]
+    assert cursor == completions.tail(), "entries of others are behind it"

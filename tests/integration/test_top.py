@@ -18,8 +18,8 @@ import time
 import pytest
 
 from rollout.client import ApiError, Client
-from rollout.fleet import Fleet
 from rollout.schema import RolloutRequest
+from rollout.schema.fleet import Fleet
 from services.state.api_keys import KeyStore, Scope
 from services.state.fleet import FleetStore, NodeAdmission
 from tests.helpers.keys import http

@@ -18,10 +18,11 @@ from examples.training.feed import read_lines
 from examples.training.record import report
 from rollout.batch import BatchState
 from tests.helpers.llm_servers import embedded_server
+from tests.helpers.long_forms import TRAINING
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import ROOT, Stack, wait_until
 
-STEPS = 40 if os.environ.get("TRAIN_LONG") else 20
+STEPS = TRAINING("steps with kills between", short=20, long=40)
 KILLED_AFTER = 7
 GROUPS, N = 2, 2
 MAX_GAP = 1e-3

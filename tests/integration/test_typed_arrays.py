@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from redis.client import NEVER_DECODE
 
-from rollout import wire
+from rollout import arrays
 from rollout.batch import BatchRequest
 from rollout.client import AsyncClient, Client
 from rollout.errors import RolloutError, Unavailable
@@ -113,14 +113,14 @@ def test_what_was_stored_otherwise_is_read_over_both_wires(stack, as_json, done,
     old = {
         "plain JSON": text,
         "compressed JSON": payloads.encode(text),
-        "old record": payloads.OLD_RECORD + wire.encode(left) if form == "old record" else "",
+        "old record": payloads.OLD_RECORD + arrays.encode(left) if form == "old record" else "",
         "wide ids": payloads.encode(text),
     }
     store.set(key, old[form])
     try:
-        assert wire.is_record(payloads.encode_trajectory(left)) == (form != "wide ids")
+        assert arrays.is_record(payloads.encode_trajectory(left)) == (form != "wide ids")
         assert stack.client.get(done.id).trajectory == as_json.get(done.id).trajectory == left
-        _, records = wire.unpack_answer(
+        _, records = arrays.unpack_answer(
             http.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK).content
         )
         assert list(records) == ([] if form == "wide ids" else [done.id])
@@ -207,7 +207,7 @@ def test_a_problem_is_json_whatever_is_accepted(stack):
 
 
 def test_an_answer_that_cannot_be_read_says_what_to_do(stack, done, monkeypatch):
-    monkeypatch.setattr(wire, "ANSWER_VERSION", 0)
+    monkeypatch.setattr(arrays, "ANSWER_VERSION", 0)
     with pytest.raises(RolloutError, match=r"upgrade rollout-service.*wire='json'"):
         stack.client.get(done.id)
 

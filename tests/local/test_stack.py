@@ -23,6 +23,7 @@ from services.local.plan import Options, Part
 from services.local.processes import Process, marked
 from services.local.record import Record
 from services.local.stack import Stack
+from tests.helpers.idle import in_time
 from tests.helpers.stack import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -307,9 +308,20 @@ def test_a_taken_port_that_was_asked_for_is_an_error(state):
         assert f"port {port} is taken: gateway gets" in other.stdout
 
 
-def test_the_demo_shows_rollouts_and_leaves_nothing(tmp_path):
-    shown = rollout("demo", "--n", "4", env={"TMPDIR": str(tmp_path), "COLUMNS": "160"})
-    assert shown.returncode == 0, shown.stdout + shown.stderr
+def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp_path):
+    child = subprocess.Popen(
+        [*ROLLOUT, "demo", "--n", "4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "160"},
+    )
+    shown = ""
+    with in_time(60.0, 180.0):
+        while "→ execute_bash echo" not in shown and (line := child.stdout.readline()):
+            shown += line
+    shown += child.communicate(timeout=200)[0]
+    assert child.returncode == 0, shown
     for text in (
         "→ execute_bash echo",
         "tokens sampled",
@@ -317,8 +329,8 @@ def test_the_demo_shows_rollouts_and_leaves_nothing(tmp_path):
         "4 completed",
         "nothing left running",
     ):
-        assert text in shown.stdout, (text, shown.stdout)
-    assert re.search(r"gateway +http://127\.0\.0\.1:\d+\nflower +http://127\.0\.0\.1:\d+", shown.stdout)
+        assert text in shown, (text, shown)
+    assert re.search(r"gateway +http://127\.0\.0\.1:\d+\nflower +http://127\.0\.0\.1:\d+", shown)
     assert list(tmp_path.iterdir()) == []
 
 

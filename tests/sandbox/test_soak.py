@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.long_forms import SOAK
+
 ROOT = Path(__file__).resolve().parents[2]
+SANDBOXES = SOAK("sandboxes", short=60, long=500)
 
 
 @pytest.mark.apptainer
 def test_nothing_is_left_or_wrong_when_workers_and_the_host_are_killed():
-    argv = [sys.executable, "-m", "tests.soak.sandboxes", "--total", "60", "--at-once", "10", "--kills", "2"]
+    argv = [sys.executable, "-m", "tests.soak.sandboxes", "--total", str(SANDBOXES)]
+    argv += ["--at-once", "10", "--kills", "2"]
     environment = os.environ | {"ROLLOUT_SANDBOX_WARM": "4"}
     out = subprocess.run(
         argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False

@@ -14,7 +14,7 @@ NODES = 5
 """Four for rollouts, which are alone on theirs, and one for the head."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster():
     directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:

@@ -5,26 +5,21 @@ What it decides is tested without a cluster, in tests/unit and tests/integration
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
 from tests.helpers.stack import ROOT
 from tests.slurm.cluster import PATIENCE_S
 from tests.slurm.service import ENGINE, SlurmService
 
-LONG = bool(os.environ.get("SLURM_LONG"))
 QUEUED = 40
 """For one node with eight slots of RUN, where INIT may be eight ahead: 24 are left for two more nodes."""
-pytestmark = [
-    pytest.mark.timeout(1800),
-    pytest.mark.may_skip,
-    pytest.mark.skipif(not LONG, reason="takes too long for CI; `make slurm-test` runs it"),
-]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture
@@ -57,6 +52,7 @@ def node_jobs(cluster):
     return [name for name in names if "-node-" in name]
 
 
+@SLURM.only
 def test_nodes_come_for_a_queue_and_are_drained_when_it_is_empty(service, cluster):
     gates = service.gates()
     ids = service.submit(QUEUED, gates)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import Counter
@@ -14,18 +13,17 @@ from pathlib import Path
 import pytest
 
 from rollout.schema import State
+from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
 from tests.slurm.cluster import PATIENCE_S
 from tests.slurm.service import SlurmService, places
 
-LONG = bool(os.environ.get("SLURM_LONG"))
-ROLLOUTS = 1000 if LONG else 200
-KILLS = 5 if LONG else 1
+ROLLOUTS = SLURM("rollouts", short=200, long=1000)
+KILLS = SLURM("kills of a node", short=1, long=5)
 HELD = 24
 """Rollouts that stand at a gate: enough for every node to have some."""
 LEAKS = ("SLURM", "SBATCH", "SRUN", "PMI", "OMPI", "ROLLOUT")
 pytestmark = pytest.mark.timeout(1800)
-only_long = pytest.mark.skipif(not LONG, reason="takes too long for CI; `make slurm-test` runs it")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +100,7 @@ def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(s
     jobs = {node: the_job_on(cluster, node) for node in (ending, drained)}
     gates = service.gates()
     where = spread(service, gates, [members[ending], members[drained]])
-    if LONG:  # Slurm itself sends the signal that the scripts ask for
+    if SLURM:  # Slurm itself sends the signal that the scripts ask for
         cluster.run("scontrol", "update", f"JobId={jobs[ending]}", "EndTime=now+110seconds")
     else:
         cluster.run("scancel", "--batch", "--signal=USR1", jobs[ending])
@@ -150,8 +148,7 @@ def test_rollouts_of_a_lost_node_begin_again_elsewhere_and_its_return_is_clean(s
     cluster.wait(lambda: not [path for path in before if path.exists()], f"{node} swept what was left")
 
 
-@pytest.mark.may_skip
-@only_long
+@SLURM.only
 @pytest.mark.parametrize("how", ["requeued", "lost"])
 def test_a_head_comes_back_with_what_it_knew(service, cluster, how):
     before = list(service.submitted)
@@ -178,8 +175,7 @@ def test_a_head_comes_back_with_what_it_knew(service, cluster, how):
         cluster.wait_up(head.nodes)
 
 
-@pytest.mark.may_skip
-@only_long
+@SLURM.only
 def test_a_preempted_node_hands_its_rollouts_back_and_returns(service, cluster):
     members = service.members()
     node = sorted(members)[0]
@@ -232,8 +228,7 @@ def test_up_says_why_the_head_ends_at_once_and_does_not_wait_for_it(cluster):
     assert cluster.squeue() == []
 
 
-@pytest.mark.may_skip
-@only_long
+@SLURM.only
 def test_one_heterogeneous_job_carries_the_whole_service(cluster):
     service = SlurmService(cluster, "one")
     try:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
 from tests.helpers.stack import ROOT
 from tests.slurm.service import ENGINE, SlurmService
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.may_skip]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture
 def service(cluster, request):
-    if not os.environ.get("SLURM_LONG"):
-        pytest.skip("only in the long form: make slurm-test")
     require_apptainer()
     service = SlurmService(cluster, f"form-{request.node.name.split('_')[1]}")
     yield service
@@ -33,6 +31,7 @@ def require_nothing_left(cluster):
         assert cluster.left_in_tmp(node) == []
 
 
+@SLURM.only
 def test_one_job_carries_all_and_its_second_component_the_engines(service, cluster):
     service.slurm(
         *("up", "--one-job", "--nodes", "2", "--engine-nodes", "1", "--engine-command", ENGINE, "--no-flower")
@@ -47,6 +46,7 @@ def test_one_job_carries_all_and_its_second_component_the_engines(service, clust
     require_nothing_left(cluster)
 
 
+@SLURM.only
 def test_in_an_allocation_the_service_runs_as_its_steps_and_leaves_it(service, cluster):
     """A real `salloc`; its shell waits for us, so that what `down` leaves of the allocation shows."""
     rollout = str(Path(sys.executable).with_name("rollout"))

@@ -37,9 +37,9 @@ def announced(name: str, url: str, key: str = KEY, **fields):
 def sent(client: Client | AsyncClient, url: str | None = None) -> str | None:
     """The key that a call to `url`, or to the gateway, would carry."""
     request = httpx.Request("GET", url or f"{client.base_url}/v1/status")
-    if client._http.auth is None:
+    if client.auth is None:
         return None
-    made = next(client._http.auth.auth_flow(request))
+    made = next(client.auth.auth_flow(request))
     return made.headers.get("Authorization", "").removeprefix("Bearer ") or None
 
 

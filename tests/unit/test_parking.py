@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
+import time
 from threading import RLock
 from types import SimpleNamespace
 
@@ -92,3 +93,25 @@ def test_timers_of_requests_that_have_ended_are_swept(worker, parked):
         worker._unpark(parked.conn)
         worker._park(parked.conn, parked.spot)
     assert len(worker._timers) < 1000
+
+
+def test_who_is_parked_goes_on_when_its_time_is_up_and_not_before(worker, parked):
+    worker._unpark(parked.conn)
+    parked.spot.deadline = time.monotonic() + 60.0
+    worker._park(parked.conn, parked.spot)
+    worker.wait_for_and_dispatch_events(0.0)
+    assert worker.enqueued == []
+    worker._unpark(parked.conn)
+    parked.spot.deadline = time.monotonic() + 0.1
+    worker._park(parked.conn, parked.spot)
+    began = time.monotonic()
+    worker.wait_for_and_dispatch_events(30.0)
+    assert 0.1 <= time.monotonic() - began < 15.0, "the poller sleeps no longer than whoever is next"
+    assert worker.enqueued == [parked.conn] and not parked.spot.over
+    assert worker._parked == {}
+
+
+def test_a_stop_wakes_all_that_are_parked(worker, parked):
+    worker.alive = False
+    worker.wait_for_and_dispatch_events(0.0)
+    assert worker.enqueued == [parked.conn] and parked.spot.over

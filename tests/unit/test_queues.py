@@ -36,6 +36,7 @@ def test_messages_are_acknowledged_early_and_results_are_not_kept():
     assert conf.result_backend is None
     assert conf.accept_content == ["json"]
     assert conf.worker_prefetch_multiplier == 1
+    assert conf.broker_transport_options["ack_emulation"] is False
 
 
 def test_a_bad_setting_names_its_variable():

@@ -94,10 +94,10 @@ def test_a_refusal_for_quota_says_what_is_left_and_what_to_do():
 def test_the_client_sends_its_key_or_the_environment_s_or_none(kind, monkeypatch):
     def sent(**given):
         client = kind("http://127.0.0.1:9", **given)
-        if client._http.auth is None:
+        if client.auth is None:
             return None
         request = httpx.Request("GET", "http://127.0.0.1:9/v1/status")
-        return next(client._http.auth.auth_flow(request)).headers["Authorization"]
+        return next(client.auth.auth_flow(request)).headers["Authorization"]
 
     monkeypatch.delenv("ROLLOUT_API_KEY", raising=False)
     assert sent() is None

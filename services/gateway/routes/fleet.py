@@ -8,8 +8,8 @@ from typing import Any
 
 from flask import Blueprint, Response
 
-from rollout.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
 from rollout.schema import State
+from rollout.schema.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
 from services.gateway.context import gateway, reject_unknown_parameters
 from services.queues import EVAL, INIT, RUN, STAGES
 from services.state.fleet import NodeAdmission, Worker

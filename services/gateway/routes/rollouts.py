@@ -19,7 +19,7 @@ from rollout.schema import (
     SubmitResponse,
     Tag,
 )
-from rollout.strict import Items, Strict
+from rollout.schema.base import Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
 from services.gateway.auth import caller, check_permitted, holder, needs, tenant_filter

@@ -42,9 +42,8 @@ def test_a_worker_that_dies_before_it_submits_leaves_the_group_to_another(world,
     assert world.live() == [f"{BATCH}.1.0", f"{BATCH}.1.1", f"{BATCH}.2.0", f"{BATCH}.2.1"]
 
 
-def dying_with_half_a_group(world, monkeypatch):
+def dying_with_half_a_group(world):
     """A batch whose second group lacks its first half: who was to submit that has died."""
-    monkeypatch.setattr("services.state.batches.LEASE_S", 0.3)
     submit = world.desk.submit
 
     def dies(requests, tenant, *, batch_group, members):
@@ -59,6 +58,8 @@ def dying_with_half_a_group(world, monkeypatch):
     world.batches.later(Todo("fill", BATCH, ""), 0.0)  # what the dead one had taken is due
     world.end_group(f"{BATCH}.1", [0, 1, 0, 1])
     assert world.live() == [f"{BATCH}.2.2", f"{BATCH}.2.3"], "the second half did not wait for the first"
+    notes = world.redis.zrange("batches:todo", 0, -1)
+    world.redis.zadd("batches:todo", dict.fromkeys(notes, 0))  # the dead one's lease is over
 
 
 def until(world, look):
@@ -70,25 +71,25 @@ def until(world, look):
     raise TimeoutError(f"live: {world.live()}")
 
 
-def test_half_a_group_whose_submitter_died_comes_though_the_other_half_is_there(world, monkeypatch):
-    dying_with_half_a_group(world, monkeypatch)
+def test_half_a_group_whose_submitter_died_comes_though_the_other_half_is_there(world):
+    dying_with_half_a_group(world)
     until(world, lambda: len(world.live()) == 4)
     world.end_group(f"{BATCH}.2", [0, 1, 0, 1])
     assert (world.get(BATCH).kept, world.redis.zcard("batches:todo")) == (2, 0)
 
 
-def test_what_is_submitted_only_after_its_batch_has_ended_is_cancelled(world, monkeypatch):
-    dying_with_half_a_group(world, monkeypatch)
+def test_what_is_submitted_only_after_its_batch_has_ended_is_cancelled(world):
+    dying_with_half_a_group(world)
     world.batches.cancel(BATCH, "default")
     until(world, lambda: world.get(BATCH).open == 0)
     assert world.live() == [] and balanced(world.get(BATCH))
     assert {world.rollouts.state(f"{BATCH}.2.{k}") for k in range(4)} == {State.CANCELLED}
 
 
-def test_a_note_of_an_earlier_release_names_the_group_alone(world, monkeypatch):
-    dying_with_half_a_group(world, monkeypatch)
-    world.redis.zrem("batches:todo", "start b.2 0 2")
-    world.redis.zadd("batches:todo", {"start b.2": 0})
+def test_a_note_of_an_earlier_release_names_the_group_alone(world):
+    dying_with_half_a_group(world)
+    assert world.redis.zrem("batches:todo", f"start {BATCH}.2 0 2") == 1
+    world.redis.zadd("batches:todo", {f"start {BATCH}.2": 0})
     until(world, lambda: len(world.live()) == 4)
 
 
@@ -125,6 +126,53 @@ def test_the_same_call_again_does_not_open_a_batch_that_was_closed_meanwhile(wor
     world.batches.extend(BATCH, [], True, None)
     world.create(**body)
     assert world.get(BATCH).closed
+
+
+def test_prompts_of_one_call_come_once_however_often_it_is_sent(world):
+    batch = world.create(n=1, groups=9, prompts=1, closed=False)
+    world.batches.pause(batch, True, None)
+    more = RolloutRequest(handler="noop", task={"number": 9}).model_dump_json()
+    for part, waiting in (("p", 1), ("p", 1), ("q", 2), (None, 3), (None, 4)):
+        assert world.batches.extend(batch, [more], None, None, part) == waiting
+
+
+def test_what_is_asked_for_while_it_is_done_is_done_again(world):
+    batch = world.create(n=1, groups=9, prompts=1)
+    world.batches.pause(batch, False, None)
+    (todo,) = world.batches.take()
+    assert world.batches.take() == [], "it is the caller's for a while"
+    world.batches.pause(batch, False, None)
+    world.batches.through(todo)
+    (again,) = world.batches.take()
+    assert (again.kind, again.subject) == ("fill", batch)
+    world.batches.through(again)
+    assert world.batches.todo() == 0
+
+
+def test_a_batch_that_cannot_be_moved_on_keeps_no_other_from_it(world):
+    broken, well = (world.create(n=1, groups=1, prompts=1) for _ in range(2))
+    world.redis.hset(f"batch:{{{broken}}}", "config", "{")
+    for batch in (broken, well):
+        world.end(f"{batch}.1", 1)
+    world.settle()
+    assert (world.get(broken).kept, world.get(well).kept) == (0, 1)
+    assert world.batches.todo() == 1, "it is tried again"
+
+
+def test_no_more_is_taken_at_once_than_is_asked_for(world):
+    for number in range(3):
+        world.batches.later(Todo("fill", f"b{number}", ""), 0.0)
+    assert [len(world.batches.take(2)) for _ in range(3)] == [2, 1, 0]
+
+
+def test_prompts_of_a_cancelled_batch_leave_their_tenants_account(world):
+    batch = world.create(n=1, groups=9, prompts=4, max_in_flight=1)
+    before = int(world.redis.hget("tenants:bytes", "default"))
+    waiting = sum(map(len, world.redis.lrange(f"batch:{{{batch}}}:prompts", 0, -1)))
+    world.batches.cancel(batch, None)
+    assert int(world.redis.hget("tenants:bytes", "default")) == before - waiting
+    world.settle()
+    assert world.get(batch).waiting_prompts == 0
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -67,6 +67,26 @@ def test_groups_older_than_the_staleness_bound_are_filtered(world):
     assert world.get(batch).state is BatchState.DONE
 
 
+def test_reasons_beyond_a_bound_are_counted_as_one(world):
+    """Filters are anybody's. Each batch tells its own all the same."""
+    batch = world.create(n=1, groups=120, prompts=120)
+    for number in range(1, 121):
+        world.redis.hset(f"batch:group:{{{batch}.{number}}}", "state", "undecided")
+        world.batches.decide(f"{batch}.{number}", Verdict.FILTERED, f"because {number}", 1, 0)
+    reasons = {name: n for name, n in world.batches.totals().items() if name.startswith("reason_")}
+    assert len(reasons) <= 101 and sum(reasons.values()) == 120 and reasons["reason_other"] >= 20
+    assert len(world.get(batch).reasons) == 120
+
+
+@pytest.mark.parametrize(("most", "verdict"), [(0, "stale"), (1, "stale"), (2, None)])
+def test_a_group_is_stale_beyond_the_bound_and_not_at_it(world, most, verdict):
+    batch = world.create(n=1, groups=1, prompts=1, max_staleness=most)
+    world.redis.zadd("policy:sequence", {"old": 1, "newer": 2, "newest": 3})
+    world.redis.hset("policy:totals", "changes", 3)
+    world.end_group(f"{batch}.1", [1], policy_versions=json.dumps(["old", "newest"]))
+    assert world.get(batch).reasons == ({verdict: 1} if verdict else {})
+
+
 # -- the end ---------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from rollout.batch import BatchRequest
 from rollout.schema import RolloutRequest, Stage, new_id
 from services.state import keys
 from services.state.api_keys import Scope
@@ -109,3 +110,25 @@ def test_a_quota_of_bytes_says_when_it_is_full_and_when_it_never_will_do(world):
     assert world.post("/v1/batches", "a", prompts).status_code == 429
     assert world.get("/v1/batches", "a").json == {"batches": []}
     assert json.loads(world.tenants.get("a").model_dump_json())["quota_bytes"] == 4000
+
+
+def test_a_request_that_fits_to_the_byte_is_taken_and_one_byte_more_is_not(world):
+    world.key("a", Scope.SUBMIT, Scope.READ)
+    assert world.submit("a", task={"k": 1}).status_code == 202
+    size = used(world, "a")
+    world.tenants.set(Tenant(name="a", quota_bytes=2 * size))
+    assert world.submit("a", task={"k": 22}).status_code == 429
+    assert world.submit("a", task={"k": 2}).status_code == 202
+    assert used(world, "a") == 2 * size
+
+
+def test_prompts_whose_bytes_were_taken_are_not_asked_for_them_again(world):
+    """They fill the quota to its end, and start all the same."""
+    prompt = RolloutRequest(handler="noop", task={"k": 1})
+    world.tenants.set(Tenant(name="a", quota_bytes=len(prompt.model_dump_json())))
+    batches = world.gate.batches
+    batches.create(
+        "mine", BatchRequest(prompts=[prompt], n=1, groups=1), "a", world.tenants.get("a").quota_bytes
+    )
+    settle(world.gate)
+    assert len(world.gate.rollouts.ids(tenant="a")) == 1

@@ -116,7 +116,27 @@ def test_submissions_a_minute_are_bounded_and_come_back_with_time(world):
     refused = world.submit("a", n=60)
     assert refused.status_code == 429 and 1 <= int(refused.headers["Retry-After"]) <= 60
     assert world.submit("b", n=60).status_code == 202
+    assert 0 < world.redis.pttl("tenant:a:bucket") <= 60_000, "a full one needs no key"
     # A minute later, without the wait.
     world.redis.hincrby("tenant:a:bucket", "at", -60_000)
     assert world.submit("a", n=60).status_code == 202
     assert world.submit("a", n=60).status_code == 429
+
+
+def test_what_a_tenant_leaves_of_a_minute_is_not_saved_up(world):
+    world.key("a")
+    world.tenants.set(Tenant(name="a", per_minute=60))
+    assert world.submit("a", n=10).status_code == 202
+    world.redis.hincrby("tenant:a:bucket", "at", -50_000)
+    assert world.submit("a", n=60).status_code == 202
+    assert world.submit("a", n=10).status_code == 429
+
+
+def test_a_thousand_rollouts_are_a_call_and_one_more_is_refused(world):
+    world.key("a")
+    assert world.submit("a", n=1001).status_code == 400
+    for more, status in ((1, 400), (0, 202)):
+        requests = [{"handler": "noop", "n": 500}, {"handler": "noop", "n": 500 + more}]
+        answer = world.post("/v1/rollouts", "a", {"requests": requests})
+        assert answer.status_code == status, answer.json
+    assert len(answer.json["rollouts"]) == 1000 == world.tenants.live("a")

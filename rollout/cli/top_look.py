@@ -8,12 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.batch import Batch, BatchList
-from rollout.calls import Call, fetch, fetch_json
 from rollout.client import Client
 from rollout.errors import ApiError
-from rollout.fleet import Fleet
-from rollout.schema import TERMINAL_STATES, Backend, CompletionPage, Rollout, RolloutPage, State
+from rollout.schema import TERMINAL_STATES, Backend, Batch, CompletionPage, Fleet, Rollout, State
 
 WINDOW_S = 15.0
 """Rates are over so many seconds: steady enough to read, and the numbers of backends come every 5 s."""
@@ -85,16 +82,16 @@ class Watcher:
             Unavailable: The gateway, or its Redis, does not answer; a later look may find it again.
             ApiError: It refuses; the message says why.
         """
-        fleet = self._client._drive(fetch(Call("GET", "/v1/fleet"), Fleet, 0.0))
-        status = self._client._drive(fetch_json(Call("GET", "/v1/status"), 0.0))
+        fleet = self._client.fleet()
+        status = self._client.status()
         try:
-            batches = self._of_tenant("/v1/batches", BatchList, limit=BATCHES).batches
+            batches = self._client.batches.list(BATCHES, tenant=self._tenant)
         except ApiError as error:
             if error.status != FORBIDDEN or self._tenant is None:
                 raise
             # A key without the scope admin sees its own tenant.
             self._tenant = None
-            batches = self._of_tenant("/v1/batches", BatchList, limit=BATCHES).batches
+            batches = self._client.batches.list(BATCHES)
         self._follow()
         backends = [Backend.model_validate(one) for one in status["backends"]]
         first = self._keep(fleet)
@@ -111,31 +108,23 @@ class Watcher:
             tokens_per_s=self._sampled(backends),
         )
 
-    def _of_tenant(self, path: str, model: Any, **params: Any) -> Any:
-        if self._tenant:
-            params["tenant"] = self._tenant
-        return self._client._drive(fetch(Call("GET", path, params), model, 0.0))
+    def _completions(self, cursor: str) -> CompletionPage:
+        return self._client.completions(cursor, limit=RECENT, include="summary", tenant=self._tenant)
 
     def _follow(self) -> None:
         """Add what ended since the last look."""
         if self._cursor is None:
             # Where to follow from is asked first, so that nothing falls between.
-            now = self._of_tenant("/v1/completions", CompletionPage, cursor="$", include="summary")
-            newest = self._of_tenant("/v1/rollouts", RolloutPage, limit=RECENT).rollouts
-            found = [one for one in newest if one.finished_at is not None]
-            self._recent.extend(sorted(found, key=lambda one: -(one.finished_at or 0.0)))
-            self._cursor = now.cursor
+            self._cursor = self._completions("$").cursor
+            newest = self._client.list(limit=RECENT, tenant=self._tenant).rollouts
+            ended = [rollout for rollout in newest if rollout.finished_at is not None]
+            self._recent.extend(sorted(ended, key=lambda rollout: -(rollout.finished_at or 0.0)))
             return
-        page = self._of_tenant(
-            "/v1/completions", CompletionPage, cursor=self._cursor, limit=RECENT, include="summary"
-        )
-        self._cursor = page.cursor
-        if len(page.rollouts) == RECENT:
-            # More ended than anybody reads: go on from now.
-            now = self._of_tenant("/v1/completions", CompletionPage, cursor="$", include="summary")
-            self._cursor = now.cursor
-        known = {one.id for one in self._recent}
-        self._recent.extendleft(one for one in page.rollouts if one.id not in known)
+        page = self._completions(self._cursor)
+        # Where more ended than anybody reads, go on from now.
+        self._cursor = self._completions("$").cursor if len(page.rollouts) == RECENT else page.cursor
+        known = {rollout.id for rollout in self._recent}
+        self._recent.extendleft(rollout for rollout in page.rollouts if rollout.id not in known)
 
     def _keep(self, fleet: Fleet) -> Fleet:
         """Remember a look; the one that rates are counted from."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from rollout.batch import Batch
+from rollout.cli.common import out, url_option
+from rollout.cli.sheet import Column, Sheet
 from rollout.client import Client
 
-out = Console()
-url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
 batch_id = click.argument("batch_id", metavar="ID")
 
 
@@ -22,26 +19,18 @@ def batches(ctx: click.Context) -> None:
         ctx.invoke(list_batches, limit=20, url=None)
 
 
-def _table(found: list[Batch]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("batch", "state", "kept"):
-        table.add_column(name, no_wrap=True)  # who narrows the terminal loses the rest first
-    for name in ("filtered", "failed", "cancelled", "carried", "open", "in flight", "prompts"):
-        table.add_column(name)
-    for one in found:
-        table.add_row(
-            one.id,
-            one.state.value + (" (paused)" if one.paused else ""),
-            f"{one.kept}/{one.wanted}",
-            str(one.filtered),
-            str(one.failed),
-            str(one.cancelled),
-            f"+{one.carried_in} -{one.carried_out}",
-            str(one.open),
-            str(one.in_flight),
-            str(one.waiting_prompts),
-        )
-    return table
+COLUMNS = (
+    Column("batch", lambda batch: batch.id),
+    Column("state", lambda batch: batch.state.value + (" (paused)" if batch.paused else "")),
+    Column("kept", lambda batch: f"{batch.kept}/{batch.wanted}"),
+    Column("filtered", lambda batch: str(batch.filtered), drop=5),
+    Column("failed", lambda batch: str(batch.failed), drop=4),
+    Column("cancelled", lambda batch: str(batch.cancelled), drop=3),
+    Column("carried", lambda batch: f"+{batch.carried_in} -{batch.carried_out}", drop=2),
+    Column("open", lambda batch: str(batch.open), drop=7),
+    Column("in flight", lambda batch: str(batch.in_flight), drop=6),
+    Column("prompts", lambda batch: str(batch.waiting_prompts), drop=1),
+)
 
 
 @batches.command("list")
@@ -50,7 +39,7 @@ def _table(found: list[Batch]) -> Table:
 def list_batches(limit: int, url: str | None) -> None:
     """Show the newest with their counters."""
     with Client(url) as client:
-        out.print(_table(list(client.batches.list(limit))))
+        out.print(Sheet(COLUMNS, client.batches.list(limit)))
 
 
 @batches.command()
@@ -59,9 +48,9 @@ def list_batches(limit: int, url: str | None) -> None:
 def show(batch_id: str, url: str | None) -> None:
     """Show one, with the reasons for which groups were not kept."""
     with Client(url) as client:
-        found = client.batches.get(batch_id)
-    out.print(_table([found]))
-    for reason, count in sorted(found.reasons.items(), key=lambda pair: -pair[1]):
+        batch = client.batches.get(batch_id)
+    out.print(Sheet(COLUMNS, [batch]))
+    for reason, count in sorted(batch.reasons.items(), key=lambda pair: -pair[1]):
         out.print(f"  {count} {reason}", highlight=False)
 
 
@@ -71,7 +60,7 @@ def _steer(action: str, text: str) -> None:
     @url_option
     def command(batch_id: str, url: str | None) -> None:
         with Client(url) as client:
-            out.print(_table([getattr(client.batches, action)(batch_id)]))
+            out.print(Sheet(COLUMNS, [getattr(client.batches, action)(batch_id)]))
 
 
 _steer("pause", "Start no more groups; what runs goes on.")

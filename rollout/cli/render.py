@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,9 +13,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollout.policy import PolicyStatus, PolicyUpdate, UpdateState
-from rollout.schema import Backend, Rollout, State
-from rollout.trajectory import Message, Segment
+from rollout.cli.sheet import Column, Sheet, or_dash
+from rollout.schema import Backend, Message, PolicyStatus, PolicyUpdate, Rollout, Segment, State, UpdateState
 
 STATE_STYLE = {
     State.COMPLETED: "green",
@@ -198,30 +197,30 @@ def _shorten(text: str, limit: int) -> str:
 # ---------------------------------------------------------------------------------- many rollouts
 
 
-def rollouts_table(rollouts: Sequence[Rollout]) -> Table:
-    """One line a rollout."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("id", "state", "handler", "reward", "turns", "attempt", "seconds", "note"):
-        table.add_column(
-            name,
-            justify="right" if name in ("reward", "turns", "attempt", "seconds") else "left",
-            # An id is there to be copied: where the window is narrow, the others give way.
-            min_width=max((len(r.id) for r in rollouts), default=0) if name == "id" else None,
-        )
-    for rollout in rollouts:
-        end = rollout.finished_at or rollout.updated_at
-        note = rollout.error.message if rollout.error else rollout.drop_reason or ""
-        table.add_row(
-            rollout.id,
-            state_text(rollout.state),
-            rollout.handler,
-            number(rollout.reward),
-            f"{rollout.metrics['turns']:g}" if "turns" in rollout.metrics else "–",
-            str(rollout.attempt),
-            f"{end - rollout.created_at:.1f}",
-            Text(_shorten(note.splitlines()[0] if note else "", 60)),
-        )
-    return table
+def end_of(rollout: Rollout) -> float:
+    """When it ended, or what is known last; seconds since the epoch."""
+    return rollout.finished_at or rollout.updated_at
+
+
+def note_of(rollout: Rollout) -> Text:
+    """The first line of why it failed or was dropped."""
+    note = rollout.error.message if rollout.error else rollout.drop_reason or ""
+    return Text(note.splitlines()[0] if note else "")
+
+
+def rollouts_table(rollouts: Sequence[Rollout]) -> Sheet:
+    """One line a rollout. An id is there to be copied: where the window is narrow, the others give way."""
+    columns = [
+        Column("id", lambda rollout: rollout.id),
+        Column("state", lambda rollout: state_text(rollout.state)),
+        Column("handler", lambda rollout: rollout.handler, drop=4),
+        Column("reward", lambda rollout: number(rollout.reward), True),
+        Column("turns", lambda rollout: or_dash(rollout.metrics.get("turns"), "{:g}"), True, 3),
+        Column("attempt", lambda rollout: str(rollout.attempt), True, 2),
+        Column("seconds", lambda rollout: f"{end_of(rollout) - rollout.created_at:.1f}", True, 5),
+        Column("note", lambda rollout: _shorten(note_of(rollout).plain, 60), drop=1),
+    ]
+    return Sheet(columns, rollouts)
 
 
 def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> Table:
@@ -300,36 +299,41 @@ def flower_link(status: dict[str, Any], rollout_id: str) -> Text | None:
 # ---------------------------------------------------------------------------------- backends
 
 
-def backends_table(backends: Sequence[Backend]) -> Table:
+def backends_table(backends: Sequence[Backend]) -> Sheet:
     """One line a backend, the least loaded first."""
-    table = Table(box=None, pad_edge=False)
-    right = ("rollouts", "load", "running", "waiting", "cache", "cached")
-    for name in ("id", "state", "url", "model", "engine", "version", *right):
-        table.add_column(
-            name,
-            justify="right" if name in right else "left",
-            min_width=max((len(b.id) for b in backends), default=0) if name == "id" else None,
-        )
-    for backend in backends:
-        stats = backend.stats
-        table.add_row(
-            Text(backend.id),
-            _backend_state(backend),
-            Text(backend.url),
-            Text(backend.model),
-            f"{backend.engine} ({backend.api})" if backend.engine != backend.api else backend.engine,
-            Text(backend.policy_version or "–"),
-            str(backend.live_rollouts),
-            f"{backend.load:g}" + (f" of {backend.capacity_tokens}" if backend.capacity_tokens else ""),
-            "–" if stats is None or stats.running is None else str(stats.running),
-            "–" if stats is None or stats.waiting is None else str(stats.waiting),
-            "–" if stats is None or stats.kv_usage is None else f"{stats.kv_usage:.0%}",
-            "–" if stats is None or stats.cached_ratio is None else f"{stats.cached_ratio:.0%}",
-        )
-    return table
+
+    def load(backend: Backend) -> str:
+        return f"{backend.load:g}" + (f" of {backend.capacity_tokens}" if backend.capacity_tokens else "")
+
+    def engine(backend: Backend) -> str:
+        return backend.engine if backend.engine == backend.api else f"{backend.engine} ({backend.api})"
+
+    columns = [
+        Column("id", lambda backend: backend.id),
+        Column("state", backend_state),
+        Column("url", lambda backend: backend.url, drop=7),
+        Column("model", lambda backend: backend.model, drop=6),
+        Column("engine", engine, drop=5),
+        Column("version", lambda backend: backend.policy_version or "–"),
+        Column("rollouts", lambda backend: str(backend.live_rollouts), True),
+        Column("load", load, True, 8),
+        *engine_columns(running=3, waiting=4, cache=2, cached=1),
+    ]
+    return Sheet(columns, backends)
 
 
-def _backend_state(backend: Backend) -> Text:
+def engine_columns(**drops: int) -> list[Column]:
+    """What backends say of themselves: `running`, `waiting`, `cache`, `cached`, and when each is left out."""
+    fields = {"running": "{}", "waiting": "{}", "cache": "{:.0%}", "cached": "{:.0%}"}
+    names = {"cache": "kv_usage", "cached": "cached_ratio"}
+
+    def cell(name: str, form: str) -> Callable[[Backend], str]:
+        return lambda backend: or_dash(getattr(backend.stats, names.get(name, name), None), form)
+
+    return [Column(name, cell(name, form), True, drops[name]) for name, form in fields.items()]
+
+
+def backend_state(backend: Backend) -> Text:
     if not backend.healthy:
         return Text(f"unhealthy: {_shorten(backend.error or 'no reason given', 60)}", style="red")
     states = [name for name in ("draining", "paused") if getattr(backend, name)]

@@ -9,10 +9,9 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
 import pytest
 
-from rollout import bodies, wire
+from rollout import arrays
 from rollout.client import AsyncClient, Client, Unavailable
 from rollout.schema import Rollout, RolloutRequest, State
 from rollout.trajectory import Chain, Segment, Trajectory
@@ -46,11 +45,11 @@ def answer_with(left: Trajectory) -> bytes:
         updated_at=now,
         deadline_at=now + 60,
     )
-    record = wire.encode(left)
-    return b"".join(wire.PackedAnswer(rollout.model_dump_json(), {"a": len(record)}, [record]))
+    record = arrays.encode(left)
+    return b"".join(arrays.PackedAnswer(rollout.model_dump_json(), {"a": len(record)}, [record]))
 
 
-LARGE, SMALL = trajectory(150_000), trajectory(20)
+LARGE = trajectory(150_000)
 
 
 class Sender:
@@ -83,7 +82,7 @@ class Sender:
     def send(self, handler: BaseHTTPRequestHandler, way: str) -> None:
         body = gzip.compress(self.body, 0) if way == "gzip" else self.body
         handler.send_response(200)
-        handler.send_header("content-type", wire.MEDIA_TYPE)
+        handler.send_header("content-type", arrays.MEDIA_TYPE)
         if way == "chunked":
             handler.send_header("transfer-encoding", "chunked")
             body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -129,15 +128,7 @@ def test_a_large_answer_is_whole_however_it_comes(sender, kind, way):
     sender.ways = [way]
     for found in fetch(sender, kind, times=3):
         assert found.arrays.trajectory() == LARGE
-    assert sender.connections == (3 if way == "plain" else 1)
-
-
-@BOTH
-def test_a_small_answer_leaves_its_connection_for_the_next(sender, kind):
-    sender.body = answer_with(SMALL)
-    assert len(sender.body) < bodies.LEAST_BYTES
-    assert [one.arrays.trajectory() for one in fetch(sender, kind, times=3)] == [SMALL] * 3
-    assert sender.connections == 1
+    assert sender.connections == 1, "they go over one connection"
 
 
 @BOTH
@@ -155,19 +146,3 @@ def test_a_fault_within_an_answer_is_named_as_httpx_names_it(sender, kind, way):
     with pytest.raises(Unavailable, match=name):
         fetch(sender, kind, retry_for=0.0, timeout=0.3)
     assert time.monotonic() - began < STALL_S
-
-
-@pytest.mark.parametrize("what", [None, "tls", "refusal", "small", "no stream"])
-def test_what_is_left_to_httpx(what):
-    class Stream:
-        def get_extra_info(self, name: str) -> object:
-            return object() if what == "tls" and name == "ssl_object" else None
-
-    response = httpx.Response(
-        500 if what == "refusal" else 200,
-        headers={"content-length": str(bodies.LEAST_BYTES - (what == "small"))},
-        extensions={"http_version": b"HTTP/1.1"},
-    )
-    if what != "no stream":
-        response.extensions["network_stream"] = Stream()
-    assert (bodies._Body.of(response) is None) == (what is not None)

@@ -9,15 +9,14 @@ from typing import IO, Any, TypeVar
 
 import click
 from pydantic import ValidationError
-from rich.console import Console
 
+from rollout.cli.common import err, problems_of, url_option
 from rollout.client import Client
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read
 from rollout.progress import Meter
 from rollout.schema import Rollout, RolloutRequest, new_id
 
 F = TypeVar("F", bound=Callable[..., Any])
-err = Console(stderr=True)
 IN_FLIGHT = 1000
 
 
@@ -93,10 +92,7 @@ class Tasks:
                 try:
                     yield RolloutRequest.model_validate(fields)
                 except ValidationError as error:
-                    problems = "; ".join(
-                        f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
-                    )
-                    raise DatasetError(f"{row.where}: {problems}") from None
+                    raise DatasetError(f"{row.where}: {problems_of(error)}") from None
         except DatasetError as error:
             raise click.ClickException(str(error)) from None
 
@@ -121,7 +117,7 @@ class Tasks:
     help="Most rollouts submitted and not ended.",
 )
 @dataset_options
-@click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
+@url_option
 def submit(
     file: str,
     output: IO[str],
@@ -202,7 +198,7 @@ def _cancel_rest(client: Client, pending: set[str]) -> None:
 )
 @click.option("--most-errors", type=click.IntRange(1), default=10, show_default=True, help="Then stop.")
 @dataset_options
-@click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
+@url_option
 def tasks(
     file: str,
     handler: str | None,

@@ -1,57 +1,31 @@
-"""The wire contract of the HTTP API (pydantic models), shared by gateway, workers and client."""
+"""The contract of rollouts: what is asked for, how it is accepted, and what comes of it."""
 
 from __future__ import annotations
 
-import re
-import secrets
-import time
-import uuid
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, computed_field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from rollout.strict import MAX_INT53, Items, Name, Strict
-from rollout.trajectory import FinishReason, Trajectory
+from rollout.schema.base import (
+    MAX_INT32,
+    MAX_INT53,
+    Identifier,
+    Items,
+    RolloutId,
+    Strict,
+    Tag,
+    TokenId,
+    new_id,
+)
+from rollout.schema.trajectory import FinishReason, Trajectory
 
 if TYPE_CHECKING:
     from rollout.arrays import Arrays
 
 MAX_ROLLOUTS_PER_CALL = 1000
 """Rollouts that one `POST /v1/rollouts` may create, every request's `n` counted."""
-
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,159}")
-
-
-def _check_id(value: str) -> str:
-    if not _ID.fullmatch(value):
-        raise ValueError(
-            "an id is 1 to 128 characters of letters, digits and . _ : - and starts with a letter or digit"
-        )
-    return value
-
-
-def _check_rollout_id(value: str) -> str:
-    if not _ROLLOUT_ID.fullmatch(value):
-        raise ValueError("not the id of a rollout: those have 1 to 160 letters, digits and . _ : -")
-    return value
-
-
-Identifier = Annotated[str, AfterValidator(_check_id)]
-RolloutId = Annotated[str, AfterValidator(_check_rollout_id)]
-"""A rollout's id is its group's with a number, so it may be longer than what a caller may choose."""
-Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:/=-]+$")]
-
-
-def new_id() -> str:
-    """A UUIDv7 (RFC 9562): globally unique, and sorted by time of creation."""
-    millis = time.time_ns() // 1_000_000
-    value = (millis & (1 << 48) - 1) << 80 | secrets.randbits(80)
-    value = value & ~(0xF << 76) | 0x7 << 76
-    value = value & ~(0x3 << 62) | 0x2 << 62
-    return str(uuid.UUID(int=value))
 
 
 class State(StrEnum):
@@ -99,17 +73,12 @@ LOWEST_TEMPERATURE = 0.01
 """Below it (but for 0) vLLM takes 0.01 without a word, and so samples from another distribution."""
 MAX_SECONDS = 1e9
 """Of a limit: some thirty years, which is none."""
-MAX_INT32 = 2**31 - 1
-"""Engines keep token ids and counts of tokens in 32 bits."""
 
 
 def _check_temperature(value: float) -> float:
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"{value:g} is too low for engines: 0 (the most likely token) or at least 0.01")
     return value
-
-
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 
 
 class SamplingParams(Strict):
@@ -386,119 +355,3 @@ class HandlerInfo(BaseModel):
     tools: list[str] = Field(default_factory=list)
     tool_schemas: list[dict[str, Any]] = Field(default_factory=list)
     """Those that the prompt describes, in the format of chat completions."""
-
-
-EngineName = Literal["vllm", "sglang", "embedded"]
-EngineApi = Literal["generate", "completions", "sglang"]
-
-
-class BackendRequest(Strict):
-    """Registers an LLM server."""
-
-    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=512)]
-    id: Identifier | None = None
-    """None = derived from the URL, so that registering twice is harmless."""
-    model: Name | None = None
-    """Name to send with each call; None = the first of the server's `/v1/models`."""
-    tokenizer: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Path or hub name; None = the model root that the server names."""
-    logprobs_mode: Annotated[str, Field(pattern=r"^(raw|processed)_logprobs$")] | None = None
-    """What the server was started with, if it does not say so itself."""
-    capacity_tokens: int | None = Field(default=None, ge=1, le=MAX_INT53)
-    """Tokens its key-value cache holds; None = as the server says."""
-    max_rollouts: int | None = Field(default=None, ge=1, le=MAX_INT53)
-    """Most rollouts on it at once; None = as many as its cache has room for."""
-
-
-class DrainRequest(Strict):
-    """Whether a backend takes new rollouts."""
-
-    drain: bool = True
-    """False: it takes some again."""
-
-
-class Backend(BaseModel):
-    """An LLM server, what is known of its health, and its present load."""
-
-    id: str
-    url: str
-    model: str
-    tokenizer: str
-    max_model_len: int
-    """Context of the model in tokens."""
-    engine: EngineName = "vllm"
-    api: EngineApi = "generate"
-    """`generate` (`/inference/v1/generate`), `completions` (`/v1/completions`) or `sglang` (`/generate`)."""
-    logprobs_mode: str | None = None
-    routed_experts: bool = False
-    """True: it was started to return the expert choices of a mixture-of-experts model, if asked to."""
-    capacity_tokens: int | None = None
-    """Tokens its key-value cache holds; None = unknown, so it counts as never full."""
-    max_rollouts: int | None = None
-    policy_version: str | None = None
-    """Label of the weights it serves now."""
-
-    healthy: bool = True
-    reachable: bool = True
-    """False: it fails its health probes. It may be reachable and yet not healthy: its weights are wrong."""
-    error: str | None = None
-    """Why it is not healthy, or why its last weight update failed."""
-    draining: bool = False
-    """True: it takes no new rollouts; those on it go on."""
-    paused: bool = False
-    """True while its weights are exchanged: it takes no new rollouts, calls under way wait or end."""
-    live_rollouts: int = 0
-    load: float = 0.0
-    """Score in the heap: reserved context tokens of its rollouts, or their number."""
-    stats: BackendStats | None = None
-    """What its own metrics said at the last probe."""
-
-
-class BackendStats(BaseModel):
-    """What an engine says of itself. None = it does not say."""
-
-    at: float
-    """Time of the probe, seconds since the epoch."""
-    running: int | None = None
-    """Calls being worked on."""
-    waiting: int | None = None
-    """Calls in the engine's own queue."""
-    kv_usage: float | None = None
-    """Share of the key-value cache in use, 0 to 1."""
-    prompt_tokens: int | None = None
-    """Prompt tokens looked up in the prefix cache since the engine started."""
-    cached_tokens: int | None = None
-    """Those of them that were found there."""
-    generation_tokens: int | None = None
-    """Tokens sampled since the engine started."""
-    requests: int | None = None
-    """Calls that ended since the engine started."""
-    request_seconds: float | None = None
-    """Seconds that they took in the engine, from arrival to end, added up."""
-
-    @computed_field
-    @property
-    def cached_ratio(self) -> float | None:
-        """Share of prompt tokens that came from the prefix cache."""
-        if not self.prompt_tokens or self.cached_tokens is None:
-            return None
-        return self.cached_tokens / self.prompt_tokens
-
-
-Backend.model_rebuild()
-
-
-class FieldError(BaseModel):
-    field: str
-    """JSON path of the value at fault."""
-    message: str
-
-
-class Problem(BaseModel):
-    """An error answer (RFC 9457, `application/problem+json`)."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    detail: str = ""
-    errors: list[FieldError] = Field(default_factory=list)

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rollout.cli.common import url_option
+from rollout.cli.top_look import Look, Watcher
+from rollout.cli.top_view import view
 from rollout.client import Client
 from rollout.errors import Unavailable
-from rollout.top import Look, Watcher
-from rollout.top_view import view
 
 Pause = Callable[[float], None]
 ANSWER_S = 10.0
@@ -35,7 +36,7 @@ ANSWER_S = 10.0
     type=click.FloatRange(0.2, 3600),
     help="Seconds between two looks.",
 )
-@click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
+@url_option
 def top(once: bool, as_json: bool, interval: float, url: str | None) -> None:
     """Watch stages, backends, nodes, batches and what ends, live; Ctrl-C ends it.
 

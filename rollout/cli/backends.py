@@ -1,0 +1,77 @@
+"""`rollout backends`: list, add, drain and remove LLM servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rollout.cli import render
+from rollout.cli.common import err, out, url_option
+from rollout.client import Client
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def backends(ctx: click.Context) -> None:
+    """List, add, drain and remove LLM servers. Without a command: list them."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_backends, url=None)
+
+
+@backends.command("list")
+@url_option
+def list_backends(url: str | None) -> None:
+    """Show each with its load, its health and the weights it serves."""
+    with Client(url) as client:
+        found = client.backends()
+    if found:
+        out.print(render.backends_table(found))
+    else:
+        err.print("there is no backend: add one with `rollout backends add SERVER`")
+
+
+@backends.command("add")
+@click.argument("server", metavar="SERVER")
+@click.option("--id", "backend_id", help="Name for it. [default: made from the address]")
+@click.option("--model", help="Name to ask for. [default: the first one the server lists]")
+@click.option("--tokenizer", help="Path or hub name. [default: as the server says]")
+@click.option("--logprobs-mode", type=click.Choice(["raw_logprobs", "processed_logprobs"]))
+@click.option("--capacity-tokens", type=click.IntRange(1), help="Size of its cache. [default: as it says]")
+@click.option("--max-rollouts", type=click.IntRange(1), help="Most at once. [default: as its cache has room]")
+@url_option
+def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
+    """Register the LLM server at the address SERVER, or have it described anew."""
+    with Client(url) as client:
+        out.print(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
+
+
+@backends.command()
+@click.argument("backend_id", metavar="ID")
+@url_option
+def drain(backend_id: str, url: str | None) -> None:
+    """Give it no new rollouts; those on it go on."""
+    with Client(url) as client:
+        live = client.drain_backend(backend_id).live_rollouts
+    out.print(f"{backend_id} takes no new rollouts; {live} go on there", highlight=False)
+
+
+@backends.command()
+@click.argument("backend_id", metavar="ID")
+@url_option
+def undrain(backend_id: str, url: str | None) -> None:
+    """Give it new rollouts again."""
+    with Client(url) as client:
+        client.drain_backend(backend_id, drain=False)
+    out.print(f"{backend_id} takes new rollouts", highlight=False)
+
+
+@backends.command("remove")
+@click.argument("backend_id", metavar="ID")
+@click.option("--if-idle", is_flag=True, help="Only when no rollout is on it.")
+@url_option
+def remove_backend(backend_id: str, if_idle: bool, url: str | None) -> None:
+    """Forget it; rollouts on it move to another at their next call."""
+    with Client(url) as client:
+        client.remove_backend(backend_id, force=not if_idle)
+    out.print(f"{backend_id} is removed", highlight=False)

@@ -1,0 +1,68 @@
+"""`rollout policy`: show the weights in use, and bring new ones."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import click
+from pydantic import ValidationError
+
+from rollout.cli import render
+from rollout.cli.common import out, problems_of, url_option
+from rollout.client import Client
+from rollout.schema import Canary, LoraAdapter, UpdateState
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def policy(ctx: click.Context) -> None:
+    """Show the weights in use, or bring new ones. Without a command: show them."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(show_policy, url=None)
+
+
+@policy.command("show")
+@url_option
+def show_policy(url: str | None) -> None:
+    """Show the current policy and the latest updates."""
+    with Client(url) as client:
+        out.print(render.policy_view(client.policy()))
+
+
+@policy.command("update")
+@click.argument("version")
+@click.argument("path", required=False)
+@click.option("--mode", type=click.Choice(["keep", "wait", "abort"]), default="keep", show_default=True)
+@click.option(
+    "--canary", type=click.File("r", encoding="utf-8"), help="JSON: token_ids, logprobs, tolerance."
+)
+@click.option("--lora", help="PATH is an adapter, to be exchanged under this name.")
+@click.option("--backend", "chosen", multiple=True, help="Only this one; may be given several times.")
+@click.option("--concurrency", type=click.IntRange(0), default=0, help="Backends at once. [default: all]")
+@click.option("--reset-prefix-cache", is_flag=True, help="Use nothing again that old weights computed.")
+@click.option("--wait", default=600.0, show_default=True, help="Seconds to wait for the end.")
+@url_option
+def update_policy(
+    version: str,
+    path: str | None,
+    canary: IO[str] | None,
+    lora: str | None,
+    chosen: tuple[str, ...],
+    url: str | None,
+    **fields: Any,
+) -> None:
+    """Bring the weights in directory PATH to the backends and label them VERSION.
+
+    Without PATH the backends have the weights already and are only labelled. Ends with 1 unless every backend
+    serves the new weights.
+    """
+    try:
+        fields["canary"] = Canary.model_validate_json(canary.read()) if canary else None
+        fields["lora"] = LoraAdapter(name=lora) if lora else None
+        with Client(url) as client:
+            update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
+    except ValidationError as error:
+        raise click.ClickException(problems_of(error)) from None
+    out.print(render.update_view(update))
+    if update.state is not UpdateState.DONE:
+        raise click.exceptions.Exit(1)

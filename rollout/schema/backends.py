@@ -1,0 +1,108 @@
+"""The contract of LLM backends: how they are registered, and what is known of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, computed_field
+
+from rollout.schema.base import MAX_INT53, Identifier, Name, Strict
+
+EngineName = Literal["vllm", "sglang", "embedded"]
+EngineApi = Literal["generate", "completions", "sglang"]
+
+
+class BackendRequest(Strict):
+    """Registers an LLM server."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=512)]
+    id: Identifier | None = None
+    """None = derived from the URL, so that registering twice is harmless."""
+    model: Name | None = None
+    """Name to send with each call; None = the first of the server's `/v1/models`."""
+    tokenizer: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Path or hub name; None = the model root that the server names."""
+    logprobs_mode: Annotated[str, Field(pattern=r"^(raw|processed)_logprobs$")] | None = None
+    """What the server was started with, if it does not say so itself."""
+    capacity_tokens: int | None = Field(default=None, ge=1, le=MAX_INT53)
+    """Tokens its key-value cache holds; None = as the server says."""
+    max_rollouts: int | None = Field(default=None, ge=1, le=MAX_INT53)
+    """Most rollouts on it at once; None = as many as its cache has room for."""
+
+
+class DrainRequest(Strict):
+    """Whether a backend takes new rollouts."""
+
+    drain: bool = True
+    """False: it takes some again."""
+
+
+class Backend(BaseModel):
+    """An LLM server, what is known of its health, and its present load."""
+
+    id: str
+    url: str
+    model: str
+    tokenizer: str
+    max_model_len: int
+    """Context of the model in tokens."""
+    engine: EngineName = "vllm"
+    api: EngineApi = "generate"
+    """`generate` (`/inference/v1/generate`), `completions` (`/v1/completions`) or `sglang` (`/generate`)."""
+    logprobs_mode: str | None = None
+    routed_experts: bool = False
+    """True: it was started to return the expert choices of a mixture-of-experts model, if asked to."""
+    capacity_tokens: int | None = None
+    """Tokens its key-value cache holds; None = unknown, so it counts as never full."""
+    max_rollouts: int | None = None
+    policy_version: str | None = None
+    """Label of the weights it serves now."""
+
+    healthy: bool = True
+    reachable: bool = True
+    """False: it fails its health probes. It may be reachable and yet not healthy: its weights are wrong."""
+    error: str | None = None
+    """Why it is not healthy, or why its last weight update failed."""
+    draining: bool = False
+    """True: it takes no new rollouts; those on it go on."""
+    paused: bool = False
+    """True while its weights are exchanged: it takes no new rollouts, calls under way wait or end."""
+    live_rollouts: int = 0
+    load: float = 0.0
+    """Score in the heap: reserved context tokens of its rollouts, or their number."""
+    stats: BackendStats | None = None
+    """What its own metrics said at the last probe."""
+
+
+class BackendStats(BaseModel):
+    """What an engine says of itself. None = it does not say."""
+
+    at: float
+    """Time of the probe, seconds since the epoch."""
+    running: int | None = None
+    """Calls being worked on."""
+    waiting: int | None = None
+    """Calls in the engine's own queue."""
+    kv_usage: float | None = None
+    """Share of the key-value cache in use, 0 to 1."""
+    prompt_tokens: int | None = None
+    """Prompt tokens looked up in the prefix cache since the engine started."""
+    cached_tokens: int | None = None
+    """Those of them that were found there."""
+    generation_tokens: int | None = None
+    """Tokens sampled since the engine started."""
+    requests: int | None = None
+    """Calls that ended since the engine started."""
+    request_seconds: float | None = None
+    """Seconds that they took in the engine, from arrival to end, added up."""
+
+    @computed_field
+    @property
+    def cached_ratio(self) -> float | None:
+        """Share of prompt tokens that came from the prefix cache."""
+        if not self.prompt_tokens or self.cached_tokens is None:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+
+Backend.model_rebuild()

@@ -1,0 +1,169 @@
+"""The policy's part of the wire contract: which weights the backends serve, and how they are exchanged."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from rollout.schema.base import MAX_INT32, Identifier, Items, Strict, TokenId
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of the calls under way: frozen and continued, waited for, or ended and made elsewhere."""
+
+
+class Canary(Strict):
+    """Fixed token ids, and what the trainer's own forward pass says of them."""
+
+    token_ids: Items[TokenId] = Field(min_length=2, max_length=4096)
+    logprobs: Items[float] = Field(max_length=4095)
+    """Natural log-prob at temperature 1 of each id but the first, given those before it."""
+    tolerance: float = Field(default=0.05, gt=0, le=100)
+    """Largest absolute difference from the backend's own numbers, in nats, that is accepted."""
+
+    @model_validator(mode="after")
+    def _parallel(self) -> Canary:
+        if len(self.logprobs) != len(self.token_ids) - 1:
+            raise ValueError(
+                f"{len(self.token_ids)} token_ids need {len(self.token_ids) - 1} logprobs (the first id has "
+                f"none); got {len(self.logprobs)}"
+            )
+        if not all(map(math.isfinite, self.logprobs)):
+            raise ValueError("a log-prob is not finite")
+        return self
+
+
+class LoraAdapter(Strict):
+    """A LoRA adapter that is exchanged in place of the whole weights."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    """The model name under which the server offers it; backends must be registered with that `model`."""
+
+
+class PolicyRequest(Strict):
+    """Asks for new weights on the backends."""
+
+    version: Annotated[str, Field(min_length=1, max_length=128)]
+    """Label of the weights; every token sampled from them carries it."""
+    path: Annotated[str, Field(max_length=4096)] | None = None
+    """Checkpoint directory as the backends see it; None = the weights are there already, only label them."""
+    mode: PauseMode = "keep"
+    canary: Canary | None = None
+    """None = the update is not verified."""
+    lora: LoraAdapter | None = None
+    """Given, `path` is the adapter's directory."""
+    backends: Items[Identifier] | None = Field(default=None, min_length=1, max_length=10_000)
+    """Only these; the others follow when they are next probed. None = all."""
+    concurrency: int = Field(default=0, ge=0, le=MAX_INT32)
+    """Backends under exchange at once; 0 = all."""
+    reset_prefix_cache: bool = False
+    """True: nothing computed by the old weights is used again, not even by rollouts under way."""
+    timeout_s: float = Field(default=600.0, gt=0, le=86400)
+    """Seconds that one backend may take, waiting for calls under way included."""
+    wait: float = Field(default=0.0, ge=0)
+    """Seconds to wait for the end before the answer is given."""
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(f"{value!r} is not an absolute path; backends do not share your directory")
+        return value
+
+    @model_validator(mode="after")
+    def _adapter_has_a_path(self) -> PolicyRequest:
+        if self.lora is not None and self.path is None:
+            raise ValueError(f"adapter {self.lora.name!r} needs `path`, the directory that it is loaded from")
+        return self
+
+
+class UpdateState(StrEnum):
+    """Where an update is. `partly`: at least one backend has the new weights and at least one has not."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    PARTLY = "partly"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        return self in (UpdateState.DONE, UpdateState.PARTLY, UpdateState.FAILED)
+
+
+class BackendUpdateState(StrEnum):
+    """Where one backend is in an update."""
+
+    WAITING = "waiting"
+    PAUSING = "pausing"
+    LOADING = "loading"
+    CHECKING = "checking"
+    """The canary runs. Calls under way go on, but their tokens count only once it has passed."""
+    RESUMED = "resumed"
+    """It serves the new weights."""
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """It was removed meanwhile."""
+
+    @property
+    def ended(self) -> bool:
+        return self in (
+            BackendUpdateState.RESUMED,
+            BackendUpdateState.FAILED,
+            BackendUpdateState.SKIPPED,
+        )
+
+
+class BackendUpdate(BaseModel):
+    """What an update did to one backend."""
+
+    state: BackendUpdateState = BackendUpdateState.WAITING
+    error: str | None = None
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Of `pause`, `reload`, `canary` and `total`."""
+    canary_max_error: float | None = None
+    """Largest absolute difference from the trainer's log-probs, in nats."""
+
+
+class PolicyUpdate(BaseModel):
+    """One update of the weights, and how far it has come."""
+
+    id: str
+    version: str
+    path: str | None
+    mode: PauseMode
+    lora: LoraAdapter | None = None
+    verified: bool
+    """Whether a canary was given; without one nothing checks that the weights are the trainer's."""
+    warnings: list[str] = Field(default_factory=list)
+    state: UpdateState = UpdateState.QUEUED
+    backends: dict[str, BackendUpdate]
+    created_at: float
+    """Seconds since the epoch, as the next two."""
+    started_at: float | None = None
+    finished_at: float | None = None
+
+
+class Policy(BaseModel):
+    """The weights that new rollouts run on."""
+
+    version: str
+    path: str | None
+    lora: LoraAdapter | None = None
+    verified: bool
+    update_id: str
+    since: float
+    """When the update ended, seconds since the epoch."""
+
+
+class PolicyStatus(BaseModel):
+    """What `GET /v1/policy` answers."""
+
+    current: Policy | None
+    """None: no update has succeeded yet, so backends serve what they were started with."""
+    update: PolicyUpdate | None
+    """The one under way."""
+    history: list[PolicyUpdate]
+    """The latest updates, the newest first."""

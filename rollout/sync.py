@@ -1,0 +1,256 @@
+"""`Client`: `AsyncClient` for blocking code.
+
+Each method is that of `AsyncClient`, run by an event loop in a thread of the client's own; hence it works
+where a loop runs already, as in notebooks. Signatures are told once: `_blocking` and `_iterating` carry them
+over, for type checkers, editors and `help()` alike.
+
+The loop is asyncio's own and its thread a daemon: anyio's blocking portal waits for its thread when it is
+collected, and hangs at the end of a program that did not close its client, and in a forked child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from rollout.async_batches import AsyncBatches
+from rollout.async_client import AsyncClient
+from rollout.http import Gateway, Key, Wire
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_END = object()
+
+
+def _carry_over(method: Callable[..., Any], derived: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a derived method the name, the text and the signature of its original."""
+    functools.update_wrapper(derived, method)
+    del derived.__wrapped__  # it returns something else than this one
+    signature = inspect.signature(method)
+    returned = str(signature.return_annotation).replace("AsyncIterator", "Iterator")
+    derived.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+    derived.__annotations__ = {**method.__annotations__, "return": returned}
+    derived.__qualname__ = method.__qualname__.removeprefix("Async")
+    derived.__module__ = __name__
+    return derived
+
+
+def _blocking(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The method that waits for what a coroutine returns."""
+
+    def derived(self: Client | Batches, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(functools.partial(method, self._original, *args, **kwargs))
+
+    return _carry_over(method, derived)
+
+
+def _iterating(
+    method: Callable[Concatenate[Any, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Any, P], Iterator[T]]:
+    """The method that gives an iterator over what an asynchronous one yields."""
+
+    def derived(self: Client | Batches, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return self._iterate(method(self._original, *args, **kwargs))
+
+    return _carry_over(method, derived)
+
+
+class Client:
+    """Synchronous client; usable from several threads. Close it, or use it as a context manager.
+
+    Every method may raise `ApiError` (the gateway refused; the message names the field) and
+    `Unavailable` (no gateway for `retry_for` seconds). Requests that are given as an iterator are read in a
+    thread of their own, in which the client may be used too.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        timeout: float = 30.0,
+        retry_for: float = 30.0,
+        api_key: str | None = None,
+        wire: Wire = "auto",
+    ) -> None:
+        self._original = _Original(base_url, timeout, retry_for, api_key, wire)
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        _CLIENTS.add(self)
+
+    __init__.__doc__ = Gateway.__init__.__doc__
+
+    @property
+    def base_url(self) -> str:
+        """The gateway's address."""
+        return self._original.base_url
+
+    @property
+    def auth(self) -> Key | None:
+        """What authorizes requests; None = nothing does."""
+        return self._original.auth
+
+    def close(self) -> None:
+        """Close the connections; calls of other threads end with an error."""
+        with self._lock:
+            loop, self._loop, self._closed = self._loop, None, True
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(_end(self._original), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The loop, which starts at the first call."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the client was closed; make another one")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=_serve, args=(self._loop,), name="rollout-client", daemon=True
+                ).start()
+                # Of a client that nobody closes.
+                weakref.finalize(self, _stop, self._loop)
+            return self._loop
+
+    def _call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        loop = self._running()
+        future = asyncio.run_coroutine_threadsafe(begin(), loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise RuntimeError("the client was closed during the call") from None
+        finally:
+            future.cancel()  # where Ctrl-C ended the wait; what is done it leaves alone
+
+    def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        # An iterator that is left is closed by the loop, as asyncio does with asynchronous ones.
+        loop = self._running()
+        while (item := self._call(functools.partial(_next, items))) is not _END:
+            yield item
+            if loop is not self._loop:
+                raise RuntimeError("the iterator belongs to a client that was closed, or to a parent process")
+
+    @property
+    def batches(self) -> Batches:
+        """Groups of rollouts with dynamic sampling."""
+        return Batches(self)
+
+    submit = _blocking(AsyncClient.submit)
+    get = _blocking(AsyncClient.get)
+    wait = _blocking(AsyncClient.wait)
+    list = _blocking(AsyncClient.list)
+    cancel = _blocking(AsyncClient.cancel)
+    cancel_many = _blocking(AsyncClient.cancel_many)
+    ack = _blocking(AsyncClient.ack)
+    completions = _blocking(AsyncClient.completions)
+    stream = _iterating(AsyncClient.stream)
+    rollouts = _iterating(AsyncClient.rollouts)
+    run = _blocking(AsyncClient.run)
+    stream_completions = _iterating(AsyncClient.stream_completions)
+    batch = _iterating(AsyncClient.batch)
+    handlers = _blocking(AsyncClient.handlers)
+    backends = _blocking(AsyncClient.backends)
+    add_backend = _blocking(AsyncClient.add_backend)
+    backend = _blocking(AsyncClient.backend)
+    drain_backend = _blocking(AsyncClient.drain_backend)
+    remove_backend = _blocking(AsyncClient.remove_backend)
+    policy = _blocking(AsyncClient.policy)
+    update_policy = _blocking(AsyncClient.update_policy)
+    policy_update = _blocking(AsyncClient.policy_update)
+    status = _blocking(AsyncClient.status)
+    fleet = _blocking(AsyncClient.fleet)
+    ready = _blocking(AsyncClient.ready)
+
+
+class Batches:
+    """The batches of a service. Every method may raise `ApiError` and `Unavailable`."""
+
+    def __init__(self, client: Client) -> None:
+        self._original = client._original.batches
+        self._call, self._iterate = client._call, client._iterate
+
+    create = _blocking(AsyncBatches.create)
+    get = _blocking(AsyncBatches.get)
+    list = _blocking(AsyncBatches.list)
+    groups = _blocking(AsyncBatches.groups)
+    stream = _iterating(AsyncBatches.stream)
+    watch = _iterating(AsyncBatches.watch)
+    extend = _blocking(AsyncBatches.extend)
+    pause = _blocking(AsyncBatches.pause)
+    resume = _blocking(AsyncBatches.resume)
+    cancel = _blocking(AsyncBatches.cancel)
+
+
+class _Original(AsyncClient):
+    """The client from which a synchronous one is derived."""
+
+    async def _aside(self, function: Callable[[], T]) -> T:
+        # What the caller gave may block, and may use the synchronous client: the loop must go on meanwhile.
+        # Not in asyncio's pool of threads: at its end a program waits for those.
+        future: Future[T] = Future()
+        threading.Thread(target=_fulfil, args=(future, function), daemon=True).start()
+        return await asyncio.wrap_future(future)
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+# ---------------------------------------------------------------------------------- the loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+async def _next(items: AsyncIterator[T]) -> T | object:
+    return await anext(items, _END)
+
+
+async def _end(client: AsyncClient) -> None:
+    """End what is under way, and close the connections."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await client.close()
+
+
+_CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a forked child: the threads of the parent are not there, and its connections remain the parent's."""
+    for client in [*_CLIENTS]:
+        client._lock, client._loop = threading.Lock(), None
+        client._original.forget_connections()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,273 @@
+"""The synchronous client where loops, forks, threads and signals meet; and that it is the other's twin."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import get_type_hints
+
+import pytest
+
+from rollout.async_batches import AsyncBatches
+from rollout.client import AsyncClient, Client
+from rollout.schema import RolloutRequest
+from rollout.sync import Batches
+
+
+def request(**fields) -> RolloutRequest:
+    return RolloutRequest(handler="calculator", **fields)
+
+
+def loops() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
+
+
+def in_python(code: str, url: str, **options) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", f"from rollout import Client\nclient = Client({url!r})\n{code}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+# ---------------------------------------------------------------------------------- derivation
+
+
+@pytest.mark.parametrize(("derived", "original"), [(Client, AsyncClient), (Batches, AsyncBatches)])
+def test_it_has_the_methods_of_the_asynchronous_one_with_their_signatures(derived, original):
+    def methods(cls):
+        return {
+            name: method for name, method in inspect.getmembers(cls) if name[0] != "_" and callable(method)
+        }
+
+    twins, originals = methods(derived), methods(original)
+    of_http = {"forget_connections", "send", "fetch", "fetch_json", "fetch_rollouts"}
+    assert twins.keys() == originals.keys() - of_http
+    for name in twins.keys() - {"close"}:
+        twin, signature = inspect.signature(twins[name]), inspect.signature(originals[name])
+        assert twin.parameters == signature.parameters
+        assert str(signature.return_annotation).removeprefix("Async") == twin.return_annotation
+        assert inspect.getdoc(twins[name]) == inspect.getdoc(originals[name])
+        assert not inspect.iscoroutinefunction(twins[name])
+
+
+def test_help_and_editors_see_names_types_and_texts():
+    assert Client.get.__qualname__ == "Client.get" and Client.get.__module__ == "rollout.sync"
+    assert "-> 'Iterator[Rollout]'" in str(inspect.signature(Client.stream))
+    assert get_type_hints(Client.get, vars(sys.modules["rollout.async_client"]))["include"]
+
+
+# ---------------------------------------------------------------------------------- loops and threads
+
+
+def test_it_works_where_a_loop_runs_already_as_in_a_notebook(gateway, client):
+    async def cell():
+        results = client.run([request(id=name) for name in "ab"])
+        streamed = [rollout.id for rollout in client.stream(["a", "b"])]
+        return [rollout.id for rollout in results], streamed
+
+    assert asyncio.run(cell()) == (["a", "b"], ["a", "b"])
+
+
+def test_calls_of_several_threads_go_on_at_once(gateway, client):
+    gateway.finish_at_once = False
+    names = [f"r{k}" for k in range(8)]
+    client.submit([request(id=name) for name in names])
+    ended: dict[str, str] = {}
+
+    def wait(name: str) -> None:
+        ended[name] = client.wait(name, timeout=20).state.value
+
+    waiters = [threading.Thread(target=wait, args=(name,)) for name in names]
+    for waiter in waiters:
+        waiter.start()
+    assert client.status()["version"] == "x", "who waits keeps nobody up"
+    for name in names:
+        gateway.finish(name)
+    for waiter in waiters:
+        waiter.join(20)
+    assert ended == dict.fromkeys(names, "completed")
+
+
+def test_iterators_of_several_threads_do_not_mix(gateway, client):
+    taken: dict[str, list[str]] = {}
+
+    def read(prefix: str) -> None:
+        requests = [request(id=f"{prefix}{k}") for k in range(20)]
+        taken[prefix] = [rollout.id for rollout in client.rollouts(iter(requests), in_flight=3)]
+
+    readers = [threading.Thread(target=read, args=(prefix,)) for prefix in "xyz"]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert {prefix: sorted(ids) for prefix, ids in taken.items()} == {
+        prefix: sorted(f"{prefix}{k}" for k in range(20)) for prefix in "xyz"
+    }
+
+
+def test_requests_that_are_read_one_by_one_may_use_the_client_itself(gateway, client):
+    def source():
+        for number in range(3):
+            yield request(id=f"{client.status()['version']}{number}")
+
+    accepted = []
+    rollouts = client.rollouts(
+        source(), in_flight=1, timeout=20, announce=lambda new: accepted.append((client.status(), new))
+    )
+    assert [rollout.id for rollout in rollouts] == ["x0", "x1", "x2"] and len(accepted) == 3
+
+
+def test_an_error_of_the_requests_reaches_the_caller(client):
+    def source():
+        yield request(id="a")
+        raise KeyError("question")
+
+    with pytest.raises(KeyError, match="question"):
+        list(client.rollouts(source(), in_flight=1))
+
+
+def test_its_thread_begins_with_the_first_call_and_ends_with_the_client(gateway):
+    before = len(loops())
+    with Client(gateway.url) as client:
+        assert len(loops()) == before
+        client.status()
+        assert len(loops()) == before + 1
+    with pytest.raises(RuntimeError, match="the client was closed; make another one"):
+        client.status()
+    dropped = Client(gateway.url)
+    dropped.status()
+    del dropped
+    deadline = time.monotonic() + 10
+    while len(loops()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(loops()) == before
+
+
+def test_closing_ends_what_other_threads_wait_for(gateway):
+    gateway.finish_at_once = False
+    client = Client(gateway.url)
+    client.submit(request(id="a"))
+    stream = client.stream(timeout=60)
+    errors: list[Exception] = []
+
+    def wait(call) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(error)
+
+    waiters = [
+        threading.Thread(target=wait, args=(call,))
+        for call in (lambda: client.wait("a"), lambda: next(stream))
+    ]
+    for waiter in waiters:
+        waiter.start()
+    while sum(path in ("/v1/rollouts/a", "/v1/completions") for _, path in gateway.calls) < 2:
+        time.sleep(0.01)
+    client.close()
+    for waiter in waiters:
+        waiter.join(10)
+    assert [str(error) for error in errors] == ["the client was closed during the call"] * 2
+
+
+def test_a_program_that_closes_nothing_ends(gateway):
+    gateway.finish_at_once = False
+    child = in_python("client.status()\nstream = client.stream(timeout=60)\nprint('over')", gateway.url)
+    said, errors = child.communicate(timeout=30)
+    assert (said, errors, child.returncode) == ("over\n", "", 0)
+
+
+# ---------------------------------------------------------------------------------- forks
+
+
+def test_it_works_after_a_fork_in_parent_and_child(gateway, client):
+    """With connections of their own: an answer must not go to the other's call."""
+    client.submit([request(id=name) for name in "abc"])
+    stream = client.stream(["a", "b", "c"])
+    first = next(stream).id
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        outcome = b"?"
+        try:
+            outcome = ",".join(rollout.id for rollout in client.stream(["a", "b"])).encode()
+            try:
+                next(stream)
+            except RuntimeError as error:
+                outcome += f";{error}".encode()
+            client.close()
+        finally:
+            os.write(writer, outcome)
+            os._exit(0)
+    assert [client.get(name).id for name in "abc" * 20] == [*"abc"] * 20
+    assert [first, *(rollout.id for rollout in stream)] == ["a", "b", "c"]
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "a,b;the iterator belongs to a client that was closed, or to a parent process"
+
+
+# ---------------------------------------------------------------------------------- Ctrl-C
+
+WAITING = {
+    "wait": "client.wait('a')",
+    "stream": "list(client.stream(['a']))",
+    "rollouts": "list(client.rollouts(client_requests()))",
+    "run": "client.run(client_requests())",
+}
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_ctrl_c_ends_a_call_and_the_client_goes_on(gateway, call):
+    gateway.finish_at_once = False
+    gateway.create(request(id="a"))
+    code = (
+        "from rollout import RolloutRequest\n"
+        "def client_requests():\n"
+        "    return [RolloutRequest(handler='calculator', id='b')]\n"
+        f"try:\n    {WAITING[call]}\n"
+        "except KeyboardInterrupt:\n    print(client.status()['version'])\n"
+    )
+    child = in_python(code, gateway.url)
+    path = "/v1/rollouts/a" if call == "wait" else "/v1/completions"
+    deadline = time.monotonic() + 30
+    # `rollouts` asks for the cursor first, and is not waiting yet.
+    while [path for _, path in gateway.calls].count(path) < (1 if call == "wait" else 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    said, errors = child.communicate(timeout=30)
+    assert (said, errors, child.returncode) == ("x\n", "", 0)
+    assert time.monotonic() - began < 5, "it ends now, not when the long-poll does"
+
+
+def test_what_ctrl_c_ended_is_not_under_way_any_more(gateway, client):
+    gateway.finish_at_once = False
+    client.submit(request(id="a"))
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        client.wait("a")
+    deadline = time.monotonic() + 5
+    while (tasks := asyncio.all_tasks(client._loop)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not tasks
+
+
+# ---------------------------------------------------------------------------------- iterators
+
+
+def test_an_iterator_that_is_left_lets_go_of_its_connection(gateway, client):
+    """The service gives only so many streams."""
+    client.submit([request(id=name) for name in "abc"])
+    for rollout in client.stream(timeout=60):
+        assert rollout.id == "a"
+        break
+    deadline = time.monotonic() + 5
+    while (tasks := asyncio.all_tasks(client._loop)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not tasks and client.status()["version"] == "x"

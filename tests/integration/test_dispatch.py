@@ -1,0 +1,120 @@
+"""What the dispatcher writes and sends, on a real Redis without workers."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from rollout.schema import RolloutRequest, Stage, State
+from services.dispatch import Dispatcher, IdConflict
+from services.queues import TASK_CLEANUP, TASK_EVALUATE, TASK_INIT, TASK_RUN, Ref, make_celery
+from services.settings import Settings
+from services.state.redis import connect
+from services.state.rollouts import Finish, RolloutStore
+from services.state.tenants import Tenant
+
+_BOX = {"id": "s", "runtime": "r", "image": "i", "node": "n", "isolation_missing": []}
+BOXED = {"sandbox": json.dumps({"record": _BOX, "socket": "/s"}), "node": "n"}
+
+
+class Desk:
+    """A dispatcher, and what lies in the queues."""
+
+    def __init__(self, url):
+        settings = Settings(redis_url=url)
+        self.redis = connect(url)
+        self.redis.flushall()
+        self.store = RolloutStore(self.redis, settings)
+        self.dispatcher = Dispatcher(make_celery(settings), self.store)
+
+    def submit(self, tenant=None, **fields):
+        request = RolloutRequest(**{"handler": "noop", **fields})
+        return self.dispatcher.submit([request], tenant and Tenant(name=tenant))
+
+    def messages(self, queue):
+        """Task, reference and the tasks that follow of each message, the oldest first."""
+        found = []
+        for raw in reversed(self.redis.lrange(queue, 0, -1)):
+            message = json.loads(raw)
+            (ref,), _, embedded = json.loads(base64.b64decode(message["body"]))
+            following = [one["task"] for one in reversed(embedded["chain"] or [])]
+            found.append((message["headers"]["task"], ref, following))
+        return found
+
+    def ready(self, rollout_id):
+        """INIT is done, with a sandbox on node n."""
+        claim = self.store.claim(rollout_id, 1, Stage.INIT, "w")
+        self.store.note(rollout_id, claim.fence, BOXED)
+        assert self.store.finish(claim, Finish(State.READY)) == State.READY
+
+
+@pytest.fixture
+def desk(server):
+    return Desk(server.url)
+
+
+def test_each_new_rollout_has_one_message_of_its_whole_chain(desk):
+    first = desk.submit(id="g", n=2)
+    assert [(one.id, one.state, one.created) for one in first] == [
+        ("g.0", State.QUEUED, True),
+        ("g.1", State.QUEUED, True),
+    ]
+    desk.ready("g.0")
+    again = desk.submit(id="g", n=2)
+    assert [(one.state, one.created) for one in again] == [(State.READY, False), (State.QUEUED, False)]
+    refs = [Ref(id=f"g.{k}", attempt=1, node=None, handler="noop") for k in range(2)]
+    assert desk.messages("init") == [(TASK_INIT, ref, [TASK_RUN, TASK_EVALUATE]) for ref in refs]
+
+
+def test_members_of_a_group_that_are_named_are_submitted_and_no_others(desk):
+    request = RolloutRequest(handler="noop", id="g", n=4)
+    made = desk.dispatcher.submit([request], members=range(1, 3), batch_group="b")
+    assert [one.id for one in made] == ["g.1", "g.2"]
+    assert [ref["id"] for _, ref, _ in desk.messages("init")] == ["g.1", "g.2"]
+    assert desk.store.get("g.0") is None
+    assert desk.redis.hget("rollout:{g.1}", "batch_group") == "b"
+
+
+@pytest.mark.parametrize(("tenant", "task"), [("a", {"other": 1}), ("b", {})])
+def test_an_id_of_somebody_else_or_of_another_body_is_refused_and_nothing_is_sent(desk, tenant, task):
+    desk.submit("a", id="g", n=2)
+    with pytest.raises(IdConflict) as refused:
+        desk.submit(tenant, id="g", n=2, task=task)
+    assert refused.value.ids == ["g.0", "g.1"]
+    assert len(desk.messages("init")) == 2 and desk.store.counts()["queued"] == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "queue", "task", "following"),
+    [
+        ("init", "init", TASK_INIT, [TASK_RUN, TASK_EVALUATE]),
+        ("run", "run.n", TASK_RUN, [TASK_EVALUATE]),
+        ("eval", "eval.n", TASK_EVALUATE, []),
+    ],
+)
+def test_a_chain_goes_on_from_a_stage_at_the_node_of_its_sandbox(desk, stage, queue, task, following):
+    ref = Ref(id="r", attempt=2, node="n")
+    desk.dispatcher.send(stage, [ref])
+    assert desk.messages(queue) == [(task, ref, following)]
+    desk.dispatcher.send(stage, [])
+    assert len(desk.messages(queue)) == 1
+
+
+def test_a_cancel_ends_the_sandbox_of_what_waits_and_leaves_that_of_what_runs_to_its_worker(desk):
+    waits, runs, queued = (desk.submit("a")[0].id for _ in range(3))
+    for boxed in (waits, runs):
+        desk.ready(boxed)
+    desk.store.claim(runs, 1, Stage.RUN, "w")
+    ids = [waits, runs, queued, "nobody"]
+    assert desk.dispatcher.cancel_many(ids, "b") == [("gone", "")] * 4
+    assert desk.messages("eval.n") == [] and desk.store.state(waits) is State.READY
+    assert desk.dispatcher.cancel_many(ids, "a") == [
+        ("cancelled", "cancelled"),
+        ("cancelling", "running"),
+        ("cancelled", "cancelled"),
+        ("gone", ""),
+    ]
+    assert desk.messages("eval.n") == [(TASK_CLEANUP, Ref(id=waits, attempt=1, node="n"), [])]
+    assert desk.dispatcher.cancel(waits) == ("ended", "cancelled")
