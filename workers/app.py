@@ -109,6 +109,8 @@ LEAVE_S = 5.0
 
 @signals.worker_shutdown.connect
 def _end(**_: Any) -> None:
+    if _stopper is None:
+        _stop()  # a shutdown by control command, or after an error: no signal came before it
     if _stopper is not None:
         _stopper.join(LEAVE_S)
     go_on()

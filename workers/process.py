@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
@@ -35,6 +35,8 @@ START_PATIENCE_S = 60.0
 """For Redis to answer when a worker starts; then it ends, and who started it hears of it."""
 OVERDUE_SLACK_S = 2.0
 """Between our clock and Redis'."""
+CLOSE_S = 2.0
+"""For a stopping worker to let go of its connections."""
 BEAT_AGAIN_S = 0.5
 """After a heartbeat that Redis did not answer: leases are extended before any reaper judges them."""
 
@@ -52,8 +54,9 @@ class WorkerProcess:
         self.consumer: Any = None
         """Celery's, once it is ready; its events reach monitors in order."""
         self.chores: list[Chore] = [kind(self.services) for kind in CHORES if kind.is_for(self.services)]
-        self.admission = next((chore for chore in self.chores if isinstance(chore, Admission)), None)
-        """Where INIT is served."""
+        admissions = (chore for chore in self.chores if isinstance(chore, Admission))
+        # A worker may be told to serve INIT later on; it takes rollouts then as one whose node has room.
+        self.admission = next(admissions, None) or Admission(self.services)
         self._held = self.services.held
         self._claims: list[set[str]] = []
         self._hands_back = False
@@ -63,6 +66,8 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start the chores and the other side threads."""
+        for chore in self.chores:
+            chore.begin()
         for target in (self._run_loop, self._beat, self._listen):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         for chore in self.chores:
@@ -96,7 +101,8 @@ class WorkerProcess:
         except redis.RedisError as error:
             log.warning("could not take the worker off the list", error=str(error))
         if self.loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.services.close(), self.loop).result(5)
+            with suppress(TimeoutError):  # a handler blocks the loop
+                asyncio.run_coroutine_threadsafe(self.services.close(), self.loop).result(CLOSE_S)
 
     def _wait_until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What an engine answers is believed only as far as it can be held against what was request.
+"""What an engine answers is believed only as far as it can be held against what was requested.
 
 Only what vLLM and SGLang guarantee is asked of an answer; all that a trajectory takes over is looked at.
 """
@@ -115,7 +115,8 @@ class Verdict:
                 f"id {max(token_ids)} is outside the vocabulary of {request.vocab_size}; if the model has "
                 "it, set the backend's `tokenizer` to the model's own directory, with its config.json"
             )
-        early = next((token for token in token_ids[:-1] if token in request.stops), None)
+        stops = request.stops
+        early = next((token for token in token_ids[:-1] if token in stops), None)
         if early is not None:
             self._broken(f"ids follow the stop id {early}")
 

@@ -9,9 +9,11 @@ import pytest
 
 from rollout import RolloutRequest, State, Webhook, archive, verify_webhook
 from rollout.client import ApiError, Client
+from services.queues import make_celery
+from services.settings import Settings
 from tests.helpers.gateways import started_gateway
 from tests.helpers.keys import http
-from tests.helpers.stack import free_port, wait_until
+from tests.helpers.stack import NODE, free_port, wait_until
 from tests.helpers.webhook_receiver import ADDRESS, RunningReceiver
 
 SECRET = "of the tests"
@@ -66,6 +68,15 @@ def run(client, url, **fields):
     hook = Webhook(url=url, include=fields.pop("include", "summary"))
     (done,) = client.run([RolloutRequest(handler="noop", webhook=hook, **fields)], timeout=120)
     return done
+
+
+def test_a_worker_that_is_shut_down_by_command_ends_and_leaves_the_list(stack, archive_dir):
+    """As `celery control shutdown` and Flower do it: without a signal."""
+    worker = stack.start_worker("eval", "told", env=worker_env(archive_dir))
+    name = f"told@{NODE}"
+    make_celery(Settings(redis_url=stack.redis.url)).control.shutdown(destination=[name])
+    wait_until(lambda: worker.popen.poll() is not None, 60, "the worker to end")
+    assert name not in stack.redis.client.zrange("workers:eval", 0, -1)
 
 
 def given_up(gateway):

@@ -65,7 +65,7 @@ class Chore:
     # -- what some override ------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The worker starts; what this raises keeps it from that."""
+        """The worker is about to start, and no chore has; what this raises keeps it from that."""
 
     def look(self) -> None:
         """What every worker does in a turn before one of them is elected."""
@@ -83,7 +83,6 @@ class Chore:
 
     def start(self) -> None:
         """Take turns in a thread, until `stop`."""
-        self.begin()
         threading.Thread(target=self.run, name=self.name, daemon=True).start()
 
     def ring(self) -> None:
@@ -119,6 +118,8 @@ class Chore:
         except (redis.RedisError, OperationalError) as error:
             self.redis_was_away()
             self.log.warning(f"{self.name}: Redis does not answer", error=str(error))
+        except OSError as error:
+            self.log.warning(f"{self.name}: a turn broke off", error=str(error))
         except Exception:
             self.log.exception(f"{self.name}: a turn broke off")
         CHORE_FAILURES.labels(self.name).inc()

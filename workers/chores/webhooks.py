@@ -6,9 +6,9 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -106,17 +106,27 @@ class Deliverer(Chore):
 
     def run(self) -> None:
         """Deliver until the worker stops. What is under way then is tried again by the next one."""
-        asyncio.run(self._send_meanwhile(super().run))
+        ready = threading.Event()
+        # Not the turns in an executor of the loop: Python joins its threads when it exits, and a worker that
+        # Celery ends without a signal has told no chore to stop.
+        sending = self._send(ready)
+        threading.Thread(target=asyncio.run, args=(sending,), name="webhooks-send", daemon=True).start()
+        ready.wait()
+        super().run()
 
-    async def _send_meanwhile(self, take_turns: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    async def _send(self, ready: threading.Event) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         connector = aiohttp.TCPConnector(resolver=_GuardedResolver(self._allowed), limit=AT_ONCE)
         async with aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as self._http:
-            await asyncio.to_thread(take_turns)
+            ready.set()
+            await self._ended.wait()
             for _, sending in list(self._under_way.values()):
                 sending.cancel()
 

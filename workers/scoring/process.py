@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import structlog
 
 from workers.scoring import metrics, wire
@@ -252,14 +251,13 @@ class Scorer:
 
     def _end_processes(self) -> None:
         if self._popen.returncode is None:
-            with suppress(psutil.Error):
-                process = psutil.Process(self.pid)
+            with suppress(ProcessLookupError, PermissionError):
                 # Stopped first, it can start no more while its descendants are looked for; some may have
                 # left the group for a session of their own.
-                process.suspend()
-                for descendant in process.children(recursive=True):
-                    with suppress(psutil.Error):
-                        descendant.kill()
+                os.kill(self.pid, signal.SIGSTOP)
+            for pid in _descendants(self.pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -273,3 +271,14 @@ class Scorer:
 
 _reaping: set[asyncio.Task[None]] = set()
 """The event loop keeps only weak references to its tasks."""
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below one, deepest last. psutil would read all those of the machine, on the event loop."""
+    children: list[int] = []
+    try:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += [int(child) for child in (thread / "children").read_text().split()]
+    except OSError:
+        return children
+    return children + [descendant for child in children for descendant in _descendants(child)]
