@@ -13,8 +13,9 @@ import redis
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollout.schema import Backend, SamplingParams
+from rollout.schema import Backend
 from rollout.trajectory import Chain, Segment, Trajectory
+from services.engines.base import SampleRequest
 from services.state import keys
 from services.state.backends import BackendStore
 from services.state.redis import connect
@@ -144,20 +145,13 @@ def test_a_rollout_that_has_a_backend_does_not_ask_again(store):
     asyncio.run(main())
 
 
-CALL = {
-    "max_tokens": 1,
-    "seed": None,
-    "stop_token_ids": [],
-    "call_id": "c",
-    "cache_salt": None,
-    "timeout_s": 5.0,
-}
+CALL = SampleRequest("c", [1, 2], max_tokens=1)
 
 
 def test_a_router_whose_rollout_is_another_worker_s_gets_no_backend(store):
     async def main():
         router = BackendRouter("r", Placements(store), None, fence=3)
-        for asking in (router.acquire(), router.generate([1, 2], SamplingParams(), **CALL)):
+        for asking in (router.acquire(), router.generate(CALL, 5)):
             with pytest.raises(InfrastructureError, match="not this worker's any more"):
                 await asking
 
@@ -179,7 +173,7 @@ def test_a_backend_that_serves_several_turns_is_named_once(store):
                 store.put(backend(name).model_copy(update={"url": str(server.make_url("/"))}))
             router = BackendRouter("r", Placements(store), http)
             for _ in range(3):
-                await router.generate([1, 2], SamplingParams(), **CALL)
+                await router.generate(CALL, 5)
             assert router.backends == [router.backend.id]
 
     asyncio.run(main())
@@ -194,7 +188,7 @@ def failing_turn(store, accepts=None):
             await router.acquire()
             router.accepts = accepts and partial(accepts, router)
             with pytest.raises(InfrastructureError, match="calls failed; the last: backend"):
-                await router.generate([1, 2], SamplingParams(), **CALL)
+                await router.generate(CALL, 5)
             return router
 
     for name in "abc":

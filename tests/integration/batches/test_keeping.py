@@ -86,13 +86,6 @@ def test_what_is_submitted_only_after_its_batch_has_ended_is_cancelled(world):
     assert {world.rollouts.state(f"{BATCH}.2.{k}") for k in range(4)} == {State.CANCELLED}
 
 
-def test_a_note_of_an_earlier_release_names_the_group_alone(world):
-    dying_with_half_a_group(world)
-    assert world.redis.zrem("batches:todo", f"start {BATCH}.2 0 2") == 1
-    world.redis.zadd("batches:todo", {f"start {BATCH}.2": 0})
-    until(world, lambda: len(world.live()) == 4)
-
-
 def test_nothing_of_an_ended_batch_outlives_its_retention(world):
     first = world.create(n=2, groups=1, prompts=4, oversample=3)
     world.end_group(f"{first}.1", [1, 1])

@@ -7,7 +7,7 @@ import pytest
 from rollout.batch import BatchState, Verdict
 from rollout.schema import RolloutRequest
 from services.dispatch import _expand
-from services.state.batches import BatchEnded
+from services.state.batches import BatchEnded, BatchStore
 from services.state.tenants import QuotaExceeded, Tenant
 from tests.helpers.batch_world import balanced
 
@@ -141,18 +141,18 @@ def test_a_pause_starts_nothing_and_what_runs_goes_on(world):
 def test_a_tenants_quota_holds_a_batch_back_and_does_not_end_it(world, monkeypatch):
     world.tenants.set(Tenant(name="small", quota_live=2))
     asked = []
-    later = world.batches.later
+    later = BatchStore.later
 
-    def noted(todo, delay):
+    def noted(store, todo, delay):
         asked.append((todo.kind, delay))
-        later(todo, 0.0 if len(asked) < 3 else 60.0)
+        later(store, todo, 0.0 if len(asked) < 3 else 60.0)
 
-    monkeypatch.setattr(world.batches, "later", noted)
+    monkeypatch.setattr(BatchStore, "later", noted)
     batch = world.create(n=2, groups=2, prompts=2, tenant="small")
     assert world.live() == [f"{batch}.1.0", f"{batch}.1.1"]
     assert asked and all(delay > 0 for _, delay in asked)
     world.end_group(f"{batch}.1", [0, 1])
-    world.batches.later = later
+    monkeypatch.undo()
     world.redis.zadd("batches:todo", dict.fromkeys(world.redis.zrange("batches:todo", 0, -1), 0))
     world.settle()
     assert world.live() == [f"{batch}.2.0", f"{batch}.2.1"]
