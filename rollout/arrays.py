@@ -106,6 +106,8 @@ class Record(Struct, frozen=True):
     """JSON: str, or bytes compressed by zlib; msgspec knows no such union."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.document, str | bytes):
+            raise ValueError(f"its document is {type(self.document).__name__}, neither str nor bytes")
         if any(version >= len(self.versions) for chain in self.chains for _, version in chain.runs):
             raise ValueError("its table names a policy version that is not there")
 
@@ -276,7 +278,7 @@ def _decode(decoder: Decoder[T], raw: bytes, what: str, known: int) -> T:
                 f"{what} of version {version}; this release reads up to {known}: upgrade rollout-service"
             )
         return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"{len(raw)} bytes are no {what} that can be read: {error}") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
@@ -50,7 +51,7 @@ class AsyncBatches:
     async def create(self, request: BatchRequest) -> Batch:
         """Start a batch. It gets an id before it is sent, so a retry creates nothing twice."""
         request = request if request.id else request.model_copy(update={"id": new_id()})
-        parts = _parts(request.prompts)
+        parts = await self._gateway.aside(lambda: _parts(request.prompts))
         # Prompts that do not fit into one call follow in others; only behind the last is a batch closed.
         first = request.model_copy(update={"prompts": parts[0], "closed": request.closed and len(parts) == 1})
         body = first.model_dump_json(exclude_defaults=True).encode()
@@ -124,7 +125,7 @@ class AsyncBatches:
         self, batch_id: str, prompts: Sequence[RolloutRequest] = (), closed: bool | None = None
     ) -> int:
         """Add prompts; `closed`: these are the last. Returns how many wait."""
-        parts = _parts(prompts)
+        parts = await self._gateway.aside(lambda: _parts(prompts))
         waiting = 0
         for number, part in enumerate(parts, 1):
             last = closed if number == len(parts) else None
@@ -175,7 +176,7 @@ class AsyncBatches:
                     )
                 cursor = page.cursor
                 if show:
-                    show(page.batch)
+                    await self._gateway.aside(partial(show, page.batch))
                 if len(page.groups) == place.limit and not page.last:
                     pages.learn(place, page)
                     while include in LARGE and len(begun) < AHEAD and (following := pages.next()):

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import httpx
@@ -72,7 +72,6 @@ Include = Literal["trajectory", "arrays", "summary"]
 """What comes with a rollout. `arrays`: `rollout.arrays` alone; `rollout.trajectory` is None, for to make
 Python lists of a long one takes longer than to fetch it."""
 Requests = RolloutRequest | Iterable[RolloutRequest]
-T = TypeVar("T")
 # Named here because the method `list` hides the builtin inside the class.
 Accepted = list[Submitted]
 Handlers = list[HandlerInfo]
@@ -93,10 +92,6 @@ class AsyncClient(Gateway):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _aside(self, function: Callable[[], T]) -> T:
-        """Do what belongs to the caller: read the requests given, or call what is to be told."""
-        return function()
-
     @property
     def batches(self) -> AsyncBatches:
         """Groups of rollouts with dynamic sampling."""
@@ -110,9 +105,11 @@ class AsyncClient(Gateway):
         Requests without an id get one before they are sent, so a retry creates nothing twice. More
         than 1,000 rollouts are split into several calls, each of which is accepted or refused whole.
         """
-        requests = await self._aside(lambda: with_ids(requests_in(requests)))
+        parts = await self.aside(
+            lambda: parts_of(with_ids(requests_in(requests)), lambda one: one.n, MAX_ROLLOUTS_PER_CALL)
+        )
         accepted: Accepted = []
-        for part in parts_of(requests, lambda request: request.n, MAX_ROLLOUTS_PER_CALL):
+        for part in parts:
             body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
             answer = await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)
             accepted += answer.rollouts
@@ -157,7 +154,6 @@ class AsyncClient(Gateway):
         Args:
             tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
         """
-        state = State(state).value if state is not None else None
         filters = given(state=state, handler=handler, group_id=group_id, tag=tag)
         filters |= given(limit=limit, cursor=cursor, tenant=tenant)
         return await self.fetch(RolloutPage, "GET", "/v1/rollouts", params=filters)
@@ -174,7 +170,8 @@ class AsyncClient(Gateway):
         if len(chosen) != 1:
             names = " and ".join(chosen) or "none of them"
             raise ValueError(f"cancel_many takes one of ids, group_id and tag; got {names}")
-        bodies = [chosen] if ids is None else [{"ids": part} for part in ids_by_calls(ids)]
+        parts = [] if ids is None else await self.aside(partial(ids_by_calls, ids))
+        bodies = [chosen] if ids is None else [{"ids": part} for part in parts]
         total = {"cancelled": 0, "already_ended": 0}
         for body in bodies:
             answer = await self.fetch_json("POST", "/v1/rollouts/cancel", body=json.dumps(body).encode())
@@ -185,7 +182,7 @@ class AsyncClient(Gateway):
     async def ack(self, ids: Iterable[str]) -> AckResponse:
         """Say that results have arrived for good: their trajectories may be freed early."""
         total = AckResponse(acknowledged=0, already_acknowledged=0, not_ended=0, unknown=0)
-        for part in ids_by_calls(ids):
+        for part in await self.aside(partial(ids_by_calls, ids)):
             body = json.dumps({"ids": part}).encode()
             answer = await self.fetch(AckResponse, "POST", "/v1/rollouts/ack", body=body)
             for name in AckResponse.model_fields:
@@ -229,13 +226,14 @@ class AsyncClient(Gateway):
         Raises:
             WaitTimeout: Some of `ids` had not ended after `timeout` seconds.
         """
+        polls = Polls(timeout)
         # A dict keeps the order, so that the oldest are probed first.
-        pending = None if ids is None else dict.fromkeys(ids)
+        pending = None if ids is None else await self.aside(lambda: dict.fromkeys(ids))
         if pending is not None and cursor is None and pending:
             cursor = await self._cursor_now()
             async for rollout in self._probe(pending, list(pending), include):
                 yield rollout
-        async for rollout in self._follow(pending, tag, cursor or "0", Polls(timeout), include):
+        async for rollout in self._follow(pending, tag, cursor or "0", polls, include):
             yield rollout
         if pending:
             raise _not_ended(pending, timeout)
@@ -254,12 +252,12 @@ class AsyncClient(Gateway):
         Args:
             requests: May be an iterator over a dataset of any size, when `in_flight` is given.
             in_flight: Most rollouts submitted and not ended; None = all are submitted at once.
-            timeout: Seconds after which `WaitTimeout` is raised; None = no limit.
+            timeout: Seconds after the first submission until `WaitTimeout` is raised; None = no limit.
             include: `arrays` gives NumPy arrays in place of lists.
             progress: A bar on standard error; None = where that is a terminal.
             announce: Told what was accepted, at each submission.
         """
-        source = iter(requests_in(requests))
+        source = await self.aside(lambda: iter(requests_in(requests)))
         # Taken before the submission, so that nothing can end unseen.
         cursor = await self._cursor_now()
         pending: dict[str, None] = {}
@@ -268,12 +266,12 @@ class AsyncClient(Gateway):
             """Submit what there is room for; yield what of it had ended before."""
             while True:
                 room = math.inf if in_flight is None else in_flight - len(pending)
-                batch = await self._aside(partial(take, source, room))
+                batch = await self.aside(partial(take, source, room))
                 if not batch:
                     return
                 accepted = await self.submit(batch)
                 if announce:
-                    await self._aside(partial(announce, accepted))
+                    await self.aside(partial(announce, accepted))
                 pending.update(dict.fromkeys(entry.id for entry in accepted))
                 # What a previous run with the same ids has finished is not in the stream any more.
                 ended = [entry.id for entry in accepted if not entry.created]
@@ -282,11 +280,15 @@ class AsyncClient(Gateway):
                 if pending:
                     return
 
-        with _meter(progress, requests) as meter:
-            async for rollout in self._follow(pending, None, cursor, Polls(timeout), include, submit_more):
-                if meter:
-                    meter.add(rollout)
-                yield rollout
+        def follow() -> AsyncIterator[Rollout]:
+            return self._follow(pending, None, cursor, Polls(timeout), include, submit_more)
+
+        with await self.aside(partial(_meter, progress, requests)) as meter:
+            for stage in (submit_more, follow):
+                async for rollout in stage():
+                    if meter:
+                        meter.add(rollout)
+                    yield rollout
         if pending:
             raise _not_ended(pending, timeout)
 
@@ -306,7 +308,7 @@ class AsyncClient(Gateway):
             WaitTimeout: Some had not ended after `timeout` seconds. They go on; cancel them if
                 they are no longer wanted.
         """
-        requests = await self._aside(lambda: [*requests_in(requests)])
+        requests = await self.aside(lambda: [*requests_in(requests)])
         accepted: Accepted = []
         results = {
             rollout.id: rollout
@@ -331,11 +333,8 @@ class AsyncClient(Gateway):
 
         Args:
             pending: Rollouts that are waited for, in order; those that end are taken out. None = all.
-            submit_more: Asked at first and after each page; what it submits it puts into `pending`.
+            submit_more: Asked after each page; what it submits it puts into `pending`.
         """
-        if submit_more:
-            async for rollout in submit_more():
-                yield rollout
         heard = time.monotonic()
         while pending is None or pending:
             page = await self.completions(cursor, polls.next(), PAGE, tag, include)
@@ -428,7 +427,7 @@ class AsyncClient(Gateway):
             headers["last-event-id"] = cursor
         return self._http.stream(
             "GET",
-            "/v1/completions/stream",
+            self.base_url + "/v1/completions/stream",
             params=given(tag=tag, include=include_of(include), cursor=cursor),
             headers=self._headers(typed=False) | headers,
             timeout=httpx.Timeout(self.timeout, read=polls.next() + 0.05),
@@ -619,11 +618,11 @@ def with_ids(requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
     return [r if r.id else r.model_copy(update={"id": new_id()}) for r in requests]
 
 
-def ids_by_calls(ids: Iterable[str]) -> Iterator[list[str]]:
+def ids_by_calls(ids: Iterable[str]) -> list[list[str]]:
     """Ids by calls, 1,000 in each."""
     every = [*ids]
-    for start in range(0, len(every), MAX_ROLLOUTS_PER_CALL):
-        yield every[start : start + MAX_ROLLOUTS_PER_CALL]
+    starts = range(0, len(every), MAX_ROLLOUTS_PER_CALL)
+    return [every[start : start + MAX_ROLLOUTS_PER_CALL] for start in starts]
 
 
 def _backend_path(backend_id: str) -> str:

@@ -40,6 +40,7 @@ TYPED = "application/msgpack, application/json;q=0.5"
 
 Wire = Literal["auto", "json", "msgpack"]
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------------------- address and key
@@ -143,20 +144,26 @@ class Gateway:
         self._local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
         self.auth = authorization(self.base_url, api_key)
         """What authorizes requests; None = nothing does."""
+        _ = self._http  # made here and not by the first call: what is wrong in the environment is told here
 
     @cached_property
     def _http(self) -> httpx.AsyncClient:
         # A proxy of the environment cannot reach this machine's own loopback.
         direct = self._local or (self.auth is not None and self.auth.found)
-        return httpx.AsyncClient(base_url=self.base_url, trust_env=not direct, auth=self.auth)
+        return httpx.AsyncClient(trust_env=not direct, auth=self.auth)
 
     def forget_connections(self) -> None:
         """Begin with none. Those there were stay open: in a forked child they are the parent's."""
         self.__dict__.pop("_http", None)
 
+    async def aside(self, function: Callable[[], T]) -> T:
+        """Do what is the caller's: read what it gave, or call what it wants to be told."""
+        return function()
+
     async def close(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
+        """Close the connections, if there are any."""
+        if "_http" in self.__dict__:
+            await self._http.aclose()
 
     def _headers(self, typed: bool) -> dict[str, str]:
         headers = {"accept": TYPED} if typed and self._typed else {}
@@ -178,9 +185,12 @@ class Gateway:
         if body is not None:
             headers["content-type"] = "application/json"
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
-        return await self._http.request(
-            method, path, params=params, content=body, headers=headers, timeout=timeout
+        response = await self._http.request(
+            method, self.base_url + path, params=params, content=body, headers=headers, timeout=timeout
         )
+        # It refers back to the response: its body would stay until the next full garbage collection.
+        del response.stream
+        return response
 
     async def send(self, method: str, path: str, **request: Any) -> httpx.Response:
         """Send a request, again after connection errors, 503 and 429, for at most `retry_for` seconds.

@@ -4,6 +4,9 @@ Each method is that of `AsyncClient`, run by an event loop in a thread of the cl
 where a loop runs already, as in notebooks. Signatures are told once: `_blocking` and `_iterating` carry them
 over, for type checkers, editors and `help()` alike.
 
+What is the caller's own, such as an iterator over requests, is never run by the loop: the thread that waits
+for a call does it (`_Original.aside`). There it may use the client, and what it raises leaves the call.
+
 The loop is asyncio's own and its thread a daemon: anyio's blocking portal waits for its thread when it is
 collected, and hangs at the end of a program that did not close its client, and in a forked child.
 """
@@ -18,6 +21,9 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, suppress
+from contextvars import ContextVar
+from queue import SimpleQueue
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rollout.async_batches import AsyncBatches
@@ -27,6 +33,8 @@ from rollout.http import Gateway, Key, Wire
 P = ParamSpec("P")
 T = TypeVar("T")
 _END = object()
+_ERRANDS: ContextVar[SimpleQueue[Callable[[], None]]] = ContextVar("errands")
+"""What the thread that waits for the call under way is to do meanwhile."""
 
 
 def _carry_over(method: Callable[..., Any], derived: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,12 +72,21 @@ def _iterating(
     return _carry_over(method, derived)
 
 
+def _passed_on(name: str, text: str) -> Any:
+    """An attribute that is read from, and written to, the asynchronous client."""
+
+    def write(client: Client, value: Any) -> None:
+        setattr(client._original, name, value)
+
+    return property(lambda client: getattr(client._original, name), write, doc=text)
+
+
 class Client:
     """Synchronous client; usable from several threads. Close it, or use it as a context manager.
 
     Every method may raise `ApiError` (the gateway refused; the message names the field) and
-    `Unavailable` (no gateway for `retry_for` seconds). Requests that are given as an iterator are read in a
-    thread of their own, in which the client may be used too.
+    `Unavailable` (no gateway for `retry_for` seconds). Iterators that are given are read in the thread
+    that calls, and may use the client too.
     """
 
     def __init__(
@@ -81,17 +98,18 @@ class Client:
         wire: Wire = "auto",
     ) -> None:
         self._original = _Original(base_url, timeout, retry_for, api_key, wire)
-        self._lock = threading.Lock()
+        # Reentrant: a signal's handler and a finalizer may use the client, too.
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._closed = False
         _CLIENTS.add(self)
 
     __init__.__doc__ = Gateway.__init__.__doc__
 
-    @property
-    def base_url(self) -> str:
-        """The gateway's address."""
-        return self._original.base_url
+    base_url = _passed_on("base_url", "The gateway's address.")
+    timeout = _passed_on("timeout", "Seconds to wait for one answer, beside what a long-poll waits.")
+    retry_for = _passed_on("retry_for", "Seconds during which a request that fails is sent again.")
 
     @property
     def auth(self) -> Key | None:
@@ -100,11 +118,12 @@ class Client:
 
     def close(self) -> None:
         """Close the connections; calls of other threads end with an error."""
+        self._forbid_own_thread()
         with self._lock:
             loop, self._loop, self._closed = self._loop, None, True
-        if loop is not None:
-            asyncio.run_coroutine_threadsafe(_end(self._original), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
+        if loop is not None and self._thread is not None:
+            _stop(loop)
+            self._thread.join()
 
     def __enter__(self) -> Client:
         return self
@@ -112,29 +131,44 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _forbid_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the client is used by its own event loop, which cannot wait for itself")
+
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop, which starts at the first call."""
+        """The loop, which starts at the first call, and anew where it has ended."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the client was closed; make another one")
-            if self._loop is None:
+            if self._loop is None or self._loop.is_closed():
+                if self._loop is not None:
+                    self._original.forget_connections()
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=_serve, args=(self._loop,), name="rollout-client", daemon=True
-                ).start()
-                # Of a client that nobody closes.
-                weakref.finalize(self, _stop, self._loop)
+                arguments = (self._loop, self._lock, self._original)
+                self._thread = threading.Thread(
+                    target=_serve, args=arguments, name="rollout-client", daemon=True
+                )
+                self._thread.start()
+                # Of a client that nobody closes. At the program's end others may still use it.
+                weakref.finalize(self, _stop, self._loop).atexit = False
             return self._loop
 
     def _call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        loop = self._running()
-        future = asyncio.run_coroutine_threadsafe(begin(), loop)
+        self._forbid_own_thread()
+        inbox: SimpleQueue[Any] = SimpleQueue()
+        with self._lock:  # so that what is begun is ended where the loop ends
+            loop = self._running()
+            future = asyncio.run_coroutine_threadsafe(_attended(inbox, begin), loop)
+        future.add_done_callback(inbox.put)
         try:
-            return future.result()
-        except CancelledError:
-            raise RuntimeError("the client was closed during the call") from None
+            while (errand := inbox.get()) is not future:
+                errand()
+            try:
+                return future.result()
+            except CancelledError:
+                raise RuntimeError("the client was closed during the call") from None
         finally:
-            future.cancel()  # where Ctrl-C ended the wait; what is done it leaves alone
+            future.cancel()  # where Ctrl-C or an errand ended the wait; what is done it leaves alone
 
     def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
         # An iterator that is left is closed by the loop, as asyncio does with asynchronous ones.
@@ -198,35 +232,40 @@ class Batches:
 class _Original(AsyncClient):
     """The client from which a synchronous one is derived."""
 
-    async def _aside(self, function: Callable[[], T]) -> T:
-        # What the caller gave may block, and may use the synchronous client: the loop must go on meanwhile.
-        # Not in asyncio's pool of threads: at its end a program waits for those.
-        future: Future[T] = Future()
-        threading.Thread(target=_fulfil, args=(future, function), daemon=True).start()
-        return await asyncio.wrap_future(future)
+    async def aside(self, function: Callable[[], T]) -> T:
+        outcome: Future[T] = Future()
 
+        def errand() -> None:
+            if outcome.set_running_or_notify_cancel():
+                # What it raises ends the call, which is cancelled then.
+                outcome.set_result(function())
 
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
+        _ERRANDS.get().put(errand)
+        return await asyncio.wrap_future(outcome)
 
 
 # ---------------------------------------------------------------------------------- the loop
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, lock: AbstractContextManager[Any], client: AsyncClient) -> None:
+    """Run the loop until it is stopped; then end what is under way, so that nobody waits for ever."""
     try:
         loop.run_forever()
     finally:
-        loop.close()
+        with lock:
+            loop.run_until_complete(_end(client))
+            loop.close()
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # it has ended already
         loop.call_soon_threadsafe(loop.stop)
+
+
+async def _attended(inbox: SimpleQueue[Any], begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Do a call that the thread attends which reads this inbox."""
+    _ERRANDS.set(inbox)
+    return await begin()
 
 
 async def _next(items: AsyncIterator[T]) -> T | object:
@@ -235,10 +274,10 @@ async def _next(items: AsyncIterator[T]) -> T | object:
 
 async def _end(client: AsyncClient) -> None:
     """End what is under way, and close the connections."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
     await client.close()
 
@@ -249,7 +288,7 @@ _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 def _begin_anew() -> None:
     """In a forked child: the threads of the parent are not there, and its connections remain the parent's."""
     for client in [*_CLIENTS]:
-        client._lock, client._loop = threading.Lock(), None
+        client._lock, client._loop, client._thread = threading.RLock(), None, None
         client._original.forget_connections()
 
 

@@ -44,7 +44,7 @@ def test_it_has_the_methods_of_the_asynchronous_one_with_their_signatures(derive
         }
 
     twins, originals = methods(derived), methods(original)
-    of_http = {"forget_connections", "send", "fetch", "fetch_json", "fetch_rollouts"}
+    of_http = {"aside", "forget_connections", "send", "fetch", "fetch_json", "fetch_rollouts"}
     assert twins.keys() == originals.keys() - of_http
     for name in twins.keys() - {"close"}:
         twin, signature = inspect.signature(twins[name]), inspect.signature(originals[name])
