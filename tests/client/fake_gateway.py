@@ -14,7 +14,24 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from pydantic import ValidationError
 
-from rollout.schema import Backend, BackendRequest, Rollout, RolloutRequest, State, SubmitRequest
+from rollout.schema import (
+    Backend,
+    BackendRequest,
+    Batch,
+    BatchState,
+    GroupPage,
+    Rollout,
+    RolloutRequest,
+    State,
+    SubmitRequest,
+)
+
+EMPTY_PAGE = GroupPage(
+    groups=[],
+    cursor="0",
+    batch=Batch(id="b", state=BatchState.DONE, wanted=1, n=1, in_flight=0, created_at=0.0),
+    last=True,
+)
 
 
 class FakeGateway:
@@ -128,6 +145,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self.cancel_many(body)
         if path == "/v1/completions":
             return self.completions(query)
+        if path == "/v1/rollouts/ack":
+            counts = dict.fromkeys(("already_acknowledged", "not_ended", "unknown"), 0)
+            return self.answer(200, {"acknowledged": len(body["ids"]), **counts})
+        if path == "/v1/batches/b/prompts":
+            return self.answer(200, {"waiting": len(body["prompts"])})
+        if path == "/v1/batches/b/groups":
+            return self.answer(200, EMPTY_PAGE.model_dump(mode="json"))
         if path == "/v1/rollouts":
             wanted = [
                 r.model_dump(mode="json")

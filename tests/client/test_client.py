@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -129,6 +130,21 @@ def test_stream_raises_when_some_never_end(gateway, client):
         list(client.stream(["a", "b"], timeout=0.3))
 
 
+@pytest.mark.parametrize(("call", "seconds"), [("stream", 0.5), ("rollouts", 0.9)])
+def test_timeout_counts_from_the_call_s_start_or_from_the_submission_on(gateway, client, call, seconds):
+    gateway.finish_at_once = False
+    gateway.create(request(id="a"))
+    ids = (time.sleep(0.4) or name for name in "a")
+    began = time.monotonic()
+    with pytest.raises(WaitTimeout):
+        list(
+            client.stream(ids, timeout=0.5)
+            if call == "stream"
+            else client.rollouts((request(id=name) for name in ids), timeout=0.5)
+        )
+    assert seconds <= time.monotonic() - began < seconds + 0.35
+
+
 def test_stream_finds_what_the_completions_no_longer_hold(gateway, client, monkeypatch):
     monkeypatch.setattr("rollout.async_client.SILENCE_S", 0.1)
     monkeypatch.setattr("rollout.http.LONG_POLL_S", 0.1)
@@ -228,7 +244,7 @@ def test_the_small_resources(gateway, client):
     assert client.handlers()[0].name == "calculator"
     assert client.status()["states"] == {"completed": 2}
     assert client.ready() == {"ready": False, "missing": ["a worker of the stage run"]}
-    assert client.list(state=State.QUEUED).rollouts == []
+    assert client.list(state=State.QUEUED).rollouts == client.list(state="typo").rollouts == []
     with pytest.raises(ApiError, match="there is no rollout 'nope'"):
         client.get("nope")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -12,10 +13,11 @@ import threading
 import time
 from typing import get_type_hints
 
+import httpx
 import pytest
 
 from rollout.async_batches import AsyncBatches
-from rollout.client import AsyncClient, Client
+from rollout.client import AsyncClient, Client, Unavailable
 from rollout.schema import RolloutRequest
 from rollout.sync import Batches
 
@@ -109,16 +111,57 @@ def test_iterators_of_several_threads_do_not_mix(gateway, client):
     }
 
 
-def test_requests_that_are_read_one_by_one_may_use_the_client_itself(gateway, client):
-    def source():
-        for number in range(3):
-            yield request(id=f"{client.status()['version']}{number}")
+GIVEN = {
+    "submit": lambda client, asked: client.submit(Counted(asked)),
+    "run": lambda client, asked: client.run(request(id=name) for name in asked()),
+    "rollouts": lambda client, asked: [*client.rollouts((request(id=name) for name in asked()), in_flight=1)],
+    "announce": lambda client, asked: [*client.rollouts(request(id="a"), announce=lambda _: [*asked()])],
+    "expected": lambda client, asked: client.run(Counted(asked), progress=True),
+    "stream": lambda client, asked: [*client.stream(asked())],
+    "ack": lambda client, asked: client.ack(asked()),
+    "cancel_many": lambda client, asked: client.cancel_many(asked()),
+    "extend": lambda client, asked: client.batches.extend("b", (request(id=name) for name in asked())),
+    "watch": lambda client, asked: [*client.batches.watch("b", lambda _: [*asked()])],
+}
 
-    accepted = []
-    rollouts = client.rollouts(
-        source(), in_flight=1, timeout=20, announce=lambda new: accepted.append((client.status(), new))
-    )
-    assert [rollout.id for rollout in rollouts] == ["x0", "x1", "x2"] and len(accepted) == 3
+
+class Counted(list):
+    """Requests with a length, so that a bar counts them first."""
+
+    def __init__(self, asked) -> None:
+        super().__init__([request(id="a")])
+        self.asked = asked
+
+    def __iter__(self):
+        return (request(id=name) for name in self.asked())
+
+
+@pytest.mark.parametrize("call", GIVEN)
+def test_what_the_caller_gives_runs_in_its_own_thread_and_may_use_the_client(gateway, client, call):
+    gateway.create(request(id="a"))
+    threads = []
+
+    def asked():
+        threads.append(threading.current_thread())
+        assert client.status()["version"] == "x"
+        yield "a"
+
+    GIVEN[call](client, asked)
+    assert set(threads) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration()])
+@pytest.mark.parametrize("call", ["submit", "announce", "ack"])
+def test_what_the_caller_s_code_raises_leaves_the_call_and_the_client_goes_on(gateway, client, call, error):
+    class Asked:
+        def __iter__(self):
+            raise error
+
+    # `announce` is called within a generator, which lets no StopIteration out: it becomes a RuntimeError.
+    swapped = isinstance(error, StopIteration) and call == "announce"
+    with pytest.raises(RuntimeError if swapped else type(error)):
+        GIVEN[call](client, Asked)
+    assert client.status()["version"] == "x"
 
 
 def test_an_error_of_the_requests_reaches_the_caller(client):
@@ -179,6 +222,78 @@ def test_a_program_that_closes_nothing_ends(gateway):
     child = in_python("client.status()\nstream = client.stream(timeout=60)\nprint('over')", gateway.url)
     said, errors = child.communicate(timeout=30)
     assert (said, errors, child.returncode) == ("over\n", "", 0)
+
+
+@pytest.mark.parametrize("before", ["client.status()", "pass"])
+def test_a_program_may_use_its_client_at_its_very_end(gateway, before):
+    code = f"import atexit\natexit.register(lambda: print(client.status()['version']))\n{before}"
+    said, errors = in_python(code, gateway.url).communicate(timeout=30)
+    assert (said, errors) == ("x\n", "")
+
+
+def test_a_call_that_meets_the_end_of_the_client_is_answered(gateway):
+    """Either it was in time, or it says that the client was closed; none waits for ever."""
+    for _ in range(20):
+        client = Client(gateway.url)
+        client.status()
+        errors: list[str] = []
+
+        def ask(client=client, errors=errors) -> None:
+            try:
+                while True:
+                    client.status()
+            except RuntimeError as closed:
+                errors.append(str(closed))
+
+        askers = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        client.close()
+        for asker in askers:
+            asker.join(10)
+        assert len(errors) == 4 and all("the client was closed" in error for error in errors)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_that_ended_by_itself_leaves_nobody_waiting_and_begins_anew(gateway, client):
+    gateway.finish_at_once = False
+    client.submit(request(id="a"))
+    threading.Timer(0.2, lambda: client._loop.call_soon_threadsafe(sys.exit)).start()
+    with pytest.raises(RuntimeError, match="during the call"):
+        client.wait("a", timeout=20)
+    assert client.status()["version"] == "x"
+
+
+@pytest.mark.parametrize("call", ["status", "close"])
+def test_its_own_loop_cannot_wait_for_itself(gateway, client, call):
+    client.status()
+
+    async def use():
+        getattr(client, call)()
+
+    with pytest.raises(RuntimeError, match="its own event loop"):
+        asyncio.run_coroutine_threadsafe(use(), client._loop).result(10)
+
+
+def test_settings_of_the_client_can_be_changed(gateway, client):
+    client.timeout, client.retry_for, client.base_url = 1.5, 0.1, "http://127.0.0.1:9"
+    assert (client.timeout, client.retry_for, client.base_url) == (1.5, 0.1, "http://127.0.0.1:9")
+    with pytest.raises(Unavailable, match=r"failed for 0\.1 s"):
+        client.status()
+    client.base_url = gateway.url
+    assert client.status()["version"] == "x"
+
+
+def test_an_answer_is_freed_without_the_garbage_collector(gateway, client):
+    client.submit(request(id="a"))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            client.get("a")
+        assert not [thing for thing in gc.get_objects() if type(thing) is httpx.Response]
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------------------- forks

@@ -241,6 +241,9 @@ def chain_with(**values) -> bytes:
         chain_with(runs=[[2, -1], [2, 0]]),
         chain_with(runs=[[-2, -1], [7, 0]]),
         chain_with(runs=[["2", -1]]),
+        changed(document=7),
+        changed(document=None),
+        b"\x82\xa1v\x01\xa1x" + b"\x91" * 100_000 + b"\xc0",
     ],
 )
 def test_a_damaged_record_is_refused(raw):
