@@ -14,8 +14,9 @@ from functools import partial
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
+from rollout.calls import parts_of
 from rollout.errors import ApiError
-from rollout.http import Gateway, Polls, parts_of
+from rollout.http import Gateway, Polls
 from rollout.schema import (
     MAX_PROMPTS_PER_CALL,
     Batch,

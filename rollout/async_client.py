@@ -8,50 +8,40 @@ import logging
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import httpx
 
 from rollout.async_batches import AsyncBatches, GroupInclude
+from rollout.async_service import AsyncService
+from rollout.calls import Requests, ids_by_calls, parts_of, requests_in, take, with_ids
 from rollout.errors import ApiError, Unavailable, WaitTimeout
 from rollout.http import (
     RETRIED_STATUS,
-    Gateway,
     Polls,
     backoff_s,
+    given,
     include_of,
     leave_arrays,
-    parts_of,
     problem_of,
 )
 from rollout.schema import (
     MAX_ROLLOUTS_PER_CALL,
     AckResponse,
-    Backend,
-    BackendRequest,
     BatchRequest,
-    Canary,
     CompletionPage,
-    DrainRequest,
-    Fleet,
     Group,
-    HandlerInfo,
-    PauseMode,
-    PolicyRequest,
-    PolicyStatus,
-    PolicyUpdate,
     Rollout,
     RolloutPage,
-    RolloutRequest,
     State,
     SubmitResponse,
     Submitted,
-    new_id,
 )
+from rollout.sse import Event, events
 
 if TYPE_CHECKING:
     from rollout.progress import Meter
@@ -71,15 +61,12 @@ NOT_FOUND = 404
 Include = Literal["trajectory", "arrays", "summary"]
 """What comes with a rollout. `arrays`: `rollout.arrays` alone; `rollout.trajectory` is None, for to make
 Python lists of a long one takes longer than to fetch it."""
-Requests = RolloutRequest | Iterable[RolloutRequest]
 # Named here because the method `list` hides the builtin inside the class.
 Accepted = list[Submitted]
-Handlers = list[HandlerInfo]
-Backends = list[Backend]
 Results = list[Rollout]
 
 
-class AsyncClient(Gateway):
+class AsyncClient(AsyncService):
     """Client for asyncio. Close it, or use it as an asynchronous context manager.
 
     Every method may raise `ApiError` (the gateway refused; the message names the field) and
@@ -469,167 +456,8 @@ class AsyncClient(Gateway):
             async for group in self.batches.watch(batch.id, meter.show, *where):
                 yield group
 
-    # ------------------------------------------------------------------------------ handlers, backends
 
-    async def handlers(self) -> Handlers:
-        """The handlers that the workers announced."""
-        answer = await self.fetch_json("GET", "/v1/handlers")
-        return [HandlerInfo.model_validate(entry) for entry in answer["handlers"]]
-
-    async def backends(self) -> Backends:
-        """The LLM servers and their load."""
-        answer = await self.fetch_json("GET", "/v1/backends")
-        return [Backend.model_validate(entry) for entry in answer["backends"]]
-
-    async def add_backend(
-        self,
-        url: str,
-        id: str | None = None,
-        model: str | None = None,
-        tokenizer: str | None = None,
-        logprobs_mode: str | None = None,
-        capacity_tokens: int | None = None,
-        max_rollouts: int | None = None,
-    ) -> Backend:
-        """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
-        request = BackendRequest(
-            url=url,
-            id=id,
-            model=model,
-            tokenizer=tokenizer,
-            logprobs_mode=logprobs_mode,
-            capacity_tokens=capacity_tokens,
-            max_rollouts=max_rollouts,
-        )
-        body = request.model_dump_json(exclude_none=True).encode()
-        return await self.fetch(Backend, "POST", "/v1/backends", body=body)
-
-    async def backend(self, backend_id: str) -> Backend:
-        """One LLM server."""
-        return await self.fetch(Backend, "GET", _backend_path(backend_id))
-
-    async def drain_backend(self, backend_id: str, drain: bool = True) -> Backend:
-        """Let an LLM server take no new rollouts, or with `drain=False` again some; those on it go on."""
-        body = DrainRequest(drain=drain).model_dump_json().encode()
-        return await self.fetch(Backend, "POST", f"{_backend_path(backend_id)}/drain", body=body)
-
-    async def remove_backend(self, backend_id: str, force: bool = True) -> None:
-        """Take an LLM server out of service; its rollouts move to others at their next call.
-
-        Args:
-            force: False = refuse (`ApiError` 409) while it has live rollouts.
-        """
-        params = {} if force else {"force": "false"}
-        await self.send("DELETE", _backend_path(backend_id), params=params)
-
-    # ------------------------------------------------------------------------------ policy
-
-    async def policy(self) -> PolicyStatus:
-        """The current policy, the update under way, and the latest ones."""
-        return await self.fetch(PolicyStatus, "GET", "/v1/policy")
-
-    async def update_policy(
-        self,
-        version: str,
-        path: str | None = None,
-        *,
-        mode: PauseMode = "keep",
-        canary: Canary | None = None,
-        wait: float = 60.0,
-        **more: Any,
-    ) -> PolicyUpdate:
-        """Bring new weights to the backends.
-
-        Sending the same version and path again is harmless while the first update is under way or once it is
-        done; another update meanwhile is refused (`ApiError` 409).
-
-        Args:
-            path: Checkpoint directory as the backends see it; None = they have the weights already.
-            canary: Token ids and the trainer's log-probs of them; without one nothing is verified.
-            wait: Seconds to wait for the end. The update goes on when they are over.
-            more: Further fields of `PolicyRequest`.
-
-        Returns:
-            The update; look at its `state`, for one that failed raises nothing.
-        """
-        polls = Polls(wait)
-        first = polls.next()
-        request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, wait=first, **more)
-        body = request.model_dump_json(exclude_none=True).encode()
-        update = await self.fetch(PolicyUpdate, "POST", "/v1/policy", body=body, wait=first)
-        while not update.state.ended and not polls.over:
-            update = await self.policy_update(update.id, polls.next())
-            await polls.pause()
-        return update
-
-    async def policy_update(self, update_id: str, wait: float = 0.0) -> PolicyUpdate:
-        """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
-        path = f"/v1/policy/updates/{quote(update_id, safe='')}"
-        return await self.fetch(PolicyUpdate, "GET", path, params={"wait": round(wait, 3)}, wait=wait)
-
-    # ------------------------------------------------------------------------------ the service
-
-    async def status(self) -> dict[str, Any]:
-        """`{"states": {state: count}, "queues": {name: depth}, "backends": [...], "version"}`."""
-        return await self.fetch_json("GET", "/v1/status")
-
-    async def fleet(self) -> Fleet:
-        """What works on rollouts, where, and how much of it there is."""
-        return await self.fetch(Fleet, "GET", "/v1/fleet")
-
-    async def ready(self) -> dict[str, Any]:
-        """`{"ready": bool, ...}` with what is missing; asks once and raises nothing."""
-        try:
-            response = await self._send_once("GET", "/ready")
-        except httpx.TransportError as error:
-            return {"ready": False, "detail": f"the gateway does not answer: {error!r}"}
-        try:
-            answer = response.json()  # 503 has one, too
-        except ValueError:
-            answer = response.text[:300]
-        answer = answer if isinstance(answer, dict) else {"detail": answer}
-        return {**answer, "ready": response.status_code == 200}
-
-
-# ---------------------------------------------------------------------------------- requests
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def requests_in(requests: Requests) -> Iterable[RolloutRequest]:
-    """The requests, also where there is only one."""
-    return [requests] if isinstance(requests, RolloutRequest) else requests
-
-
-def take(source: Iterator[RolloutRequest], room: float) -> list[RolloutRequest]:
-    """Requests for so many rollouts. A group is submitted whole, so the last may go a little beyond."""
-    requests: list[RolloutRequest] = []
-    while room > 0 and (request := next(source, None)) is not None:
-        requests.append(request)
-        room -= request.n
-    return requests
-
-
-def with_ids(requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
-    """The requests, each with an id, so that sending one twice creates nothing twice."""
-    return [r if r.id else r.model_copy(update={"id": new_id()}) for r in requests]
-
-
-def ids_by_calls(ids: Iterable[str]) -> list[list[str]]:
-    """Ids by calls, 1,000 in each."""
-    every = [*ids]
-    starts = range(0, len(every), MAX_ROLLOUTS_PER_CALL)
-    return [every[start : start + MAX_ROLLOUTS_PER_CALL] for start in starts]
-
-
-def _backend_path(backend_id: str) -> str:
-    return f"/v1/backends/{quote(backend_id, safe='')}"
-
-
-# ---------------------------------------------------------------------------------- results
+# ---------------------------------------------------------------------------------- helpers
 
 
 def _not_ended(pending: dict[str, None], timeout: float | None) -> WaitTimeout:
@@ -658,28 +486,6 @@ def _warn_of_gaps(expired: Iterable[str], missed: bool) -> None:
         log.warning("the cursor is older than what is kept: some completions are past their retention")
     for rollout_id in expired:
         log.warning("rollout %s ended, and is past its retention", rollout_id)
-
-
-class Event(NamedTuple):
-    """One server-sent event (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
-
-    name: str
-    data: str
-    id: str
-    """Where a reader goes on after it; empty = where it was."""
-
-
-async def events(lines: AsyncIterator[str]) -> AsyncIterator[Event]:
-    """The events of an answer; also empty ones, which are comments that keep the connection alive."""
-    fields: dict[str, list[str]] = {}
-    async for line in lines:
-        if line:
-            name, _, value = line.partition(":")
-            fields.setdefault(name, []).append(value.removeprefix(" "))
-            continue
-        last = {name: fields.get(name, [""])[-1] for name in ("event", "id")}
-        yield Event(last["event"], "\n".join(fields.get("data", [])), last["id"])
-        fields = {}
 
 
 def _rollout_of(event: Event, include: Include) -> Rollout | None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout import account
 from rollout.errors import AddressError, ApiError, ApiKeyError, RolloutError, Unavailable
-from rollout.schema import CompletionPage, GroupPage, Problem, Rollout, RolloutRequest
+from rollout.schema import CompletionPage, GroupPage, Problem, Rollout
 
 if TYPE_CHECKING:
     from rollout.arrays import Record
@@ -34,8 +34,6 @@ OVER_QUOTA = 429
 """A request is sent again when the gateway says, by Retry-After, when that may help."""
 LONG_POLL_S = 30.0
 """Seconds of one long-poll; the gateway allows up to 60 by default."""
-MAX_CALL_BYTES = 8 << 20
-"""Body size at which a submission is split, well under the gateway's default limit of 32 MiB."""
 TYPED = "application/msgpack, application/json;q=0.5"
 
 Wire = Literal["auto", "json", "msgpack"]
@@ -290,21 +288,9 @@ class Polls:
             await asyncio.sleep(0.2)
 
 
-def parts_of(
-    requests: Iterable[RolloutRequest], weight: Callable[[RolloutRequest], int], most: int
-) -> list[list[tuple[RolloutRequest, bytes]]]:
-    """Requests with their JSON by calls, in order: at most `most` by weight, and 8 MiB, in each."""
-    parts: list[list[tuple[RolloutRequest, bytes]]] = []
-    total = size = 0
-    for request in requests:
-        text = request.model_dump_json(exclude_defaults=True).encode()
-        if not parts or total + weight(request) > most or size + len(text) > MAX_CALL_BYTES:
-            parts.append([])
-            total = size = 0
-        parts[-1].append((request, text))
-        total += weight(request)
-        size += len(text)
-    return parts
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def backoff_s(attempt: int, retry_after: str | None = None) -> float:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rollout.schema import Batch, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
-    from rollout.async_client import Requests
+    from rollout.calls import Requests
 
 B = TypeVar("B", bound="_Bar")
 

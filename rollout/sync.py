@@ -45,7 +45,8 @@ def _carry_over(method: Callable[..., Any], derived: Callable[..., Any]) -> Call
     returned = str(signature.return_annotation).replace("AsyncIterator", "Iterator")
     derived.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     derived.__annotations__ = {**method.__annotations__, "return": returned}
-    derived.__qualname__ = method.__qualname__.removeprefix("Async")
+    owner, _, name = method.__qualname__.partition(".")
+    derived.__qualname__ = f"{'Batches' if owner == 'AsyncBatches' else 'Client'}.{name}"
     derived.__module__ = __name__
     return derived
 

@@ -57,7 +57,8 @@ def test_it_has_the_methods_of_the_asynchronous_one_with_their_signatures(derive
 
 
 def test_help_and_editors_see_names_types_and_texts():
-    assert Client.get.__qualname__ == "Client.get" and Client.get.__module__ == "rollout.sync"
+    names = (Client.get.__qualname__, Client.fleet.__qualname__, Batches.get.__qualname__)
+    assert names == ("Client.get", "Client.fleet", "Batches.get") and Client.get.__module__ == "rollout.sync"
     assert "-> 'Iterator[Rollout]'" in str(inspect.signature(Client.stream))
     assert get_type_hints(Client.get, vars(sys.modules["rollout.async_client"]))["include"]
 

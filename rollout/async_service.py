@@ -1,0 +1,151 @@
+"""The part of `AsyncClient` that is about the service: handlers, backends, policy, what runs."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from rollout.http import Gateway, Polls
+from rollout.schema import (
+    Backend,
+    BackendRequest,
+    Canary,
+    DrainRequest,
+    Fleet,
+    HandlerInfo,
+    PauseMode,
+    PolicyRequest,
+    PolicyStatus,
+    PolicyUpdate,
+)
+
+
+class AsyncService(Gateway):
+    """What a gateway tells of its service, and takes for it."""
+
+    # ------------------------------------------------------------------------------ handlers, backends
+
+    async def handlers(self) -> list[HandlerInfo]:
+        """The handlers that the workers announced."""
+        answer = await self.fetch_json("GET", "/v1/handlers")
+        return [HandlerInfo.model_validate(entry) for entry in answer["handlers"]]
+
+    async def backends(self) -> list[Backend]:
+        """The LLM servers and their load."""
+        answer = await self.fetch_json("GET", "/v1/backends")
+        return [Backend.model_validate(entry) for entry in answer["backends"]]
+
+    async def add_backend(
+        self,
+        url: str,
+        id: str | None = None,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        logprobs_mode: str | None = None,
+        capacity_tokens: int | None = None,
+        max_rollouts: int | None = None,
+    ) -> Backend:
+        """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
+        request = BackendRequest(
+            url=url,
+            id=id,
+            model=model,
+            tokenizer=tokenizer,
+            logprobs_mode=logprobs_mode,
+            capacity_tokens=capacity_tokens,
+            max_rollouts=max_rollouts,
+        )
+        body = request.model_dump_json(exclude_none=True).encode()
+        return await self.fetch(Backend, "POST", "/v1/backends", body=body)
+
+    async def backend(self, backend_id: str) -> Backend:
+        """One LLM server."""
+        return await self.fetch(Backend, "GET", _backend_path(backend_id))
+
+    async def drain_backend(self, backend_id: str, drain: bool = True) -> Backend:
+        """Let an LLM server take no new rollouts, or with `drain=False` again some; those on it go on."""
+        body = DrainRequest(drain=drain).model_dump_json().encode()
+        return await self.fetch(Backend, "POST", f"{_backend_path(backend_id)}/drain", body=body)
+
+    async def remove_backend(self, backend_id: str, force: bool = True) -> None:
+        """Take an LLM server out of service; its rollouts move to others at their next call.
+
+        Args:
+            force: False = refuse (`ApiError` 409) while it has live rollouts.
+        """
+        params = {} if force else {"force": "false"}
+        await self.send("DELETE", _backend_path(backend_id), params=params)
+
+    # ------------------------------------------------------------------------------ policy
+
+    async def policy(self) -> PolicyStatus:
+        """The current policy, the update under way, and the latest ones."""
+        return await self.fetch(PolicyStatus, "GET", "/v1/policy")
+
+    async def update_policy(
+        self,
+        version: str,
+        path: str | None = None,
+        *,
+        mode: PauseMode = "keep",
+        canary: Canary | None = None,
+        wait: float = 60.0,
+        **more: Any,
+    ) -> PolicyUpdate:
+        """Bring new weights to the backends.
+
+        Sending the same version and path again is harmless while the first update is under way or once it is
+        done; another update meanwhile is refused (`ApiError` 409).
+
+        Args:
+            path: Checkpoint directory as the backends see it; None = they have the weights already.
+            canary: Token ids and the trainer's log-probs of them; without one nothing is verified.
+            wait: Seconds to wait for the end. The update goes on when they are over.
+            more: Further fields of `PolicyRequest`.
+
+        Returns:
+            The update; look at its `state`, for one that failed raises nothing.
+        """
+        polls = Polls(wait)
+        first = polls.next()
+        request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, wait=first, **more)
+        body = request.model_dump_json(exclude_none=True).encode()
+        update = await self.fetch(PolicyUpdate, "POST", "/v1/policy", body=body, wait=first)
+        while not update.state.ended and not polls.over:
+            update = await self.policy_update(update.id, polls.next())
+            await polls.pause()
+        return update
+
+    async def policy_update(self, update_id: str, wait: float = 0.0) -> PolicyUpdate:
+        """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
+        path = f"/v1/policy/updates/{quote(update_id, safe='')}"
+        return await self.fetch(PolicyUpdate, "GET", path, params={"wait": round(wait, 3)}, wait=wait)
+
+    # ------------------------------------------------------------------------------ the service
+
+    async def status(self) -> dict[str, Any]:
+        """`{"states": {state: count}, "queues": {name: depth}, "backends": [...], "version"}`."""
+        return await self.fetch_json("GET", "/v1/status")
+
+    async def fleet(self) -> Fleet:
+        """What works on rollouts, where, and how much of it there is."""
+        return await self.fetch(Fleet, "GET", "/v1/fleet")
+
+    async def ready(self) -> dict[str, Any]:
+        """`{"ready": bool, ...}` with what is missing; asks once and raises nothing."""
+        try:
+            response = await self._send_once("GET", "/ready")
+        except httpx.TransportError as error:
+            return {"ready": False, "detail": f"the gateway does not answer: {error!r}"}
+        try:
+            answer = response.json()  # 503 has one, too
+        except ValueError:
+            answer = response.text[:300]
+        answer = answer if isinstance(answer, dict) else {"detail": answer}
+        return {**answer, "ready": response.status_code == 200}
+
+
+def _backend_path(backend_id: str) -> str:
+    return f"/v1/backends/{quote(backend_id, safe='')}"

@@ -1,0 +1,54 @@
+"""How requests and ids are put into calls: each with an id, and no more in one than the gateway takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from rollout.schema import MAX_ROLLOUTS_PER_CALL, RolloutRequest, new_id
+
+Requests = RolloutRequest | Iterable[RolloutRequest]
+MAX_CALL_BYTES = 8 << 20
+"""Body size at which a submission is split, well under the gateway's default limit of 32 MiB."""
+
+
+def requests_in(requests: Requests) -> Iterable[RolloutRequest]:
+    """The requests, also where there is only one."""
+    return [requests] if isinstance(requests, RolloutRequest) else requests
+
+
+def take(source: Iterator[RolloutRequest], room: float) -> list[RolloutRequest]:
+    """Requests for so many rollouts. A group is submitted whole, so the last may go a little beyond."""
+    requests: list[RolloutRequest] = []
+    while room > 0 and (request := next(source, None)) is not None:
+        requests.append(request)
+        room -= request.n
+    return requests
+
+
+def with_ids(requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
+    """The requests, each with an id, so that sending one twice creates nothing twice."""
+    return [r if r.id else r.model_copy(update={"id": new_id()}) for r in requests]
+
+
+def ids_by_calls(ids: Iterable[str]) -> list[list[str]]:
+    """Ids by calls, 1,000 in each."""
+    every = [*ids]
+    starts = range(0, len(every), MAX_ROLLOUTS_PER_CALL)
+    return [every[start : start + MAX_ROLLOUTS_PER_CALL] for start in starts]
+
+
+def parts_of(
+    requests: Iterable[RolloutRequest], weight: Callable[[RolloutRequest], int], most: int
+) -> list[list[tuple[RolloutRequest, bytes]]]:
+    """Requests with their JSON by calls, in order: at most `most` by weight, and 8 MiB, in each."""
+    parts: list[list[tuple[RolloutRequest, bytes]]] = []
+    total = size = 0
+    for request in requests:
+        text = request.model_dump_json(exclude_defaults=True).encode()
+        if not parts or total + weight(request) > most or size + len(text) > MAX_CALL_BYTES:
+            parts.append([])
+            total = size = 0
+        parts[-1].append((request, text))
+        total += weight(request)
+        size += len(text)
+    return parts
