@@ -131,7 +131,8 @@ def open_file_system(pid: int) -> int | None:
     None where it cannot be opened. To be closed when the container has ended: until then it keeps the memory.
     """
     with contextlib.suppress(OSError):
-        return os.open(f"/proc/{pid}/root/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        devices = Path("/proc", str(pid), "root", "dev")  # as that process sees them
+        return os.open(devices, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return None
 
 

@@ -23,7 +23,7 @@ from services.state.fleet import ANNOUNCE_EVERY_S
 from services.state.redis import connect
 from services.state.rollouts import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
-from tests.helpers.chores import services
+from tests.helpers.chores import Clock, services
 from tests.helpers.keys import http
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
@@ -193,16 +193,6 @@ def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(
         admission.tick()
     assert admission.is_open and fleet.admissions()["n"].stopped == {}
     assert [entry["log_level"] for entry in said if "reason" in entry] == ["warning", "info"], "once a change"
-
-
-class Clock:
-    """`time` of the admission, moved by hand."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from services.state import keys
 from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts import Finish, NewRollout, RolloutStore
-from tests.helpers.chores import services
+from tests.helpers.chores import Clock, services
 from tests.helpers.stack import RedisServer
 from workers.chores.reaper import Reaper
 
@@ -99,16 +99,6 @@ def test_what_a_worker_holds_is_its_own_until_its_lease_runs_out(store):
     claim = store.claim("held", 1, Stage.RUN, "run@lost")
     assert store.vacate(["lost"], lost=True) == []
     assert store.finish(claim, Finish(State.EVALUATING)) == State.EVALUATING
-
-
-class Clock:
-    """`time.monotonic` of the reaper, moved by hand."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
 
 
 @pytest.fixture
