@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from sandbox.host_client import HostClient, SyncHostClient
+from sandbox.host_client import HostClient
 
 
 def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.ArgumentParser:
@@ -182,4 +183,4 @@ def private_host(state: Path, warm: int) -> Iterator[HostClient]:
     try:
         yield HostClient(state)
     finally:
-        SyncHostClient(state).stop()
+        asyncio.run(HostClient(state).stop())

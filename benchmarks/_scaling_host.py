@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._handlers import BOOT_VARIABLE
-from sandbox import aio
+from sandbox import connection
 from sandbox.host import SOCKET_NAME
 
 
@@ -32,8 +32,8 @@ class SimulatedHost:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while (request := await aio.receive(reader)) is not None:
-                await aio.send(writer, {"ok": True, "result": await self._carry_out(request)})
+            while (request := await connection.receive(reader)) is not None:
+                await connection.send(writer, {"ok": True, "result": await self._carry_out(request)})
         except ConnectionError:
             pass
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sandbox import processes
-from sandbox.address import Address
+from sandbox.connection import Address
 from sandbox.container import Container, now
 from sandbox.records import Record
 from sandbox.runtimes import RUNTIMES, Launch, Runtime

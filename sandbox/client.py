@@ -1,38 +1,135 @@
-"""Talking to one sandbox from asyncio: `SandboxClient`. Its blocking twin is in `sync_client.py`."""
+"""Talking to one sandbox from asyncio: `SandboxClient`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sandbox import aio, calls, errors, transfer
-from sandbox.address import Address
-from sandbox.calls import (
-    MAX_OUTPUT_CHARS,
-    TRUSTED_PYTHON,
-    BashResult,
-    Call,
-    EditorResult,
-    ExecResult,
-    IPythonResult,
-    Request,
-    T,
-)
-from sandbox.transfer import FileInfo, Transfer, TreeChanges
+from sandbox import connection, transfer
+from sandbox.connection import Address, BlockingConnection
+from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
 
-__all__ = [
-    "TRUSTED_PYTHON",
-    "BashResult",
-    "EditorResult",
-    "ExecResult",
-    "FileInfo",
-    "IPythonResult",
-    "SandboxClient",
-    "Transfer",
-    "TreeChanges",
-]
+REPLY_GRACE_S = 15.0
+"""Beyond a command's own limit: the server's escalation of signals and a new shell take at most about half of
+it.
+"""
+EXEC_GRACE_S = 30.0
+"""Beyond a program's own limit: all processes are ended before it and after it."""
+REQUEST_TIMEOUT_S = 30.0
+KERNEL_START_S = 100.0
+"""More than the server gives a kernel to start. It is waited for before the cell's own time begins."""
+MAX_OUTPUT_CHARS = 30_000
+TRUSTED_PYTHON = "@python"
+"""As first argument of `exec`: the Python that runs the sandbox's own server, mounted read-only. Only the
+standard library is there: no module of the working directory, of a user or of the environment is found.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class BashResult:
+    """What a command did; of one that goes on (`running`) what it did since the last result."""
+
+    output: str
+    """Standard output and error as the terminal got them, decoded as UTF-8 with U+FFFD for what is not, cut
+    in the middle when longer than asked for.
+    """
+    exit_code: int | None
+    """128 + signal when the shell with the command was killed. None while the command is running."""
+    cwd: str
+    """The shell's directory; bytes that are not UTF-8 are surrogates, as `os.fsdecode` has it."""
+    timed_out: bool
+    truncated: bool
+    shell_restarted: bool
+    """The shell ended (`exit`, `set -e`, killed, reset) in this command or since the last one; variables and
+    functions are lost, the directory is kept but for a reset.
+    """
+    duration_s: float
+    interrupted: bool = False
+    running: bool = False
+    """The command was left running: `send_input` goes on with it."""
+    waiting_for_input: bool = False
+    """The running command is known to wait for input from the terminal. False also when that cannot be told.
+    """
+    suspended: bool = False
+    """The command was stopped by C-z and is a background job now; `fg` continues it."""
+    late_output: str = ""
+    """What background jobs, and a command left running before this one, printed since the last result."""
+    late_exit_code: int | None = None
+    """Exit code of a command that was left running and ended by itself before this one began."""
+    limit_exceeded: str | None = None
+    """The sandbox was over a limit and all its processes were ended: which limit, in words."""
+    previous_cwd: str = ""
+    """`cwd` of the result before this one."""
+    input_sent: bool = True
+    """False when the command had ended before the input could be typed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecResult:
+    """What a program did that the sandbox's server ran alone, with no shell. Only the two outputs are the
+    word of processes in the sandbox: the program's own, and its children's.
+    """
+
+    exit_code: int | None
+    """None when it did not end by itself: killed by a signal, at the time limit, or not started."""
+    signal: int | None
+    """Number of the signal that ended it."""
+    stdout: str
+    """Decoded as UTF-8 with U+FFFD for what is not, cut in the middle when longer than asked for; with
+    `merge_output` both outputs in the order they were written.
+    """
+    stderr: str
+    truncated: bool
+    """Whether one of the outputs was cut."""
+    timed_out: bool
+    interrupted: bool
+    """It was ended by a `reset`."""
+    not_started: str | None
+    """Why it could not be started: no such program or directory, no leave. The agent may have brought that
+    about, so it is a result and no exception.
+    """
+    limit_exceeded: str | None
+    """The sandbox was over a limit and all its processes were ended: which limit, in words."""
+    wall_s: float
+    cpu_s: float
+    """Of the program and of those children that it waited for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IPythonResult:
+    """What a cell did."""
+
+    output: str
+    """Streams, displays, the result and a traceback in order, as plain text; cut in the middle when longer
+    than asked for. Images are files, named in the text.
+    """
+    late_output: str
+    """What threads and background processes of earlier cells printed since the last cell."""
+    error: str | None
+    """Name of the exception that ended the cell; None when there was none or the kernel died."""
+    execution_count: int | None
+    """The number in `In [n]`, from 1; None when the kernel died."""
+    timed_out: bool
+    interrupted: bool
+    restarted: bool
+    """The kernel died before or in this cell and was replaced: variables and imports are lost."""
+    truncated: bool
+    duration_s: float
+    limit_exceeded: str | None = None
+    """Why all processes were ended before or in this cell, when the sandbox was over a limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EditorResult:
+    """What the editor answered."""
+
+    ok: bool
+    """False: nothing was done, and the output tells the model why and what to do instead."""
+    output: str
 
 
 class SandboxClient:
@@ -45,7 +142,7 @@ class SandboxClient:
 
     def __init__(self, address: str):
         """`address`: `SandboxInfo.socket`."""
-        self._path = Address.parse(address)
+        self._address = Address.parse(address)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
 
@@ -65,7 +162,16 @@ class SandboxClient:
         also happens after `quiet_timeout` seconds without output (None: never), and as soon as the command is
         known to wait for input. Raises SandboxRequestError while an earlier command is left running.
         """
-        return await self._drive(calls.bash(command, timeout, max_output_chars, on_timeout, quiet_timeout))
+        reply = await self._ask(
+            "bash",
+            timeout + REPLY_GRACE_S,
+            command=command,
+            timeout=timeout,
+            max_chars=max_output_chars,
+            on_timeout=on_timeout,
+            quiet_timeout=quiet_timeout,
+        )
+        return _bash_result(reply)
 
     async def exec(
         self,
@@ -94,9 +200,19 @@ class SandboxClient:
             merge_output: Standard error goes where standard output goes.
             max_output_chars: Of each output.
         """
-        return await self._drive(
-            calls.execute(argv, timeout, cwd, env, stdin, limits, merge_output, max_output_chars)
+        reply = await self._ask(
+            "exec",
+            timeout + EXEC_GRACE_S,
+            argv=list(argv),
+            timeout=timeout,
+            cwd=cwd,
+            env=dict(env or {}),
+            stdin=_encoded(stdin),
+            limits=dict(limits or {}),
+            merge=merge_output,
+            max_chars=max_output_chars,
         )
+        return ExecResult(**reply)
 
     async def send_input(
         self,
@@ -112,19 +228,27 @@ class SandboxClient:
         printed since the last result; "" only waits. For one that another call waits for: return at once,
         with no output. Raises SandboxRequestError when no command is running.
         """
-        return await self._drive(calls.send_input(text, timeout, quiet_timeout, max_output_chars))
+        reply = await self._ask_aside(
+            "input",
+            timeout + REPLY_GRACE_S,
+            text=text,
+            timeout=timeout,
+            quiet_timeout=quiet_timeout,
+            max_chars=max_output_chars,
+        )
+        return _bash_result(reply)
 
     async def reset(self) -> BashResult:
         """End every process in the sandbox, whatever it ignores, and start a fresh shell in the workspace."""
-        return await self._drive(calls.reset())
+        return _bash_result(await self._ask_aside("reset"))
 
     async def setup(self, env: dict[str, str]) -> None:
         """Add variables to the environment of the shell, now and whenever it is started again."""
-        await self._drive(calls.setup(env))
+        await self._ask("setup", env=env)
 
     async def interrupt(self) -> bool:
         """End the command another call is running. Returns whether there was one."""
-        return await self._drive(calls.interrupt())
+        return (await self._ask_aside("interrupt"))["was_running"]
 
     async def ipython(
         self, code: str, timeout: float = 30.0, *, max_output_chars: int = MAX_OUTPUT_CHARS
@@ -132,31 +256,34 @@ class SandboxClient:
         """Run a cell in the persistent IPython kernel for at most `timeout` seconds, once it has started; an
         overrun is a result, no exception. Raises SandboxRequestError where the image has no IPython kernel.
         """
-        return await self._drive(calls.ipython(code, timeout, max_output_chars))
+        wait_s = timeout + KERNEL_START_S + REPLY_GRACE_S
+        reply = await self._ask("ipython", wait_s, code=code, timeout=timeout, max_chars=max_output_chars)
+        return IPythonResult(**reply)
 
     async def ipython_warm(self) -> None:
         """Start the IPython kernel in the background, so that the first cell need not wait for it."""
-        await self._drive(calls.ipython_warm())
+        await self._ask_aside("ipython_warm")
 
     async def ipython_interrupt(self) -> bool:
         """Interrupt the cell another call is running. Returns whether there was one."""
-        return await self._drive(calls.ipython_interrupt())
+        return (await self._ask_aside("ipython_interrupt"))["was_running"]
 
     async def ipython_restart(self) -> None:
         """End the IPython kernel and its variables; a cell that runs comes back as `restarted`."""
-        await self._drive(calls.ipython_restart())
+        await self._ask_aside("ipython_restart")
 
     async def ping(self) -> dict[str, Any]:
         """Proof of life: `shell_pid` (inside) and `uptime_s`. Answered while a command runs, too."""
-        return await self._drive(calls.ping())
+        return await self._ask_aside("ping")
 
     async def read_file(self, path: str, max_bytes: int | None = None) -> bytes:
         """Content of a regular file; a relative path starts at the workspace. At most 64 MiB."""
-        return await self._drive(calls.read_file(path, max_bytes))
+        reply = await self._ask("read_file", path=path, max_bytes=max_bytes)
+        return base64.b64decode(reply["content"])
 
     async def write_file(self, path: str, content: bytes | str, mode: int | None = None) -> None:
         """Write a file, making its directories; `mode` as for chmod."""
-        await self._drive(calls.write_file(path, content, mode))
+        await self._ask("write_file", path=path, content=_encoded(content), mode=mode)
 
     async def editor(
         self,
@@ -173,23 +300,27 @@ class SandboxClient:
         """`view`, `create`, `str_replace`, `insert` or `undo_edit` at an absolute path. A mistake of the
         model is a result with `ok` false, no exception.
         """
-        options = {
-            "file_text": file_text,
-            "old_str": old_str,
-            "new_str": new_str,
-            "insert_line": insert_line,
-            "view_range": view_range,
-            "max_chars": max_output_chars,
-        }
-        return await self._drive(calls.editor(command, path, options))
+        reply = await self._ask(
+            "editor",
+            command=command,
+            path=path,
+            file_text=file_text,
+            old_str=old_str,
+            new_str=new_str,
+            insert_line=insert_line,
+            view_range=view_range,
+            max_chars=max_output_chars,
+        )
+        return EditorResult(**reply)
 
     async def stat(self, path: str, *, follow: bool = True) -> FileInfo:
         """What is at a path; `kind` None when nothing is."""
-        return await self._drive(transfer.stat(path, follow))
+        return FileInfo(**await self._ask("stat", path=path, follow=follow))
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]:
         """What is in a directory, by name; at most 10,000 entries."""
-        return await self._drive(transfer.list_dir(path))
+        reply = await self._ask("list_dir", path=path)
+        return [FileInfo(**entry) for entry in reply["entries"]]
 
     async def upload(
         self,
@@ -203,7 +334,7 @@ class SandboxClient:
 
         `exclude`: glob patterns of names or relative paths. Raises SandboxRequestError beyond `max_bytes`.
         """
-        return await self._drive_apart(transfer.upload(local_path, path, exclude, max_bytes))
+        return await self._transfer(transfer.upload, local_path, path, exclude, max_bytes)
 
     async def download(
         self,
@@ -217,7 +348,7 @@ class SandboxClient:
         `local_path`: links that lead out of it are skipped, devices refused. Raises SandboxRequestError
         beyond `max_bytes`.
         """
-        return await self._drive_apart(transfer.download(path, local_path, exclude, max_bytes))
+        return await self._transfer(transfer.download, path, local_path, exclude, max_bytes)
 
     async def archive(
         self,
@@ -228,18 +359,20 @@ class SandboxClient:
         max_bytes: int = transfer.MAX_BYTES,
     ) -> Transfer:
         """Save a directory (`.` is the workspace) as a local .tar.gz file. Unpack it as hostile input."""
-        return await self._drive_apart(transfer.pack(path, local_file, exclude, max_bytes))
+        return await self._transfer(transfer.pack, path, local_file, exclude, max_bytes)
 
     async def note_tree(self, path: str, *, exclude: Sequence[str] = ()) -> int:
         """Have the sandbox's server remember what every file below a directory is; answers how many."""
-        return await self._drive(transfer.note_tree(path, exclude))
+        reply = await self._ask("note_tree", transfer.PIECE_TIMEOUT_S, path=path, exclude=list(exclude))
+        return reply["entries"]
 
     async def changed_tree(self, path: str) -> TreeChanges:
         """What became of a directory since `note_tree`. No change of content can be hidden: it goes by inode
         and ctime, too, which no process inside can set. Raises SandboxRequestError when it was not noted, or
         when there are more changes than can be told.
         """
-        return await self._drive(transfer.changed_tree(path))
+        reply = await self._ask("changed_tree", transfer.PIECE_TIMEOUT_S, path=path)
+        return TreeChanges([TreeEntry(**entry) for entry in reply["changed"]], reply["removed"])
 
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""
@@ -253,60 +386,43 @@ class SandboxClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _drive(self, call: Call[T]) -> T:
-        try:
-            request = next(call)
-            while True:
-                request = call.send(await self._carry_out(request))
-        except StopIteration as end:
-            return end.value
+    async def _transfer(self, function: Callable[..., Transfer], *arguments: Any) -> Transfer:
+        """A transfer in a thread; cancelled, it is ended, and all of it removed, on either side."""
+        line = BlockingConnection(self._address, transfer.PIECE_TIMEOUT_S)
 
-    async def _drive_apart(self, call: Call[T]) -> T:
-        """A transfer: on a connection of its own, its local file I/O in a thread."""
-        reader, writer = await aio.connect(self._path)
-        try:
-            value = None
-            while True:
-                ended, value = await aio.in_thread(transfer.advance, call, value)
-                if ended:
-                    return value
-                value = await self._carry_out_apart(value, reader, writer)
-        finally:
-            writer.close()
-            await aio.in_thread(call.close)
+        def move() -> Transfer:
+            with line:
+                return function(line.ask, *arguments)
 
-    async def _carry_out_apart(
-        self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        return await connection.in_thread(move, on_cancel=line.hang_up)
+
+    async def _ask_aside(
+        self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any
     ) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(request.timeout_s):
-                await aio.send(writer, request.body)
-                return aio.result_of(await aio.receive(reader), self._path)
-        except TimeoutError as error:
-            raise errors.SandboxTimeout(f"no answer from {self._path} in {request.timeout_s:g} s") from error
-        except ConnectionError as error:
-            raise errors.SandboxGone(f"the connection to {self._path} broke: {error}") from error
+        """A request on a connection of its own, so that it is answered while another call runs a command."""
+        return await connection.exchange(self._address, {"op": op, **fields}, wait_s)
 
-    async def _carry_out(self, request: Request) -> dict[str, Any]:
-        if request.aside:
-            return await aio.exchange(self._path, request.body, request.timeout_s)
+    async def _ask(self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any) -> dict[str, Any]:
+        """A request in its turn; its reply is waited for at most `wait_s` seconds."""
         async with self._lock:
-            answered = False
+            reply = None
             try:
                 if self._streams is None:
-                    self._streams = await aio.connect(self._path)
-                reader, writer = self._streams
-                async with asyncio.timeout(request.timeout_s):
-                    await aio.send(writer, request.body)
-                    reply = await aio.receive(reader)
-                answered = reply is not None
-            except TimeoutError as error:
-                raise errors.SandboxTimeout(
-                    f"no answer from {self._path} in {request.timeout_s:g} s"
-                ) from error
-            except ConnectionError as error:
-                raise errors.SandboxGone(f"the connection to {self._path} broke: {error}") from error
+                    self._streams = await connection.connect(self._address)
+                reply = await connection.round_trip(
+                    self._streams, self._address, {"op": op, **fields}, wait_s
+                )
             finally:
-                if not answered:  # cancelled, overdue or broken: the next call starts on a new connection
+                if reply is None:  # cancelled, overdue or broken: the next call starts on a new connection
                     await self.close()
-            return aio.result_of(reply, self._path)
+            return connection.result_of(reply, self._address)
+
+
+def _bash_result(reply: dict[str, Any]) -> BashResult:
+    names = {field.name for field in dataclasses.fields(BashResult)}
+    return BashResult(**{key: value for key, value in reply.items() if key in names})
+
+
+def _encoded(content: bytes | str) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    return base64.b64encode(data).decode()

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, interpreter, memory, paths, processes
-from sandbox.address import Address, new_key
+from sandbox import connection, interpreter, memory, paths, processes
+from sandbox.connection import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.images.environment import docker_environment
 from sandbox.records import Record
@@ -111,7 +111,7 @@ class Container:
                 async with self._starting:
                     if self.ending is not None:
                         raise SandboxStartError("it was released before")
-                    await aio.in_thread(self._start, on_start, command, theirs)
+                    await connection.in_thread(self._start, on_start, command, theirs)
             except (OSError, SandboxStartError) as error:
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
             assert self.pid is not None and self.process is not None

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sandbox import adoption, aio, binds, interpreter, paths, payload, processes, trees
+from sandbox import adoption, binds, connection, interpreter, paths, payload, processes, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, check_id_fits, now
 from sandbox.errors import (
@@ -248,7 +248,7 @@ class Containers:
     async def _ask(container: Container, request: dict[str, Any]) -> None:
         """One request to the server inside, before the sandbox is anybody's."""
         try:
-            await aio.exchange(container.address, request, SETUP_TIMEOUT_S)
+            await connection.exchange(container.address, request, SETUP_TIMEOUT_S)
         except SandboxRequestError:
             raise
         except SandboxError as error:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, errors, paths, peers
+from sandbox import connection, errors, paths, peers
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
 from sandbox.images import locks
@@ -75,9 +75,9 @@ class Host:
             if refusal := peers.refusal(writer.get_extra_info("socket")):
                 log.warning("somebody who is not ours has connected: %s", refusal)
                 said = errors.NotAllowed(f"the sandbox host answers its own user's programs alone: {refusal}")
-                await aio.send(writer, {"ok": False, "error": errors.to_wire(said)})
+                await connection.send(writer, {"ok": False, "error": errors.to_wire(said)})
                 return
-            while (request := await aio.receive(reader)) is not None:
+            while (request := await connection.receive(reader)) is not None:
                 task = asyncio.create_task(self._answer(request))
                 gone = asyncio.create_task(
                     reader.read(1) if request.get("op") == "start" else asyncio.Event().wait()
@@ -103,7 +103,7 @@ class Host:
     ) -> None:
         """A sandbox whose owner cannot be told of it is released at once."""
         try:
-            await aio.send(writer, reply)
+            await connection.send(writer, reply)
         except ConnectionError:
             if request.get("op") == "start" and reply["ok"]:
                 await self.containers.release(reply["result"]["id"])

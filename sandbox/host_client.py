@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import aio, errors, paths, sync_client
+from sandbox import errors, paths
+from sandbox.connection import BlockingConnection, NotListening, exchange
 from sandbox.host import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from sandbox.room import DISK_FLOOR, MEMORY_FLOOR
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
@@ -88,10 +89,10 @@ class HostClient:
     async def _request(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         path = str(self.state / SOCKET_NAME)
         try:
-            return await aio.exchange(path, request, timeout)
-        except aio.NotListening:
+            return await exchange(path, request, timeout)
+        except NotListening:
             await asyncio.to_thread(ensure_host, self.state)
-            return await aio.exchange(path, request, timeout)
+            return await exchange(path, request, timeout)
 
     async def _request_if_running(self, request: dict[str, Any]) -> dict[str, Any]:
         """For requests that a missing host has fulfilled already: {} then.
@@ -100,69 +101,12 @@ class HostClient:
         """
         for _ in range(2):
             try:
-                return await aio.exchange(str(self.state / SOCKET_NAME), request, REQUEST_TIMEOUT_S)
+                return await exchange(str(self.state / SOCKET_NAME), request, REQUEST_TIMEOUT_S)
             except errors.SandboxGone:
                 if not _was_killed(self.state):
                     return {}
                 await asyncio.to_thread(ensure_host, self.state)
         return {}
-
-
-class SyncHostClient:
-    """:class:`HostClient` for blocking code."""
-
-    def __init__(self, state_dir: Path | str | None = None):
-        self.state = Path(state_dir) if state_dir else paths.state_dir()
-
-    def start(self, spec: SandboxSpec) -> SandboxInfo:
-        """See :meth:`HostClient.start`."""
-        ensure_host(self.state)
-        request = {"op": "start", "spec": _portable(spec).to_json()}
-        return SandboxInfo.from_json(self._request(request, START_TIMEOUT_S))
-
-    def keep_warm(self, spec: SandboxSpec, count: int = 1) -> None:
-        """See :meth:`HostClient.keep_warm`."""
-        ensure_host(self.state)
-        self._request({"op": "keep_warm", "spec": _portable(spec).to_json(), "count": count}, START_TIMEOUT_S)
-
-    def fate(self, sandbox_id: str) -> Fate | None:
-        """See :meth:`HostClient.fate`."""
-        found = self._request_if_running({"op": "fate", "id": sandbox_id})
-        return Fate.from_json(found) if found else None
-
-    def list(self) -> list[dict[str, Any]]:
-        """See :meth:`HostClient.list`."""
-        return self._request_if_running({"op": "list"}).get("sandboxes", [])
-
-    def stats(self) -> dict[str, Any]:
-        """See :meth:`HostClient.stats`."""
-        return self._request_if_running({"op": "stats"})
-
-    def release(self, sandbox_id: str) -> bool:
-        """See :meth:`HostClient.release`."""
-        return bool(self._request_if_running({"op": "release", "id": sandbox_id}).get("released"))
-
-    def release_owner(self, owner: str) -> int:
-        """See :meth:`HostClient.release_owner`."""
-        return self._request_if_running({"op": "release_owner", "owner": owner}).get("released", 0)
-
-    def stop(self) -> None:
-        """See :meth:`HostClient.stop`."""
-        if self._request_if_running({"op": "stop"}):
-            _wait_for_lock(self.state, REQUEST_TIMEOUT_S)
-
-    def _request_if_running(self, request: dict[str, Any]) -> dict[str, Any]:
-        for _ in range(2):
-            try:
-                return self._request(request)
-            except errors.SandboxGone:
-                if not _was_killed(self.state):
-                    return {}
-                ensure_host(self.state)
-        return {}
-
-    def _request(self, request: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> dict[str, Any]:
-        return sync_client.exchange(str(self.state / SOCKET_NAME), request, timeout)
 
 
 def ensure_host(state_dir: Path | str | None = None) -> None:
@@ -189,7 +133,8 @@ def _was_killed(state: Path) -> bool:
 
 def _answers(state: Path) -> bool:
     try:
-        sync_client.exchange(str(state / SOCKET_NAME), {"op": "stats"}, REQUEST_TIMEOUT_S)
+        with BlockingConnection(str(state / SOCKET_NAME), REQUEST_TIMEOUT_S) as line:
+            line.ask("stats")
         return True
     except errors.SandboxGone:
         return False

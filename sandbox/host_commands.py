@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from sandbox import paths
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient
+from sandbox.host_client import HostClient
 
 state_option = click.option(
     "--state-dir",
@@ -41,9 +42,9 @@ def run(state_dir: Path | None) -> None:
 @state_option
 def status(state_dir: Path | None) -> None:
     """Show the host's counts and the sandboxes that somebody works with."""
-    host = SyncHostClient(state_dir)
+    host = HostClient(state_dir)
     try:
-        stats, sandboxes = host.stats(), host.list()
+        stats, sandboxes = asyncio.run(host.stats()), asyncio.run(host.list())
     except SandboxError as error:
         raise click.ClickException(str(error)) from error
     if not stats:
@@ -66,6 +67,6 @@ def status(state_dir: Path | None) -> None:
 def stop(state_dir: Path | None) -> None:
     """End the host and every sandbox of this node; rollouts in them fail and are tried again."""
     try:
-        SyncHostClient(state_dir).stop()
+        asyncio.run(HostClient(state_dir).stop())
     except SandboxError as error:
         raise click.ClickException(str(error)) from error

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sandbox import aio, memory, processes, trees
+from sandbox import connection, memory, processes, trees
 from sandbox.container import Container
 from sandbox.errors import SandboxError
 from sandbox.processes import Usage
@@ -318,7 +318,7 @@ class Watchdog:
         message = f"{kind} limit of the sandbox: {what}; its processes were ended"
         request = {"op": "breach", "kind": kind, "message": message}
         try:
-            await aio.exchange(container.address, request, BREACH_TIMEOUT_S)
+            await connection.exchange(container.address, request, BREACH_TIMEOUT_S)
         except SandboxError as error:
             self._end_for(
                 container, f"was ended: over its limit ({what}) and not answering: {error}", "limited"

@@ -150,7 +150,7 @@ class Shell:
     # -- running a command ----------------------------------------------
 
     def run(self, command, timeout, max_chars=DEFAULT_MAX_CHARS, hangup_fd=None, keep=False, quiet=None):
-        """Run `command` and return its result as a dict, the fields of `sandbox.calls.BashResult`.
+        """Run `command` and return its result as a dict, the fields of `sandbox.client.BashResult`.
 
         `timeout` in seconds. A command that overruns it is ended, with `keep` left running. With `keep` that
         also happens after `quiet` seconds without output and when it certainly waits for input. `hangup_fd`:

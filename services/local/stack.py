@@ -6,6 +6,7 @@ anybody waits for it, so that whatever happens to `up`, `down` finds and ends th
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -438,11 +439,11 @@ def stop_sandbox_host(directory: Path, say: Say) -> None:
     if not directory.exists():
         return
     try:
-        from sandbox.host_client import SyncHostClient
+        from sandbox.host_client import HostClient
     except ImportError:  # nothing could have started one
         return
     try:
-        SyncHostClient(directory).stop()
+        asyncio.run(HostClient(directory).stop())
     except Exception as error:  # the strays are ended by their mark all the same
         say(f"sandbox host in {directory} did not stop in order: {error}")
 

@@ -3,6 +3,7 @@ environment."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -18,7 +19,7 @@ import psutil
 import structlog
 
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient, ensure_host
+from sandbox.host_client import HostClient, ensure_host
 from sandbox.paths import SOCKET_PATH_MAX
 from services.slurm import scheduler
 from services.slurm.errors import SlurmError
@@ -208,7 +209,7 @@ def _end_host(directory: Path) -> None:
         return
     try:
         ensure_host(directory)
-        SyncHostClient(directory).stop()
+        asyncio.run(HostClient(directory).stop())
     except SandboxError as error:
         log.warning("a sandbox host did not stop in order", directory=str(directory), error=str(error))
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.client import BashResult
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxInfo, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 

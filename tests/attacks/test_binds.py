@@ -19,10 +19,10 @@ from sandbox.containers import Containers
 from sandbox.errors import SandboxStartError
 from sandbox.runtimes import apptainer
 from sandbox.spec import BindSpec, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
 from tests.attacks.test_image import PYTHON
+from tests.helpers.blocking import SyncSandboxClient
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from sandbox import paths
-from sandbox.address import Address
+from sandbox.connection import Address
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import BindSpec, SandboxInfo, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 

@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxInfo, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 from workers.handlers.swe.images import local_name

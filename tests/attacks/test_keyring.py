@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
 from tests.attacks import attack
 from tests.attacks.calls import CALLS, succeeds
+from tests.helpers.blocking import SyncSandboxClient
 
 FILTER = "keyctl refused by the filter; a session keyring of its own"
 SESSION, USER = -3, -4  # KEY_SPEC_SESSION_KEYRING, KEY_SPEC_USER_KEYRING

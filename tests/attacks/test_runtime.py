@@ -18,7 +18,6 @@ from flask import Flask, g
 from rollout.schema import HandlerInfo, RolloutRequest
 from sandbox import interpreter, trees
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import select_runtime
 from sandbox.spec import SandboxSpec
 from services.gateway.auth import Caller, check_permitted
@@ -28,6 +27,7 @@ from services.state.api_keys import ApiKey, Scope
 from services.state.tenants import Tenant
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 

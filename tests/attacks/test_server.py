@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 
-from sandbox.address import Address
 from sandbox.client import TRUSTED_PYTHON
+from sandbox.connection import Address
 from sandbox.errors import SandboxError
-from sandbox.sync_client import exchange
 from tests.attacks import attack
 from tests.attacks.conftest import PATIENCE_S
+from tests.helpers.blocking import exchange
 
 BY_THE_SERVER = "the server itself starts the check and waits for it; no shell"
 ALONE = "every process of the agent has been ended"

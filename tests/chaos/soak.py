@@ -32,13 +32,13 @@ from benchmarks._harness import end_in_order_on_sigterm
 from rollout.client import ApiError, Client
 from rollout.errors import RolloutError
 from rollout.schema import RolloutRequest, new_id
-from sandbox.host_client import SyncHostClient
 from services.local import plan
 from services.local.demo import TASKS_FILE, load_tasks
 from services.local.plan import Options
 from services.local.stack import answers
 from services.settings import ENV_PREFIX, Settings
 from tests.chaos.harness import ENV, PATIENCE_S, STAGES, Chaos
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import FAST, Process, free_port, wait_until
 

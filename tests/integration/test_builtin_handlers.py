@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.schema import Rollout, RolloutRequest, State
-from sandbox.host_client import SyncHostClient
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.policy_script import VARIABLE, Plans
 from tests.helpers.sandboxes import leftovers, stop_host

@@ -6,7 +6,7 @@ import pytest
 
 from rollout.client import ApiError
 from rollout.schema import RolloutRequest, State, new_id
-from sandbox.host_client import SyncHostClient
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.keys import http
 from tests.helpers.sandboxes import kill_from_outside, leftovers
 from tests.helpers.stack import wait_until

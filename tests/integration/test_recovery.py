@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout.schema import RolloutRequest, State
-from sandbox.host_client import SyncHostClient
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import Stack, wait_until
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import ImageError, RuntimeUnavailable
-from sandbox.host_client import HostClient, SyncHostClient
+from sandbox.host_client import HostClient
 from sandbox.images import ImageStore
 from sandbox.runtimes import RUNTIMES
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import new_state
 
 NEEDS = {

@@ -17,12 +17,11 @@ from pathlib import Path
 import pytest
 
 from sandbox import processes
-from sandbox.address import Address
 from sandbox.client import BashResult
+from sandbox.connection import Address
 from sandbox.errors import SandboxGone
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import BindSpec, SandboxInfo, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 

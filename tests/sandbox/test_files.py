@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import calls, transfer
+from sandbox import transfer
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.host_client import SyncHostClient
 from sandbox.server import archive
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import server_modules
 from tests.sandbox.conftest import run
 
@@ -173,22 +172,21 @@ def test_limits_and_impossible_requests_say_so_and_leave_nothing_behind(box, tre
 def test_an_upload_that_breaks_off_leaves_no_temporary_file(info, box, tree):
     async def break_off():
         async with SandboxClient(info.socket) as client:
-            whole = transfer.upload
             reached = asyncio.Event()
             loop = asyncio.get_running_loop()
 
-            def slow(*args):
-                call = whole(*args)
-                value, ended = None, False
-                for _ in range(3):
-                    ended, value = transfer.advance(call, value)
-                    assert not ended
-                    value = yield value
-                loop.call_soon_threadsafe(reached.set)
-                while True:  # the rest never comes: the same harmless request again and again
-                    yield calls.Request({"op": "piece", "content": ""})
+            def slow(ask, *arguments):
+                def ask_slowly(op, **fields):
+                    reply = ask(op, **fields)
+                    if op == "piece":
+                        loop.call_soon_threadsafe(reached.set)
+                    while op == "piece":  # the rest never comes: the same harmless request again and again
+                        ask("piece", content="")
+                    return reply
 
-            task = asyncio.create_task(client._drive_apart(slow(tree, "half", (), GIB)))
+                return transfer.upload(ask_slowly, *arguments)
+
+            task = asyncio.create_task(client._transfer(slow, tree, "half", (), GIB))
             async with asyncio.timeout(120):
                 await reached.wait()
             task.cancel()

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from sandbox import paths, processes
-from sandbox.address import Address
 from sandbox.adoption import may_be_adopted
 from sandbox.client import SandboxClient
 from sandbox.config import HostConfig
+from sandbox.connection import Address
 from sandbox.container import Container, now
 from sandbox.containers import Containers
 from sandbox.errors import (

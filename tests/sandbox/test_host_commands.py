@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
+from tests.helpers.blocking import SyncHostClient
 from tests.sandbox.conftest import why_not
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.sandbox.conftest import run
 
 pytestmark = pytest.mark.apptainer

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from sandbox import trees
-from sandbox.address import Address
+from sandbox.connection import Address
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import writable_root
 from sandbox.spec import BindSpec, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 

@@ -14,12 +14,11 @@ import pytest
 
 from sandbox import processes
 from sandbox.errors import SandboxStartError
-from sandbox.host_client import SyncHostClient
 from sandbox.runtimes import launcher as launchers_module
 from sandbox.runtimes import writable_root
 from sandbox.runtimes.launcher import ANSWER_S, Launcher, Started
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
 
 pytestmark = pytest.mark.apptainer

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from sandbox.errors import ImageError
-from sandbox.host_client import SyncHostClient
 from sandbox.images import ImageStore
 from sandbox.spec import Limits, SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.sandbox.conftest import why_not
 
 PATIENCE_S = 120.0

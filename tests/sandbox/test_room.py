@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import NodeShort, SandboxError, from_wire, to_wire
-from sandbox.host_client import SyncHostClient
 from sandbox.processes import memory_available, memory_total
 from sandbox.room import (
     DISK,
@@ -26,7 +25,7 @@ from sandbox.room import (
     shortages,
 )
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 

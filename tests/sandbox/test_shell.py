@@ -9,9 +9,8 @@ import time
 import pytest
 
 from sandbox.errors import SandboxRequestError
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient, exchange
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, exchange
 from tests.sandbox.conftest import why_not
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from sandbox import processes
 from sandbox.errors import SandboxRequestError
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient, exchange
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, exchange
 from tests.sandbox.conftest import why_not
 
 KEEP = {"timeout": 60, "on_timeout": "keep"}

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.sandbox.conftest import why_not
 
 # Derandomised, so that a run in CI says something about the change and not about the dice. For a search set

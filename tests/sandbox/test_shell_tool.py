@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from sandbox.client import BashResult, SandboxClient
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
+from tests.helpers.blocking import SyncHostClient
 from tests.sandbox.conftest import why_not
 from workers.agent.tools import ExecuteBash, ToolContext
 from workers.agent.tools.bash import describe

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.host_client import SyncHostClient
 from sandbox.spec import SandboxSpec
-from sandbox.sync_client import SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sandbox.client import SandboxClient
-from sandbox.host_client import HostClient, SyncHostClient
+from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import require_apptainer
 from workers.agent.tools import (
     ExecuteBash,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from sandbox.errors import SandboxError
-from sandbox.host_client import SyncHostClient
+from sandbox.host_client import HostClient
 from services.state.fleet import ANNOUNCE_EVERY_S
 from workers.chores.base import Chore
 
@@ -35,7 +37,7 @@ class NodeReporter(Chore):
     def tick(self) -> None:
         services = self._services
         try:
-            if stats := SyncHostClient(services.host.state).stats():
+            if stats := asyncio.run(HostClient(services.host.state).stats()):
                 services.fleet.put_node(services.settings.node, stats)
         except SandboxError as error:
             self.log.warning("the sandbox host does not answer", error=str(error))

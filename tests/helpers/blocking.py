@@ -1,0 +1,61 @@
+"""The clients of sandboxes and of their host for tests, which are plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from typing import Any
+
+from sandbox import connection
+from sandbox.client import SandboxClient
+from sandbox.host_client import HostClient
+
+
+@functools.cache
+def loop() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread, for the rest of the program."""
+    endless = asyncio.new_event_loop()
+    threading.Thread(target=endless.run_forever, name="portal", daemon=True).start()
+    return endless
+
+
+class Portal:
+    """Shows an object of asyncio as a blocking one: a call of a coroutine waits for it."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._original, name)
+        if not inspect.iscoroutinefunction(attribute):
+            return attribute
+        return lambda *args, **kwargs: asyncio.run_coroutine_threadsafe(
+            attribute(*args, **kwargs), loop()
+        ).result()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class SyncSandboxClient(Portal):
+    """`SandboxClient` for blocking code; safe to share between threads."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(SandboxClient(address))
+
+
+class SyncHostClient(Portal):
+    """`HostClient` for blocking code."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__(HostClient(state))
+
+
+def exchange(address: Any, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """`sandbox.connection.exchange` for blocking code."""
+    return asyncio.run_coroutine_threadsafe(connection.exchange(address, request, timeout), loop()).result()
