@@ -225,7 +225,7 @@ def start(app: Celery, settings: Settings, name: str, stages: list[Stage], slots
     """Make the process object of this worker, which carries `slots` rollouts at once.
 
     Raises:
-        UnfitRedis, SchemaError: It must not work on this Redis; the message says why.
+        UnfitRedis: It must not work on this Redis; the message says why.
         redis.RedisError: Redis has not answered for a minute.
     """
     global _process

@@ -184,7 +184,7 @@ def failure(run: StageRun, error: Exception) -> Finish:
     if isinstance(error, AgentFault):  # RUN and EVAL score those; in INIT no agent has done anything yet
         error = TaskError(str(error))
     if isinstance(error, UnknownHandler):
-        # An older release, say, in the middle of an upgrade: whoever knows the handler takes it.
+        # In the middle of an upgrade, say: whoever knows the handler takes it.
         return Finish("elsewhere", failed(run, error), delay_s=run.services.settings.retry_delay_s)
     error = run.laid(error)
     fields = failed(run, error)

@@ -26,7 +26,6 @@ from services.gateway.routes import (
 )
 from services.settings import Settings
 from services.settings import settings as process_settings
-from services.state.migration import SchemaError
 from services.state.redis import connect
 from services.state.startup import StartCheck, UnfitRedis
 
@@ -41,7 +40,7 @@ def create_app(settings: Settings | None = None) -> Flask:
 
     Raises:
         SettingsError: The compatibility port is set up by halves.
-        UnfitRedis, SchemaError: The service must not use this Redis.
+        UnfitRedis: The service must not use this Redis.
     """
     settings = settings or process_settings()
     logs.configure(settings)
@@ -86,7 +85,7 @@ def _check_start(gate: Gateway) -> None:
         gate.guard.access()
     except redis.RedisError as error:
         log.warning("Redis does not answer yet; it is checked at the first request", error=str(error))
-    except (UnfitRedis, SchemaError) as error:
+    except UnfitRedis as error:
         log.critical("the gateway cannot start", error=str(error))
         raise
     else:

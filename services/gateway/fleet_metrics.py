@@ -30,6 +30,5 @@ def room(nodes: Mapping[str, NodeAdmission]) -> Iterator[Metric]:
     )
     for node, said in nodes.items():
         for resource, left in (("disk", said.free_disk), ("memory", said.free_memory)):
-            if left is not None:
-                free.add_metric([node, resource], left)
+            free.add_metric([node, resource], left)
     yield free

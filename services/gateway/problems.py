@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from werkzeug.exceptions import HTTPException
 
 from rollout.schema import FieldError, Problem
-from services.state.migration import SchemaError
 from services.state.requests import Unstorable
 from services.state.startup import UnfitRedis
 from services.state.tenants import QuotaExceeded
@@ -136,7 +135,6 @@ def register(app: Flask) -> None:
         return respond(Problem(title=error.name, status=status, detail=detail))
 
     @app.errorhandler(UnfitRedis)
-    @app.errorhandler(SchemaError)
     def _unfit(error: Exception) -> Response:
         log.critical("this Redis must not be used", error=str(error))
         return respond(Problem(title="Service unavailable", status=503, detail=str(error)), _LATER)

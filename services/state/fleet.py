@@ -35,9 +35,9 @@ class NodeAdmission:
     """Rollouts of the node between the start of INIT and RUN."""
     most_ahead: int
     """Their bound."""
-    free_disk: int | None = None
-    """Bytes left where the node's sandboxes write; None: a worker of an older release does not say."""
-    free_memory: int | None = None
+    free_disk: int
+    """Bytes left where the node's sandboxes write."""
+    free_memory: int
     """Bytes that the node, or the job's cgroup, can still give."""
 
 
@@ -123,9 +123,8 @@ class FleetStore:
                 node=one["node"],
                 stages=tuple(stages[name]),
                 slots=one["slots"],
-                # A worker of an older release says neither.
-                most_slots=one.get("most", one["slots"]),
-                held=one.get("held", 0),
+                most_slots=one["most"],
+                held=one["held"],
             )
             for name, one in sorted(found.items())
         ]

@@ -12,6 +12,7 @@ import structlog
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from rollout import arrays
 from rollout.schema import (
     ErrorInfo,
     Rollout,
@@ -65,26 +66,17 @@ class Skipped:
 
 
 def request_texts(client: redis.Redis, records: Sequence[Mapping[str, str | None]]) -> list[str | None]:
-    """The request (JSON) of each record, of which `request`, `tenant` and `digest` are looked at.
+    """The request (JSON) of each record, of which `tenant` and `digest` are looked at.
 
-    Members of a group share theirs, which is read once. A record of before that has its own. None = it is not
-    there.
+    Members of a group share theirs, which is read once. None = it is not there.
     """
-    shared = {
-        (record.get("tenant") or DEFAULT_TENANT, record["digest"]): None
-        for record in records
-        if not record.get("request") and record.get("digest")
-    }
-    if shared:
-        with client.pipeline(transaction=False) as pipe:
-            for tenant, digest in shared:
-                pipe.hget(keys.request(tenant, digest), "body")
-            shared = dict(zip(shared, pipe.execute(), strict=True))
-    return [
-        record.get("request")
-        or shared.get((record.get("tenant") or DEFAULT_TENANT, record.get("digest") or ""))
-        for record in records
-    ]
+    owners = [(record.get("tenant"), record.get("digest")) for record in records]
+    shared = dict.fromkeys((tenant, digest) for tenant, digest in owners if tenant and digest)
+    with client.pipeline(transaction=False) as pipe:
+        for tenant, digest in shared:
+            pipe.hget(keys.request(tenant, digest), "body")
+        shared = dict(zip(shared, pipe.execute(), strict=True))
+    return [shared.get(owner) for owner in owners]
 
 
 class RolloutReader:
@@ -101,7 +93,7 @@ class RolloutReader:
     def state(self, rollout_id: str, tenant: str | None = None) -> State | None:
         """Only the state: the cheap question. With a tenant, None for another one's rollout."""
         value, owner = self._redis.hmget(keys.record(rollout_id), "state", "tenant")
-        return State(value) if value and tenant in (None, owner or DEFAULT_TENANT) else None
+        return State(value) if value and tenant in (None, owner) else None
 
     def get_many(
         self, rollout_ids: Iterable[str], *, trajectory: bool = True, tenant: str | None = None
@@ -121,7 +113,7 @@ class RolloutReader:
     ) -> Iterator[tuple[Rollout, int | bytes | None]]:
         """As `get_many`, each without its trajectory, and what stands for that.
 
-        That is the number of bytes that `records` will give for it; its record, where one had to be made; or
+        That is the number of bytes that `records` will give for it; its record, of one that has not ended; or
         None, where there is none. A trajectory that no record can hold stays where it is.
         """
         ids = list(rollout_ids)
@@ -135,17 +127,15 @@ class RolloutReader:
         for found, size in self._found(ids, replies, sizes, tenant):
             if size is not None:
                 yield found, int(size)
-            elif (there := stored[found.id]) is None:
-                yield found, None
+            elif (there := stored[found.id]) is None or arrays.is_record(there):
+                yield found, there
             else:
                 try:
-                    record = payloads.record(there)
-                    if record is None:
-                        found.trajectory = payloads.decode_trajectory(there)
+                    found.trajectory = payloads.decode_trajectory(there)
                 except payloads.PayloadError as error:
                     self.skipped.tell(found.id, error)
                     continue
-                yield found, record
+                yield found, None
 
     def records(self, sizes: Mapping[str, int]) -> Generator[bytes]:
         """Records of these rollouts that `get_records` gave these sizes, each read when it is asked for.
@@ -155,7 +145,13 @@ class RolloutReader:
         """
         for part in _parts(sizes):
             names = [keys.trajectory(rollout_id) for rollout_id in part]
-            yield from payloads.stream(self._redis, names, [sizes[rollout_id] for rollout_id in part])
+            values = payloads.get_many(self._redis, names)
+            for name, rollout_id, value in zip(names, part, values, strict=True):
+                if value is None or len(value) != sizes[rollout_id]:
+                    raise payloads.PayloadError(
+                        f"{name} is not what it was a moment ago: it was dropped, or the rollout goes on"
+                    )
+                yield value
 
     def _read(
         self, rollout_ids: Iterable[str], trajectory: bool, tenant: str | None
@@ -183,7 +179,7 @@ class RolloutReader:
         for rollout_id, record, events, text, more in zip(
             ids, replies[::2], replies[1::2], texts, with_each, strict=True
         ):
-            if not record or tenant not in (None, record.get("tenant", DEFAULT_TENANT)):
+            if not record or tenant not in (None, record.get("tenant")):
                 continue
             try:
                 if text is None:
@@ -296,7 +292,7 @@ def rollout_of(
         group_id=record["group"],
         index=int(record["index"]),
         handler=record["handler"],
-        tenant=record.get("tenant", DEFAULT_TENANT),
+        tenant=record["tenant"],
         state=State(record["state"]),
         attempt=int(record["attempt"]),
         request=request,

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import redis
 
 from services.state import keys
-from services.state.tenants import DEFAULT_TENANT
 
 _CURSOR = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
 _SCAN = 1000
@@ -23,9 +22,7 @@ def is_cursor(text: str) -> bool:
 
 def matches(entry: Mapping[str, str], *, tag: str | None, tenant: str | None) -> bool:
     """Whether an entry of the stream is of this tenant and has this tag; None = any."""
-    return tenant in (None, entry.get("tenant", DEFAULT_TENANT)) and (
-        tag is None or tag in entry["tags"].split(",")
-    )
+    return tenant in (None, entry["tenant"]) and (tag is None or tag in entry["tags"].split(","))
 
 
 class CompletionStore:

@@ -1,4 +1,4 @@
-"""What the gateway and every worker check before they use a Redis: its fitness and the layout of its keys."""
+"""What the gateway and every worker check before they use a Redis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import redis
 import structlog
 
 from services.settings import Settings
-from services.state import migration
 
 log = structlog.get_logger("redis")
 
@@ -58,17 +57,16 @@ def risks(info: dict[str, Any]) -> list[str]:
 
 
 def prepare(client: redis.Redis, settings: Settings) -> None:
-    """Check the server, say loudly what endangers the data, and check or migrate the layout of its keys.
+    """Check the server, and say loudly what endangers the data.
 
     Raises:
-        UnfitRedis, migration.SchemaError: The service must not use this Redis; the message says why.
+        UnfitRedis: The service must not use this Redis; the message says why.
         redis.RedisError: It does not answer.
     """
     for risk in risks(client.info()):
         if settings.redis_strict:
             raise UnfitRedis(f"{risk} (ROLLOUT_REDIS_STRICT=false turns this into a warning)")
         log.warning(f"REDIS MAY LOSE DATA: {risk}")
-    migration.ensure(client)
 
 
 class StartCheck:

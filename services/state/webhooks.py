@@ -16,7 +16,7 @@ import redis
 from services.state import keys
 from services.state.reading import Skipped, request_texts
 
-_READ = ("request", "tenant", "digest")
+_READ = ("tenant", "digest")
 FAILURES_KEPT = 1000
 """Deliveries given up that are remembered, for the operator to look at."""
 

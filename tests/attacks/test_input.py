@@ -75,13 +75,18 @@ def peak_mb(attempt) -> float:
 
 
 def damaged(target, who: str) -> str:
-    """An ended rollout whose request nobody can read, as an earlier release let one be written."""
+    """An ended rollout whose request nobody can read."""
     (one,) = target.submit(who)
     target.end(who)
-    target.world.redis.hset(
-        keys.record(one), "request", '{"handler": "x", "limits": {"run_timeout_s": null}}'
-    )
+    spoil(target, one, '{"handler": "x", "limits": {"run_timeout_s": null}}')
     return one
+
+
+def spoil(target, rollout_id: str, request: str = "{") -> None:
+    """Give a rollout this request, and no other that was submitted with the same."""
+    client, record = target.world.redis, keys.record(rollout_id)
+    client.hset(record, "digest", f"spoilt-{rollout_id}")
+    client.hset(keys.request(client.hget(record, "tenant"), f"spoilt-{rollout_id}"), "body", request)
 
 
 def raises(self, rollout_id, cause):
@@ -205,7 +210,7 @@ def test_hide_everybodys_completions_behind_a_bad_record(target):
 def test_stop_init_for_all_by_a_bad_record(target):
     target.without(RolloutStore, "_end_unreadable", lambda self, *args: (_ for _ in ()).throw(args[-1]))
     (bad,) = target.submit(ATTACKER, priority=9)
-    target.world.redis.hset(keys.record(bad), "request", "{")
+    spoil(target, bad)
     (mine,) = target.submit(VICTIM)
     found = []
     try:
@@ -239,7 +244,7 @@ def test_stop_the_archive_by_a_bad_record(target, tmp_path):
 def test_stop_webhooks_by_a_bad_record(target):
     target.without(Skipped, "tell", raises)
     one = damaged(target, ATTACKER)
-    target.world.redis.hset(keys.record(one), "request", "{")
+    spoil(target, one)
     (mine,) = target.submit(VICTIM)
     target.end(VICTIM)
     store = WebhookStore(target.world.redis, "https://operator.example/hook")
@@ -252,7 +257,7 @@ def test_stop_webhooks_by_a_bad_record(target):
 
 @attack(stopped_by="attempts are in the record; the reaper reads no request")
 def test_stop_the_reaper_by_a_bad_record(target):
-    ours = "tonumber(get(id, 'most_attempts')[1] or '')"
+    ours = "tonumber(get(id, 'most_attempts')[1])"
     before = "cjson.decode(request_of(id)).limits.max_attempts"
     assert ours in lua_source("rollouts")
     target.without(rollout_store, "lua_source", lambda name: lua_source(name).replace(ours, before))
@@ -263,7 +268,7 @@ def test_stop_the_reaper_by_a_bad_record(target):
         store.claim(one, 1, Stage.INIT, "w")
         target.world.redis.hset(keys.record(one), "lease", 1)
         target.world.redis.zadd(keys.DUE, {one: due})
-    target.world.redis.hset(keys.record(bad), "request", "{")
+    spoil(target, bad)
     try:
         store.overdue()
     except redis.ResponseError:

@@ -108,12 +108,12 @@ def test_init_that_waits_for_run_is_seen_and_a_node_short_of_disk_brings_no_slot
     fleet = FleetStore(redis)
     for node in ("n", "m"):
         fleet.announce(f"init@{node}", ["init"], node, 4)
-        fleet.put_admission(node, NodeAdmission({}, True, 64, 64))
+        fleet.put_admission(node, NodeAdmission({}, True, 64, 64, 1 << 30, 1 << 30))
     assert Observer(redis).look()[0]["init"].blocked
-    fleet.put_admission("m", NodeAdmission({"disk": "little is left"}, False, 0, 64))
+    fleet.put_admission("m", NodeAdmission({"disk": "little is left"}, False, 0, 64, 1 << 30, 1 << 30))
     load = Observer(redis).look()[0]["init"]
     assert (load.slots, load.blocked) == (4, True)
-    fleet.put_admission("n", NodeAdmission({}, False, 3, 64))
+    fleet.put_admission("n", NodeAdmission({}, False, 3, 64, 1 << 30, 1 << 30))
     assert not Observer(redis).look()[0]["init"].blocked
 
 

@@ -169,7 +169,7 @@ def test_an_id_that_leaves_no_room_for_its_members_can_still_be_acknowledged(wor
 
 
 def test_numbers_that_json_does_not_have_are_left_out_of_a_record(world):
-    """Written by an earlier release: `null` in them would keep a client from reading the whole page."""
+    """`null` in them would keep a client from reading the whole page."""
     (one,) = (item["id"] for item in world.submit("a").json["rollouts"])
     store = world.gate.rollouts
     store.finish(

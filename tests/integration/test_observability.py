@@ -171,7 +171,7 @@ def test_workers_their_load_and_what_nodes_have_left_are_told(store, server):
     fleet.announce("run@n1", ["run"], "n1", slots=8, most_slots=16, held=3)
     fleet.announce("all@n2", ["init", "run", "eval"], "n2", slots=4, held=4)
     fleet.put_admission("n1", NodeAdmission({}, False, 0, 64, free_disk=5 << 30, free_memory=7 << 20))
-    fleet.put_admission("n2", NodeAdmission({}, False, 0, 64))
+    fleet.put_admission("n2", NodeAdmission({}, False, 0, 64, 1 << 30, 1 << 30))
     families = exposed(Settings(redis_url=server.url))
 
     def values(name):
@@ -181,7 +181,10 @@ def test_workers_their_load_and_what_nodes_have_left_are_told(store, server):
     assert values("rollout_fleet_slots") == {one: 8, two: 4}
     assert values("rollout_fleet_slots_limit") == {one: 16, two: 4}
     assert values("rollout_fleet_busy") == {one: 3, two: 4}
-    assert values("rollout_node_free_bytes") == {("disk", "n1"): 5 << 30, ("memory", "n1"): 7 << 20}
+    assert values("rollout_node_free_bytes") == {
+        **{("disk", "n1"): 5 << 30, ("memory", "n1"): 7 << 20},
+        **{("disk", "n2"): 1 << 30, ("memory", "n2"): 1 << 30},
+    }
 
 
 def test_a_redis_that_may_lose_data_shows(store, server):

@@ -1,4 +1,4 @@
-"""Redis in operation: start checks, migrations, addresses, cut connections, restarts, failover."""
+"""Redis in operation: start checks, addresses, cut connections, restarts, failover."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ from services import keys_table
 from services.gateway.app import create_app
 from services.queues import TASK_INIT, make_celery
 from services.settings import Settings
-from services.state import keys, migration, payloads
-from services.state.fleet import FleetStore
-from services.state.migration import SchemaError, ensure
+from services.state import keys, payloads
 from services.state.redis import connect
 from services.state.startup import UnfitRedis, prepare, risks
 from tests.helpers.keys import http, keyed
@@ -118,103 +115,21 @@ def _pings(client):
         return False
 
 
-# -- schema version --------------------------------------------------------------------------
-
-
-def test_an_empty_database_gets_the_version_of_this_code(client):
-    assert ensure(client) == migration.SCHEMA_VERSION
-    assert client.get(keys.SCHEMA_VERSION) == str(migration.SCHEMA_VERSION)
-
-
-def test_rollouts_without_a_version_are_the_oldest_layout(client):
-    client.zadd(keys.CREATED, {"r": 1})
-    ran = []
-    assert ensure(client, steps={1: lambda c: ran.append(1)}) == 1
-    assert ran == [1]
-    assert client.get(keys.SCHEMA_VERSION) == "2"
-
-
-def test_a_newer_layout_is_refused_by_the_gateway_and_told_when_it_comes_late(client, server):
-    app = create_app(Settings(redis_url=server.url))
-    late = create_app(Settings(redis_url=f"redis://127.0.0.1:{free_port()}/0"))
-    client.set(keys.SCHEMA_VERSION, 99)
-    with pytest.raises(SchemaError, match=r"schema version 99.*newer release"):
-        create_app(Settings(redis_url=server.url))
-    assert keyed(app).get("/v1/status").status_code == 200, "it was checked before"
-    # One that started before its Redis finds out at the first request.
+def test_an_unfit_redis_that_comes_late_is_refused_at_the_first_request(client, server):
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    late = create_app(Settings(redis_url=url, redis_strict=True))
     gate = late.extensions["rollout"]
     gate.start._client = client
-    answer = late.test_client().get("/v1/status")
-    assert answer.status_code == 503
-    assert "newer release" in answer.json["detail"]
-    assert "newer release" in late.test_client().get("/ready").json["missing"][0]
-    assert late.test_client().get("/health").status_code == 200
-    client.set(keys.SCHEMA_VERSION, migration.SCHEMA_VERSION)
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        answer = late.test_client().get("/v1/status")
+        assert answer.status_code == 503 and "ROLLOUT_REDIS_STRICT" in answer.json["detail"]
+        assert "ROLLOUT_REDIS_STRICT" in late.test_client().get("/ready").json["missing"][0]
+        assert late.test_client().get("/health").status_code == 200
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
     assert late.test_client().get("/v1/backends").status_code == 503, "its own Redis is still away"
     assert gate.start.passed
-
-
-def test_a_key_of_another_program_is_named(client):
-    client.set(keys.SCHEMA_VERSION, "v7")
-    with pytest.raises(SchemaError, match=r"'v7'.*another program"):
-        ensure(client)
-
-
-def test_steps_run_once_and_in_order_however_many_processes_start(client):
-    client.set(keys.SCHEMA_VERSION, 1)
-
-    def step(number):
-        def run(at):
-            at.rpush("test:steps", number)
-            time.sleep(0.1)  # the others arrive meanwhile
-
-        return run
-
-    steps = {number: step(number) for number in (1, 2, 3)}
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: ensure(client, steps=steps), range(8)))
-    assert client.lrange("test:steps", 0, -1) == ["1", "2", "3"]
-    assert client.get(keys.SCHEMA_VERSION) == "4"
-    assert set(found) <= {1, 2, 3, 4} and 1 in found
-    assert not client.exists(keys.SCHEMA_LOCK)
-
-
-def test_a_step_that_dies_is_run_again_and_those_before_it_are_not(client):
-    client.set(keys.SCHEMA_VERSION, 1)
-    ran = []
-
-    def dies(at):
-        ran.append(2)
-        if ran.count(2) == 1:
-            raise RuntimeError("killed")
-
-    steps = {1: lambda at: ran.append(1), 2: dies}
-    with pytest.raises(RuntimeError, match="killed"):
-        ensure(client, steps=steps)
-    assert client.get(keys.SCHEMA_VERSION) == "2"
-    ensure(client, steps=steps)
-    assert ran == [1, 2, 2]
-    assert client.get(keys.SCHEMA_VERSION) == "3"
-
-
-def test_a_lock_that_was_taken_over_keeps_the_version_from_being_written(client):
-    client.set(keys.SCHEMA_VERSION, 1)
-    with pytest.raises(SchemaError, match="lock of the migration was lost"):
-        ensure(client, steps={1: lambda at: at.set(keys.SCHEMA_LOCK, "somebody else")})
-    assert client.get(keys.SCHEMA_VERSION) == "1"
-    assert client.get(keys.SCHEMA_LOCK) == "somebody else", "it is not ours to drop"
-
-
-def test_nothing_is_migrated_under_live_workers(client):
-    client.set(keys.SCHEMA_VERSION, 1)
-    fleet = FleetStore(client)
-    fleet.announce("run@old", ["run"])
-    with pytest.raises(SchemaError, match=r"run@old.*Stop every worker"):
-        ensure(client, steps={1: lambda at: None}, stop_wait_s=0)
-    assert client.get(keys.SCHEMA_VERSION) == "1"
-    threading.Timer(0.3, fleet.leave, ["run@old"]).start()
-    ensure(client, steps={1: lambda at: None}, stop_wait_s=60)
-    assert client.get(keys.SCHEMA_VERSION) == "2"
 
 
 # -- addresses -------------------------------------------------------------------------------
@@ -280,9 +195,7 @@ def test_tls_serves_client_and_broker_and_checks_the_certificate(tmp_path):
         round_trip(trusted)
         over_tls = connect(trusted)
         over_tls.set("large", b"x" * 100_000)
-        assert list(payloads.stream(over_tls, ["large"], [100_000])) == [b"x" * 100_000]
-        with pytest.raises(payloads.PayloadError, match="large is not what it was"):
-            list(payloads.stream(over_tls, ["large", "absent"], [99, 9]))
+        assert payloads.get_many(over_tls, ["large", "absent"]) == [b"x" * 100_000, None]
         assert over_tls.get("large") == "x" * 100_000
         with pytest.raises(redis.ConnectionError, match="certificate verify failed"):
             connect(f"rediss://127.0.0.1:{port}/2", retries=0).ping()
@@ -391,17 +304,17 @@ def test_the_page_has_the_table_of_keys():
     assert keys_table.page(text) == text, "run `python -m services.keys_table`"
 
 
-def test_a_worker_refuses_a_newer_layout(service):
+def test_a_worker_refuses_an_unfit_redis(service):
     """A worker process as an operator starts it; the running ones go on."""
     client = service.redis.client
-    client.set(keys.SCHEMA_VERSION, 99)
+    client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         argv = [*service.worker_argv("init", "late"), "-c", "1"]
-        process = service.start("late", argv)
+        process = service.start("late", argv, env={"ROLLOUT_REDIS_STRICT": "true"})
         assert process.popen.wait(60) != 0
-        assert "schema version 99" in process.tail(50)
+        assert "maxmemory-policy is allkeys-lru" in process.tail(50)
     finally:
-        client.set(keys.SCHEMA_VERSION, migration.SCHEMA_VERSION)
+        client.config_set("maxmemory-policy", "noeviction")
         service.processes.remove(process)
     assert alive(service)
 

@@ -19,7 +19,6 @@ from services.gateway.compat_port import Compat
 from services.gateway.context import gateway
 from services.queues import STAGES
 from services.state.api_keys import Scope
-from services.state.migration import SchemaError
 from services.state.startup import UnfitRedis
 
 log = structlog.get_logger("gateway")
@@ -98,7 +97,7 @@ def ready() -> tuple[Response, int]:
         # Whoever asks may be nobody of ours: addresses are for the log.
         log.warning("not ready: Redis does not answer", error=str(error))
         missing = ["Redis does not answer; the gateway's log says more"]
-    except (UnfitRedis, SchemaError) as error:
+    except UnfitRedis as error:
         missing = [str(error)]
     return jsonify(ready=not missing, missing=missing), 503 if missing else 200
 

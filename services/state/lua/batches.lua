@@ -18,7 +18,7 @@ local function partial_of(batch) return batch_key(batch) .. ':partial' end
 local function parts_of(batch) return batch_key(batch) .. ':parts' end
 local function events_of(batch) return batch_key(batch) .. ':events' end
 
--- So many bytes of prompts more, or less, wait in a batch. One of before they were counted has none to give back.
+-- So many bytes of prompts more, or less, wait in a batch.
 local function weigh_prompts(batch, bytes)
   local b = redis.call('HMGET', batch_key(batch), 'bytes', 'tenant')
   bytes = math.max(bytes, -tonumber(b[1] or '0'))

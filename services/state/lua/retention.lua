@@ -42,7 +42,7 @@ if op == 'ack' then
     local id = ARGV[i]
     local r = redis.call('HMGET', record(id), 'state', 'acked', 'tenant')
     local word = 'acknowledged'
-    if not r[1] or (ARGV[2] ~= '' and ARGV[2] ~= (r[3] or 'default')) then
+    if not r[1] or (ARGV[2] ~= '' and ARGV[2] ~= r[3]) then
       word = 'unknown'
     elseif not TERMINAL[r[1]] then
       word = 'live'

@@ -30,7 +30,7 @@ local function set_state(id, from, to, created, attempt, fence, owner)
   redis.call('RPUSH', record(id) .. ':timeline',
     to .. ' ' .. now .. ' ' .. attempt .. ' ' .. fence .. ' ' .. owner)
   if from == to then return end
-  if from == 'queued' then leave_queue(id, get(id, 'tenant')[1] or 'default') end
+  if from == 'queued' then leave_queue(id, get(id, 'tenant')[1]) end
   if from == 'initializing' or from == 'ready' then move_ahead(id, to) end
   redis.call('HINCRBY', 'rollouts:counts', from, -1)
   redis.call('HINCRBY', 'rollouts:counts', to, 1)
@@ -52,10 +52,10 @@ local function wait_again(id, delay)
   redis.call('ZADD', 'rollouts:due', now + delay, id)
 end
 
--- Has a queued rollout wait for INIT, if it does not yet. One from before there was an order has no rank.
+-- Has a queued rollout wait for INIT, if it does not yet.
 local function wait_for_turn(id)
-  local r = get(id, 'tenant', 'rank', 'created')
-  queue_up(id, r[1] or 'default', r[2] or r[3])
+  local r = get(id, 'tenant', 'rank')
+  queue_up(id, r[1], r[2])
 end
 
 -- A reason may name a class of a handler's own; beyond so many they are counted as one.
@@ -73,9 +73,8 @@ local function finish_rollout(id, retention)
   redis.call('ZREM', 'rollouts:due', id)
   release_backend(id)
   local r = get(id, 'tags', 'group', 'state', 'blame', 'tenant', 'created', 'attempt', 'drop', 'drop_reason')
-  -- A record from before there were tenants has none, and was not counted.
-  if r[5] then redis.call('HINCRBY', 'tenants:live', r[5], -1) end
-  local tenant = r[5] or 'default'
+  local tenant = r[5]
+  redis.call('HINCRBY', 'tenants:live', tenant, -1)
   -- Not trimmed by length: a reader's cursor must hold for as long as the records do (retention.lua trims by age).
   local entry = redis.call('XADD', 'completions', '*', 'id', id, 'tags', r[1], 'group', r[2], 'tenant', tenant)
   redis.call('HSET', record(id), 'finished', now, 'completion', entry)
@@ -88,8 +87,7 @@ local function finish_rollout(id, retention)
     redis.call('PEXPIRE', key, retention)
   end
   redis.call('PEXPIRE', 'group:{' .. tenant .. '/' .. r[2] .. '}', retention)
-  local own = get(id, 'request', 'digest')
-  if not own[1] then release_request(tenant, own[2], now, tonumber(retention)) end
+  release_request(tenant, get(id, 'digest')[1], now, tonumber(retention))
   batch_rollout_ended(id, now)
 end
 
@@ -131,20 +129,14 @@ local function take(id, state, stage, owner, lease, token)
   set_state(id, state, ENTERS[stage], r[1], r[3], fence, owner)
 end
 
--- A record of before requests were kept by themselves has its own. '' = it is not there.
+-- The request of a rollout (JSON); '' = it is not there.
 local function request_of(id)
-  local r = get(id, 'request', 'tenant', 'digest')
-  return r[1] or redis.call('HGET', request_key(r[2] or 'default', r[3] or ''), 'body') or ''
+  local r = get(id, 'tenant', 'digest')
+  return redis.call('HGET', request_key(r[1], r[2]), 'body') or ''
 end
 
--- Attempts that a rollout may have. One of before it was written into the record has it in its request.
-local function most_attempts(id)
-  local most = tonumber(get(id, 'most_attempts')[1] or '')
-  if most then return most end
-  local read, request = pcall(cjson.decode, request_of(id))
-  local limits = read and type(request) == 'table' and request.limits
-  return type(limits) == 'table' and tonumber(limits.max_attempts) or 3
-end
+-- Attempts that a rollout may have.
+local function most_attempts(id) return tonumber(get(id, 'most_attempts')[1]) end
 
 -- A rollout that saw so many workers end while they held it may be what ended them. It is carried alone among its
 -- kind: one such rollout a worker at once. Before that no attempt is counted, for the many that a worker took along
@@ -196,7 +188,7 @@ local function claimed(id)
   local r = get(id, 'fence', 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics',
     'tenant', 'attempt')
   return {'ok', id, r[11], r[1], now, r[2], request_of(id), r[3] or '', r[4] or '', r[5] or '', r[6] or '', r[7],
-    r[8], r[9] or '', r[10] or 'default'}
+    r[8], r[9] or '', r[10]}
 end
 
 -- Whether a tenant's quota has room for `count` rollouts: takes it and answers nil, or takes nothing and
@@ -478,7 +470,7 @@ elseif op == 'finish' then
 elseif op == 'cancel' then
   local id = ARGV[3]
   local r = get(id, 'state', 'owner', 'created', 'attempt', 'fence', 'node', 'tenant')
-  if not r[1] or (ARGV[4] ~= '' and ARGV[4] ~= (r[7] or 'default')) then return {'gone', '', '', '0'} end
+  if not r[1] or (ARGV[4] ~= '' and ARGV[4] ~= r[7]) then return {'gone', '', '', '0'} end
   though_full()
   if TERMINAL[r[1]] then return {'ended', r[1], '', r[4]} end
   if r[2] then

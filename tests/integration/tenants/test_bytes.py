@@ -58,22 +58,6 @@ def test_the_members_of_one_call_may_have_requests_of_their_own(world):
     assert len(world.gate.rollouts.ids(tenant="a", tag="t1")) == 2
 
 
-def test_a_record_of_the_first_layout_is_read_claimed_and_ended(world):
-    world.key("a", Scope.SUBMIT, Scope.READ)
-    store = world.gate.rollouts
-    (one,) = (item["id"] for item in world.submit("a", task={"old": True}).json["rollouts"])
-    (kept,) = world.redis.keys("request:*")
-    # As that release wrote it.
-    world.redis.hset(keys.record(one), "request", world.redis.hget(kept, "body"))
-    world.redis.hdel(keys.record(one), "most_attempts")
-    world.redis.delete(kept)
-    assert world.get(f"/v1/rollouts/{one}", "a").json["request"]["task"] == {"old": True}
-    claim = store.claim(one, 1, Stage.INIT, "w")
-    assert claim.request == RolloutRequest(handler="noop", task={"old": True})
-    assert store.finish(claim, Finish("failed")) == "failed"
-    assert not world.redis.exists(kept)
-
-
 def test_bytes_are_counted_until_the_requests_expire_and_no_longer(world):
     world.key("a", Scope.SUBMIT, Scope.READ)
     world.tenants.set(Tenant(name="a", quota_bytes=1 << 20))
