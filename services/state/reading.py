@@ -292,7 +292,7 @@ def rollout_of(
         group_id=record["group"],
         index=int(record["index"]),
         handler=record["handler"],
-        tenant=record["tenant"],
+        tenant=record.get("tenant", DEFAULT_TENANT),
         state=State(record["state"]),
         attempt=int(record["attempt"]),
         request=request,
