@@ -1,6 +1,7 @@
 """A service to break, and the count of what became of its rollouts.
 
-Redis syncs its file as shipped (`everysec`), and rollouts have the attempts that they have by default.
+Redis syncs its file as shipped (`everysec`) until it is killed, and rollouts have the attempts that they have by
+default.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Chaos(Stack):
     # -- the rest -------------------------------------------------------------------------------
 
     def restart_redis(self) -> None:
-        """SIGKILL, then a new server on the same port and append-only file."""
-        self.redis.kill()
+        """A crash, then a new server on the same port and append-only file."""
+        self.redis.crash()
         self.redis = self.redis.restarted()
 
     def restart_gateway(self) -> None:

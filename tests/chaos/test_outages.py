@@ -54,7 +54,7 @@ def require_unharmed(chaos, at_work):
 @pytest.mark.parametrize("away_s", AWAY_S)
 def test_redis_away_costs_live_rollouts_nothing(chaos, at_work, away_s):
     """Half of the rollouts go on from stage to stage while it is away, and must write that."""
-    chaos.redis.kill()
+    chaos.redis.crash()
     began = time.monotonic()
     open_all(dict(list(at_work.items())[:2]))
     time.sleep(max(0.0, away_s - (time.monotonic() - began)))  # the fault itself
@@ -85,7 +85,7 @@ def test_sandboxes_and_model_calls_go_on_through_an_outage(chaos, embedded):
     ids = [one.id for one in requests]
     for _ in range(3):
         wait_until(lambda: chaos.states(ids)["running"] or chaos.all_ended(ids), PATIENCE_S, "one in RUN")
-        chaos.redis.kill()
+        chaos.redis.crash()
         time.sleep(2.0)  # the fault itself
         chaos.redis = chaos.redis.restarted()
     chaos.wait_for_ends(ids)
@@ -119,7 +119,7 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
         thread.start()
     chaos.wait_for_arrived(gates, "init", 1)
     time.sleep(1.5)  # for both requests to be parked: nothing shows that from outside
-    chaos.redis.kill()
+    chaos.redis.crash()
     time.sleep(2.5)  # the fault itself; longer than the reader of completions asks at once
     body = {"requests": [{"handler": "gated", "id": f"late-{rollout_id}"}]}
     refused = httpx.post(f"{chaos.url}/v1/rollouts", json=body, headers=HEADERS, timeout=PATIENCE_S)

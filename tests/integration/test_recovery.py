@@ -124,7 +124,7 @@ def test_a_redis_that_is_away_for_a_while_costs_no_work(spare):
     wait_for_state(spare, new.id, State.RUNNING)
     time.sleep(1.1)  # `appendfsync everysec` may lose a second; this is not about that
     try:
-        spare.redis.kill()
+        spare.redis.crash()
         try:
             # All that this handler wants of Redis is that its outcome be written.
             waits = lambda: "the stage waits" in run_worker.log.read_text()  # noqa: E731

@@ -270,7 +270,7 @@ def test_connections_cut_under_load_cost_nothing(service):
 def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(service):
     ids, thread = flood(service.url, 100)
     wait_until(lambda: len(ids) >= 30, 60, "some to be acknowledged")
-    service.redis.kill()
+    service.redis.crash()
     known = len(ids)
     answer = http.get(f"{service.url}/ready", timeout=60)
     assert answer.status_code == 503

@@ -236,7 +236,7 @@ def test_when_redis_dies_who_waits_goes_on_waiting_and_is_told_when_the_wait_is_
     began = time.monotonic()
     with wait_at(usual, paths) as waiters:
         until_waiting(usual, len(paths))
-        service.redis.kill()
+        service.redis.crash()
         try:
             newcomer = http.get(f"{usual.url}/v1/rollouts/{ids[0]}?{WAIT}", timeout=PATIENCE_S)
             assert newcomer.status_code == 503 and int(newcomer.headers["Retry-After"]) > 0
