@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.gateway.compat_port import Compat
+from services.gateway.compat.port import Compat
 from services.settings import settings
 
 bind = [f"{settings().gateway_host}:{settings().gateway_port}"]

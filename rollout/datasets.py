@@ -270,6 +270,20 @@ def _saved(path: Path) -> Iterator[Row]:
         yield Row(number, f"{path.name}, row {number}", data)
 
 
+def user_text(messages: list[Any]) -> str:
+    """What the user says in chat messages, or in the input of a Responses request."""
+    texts = []
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in (None, "user"):
+            continue
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        if isinstance(content, str) and content:
+            texts.append(content)
+    return "\n\n".join(texts)
+
+
 def problem(task: Mapping[str, Any], schema: Mapping[str, Any], row: Row) -> str | None:
     """What of a task does not fit a handler's schema, naming row and field; None = it fits.
 

@@ -8,17 +8,14 @@ from flask import Flask, request
 
 from services import logs
 from services.gateway import auth, door, problems, requests
-from services.gateway.compat import open_port
-from services.gateway.compat_port import Compat
+from services.gateway.compat.app import register as register_compat
 from services.gateway.compression import compress_answers
 from services.gateway.context import EXTENSION, Gateway
 from services.gateway.routes import (
     backends,
     batches,
     fleet,
-    nemo_gym,
     policy,
-    prorl,
     results,
     rollouts,
     service,
@@ -30,9 +27,6 @@ from services.state.redis import connect
 from services.state.startup import StartCheck, UnfitRedis
 
 log = structlog.get_logger("gateway")
-
-_WITHOUT_REDIS = frozenset({"service.health", "service.ready", "service.spec", "nemo_gym.alive", None})
-"""Endpoints that answer whatever Redis is; None = a path that does not exist."""
 
 
 def create_app(settings: Settings | None = None) -> Flask:
@@ -48,22 +42,22 @@ def create_app(settings: Settings | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     gate = app.extensions[EXTENSION] = Gateway.create(settings)
     requests.register(app)
-    for module in (rollouts, batches, results, webhooks, backends, policy, fleet, service, prorl, nemo_gym):
+    for module in (rollouts, batches, results, webhooks, backends, policy, fleet, service):
         app.register_blueprint(module.blueprint)
+    register_compat(app)
     problems.register(app)
     compress_answers(app)
     door.register(app, names=_names(settings))
 
     @app.before_request
     def _fit() -> None:
-        if request.endpoint not in _WITHOUT_REDIS:
-            gate.start.require()
+        view = app.view_functions.get(request.endpoint or "")
+        if view is not None and auth.scope_of(view, request.method) is not None:
+            gate.start.require()  # what is open to everybody answers whatever Redis is
 
     auth.register(app, gate.guard)
     door.register_bodies(app)
     _check_start(gate)
-    if compat := Compat.of(settings):
-        app.wsgi_app = open_port(app.wsgi_app, gate, compat)
     return app
 
 

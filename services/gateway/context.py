@@ -23,7 +23,6 @@ from services.state.fleet import FleetStore
 from services.state.jobs import JobStore
 from services.state.observations import Observations
 from services.state.policy import PolicyStore
-from services.state.prorl import ProrlStore
 from services.state.redis import connect
 from services.state.results import CompletionStore
 from services.state.retention import ResultStore
@@ -63,7 +62,6 @@ class Gateway:
     guard: Guard
     tenants: TenantStore
     jobs: JobStore
-    prorl: ProrlStore
 
     @classmethod
     def create(cls, settings: Settings) -> Gateway:
@@ -100,7 +98,6 @@ class Gateway:
             guard=Guard(KeyStore(client)),
             tenants=TenantStore(client),
             jobs=JobStore(client),
-            prorl=ProrlStore(client),
         )
 
 

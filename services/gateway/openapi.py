@@ -30,7 +30,7 @@ from rollout.schema import (
     SubmitResponse,
 )
 from rollout.schema.fleet import Fleet
-from services.gateway import openapi_compatible
+from services.gateway.compat import openapi as openapi_compatible
 
 _JSON = "application/json"
 _MODELS: list[type[BaseModel]] = [

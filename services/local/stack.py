@@ -23,7 +23,7 @@ import httpx
 
 from rollout.client import KEY_VARIABLE, Client, RolloutError
 from services import flower
-from services.gateway.compat_port import Compat
+from services.gateway.compat.port import Compat
 from services.local import keys, paths, plan, ports, redis
 from services.local.errors import StackError
 from services.local.plan import Options, Part

@@ -18,8 +18,8 @@ from pydantic_core import from_json
 
 from rollout.schema import HandlerInfo, Limits, RolloutRequest, Stage
 from services import dispatch
-from services.gateway import auth, bodies, metrics, nemo_gym, problems, requests, tasks
-from services.gateway.routes import nemo_gym as nemo_gym_routes
+from services.gateway import auth, bodies, metrics, problems, requests, tasks
+from services.gateway.compat import nemo_gym, nemo_gym_answers
 from services.gateway.routes import results as result_routes
 from services.gateway.routes import rollouts as rollout_routes
 from services.settings import Settings
@@ -286,7 +286,7 @@ def test_take_memory_by_a_million_errors(target):
         class Slow(nemo_gym._Open):
             verify_responses: list[dict]
 
-        target.without(nemo_gym_routes, "AggregateRequest", Slow)
+        target.without(nemo_gym, "AggregateRequest", Slow)
     body = b'{"verify_responses": [' + b"1," * 200_000 + b"1]}"
     return peak_mb(lambda: target.raw(ATTACKER, "/aggregate_metrics", body)) > 30
 
@@ -379,7 +379,7 @@ def test_grow_the_metrics_without_a_key(target):
 
 @attack(stopped_by="sums stay within what JSON has")
 def test_have_an_answer_that_is_no_json(target):
-    target.without(nemo_gym, "MAX_NUMBER", float("inf"))
+    target.without(nemo_gym_answers, "MAX_NUMBER", float("inf"))
     rows = [{"reward": 1.7e308, "_ng_task_index": 0, "metrics": {"m": 1.7e308}}] * 3
     answer = target.world.post("/aggregate_metrics", ATTACKER, {"verify_responses": rows})
     return answer.status_code >= 500 or "Infinity" in answer.text or "NaN" in answer.text

@@ -10,7 +10,8 @@ from rollout.batch import BatchRequest
 from rollout.schema import Rollout, RolloutRequest, State, new_id
 from rollout.webhooks import WebhookError, signed_headers, tenant_secret, verify_webhook
 from services import dispatch
-from services.gateway import auth, calls
+from services.gateway import auth
+from services.gateway.compat import calls
 from services.gateway.routes import rollouts as rollout_routes
 from services.settings import Settings
 from services.state import batches, results

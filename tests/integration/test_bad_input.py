@@ -140,7 +140,7 @@ def test_an_sdk_that_asks_for_a_model_is_told_where_they_are(world, path):
 
 
 def test_a_number_given_as_an_id_comes_back_as_one(world):
-    from services.gateway.prorl import ProcessRequest, rollout_request
+    from services.gateway.compat.prorl import ProcessRequest, rollout_request
 
     body = ProcessRequest.model_validate(
         {"instance": {"data_source": "noop", "instance_id": 7, "trajectory_id": 3}}

@@ -26,7 +26,7 @@ from rollout.schema import (
 )
 from rollout.trajectory import Trajectory
 from services.gateway import auth
-from services.gateway.nemo_gym import AggregateRequest
+from services.gateway.compat.nemo_gym_answers import AggregateRequest
 from services.gateway.routes.rollouts import CancelRequest
 from services.settings import Settings
 from services.state.api_keys import Scope

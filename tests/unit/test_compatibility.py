@@ -9,8 +9,8 @@ from jsonschema import Draft202012Validator
 
 from rollout.schema import ErrorInfo, HandlerInfo, Rollout, RolloutRequest, State, TimelineEvent
 from rollout.trajectory import Chain, Message, Segment, ToolCall, Trajectory
-from services.gateway import nemo_gym, prorl
-from services.gateway.instances import handler_of, task_of
+from services.gateway.compat import nemo_gym, nemo_gym_answers, prorl, prorl_result
+from services.gateway.compat.rows import handler_of, task_of
 from services.gateway.problems import ApiProblem
 from services.settings import Settings, SettingsError
 from tests.helpers.nemo_gym_client import check_response
@@ -32,6 +32,7 @@ SWE = {
     "FAIL_TO_PASS": '["t"]',
     "PASS_TO_PASS": ["u"],
 }
+OFFICIAL = "xingyaoww/sweb.eval.x86_64.a_s_b-1:latest"
 R2E = {
     "problem_statement": "Broken.",
     "docker_image": "namanjain12/b_final:abc",
@@ -85,13 +86,13 @@ R2E = {
             {"dataset": "dice", "question": "How many?", "answer": "3"},
         ),
         ("swebench", Swe(), SWE, {"instance_id": "a__b-1", "image": None}),
-        ("swebench", Swe(), SWE | {"docker_image": "some/image"}, {"image": "some/image"}),
+        ("swebench", Swe(), SWE | {"docker_image": "some/image"}, {"docker_image": "some/image"}),
         ("swebench", Swe(), R2E | {"instance_id": "r"}, {"docker_image": R2E["docker_image"]}),
     ],
 )
 def test_an_instance_becomes_a_task_of_its_handler(source, handler, instance, task):
     assert handler_of(source, {}, {}) == handler.name
-    made = task_of(handler.name, instance | {"data_source": source, "trajectory_id": "0"})
+    made = task_of(handler.info(), instance | {"data_source": source, "trajectory_id": "0"})
     Draft202012Validator(handler.info().task_schema).validate(made)  # as the gateway does
     read = handler.check_task(made)
     assert {name: getattr(read, name) for name in task} == task
@@ -99,6 +100,7 @@ def test_an_instance_becomes_a_task_of_its_handler(source, handler, instance, ta
         assert [(case.stdin, case.stdout) for case in read.tests] == [("1", "2")]
     if handler.name == "swe":
         assert read.instance().source == ("r2e-gym" if "commit_hash" in instance else "swe-gym")
+        assert read.instance().image == instance.get("docker_image", OFFICIAL)
 
 
 def test_a_deployment_adds_data_sources_and_any_handler_is_its_own():
@@ -106,8 +108,8 @@ def test_a_deployment_adds_data_sources_and_any_handler_is_its_own():
     more = settings.data_source_handlers
     assert handler_of("mine", {}, more) == "noop" and handler_of("deepscaler", {}, more) == "math_tools"
     assert handler_of("own", {"own": HandlerInfo(name="own")}, {}) == "own"
-    assert task_of("own", {"task": {"a": 1}, "b": 2}) == {"a": 1}
-    assert task_of("own", {"a": 1, "data_source": "own", "instance_id": "x"}) == {"a": 1}
+    assert task_of(HandlerInfo(name="own"), {"task": {"a": 1}, "b": 2}) == {"a": 1}
+    assert task_of(None, {"a": 1, "data_source": "own", "instance_id": "x"}) == {"a": 1}
     with pytest.raises(ApiProblem, match=r"nowhere.*ROLLOUT_DATA_SOURCES"):
         handler_of("nowhere", {}, {})
     with pytest.raises(SettingsError, match=r"ROLLOUT_DATA_SOURCES.*source=handler"):
@@ -212,8 +214,10 @@ def chain(first: int = 1, finish_reason: str = "stop") -> Chain:
     return found
 
 
-def result(found: Rollout, *, ids: prorl.Ids = "sampled", info: HandlerInfo | None = None) -> dict[str, Any]:
-    return check(prorl.result(found, info, ids=ids))
+def result(
+    found: Rollout, *, ids: prorl_result.Ids = "sampled", info: HandlerInfo | None = None
+) -> dict[str, Any]:
+    return check(prorl_result.result(found, info, ids=ids))
 
 
 def test_a_turn_across_a_weight_swap_is_one_message_with_all_its_ids():
@@ -264,7 +268,7 @@ def test_what_never_sampled_is_no_reward_for_clients_of_other_servers():
     told = result(found)
     assert (told["success"], told["filter"], told["reward"]) == (False, True, None)
     assert "leaves no room for a turn" in told["error"]
-    row = nemo_gym.answer(nemo_gym.RunRequest(responses_create_params={}), {}, found, None)
+    row = nemo_gym_answers.answer({}, {}, found, None)
     assert row["mask_sample"] and row["reward"] == 0.0
     (item,) = row["response"]["output"]
     assert (item["prompt_token_ids"], item["generation_token_ids"]) == ([0], [0]), "NeMo RL wants some"
@@ -299,7 +303,7 @@ def test_only_what_the_service_failed_at_is_filtered(found, critical, filtered, 
     assert told["timing"]["timeout_triggered"] is timeout
     assert (told["reward"] is None) == filtered and bool(told["error"]) == filtered
     assert not (filtered and told["resolved"])
-    row = nemo_gym.answer(nemo_gym.RunRequest(responses_create_params={}), {}, found, None)
+    row = nemo_gym_answers.answer({}, {}, found, None)
     assert bool(row.get("mask_sample")) == filtered
     # Without tokens a row would end the step of a trainer that masks it.
     assert check_response(row["response"]) == ([0, 0] if found.trajectory is None else [1, 2, 3, 4, 5, 6, 7])
@@ -328,7 +332,7 @@ def test_the_reward_must_be_whole_to_count_as_resolved():
 
 
 def test_tokens_are_on_the_last_item_of_their_call():
-    found = nemo_gym.response({}, ended(), None)
+    found = nemo_gym_answers.response({}, ended(), None)
     items = found["output"]
     kinds = [item["type"] for item in items]
     answers = ["function_call_output", "message"]
@@ -336,7 +340,7 @@ def test_tokens_are_on_the_last_item_of_their_call():
     assert [n for n, item in enumerate(items) if "generation_token_ids" in item] == [2, 5]
     assert items[2]["generation_token_ids"] == [3, 4] and items[5]["prompt_token_ids"] == [1, 2, 3, 4, 5, 6]
     assert items[4]["role"] == "user", "what answers no call has no id to name"
-    several = nemo_gym.response({}, ended(trajectory=Trajectory(chains=[chain(), chain(9)])), None)
+    several = nemo_gym_answers.response({}, ended(trajectory=Trajectory(chains=[chain(), chain(9)])), None)
     assert check_response(several) == [9, 2, 3, 4, 5, 6, 7], "one growing context, the last"
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import ConfigDict
 
 from rollout.trajectory import Message
 from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish, Think
 from workers.errors import TaskError
 from workers.handlers.answers import boxed_answer
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
-from workers.handlers.fields import ANSWER, PROBLEM, Answers, Problem, tell_other_names
+from workers.handlers.fields import Answers, Problem, RowTask, tell_of_rows, with_problem_and_answer
 from workers.handlers.packages import require
 from workers.scoring import score_or_blame
 
@@ -19,14 +21,18 @@ SCORE_S = 20.0
 """Seconds that a comparison may take; nearly all take milliseconds."""
 
 
-class MathTask(BaseModel):
+class MathTask(RowTask):
     """A problem and its accepted answers."""
 
-    model_config = ConfigDict(json_schema_extra=tell_other_names)
+    model_config = ConfigDict(json_schema_extra=tell_of_rows)
 
-    problem: Problem = Field(validation_alias=PROBLEM)
-    answer: Answers = Field(validation_alias=ANSWER)
+    problem: Problem
+    answer: Answers
     """The accepted answers, of which any one will do; LaTeX or plain."""
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> dict[str, Any]:
+        return with_problem_and_answer(row)
 
 
 class Math(AgentHandler[MathTask]):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from rollout.trajectory import FinishReason, Message
 from workers.agent.tools import Finish
 from workers.errors import InfrastructureError, TaskError
 from workers.handlers.answers import finish_message, last_words
 from workers.handlers.base import AgentHandler, Context, EvalContext, InitContext, Reward, RunContext
+from workers.handlers.fields import JsonObject, Problem, RowTask, object_of, with_problem_and_answer
 from workers.handlers.packages import require
 from workers.scoring import score, score_or_blame
 
@@ -30,7 +31,7 @@ _FORM = (
 )
 
 
-class ReasoningGymTask(BaseModel):
+class ReasoningGymTask(RowTask):
     """A place in a dataset (`dataset`, `seed`, `index`), or an entry of one (`question`, `metadata`)."""
 
     dataset: str = Field("", max_length=200)
@@ -41,11 +42,22 @@ class ReasoningGymTask(BaseModel):
     """Entries of the dataset; None = the package's default, or as many as `index` asks for."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Further options of the dataset, such as its difficulty."""
-    question: str | None = None
+    question: Problem | None = None
     answer: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     partial_credit: bool = True
     """False: the reward is 1 for a correct answer and else 0, whatever the scorer gives for a part."""
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> dict[str, Any]:
+        """A `seed` names a place, unless there is `metadata` of an entry. Both may be in `extra_info`."""
+        extra = object_of(row, "extra_info")
+        row = {name: extra[name] for name in cls.model_fields if extra.get(name) is not None} | row
+        if "seed" in row and "metadata" not in row:
+            return {name: value for name, value in row.items() if name != "question"}
+        entry = with_problem_and_answer(row)
+        entry["question"] = entry.get("problem")
+        return entry | ({"metadata": extra} if extra and "metadata" not in row else {})
 
     @model_validator(mode="after")
     def _either(self) -> ReasoningGymTask:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from rollout.trajectory import Message
 from services.settings import settings
@@ -15,7 +15,14 @@ from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish, Think, 
 from workers.errors import TaskError
 from workers.handlers.answers import boxed_answer, declared, last_words
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
-from workers.handlers.fields import ANSWER, PROBLEM, Answers, Problem, tell_other_names
+from workers.handlers.fields import (
+    Answers,
+    Problem,
+    RowTask,
+    object_of,
+    tell_of_rows,
+    with_problem_and_answer,
+)
 from workers.handlers.packages import require
 from workers.handlers.search import load_search
 from workers.scoring import score, score_or_blame
@@ -64,18 +71,18 @@ Choices = Annotated[
 
 
 def _tell(schema: dict[str, Any]) -> None:
-    tell_other_names(schema)
     # Its default is told by the other fields.
     del schema["properties"]["kind"]["default"]
+    tell_of_rows(schema)
 
 
-class StemTask(BaseModel):
+class StemTask(RowTask):
     """A question and its answer."""
 
     model_config = ConfigDict(json_schema_extra=_tell)
 
-    problem: Problem = Field(validation_alias=PROBLEM)
-    answer: Answers = Field(validation_alias=ANSWER)
+    problem: Problem
+    answer: Answers
     """One answer or several: all of a set and of a choice, any one of the other kinds."""
     kind: Kind = "exact"
     """Left out: `choice` with `choices`, `set` of a list, `numeric` if it starts so, else `exact`."""
@@ -90,21 +97,14 @@ class StemTask(BaseModel):
     abs_tolerance: float = Field(0.0, ge=0)
     """What it may differ by at least, in the answer's unit."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _kind_of_the_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("kind"):
-            return data
-        answer = next((data[name] for name in ANSWER.choices if name in data), None)
-        if data.get("choices"):
-            kind = "choice"
-        elif isinstance(answer, list):
-            kind = "set"
-        elif data.get("unit") or isinstance(answer, int | float) or _is_quantity(str(answer)):
-            kind = "numeric"
-        else:
-            kind = "exact"
-        return {**data, "kind": kind}
+    def from_row(cls, row: dict[str, Any]) -> dict[str, Any]:
+        """What else the row has of a task may be in its `extra_info`."""
+        extra = object_of(row, "extra_info")
+        own = cls.model_fields.keys() - {"problem", "answer"}
+        row = {name: extra[name] for name in own if extra.get(name) is not None} | row
+        row = with_problem_and_answer(row)
+        return row if row.get("kind") else row | {"kind": _kind(row)}
 
     @model_validator(mode="after")
     def _whole(self) -> StemTask:
@@ -117,6 +117,18 @@ class StemTask(BaseModel):
     def judged(self, answer: str) -> dict[str, Any]:
         """What the scorer's process needs to judge an answer."""
         return {"gold": self.answer, "answer": answer} | self.model_dump(exclude={"problem", "answer"})
+
+
+def _kind(row: Mapping[str, Any]) -> Kind:
+    """The kind of a row that names none."""
+    answer = row.get("answer")
+    if row.get("choices"):
+        return "choice"
+    if isinstance(answer, list):
+        return "set"
+    if row.get("unit") or isinstance(answer, int | float) or _is_quantity(str(answer)):
+        return "numeric"
+    return "exact"
 
 
 class Stem(AgentHandler[StemTask]):

@@ -9,13 +9,12 @@ from typing import Any
 
 import redis
 import structlog
-from flask import Blueprint, Response, jsonify
+from flask import Blueprint, Response, current_app, jsonify
 
 import rollout
 from services import flower
 from services.gateway import metrics, openapi
 from services.gateway.auth import caller, needs
-from services.gateway.compat_port import Compat
 from services.gateway.context import gateway
 from services.queues import STAGES
 from services.state.api_keys import Scope
@@ -47,7 +46,7 @@ def status() -> Response:
         nodes={node: asdict(said) for node, said in gate.fleet.admissions().items()},
         backends=[backend.model_dump() for backend in gate.backends.list()],
         flower=_flower(gate.settings.flower_url),
-        compat=compat.to_json() if (compat := Compat.of(gate.settings)) else None,
+        compat=compat.to_json() if (compat := current_app.extensions.get("rollout.compat")) else None,
         parts=_parts(gate.settings.stack_record),
     )
 

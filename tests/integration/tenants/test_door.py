@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway import compat_port, door
+from services.gateway import door
+from services.gateway.compat import port
 from services.settings import Settings, SettingsError
 from services.state.api_keys import Scope
 from services.state.tenants import Tenant
@@ -170,7 +171,7 @@ def test_the_port_is_said_loudly_and_shown(ported, capfd):
 
 
 def test_there_is_no_such_port_by_default(world):
-    assert compat_port.Compat.of(Settings()) is None
+    assert port.Compat.of(Settings()) is None
     world.key("a")
     assert world.get("/v1/status", "a").json["compat"] is None
     assert at_port(world, "GET", "/status").status_code == 401

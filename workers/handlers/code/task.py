@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from workers.handlers.fields import NULL, RowTask, object_of, problem_of, truth_of
+
 MAX_CASES = 1000
 MAX_CASE_CHARS = 8 << 20
 """Of one input or output. Some judges' largest tests are a few MB."""
-PROMPTS = ("prompt", "question", "problem", "description")
+PROMPTS = ("prompt", "question", "problem", "description", "problem_statement")
 """Names of the problem's text, as datasets have it."""
 
 
@@ -53,9 +55,10 @@ def _any_form(schema: dict[str, Any]) -> None:
         schema["properties"][name] = {"title": name, "description": schema["properties"][name]["description"]}
     schema.pop("required")
     schema["allOf"] = [{"anyOf": [{"required": [name]} for name in names]} for names in (PROMPTS, TESTS)]
+    schema["properties"] = {name: {"anyOf": [told, NULL]} for name, told in schema["properties"].items()}
 
 
-class CodeTask(BaseModel):
+class CodeTask(RowTask):
     """A programming problem with hidden tests."""
 
     model_config = ConfigDict(json_schema_extra=_any_form)
@@ -79,10 +82,30 @@ class CodeTask(BaseModel):
     score: Literal["all", "fraction"] = "all"
     """Reward 1 when every case passes, or the share of those that do."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _published(cls, data: Any) -> Any:
-        return canonical(data) if isinstance(data, dict) else data
+    def from_row(cls, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of APPS, TACO, Eurus-2, code_contests, DeepCoder or LiveCodeBench.
+
+        Raises:
+            ValueError: Its tests are in none of the known forms.
+        """
+        task = row | {"prompt": problem_of(row, PROMPTS)}
+        tests = _json(row.get("tests"), "tests")
+        if isinstance(tests, list):
+            return task | {"tests": tests}
+        tests = _json(tests or row.get("input_output") or truth_of(row), "input_output")
+        if isinstance(tests, list):
+            return task | _live_code_bench(row, tests)
+        if tests is not None:
+            return task | _from_input_output(tests)
+        columns = [row.get(name) for name in ("public_tests", "private_tests", "generated_tests")]
+        if any(columns):
+            return task | {"tests": [case for column in columns for case in _from_columns(column)]}
+        published = [row[name] for name in ("public_test_cases", "private_test_cases") if name in row]
+        if published:
+            cases = [case for column in published for case in _json(column, "test_cases") or []]
+            return task | _live_code_bench(row, cases)
+        return task
 
     @model_validator(mode="after")
     def _callable(self) -> CodeTask:
@@ -91,51 +114,7 @@ class CodeTask(BaseModel):
         return self
 
 
-def canonical(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of APPS, TACO, Eurus-2, code_contests or LiveCodeBench as the fields of a `CodeTask`.
-
-    Raises:
-        ValueError: Its tests are in none of the known forms.
-    """
-    task = dict(row)
-    for name in PROMPTS:
-        if isinstance(row.get(name), str):
-            task["prompt"] = row[name]
-            break
-    if isinstance(row.get("prompt"), list):  # chat messages, as in sets made for verl
-        task["prompt"] = "\n\n".join(
-            message["content"] for message in row["prompt"] if message["role"] == "user"
-        )
-    tests = _parsed(row.get("tests"), "tests")
-    if isinstance(tests, list):
-        return task | {"tests": tests}
-    tests = tests or row.get("input_output") or _ground_truth(row)
-    if tests is not None:
-        return task | _from_input_output(_parsed(tests, "input_output"))
-    columns = [row.get(name) for name in ("public_tests", "private_tests", "generated_tests")]
-    if any(columns):
-        return task | {"tests": [case for column in columns for case in _from_columns(column)]}
-    if "public_test_cases" in row or "private_test_cases" in row:
-        metadata = _parsed(row.get("metadata") or {}, "metadata")
-        cases = [
-            case
-            for name in ("public_test_cases", "private_test_cases")
-            for case in _parsed(row.get(name) or [], name)
-        ]
-        return task | {
-            "tests": [_live_code_bench(case) for case in cases],
-            "fn_name": metadata.get("func_name") or row.get("fn_name"),
-            "starter_code": row.get("starter_code") or "",
-        }
-    return task
-
-
-def _ground_truth(row: dict[str, Any]) -> Any:
-    reward_model = row.get("reward_model")
-    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-
-
-def _parsed(value: Any, field: str) -> Any:
+def _json(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -179,7 +158,16 @@ def _from_columns(column: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _live_code_bench(case: dict[str, Any]) -> dict[str, Any]:
+def _live_code_bench(row: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
+    metadata = object_of(row, "metadata") or object_of(object_of(row, "extra_info"), "metadata")
+    return {
+        "tests": [_live_code_bench_case(case) for case in cases],
+        "fn_name": metadata.get("func_name") or row.get("fn_name"),
+        "starter_code": row.get("starter_code") or "",
+    }
+
+
+def _live_code_bench_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("testtype") == "functional":
         args = [json.loads(line) for line in case["input"].splitlines() if line.strip()]
         return {"args": args, "expected": json.loads(case["output"])}

@@ -15,14 +15,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 T = TypeVar("T")
 Source = Literal["swe-bench", "swe-gym", "swe-smith", "r2e-gym"]
 
 _MISSING = "missing for a row of {kind}"
+
+
+Id = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
+    WithJsonSchema({"type": ["string", "integer"]}),
+]
+"""A text, or a number, which is read as one."""
 
 
 class SpecFields(BaseModel):
@@ -57,7 +65,9 @@ class SweTask(BaseModel):
 
     problem_statement: str = Field(min_length=1)
     """All that the agent is told."""
-    instance_id: str | None = None
+    instance_id: Id | None = None
+    data_kind: str | None = None
+    """One with `r2e` in it names R2E-Gym."""
     repo: str | None = None
     version: str | None = None
     base_commit: str | None = None
@@ -74,6 +84,7 @@ class SweTask(BaseModel):
     eval_type: str | None = None
     image_name: str | None = None
     docker_image: str | None = None
+    """Image of R2E-Gym's; in rows of other sets the same as `image`."""
     repo_name: str | None = None
     commit_hash: str | None = None
     expected_output_json: dict[str, str] | str | None = None
@@ -92,12 +103,14 @@ class SweTask(BaseModel):
         Raises:
             ValueError: It is of no known layout, or a field is missing or malformed; the message names it.
         """
-        if self.docker_image is not None or self.expected_output_json is not None:
+        if self.expected_output_json is not None or "r2e" in (self.data_kind or "").lower():
             return _from_r2e_gym(self)
         if self.image_name is not None and self.base_commit is None:
             return _from_swe_smith(self)
         if self.base_commit is not None or self.test_patch is not None:
             return _from_swe_bench(self)
+        if self.docker_image is not None:
+            return _from_r2e_gym(self)
         raise ValueError(
             "the row is of no known data set: SWE-bench and SWE-Gym have `base_commit` and `test_patch`, "
             "SWE-smith has `image_name`, R2E-Gym has `docker_image` and `expected_output_json`"
@@ -147,7 +160,7 @@ def _from_swe_bench(row: SweTask) -> Instance:
         source=source,
         instance_id=str(row.instance_id),
         repo=str(row.repo),
-        image=row.image or row.image_name or key,
+        image=row.image or row.docker_image or row.image_name or key,
         problem_statement=row.problem_statement,
         base_commit=row.base_commit,
         gold_patch=row.patch or "",
@@ -169,7 +182,7 @@ def _from_swe_smith(row: SweTask) -> Instance:
         source="swe-smith",
         instance_id=str(row.instance_id),
         repo=str(row.repo),
-        image=row.image or str(row.image_name),
+        image=row.image or row.docker_image or str(row.image_name),
         problem_statement=row.problem_statement,
         base_commit=None,
         gold_patch="",

@@ -72,12 +72,12 @@ def begin(
     rollout_id = new_id()
     if job is not None:
         body = digest_of(request.model_dump_json())
-        found = gate.jobs.claim(job, rollout_id, body, request.limits.deadline_s)
-        if found.body != body:
+        known = gate.jobs.claim(job, rollout_id, body, request.limits.deadline_s)
+        if known.body != body:
             message = "this id is in use for a job with another body; choose another id"
             field = FieldError(field="job_id", message=message)
             raise ApiProblem(409, "Id in use", f"job_id: {message}", [field])
-        rollout_id = found.rollout_id
+        rollout_id = known.rollout_id
     before(rollout_id)
     try:
         # Also if it is there already: whoever claimed it may have ended before it was submitted.
@@ -122,12 +122,12 @@ def finish(call: Call, *, replay_s: float) -> Rollout:
         else:
             what = "the rollout goes on; send the same id again"
         raise ApiProblem(503, "Gateway stops", what, retry_after_s=STOPS_RETRY_S)
-    found = gate.rollouts.get(call.rollout_id, tenant=call.tenant)
-    if found is None:
+    rollout = gate.rollouts.get(call.rollout_id, tenant=call.tenant)
+    if rollout is None:
         raise ApiProblem(404, "No such rollout", f"rollout {call.rollout_id!r} is past its retention")
     if call.job is not None:
-        gate.jobs.answered(call.job, call.rollout_id, 0.0 if found.drop else replay_s)
-    return found
+        gate.jobs.answered(call.job, call.rollout_id, 0.0 if rollout.drop else replay_s)
+    return rollout
 
 
 def abandon(gate: Gateway, call: Call) -> None:

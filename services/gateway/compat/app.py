@@ -1,4 +1,4 @@
-"""The compatibility port: the routes of ProRL and NeMo Gym without a key, for one tenant, and nothing else.
+"""The wing's door: its routes in the gateway, and the port where they need no key.
 
 Clients that were written for those servers send no key. Who starts the gateway may open a port for them
 (`rollout up --compat-port P --compat-tenant T`), on an address of its own: whoever reaches that is the
@@ -7,18 +7,18 @@ tenant. The application behind it has these routes and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import structlog
 from flask import Flask, current_app, g, request
 
 from services.gateway import auth, door, problems, requests
-from services.gateway.compat_port import Compat
+from services.gateway.compat import nemo_gym, prorl
+from services.gateway.compat.port import EXTENSION, Compat
 from services.gateway.compression import compress_answers
-from services.gateway.context import EXTENSION, Gateway
+from services.gateway.context import EXTENSION as GATEWAY
 from services.gateway.problems import ApiProblem
-from services.gateway.routes import nemo_gym, prorl, service
+from services.gateway.routes import service
 from services.state.api_keys import ApiKey, Scope
 
 log = structlog.get_logger("gateway")
@@ -27,25 +27,34 @@ SERVERS = ("prorl.add_llm_server", "prorl.clear_llm_server")
 """Endpoints that change what all tenants share."""
 NOBODY = "compat"
 """Stands for the id of a key."""
-Wsgi = Callable[[dict[str, Any], Any], Any]
 
 
-def open_port(ordinary: Wsgi, gate: Gateway, compat: Compat) -> Wsgi:
-    """Give calls that came by the port an application of their own, and all others the ordinary one."""
+def register(app: Flask) -> None:
+    """Add the routes to the gateway; calls that come by the port get an application of their own.
+
+    Raises:
+        SettingsError: The port is set up by halves.
+    """
+    app.register_blueprint(prorl.blueprint)
+    app.register_blueprint(nemo_gym.blueprint)
+    compat = Compat.of(app.extensions[GATEWAY].settings)
+    if compat is None:
+        return
     log.warning(str(compat))
-    app, port = _application(gate, compat), str(compat.port)
+    app.extensions[EXTENSION] = compat
+    ordinary, keyless, port = app.wsgi_app, _keyless(app, compat), str(compat.port)
 
     def choose(environ: dict[str, Any], start_response: Any) -> Any:
         # The listener's own, whatever the request says.
-        return (app if environ["SERVER_PORT"] == port else ordinary)(environ, start_response)
+        return (keyless if environ["SERVER_PORT"] == port else ordinary)(environ, start_response)
 
-    return choose
+    app.wsgi_app = choose  # type: ignore[method-assign]
 
 
-def _application(gate: Gateway, compat: Compat) -> Flask:
+def _keyless(gateway: Flask, compat: Compat) -> Flask:
     app = Flask("services.gateway.compat")
+    gate = app.extensions[GATEWAY] = gateway.extensions[GATEWAY]
     app.config["MAX_CONTENT_LENGTH"] = gate.settings.max_body_bytes
-    app.extensions[EXTENSION] = gate
     requests.register(app)
     app.register_blueprint(prorl.blueprint)
     app.register_blueprint(nemo_gym.blueprint)
@@ -53,13 +62,8 @@ def _application(gate: Gateway, compat: Compat) -> Flask:
     problems.register(app)
     compress_answers(app)
     door.register(app, names=door.own_names(compat.host, *gate.settings.gateway_names.split(",")))
-    nobody = ApiKey(
-        id=NOBODY,
-        tenant=compat.tenant,
-        scopes=frozenset((Scope.SUBMIT, Scope.READ)),
-        digest="",
-        created_at=0.0,
-    )
+    scopes = frozenset((Scope.SUBMIT, Scope.READ))
+    nobody = ApiKey(id=NOBODY, tenant=compat.tenant, scopes=scopes, digest="", created_at=0.0)
 
     @app.before_request
     def _let_in() -> None:

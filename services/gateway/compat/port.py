@@ -1,4 +1,4 @@
-"""Where the compatibility port is, and whose, from the settings."""
+"""Where the port that needs no key is, and whose, from the settings. It imports no web framework."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 from services.settings import Settings, SettingsError
 from services.state.tenants import check_name
+
+EXTENSION = "rollout.compat"
+"""Of the gateway's application: its `Compat`, where there is one."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,267 @@
+"""An agent server of NeMo Gym: a row becomes a rollout, and its end a verified response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import redis
+from flask import Blueprint, Response, jsonify
+from kombu.exceptions import OperationalError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from rollout.datasets import user_text
+from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
+from rollout.schema.base import MAX_INT53
+from services.engines.address import root
+from services.gateway.auth import needs
+from services.gateway.bodies import body_json
+from services.gateway.compat import calls
+from services.gateway.compat.nemo_gym_answers import AggregateRequest, aggregate, answer, failed, response
+from services.gateway.compat.rows import HANDLERS, as_instance_problem, handler_of, task_of, there_are
+from services.gateway.context import gateway
+from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.settings import Settings
+from services.state.api_keys import Scope
+from services.state.jobs import digest_of
+
+blueprint = Blueprint("nemo_gym", __name__)
+
+API = "nemo-gym"
+TAG = "api:nemo-gym"
+"""Of every rollout that came by `/run` or `/v1/responses`."""
+NOT_THE_TASK = ("responses_create_params", "agent_ref", "policy_base_url", "policy_api_key", "handler")
+INFRASTRUCTURE = (429, 503)
+"""Statuses of a refusal after which another attempt may do better."""
+
+
+class _Open(BaseModel):
+    """Unknown keys are kept: a row has whatever its data set has."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+def _no_stream(stream: bool | None) -> bool | None:
+    if stream:
+        raise ValueError("answers are not streamed here: leave it out, and wait for the whole one")
+    return stream
+
+
+class CreateParams(_Open):
+    """What has an effect of a Responses request."""
+
+    input: str | list[Any] = Field(default_factory=list)
+    metadata: Annotated[dict[str, Any], Field(max_length=1000)] | None = None
+    stream: Annotated[bool | None, AfterValidator(_no_stream)] = None
+    """There are no tokens to be streamed: an answer comes when the rollout has ended."""
+    temperature: float | None = None
+    top_p: float | None = None
+    max_output_tokens: int | None = None
+
+
+Index = Annotated[int, Field(ge=-MAX_INT53, le=MAX_INT53)]
+
+
+class AgentRef(_Open):
+    name: str = Field(max_length=200)
+
+
+class RunRequest(_Open):
+    """Body of `POST /run`: a whole row of a data set."""
+
+    responses_create_params: CreateParams
+    agent_ref: AgentRef | None = None
+    handler: str | None = Field(default=None, max_length=200)
+    """Names the handler where neither `agent_ref` nor `data_source` does."""
+    task_index: Index | None = Field(default=None, alias="_ng_task_index")
+    rollout_index: Index | None = Field(default=None, alias="_ng_rollout_index")
+    attempt_index: Index | None = Field(default=None, alias="_ng_attempt_index")
+    rollout_id: str | None = Field(
+        default=None, alias="_ng_rollout_id", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=1000
+    )
+    policy_base_url: str | None = Field(default=None, max_length=512)
+    policy_api_key: str | None = Field(default=None, max_length=10_000)
+
+    def own(self) -> dict[str, Any]:
+        """The collector's own fields, which it finds its rows by."""
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        return {
+            name: value for name, value in given.items() if name == "agent_ref" or name.startswith("_ng_")
+        }
+
+    @property
+    def name(self) -> str | None:
+        """What the row calls its rollout: made of its indices where it has no id; None = nothing."""
+        if self.rollout_id is not None:
+            name = self.rollout_id
+        elif self.task_index is not None and self.rollout_index is not None:
+            name = f"{self.task_index}-{self.rollout_index}"
+        else:
+            return None
+        return f"{name}-a{self.attempt_index}" if self.attempt_index else name
+
+
+def rollout_request(
+    row: RunRequest, handlers: Mapping[str, HandlerInfo], settings: Settings
+) -> RolloutRequest:
+    """The rollout that a row asks for, without an id.
+
+    Raises:
+        ApiProblem: 400 naming a field.
+    """
+    params = row.responses_create_params
+    fields = {
+        name: value
+        for name, value in row.model_extra.items()
+        if name not in NOT_THE_TASK and not name.startswith("_ng_")
+    }
+    instance = {**(params.metadata or {}), **fields}
+    text = params.input if isinstance(params.input, str) else user_text(params.input)
+    if text:
+        instance.setdefault("prompt", text)
+    handler = _handler(row, instance, handlers, settings)
+    given = {"temperature": params.temperature, "top_p": params.top_p, "max_tokens": params.max_output_tokens}
+    try:
+        sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise from_validation(error, "responses_create_params.") from None
+    # Rows with the same index may be of different data sets.
+    index = row.task_index
+    group = None if index is None else f"gym-{digest_of(index, handler, json.dumps(fields))}"
+    return RolloutRequest(
+        handler=handler,
+        task=task_of(handlers.get(handler), instance),
+        group_id=group,
+        sampling=sampling,
+        tags=[TAG],
+    )
+
+
+def _handler(
+    row: RunRequest, instance: Mapping[str, Any], handlers: Mapping[str, HandlerInfo], settings: Settings
+) -> str:
+    more = settings.data_source_handlers
+    agent = row.agent_ref.name if row.agent_ref else None
+    for name in (row.handler, agent):
+        if name and (name in handlers or name.lower() in more or name.lower() in HANDLERS):
+            return handler_of(name, handlers, more)
+    if isinstance(source := instance.get("data_source"), str):
+        return handler_of(source, handlers, more)
+    if "problem_statement" in instance:
+        return handler_of("swebench", handlers, more)
+    message = f"{agent!r} names no handler, and the row has no data_source; {there_are(handlers, more)}"
+    raise invalid("agent_ref.name", message)
+
+
+Started = tuple[RunRequest, dict[str, Any], "calls.Call | ApiProblem"]
+"""A row, its `responses_create_params` as they came, and its rollout or why there is none."""
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+@blueprint.get("/")
+@needs(None)
+def alive() -> Response:
+    """200 while the process lives."""
+    return jsonify(status="ok")
+
+
+@blueprint.post("/run")
+@needs(Scope.SUBMIT)
+def run() -> Response:
+    """Submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
+    row, params, call = calls.once(lambda: _begin(_object()))
+    if isinstance(call, ApiProblem):
+        return jsonify(_refused(row, params, call))
+    try:
+        # An id that the row names itself may come again; indices begin anew with every collection.
+        rollout = calls.finish(call, replay_s=calls.REPLAY_S if row.rollout_id else 0.0)
+    except ApiProblem as problem:
+        # The row counts as failed, and another attempt has another id.
+        calls.abandon(gateway(), call)
+        return jsonify(_refused(row, params, problem))
+    except (redis.RedisError, OperationalError) as error:
+        return jsonify(failed(row.own(), params, "infrastructure", f"Redis does not answer: {error}"))
+    return jsonify(answer(row.own(), params, rollout, gateway().tasks.handlers().get(rollout.handler)))
+
+
+@blueprint.post("/v1/responses")
+@needs(Scope.SUBMIT)
+def responses() -> Response:
+    """The same without a score: the body is what `responses_create_params` of a row is."""
+    _, params, call = calls.once(lambda: _begin({"responses_create_params": _object()}))
+    if isinstance(call, ApiProblem):
+        raise call
+    rollout = calls.finish(call, replay_s=0.0)
+    return jsonify(response(params, rollout, gateway().tasks.handlers().get(rollout.handler)))
+
+
+@blueprint.post("/aggregate_metrics")
+@needs(Scope.READ)
+def aggregate_metrics() -> Response:
+    """Numbers of many answers of `/run`. Nothing is read but the body."""
+    try:
+        asked = AggregateRequest.model_validate(body_json())
+    except ValidationError as error:
+        raise from_validation(error) from None
+    return jsonify(aggregate(asked.verify_responses))
+
+
+def _object() -> dict[str, Any]:
+    body = body_json()
+    if not isinstance(body, dict):
+        raise invalid("(body)", "must be an object")
+    return body
+
+
+def _begin(body: dict[str, Any]) -> Started:
+    """Read a row and submit its rollout.
+
+    Raises:
+        ApiProblem: 400; the body is no row. What else goes wrong is answered as the row's failure.
+    """
+    gate = gateway()
+    try:
+        row = RunRequest.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error) from None
+    params = body["responses_create_params"]
+    try:
+        request = rollout_request(row, calls.handlers(), gate.settings)
+        if row.policy_base_url is not None:
+            _check_policy(row.policy_base_url)
+        name = row.name
+        # Another row under the same indices is another rollout: they are unique within a collection only.
+        job = name and calls.key_of(API, name, digest_of(request.model_dump_json()))
+        return row, params, calls.begin(request, job)
+    except ApiProblem as problem:
+        return row, params, as_instance_problem(problem, "(row)")
+    except (redis.RedisError, OperationalError) as error:
+        return row, params, ApiProblem(503, "Service unavailable", f"Redis does not answer: {error}")
+
+
+def _check_policy(url: str) -> None:
+    """Refuse a policy that the rollout might not be sampled from.
+
+    Raises:
+        ApiProblem: 400; it is no backend here, or not all backends serve the same model.
+    """
+    backends = gateway().backends.list()
+    named = next((backend for backend in backends if root(backend.url) == root(url)), None)
+    if named is None:
+        raise invalid("policy_base_url", f"{url} is no LLM backend here: register it by POST /v1/backends")
+    others = sorted({other.id for other in backends if other.model != named.model and not other.draining})
+    if others:
+        raise invalid(
+            "policy_base_url",
+            f"{url} serves {named.model!r}, and a rollout goes to any backend, also to {', '.join(others)} "
+            "with another model: drain those",
+        )
+
+
+def _refused(row: RunRequest, params: dict[str, Any], problem: ApiProblem) -> dict[str, Any]:
+    status = problem.problem.status
+    why = "infrastructure" if status in INFRASTRUCTURE or status == 404 else "task"
+    return failed(row.own(), params, why, problem.problem.detail or problem.problem.title)

@@ -1,0 +1,143 @@
+"""The result object of ProRL-Agent-Server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from rollout.schema import HandlerInfo, Rollout, State
+from rollout.schema.trajectory import calls_of
+from rollout.summary import SUCCESS
+from rollout.trajectory import Chain, FinishReason, Message
+
+Ids = Literal["sampled", "all", "compact"]
+"""Which messages carry ids: those that were sampled, each with its prompt; all; all, and none its prompt."""
+
+
+def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids) -> dict[str, Any]:
+    """The result object of an ended rollout.
+
+    Args:
+        info: Of its handler, for the tools; None = unknown.
+        ids: Which messages carry ids.
+    """
+    trajectory = rollout.trajectory
+    lost = not rollout.drop and trajectory is None
+    dropped = rollout.drop or lost
+    reason = rollout.finish_reason
+    names = rollout.request.metadata
+    error = rollout.error
+    why = None
+    if lost:
+        why = "the trajectory is not kept any more"
+    elif rollout.drop:
+        why = f"{error.blame}: {error.message}" if error else rollout.drop_reason or rollout.state.value
+    return {
+        "instance_id": names.get("instance_id"),
+        "trajectory_id": names.get("trajectory_id"),
+        "git_patch": trajectory.artifacts.get("patch") if trajectory else None,
+        "success": not dropped,
+        "finish": not dropped and reason is FinishReason.STOP,
+        "end_properly": not dropped and reason is not FinishReason.TIME_LIMIT and not _cut_off(rollout),
+        "resolved": not dropped and (rollout.reward or 0.0) > SUCCESS,
+        "reward": None if dropped else rollout.reward,
+        "messages": list(_messages(rollout, ids)),
+        "tools": info.tool_schemas if info else [],
+        "critical_error": "final_result" if lost else _critical_error(rollout),
+        "filter": dropped,
+        "error": why,
+        "traceback": error.traceback if error else None,
+        "timing": _timing(rollout),
+    }
+
+
+def _cut_off(rollout: Rollout) -> bool:
+    """Whether the last turn ended in the middle, or there was none."""
+    if not (rollout.trajectory and rollout.trajectory.turns):
+        # A handler without a model has no turn that could.
+        return rollout.finish_reason is not FinishReason.STOP
+    last = next(s for s in reversed(rollout.trajectory.chain.segments) if s.sampled)
+    return last.finish_reason in ("length", "abort")
+
+
+def _critical_error(rollout: Rollout) -> str | None:
+    """Where it failed; of a cancelled one, where it was."""
+    if not rollout.drop:
+        return None
+    if rollout.state is State.TIMED_OUT or (rollout.error and rollout.error.blame == "timeout"):
+        return "timeout"
+    if rollout.error and rollout.error.stage:
+        return rollout.error.stage.value
+    before = [event.state for event in rollout.timeline if not event.state.terminal]
+    last = before[-1] if before else State.QUEUED
+    return {State.EVALUATING: "eval", State.READY: "run", State.RUNNING: "run"}.get(last, "init")
+
+
+def _timing(rollout: Rollout) -> dict[str, Any]:
+    spent = rollout.stage_seconds
+    stages = {f"{name}_time": spent.get(name, 0.0) for name in ("init", "run", "eval")}
+    by_limit = rollout.finish_reason is FinishReason.TIME_LIMIT or rollout.state is State.TIMED_OUT
+    blamed = rollout.error is not None and rollout.error.blame == "timeout"
+    return {
+        **stages,
+        "others_time": spent.get("queued", 0.0),
+        "counted_elapsed": sum(stages.values()),
+        "timeout_triggered": by_limit or blamed,
+    }
+
+
+def _messages(rollout: Rollout, ids: Ids) -> Iterator[dict[str, Any]]:
+    """Messages of all chains, in order. Log-probs and ids stay as they were sampled."""
+    if rollout.trajectory is None:
+        return
+    chains = rollout.trajectory.chains
+    for number, chain in enumerate(chains):
+        where = {"chain": number} if len(chains) > 1 else {}
+        for message in _chain_messages(chain, ids):
+            yield message | where
+    for message in rollout.trajectory.unread:
+        yield _message(message) | _NOT_SAMPLED[ids]
+
+
+_NOT_SAMPLED: dict[Ids, dict[str, Any]] = {
+    "sampled": {},
+    "all": {"token_ids": [], "input_ids": None, "logprobs": None},
+    "compact": {"token_ids": []},
+}
+"""What a message that was not sampled has beside its text."""
+
+
+def _chain_messages(chain: Chain, form: Ids) -> Iterator[dict[str, Any]]:
+    seen: list[int] = []
+    for call in calls_of(chain):
+        ids = [token for segment in call for token in segment.token_ids]
+        messages = [_message(message) for segment in call for message in segment.messages]
+        if call[0].sampled:
+            answer = messages[-1] if messages else _message(Message(role="assistant"))
+            answer["token_ids"] = ids
+            answer["logprobs"] = [value for segment in call for value in segment.logprobs or ()]
+            if form != "compact":
+                answer["input_ids"] = list(seen)
+            messages = [answer]
+        elif form != "sampled":
+            # The ids of messages that came together cannot be told apart; the last has them all.
+            messages = [
+                message | _NOT_SAMPLED[form]
+                for message in messages or [{"role": call[0].role, "content": ""}]
+            ]
+            messages[-1]["token_ids"] = ids
+        seen += ids
+        yield from messages
+
+
+def _message(message: Message) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.role == "assistant":
+        entry["tool_calls"] = [
+            {"name": call.name, "arguments": call.arguments} for call in message.tool_calls
+        ]
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+    if message.tool_call_id:
+        entry["tool_call_id"] = message.tool_call_id
+    return entry

@@ -1,0 +1,79 @@
+"""Rows of the compatible APIs: which handler a data source is for. Their forms are known to the handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.schema import FieldError, HandlerInfo
+from services.gateway.problems import ApiProblem, invalid
+
+DEFAULT_SOURCE = "swebench"
+HANDLERS = {
+    "swebench": "swe",
+    "swe-bench": "swe",
+    "swe-gym": "swe",
+    "r2e-gym": "swe",
+    "deepscaler": "math",
+    "math": "math",
+    "deepcoder": "code",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "code": "code",
+    "stem": "stem",
+    "reasoning_gym": "reasoning_gym",
+}
+"""Data source → handler; `ROLLOUT_DATA_SOURCES` adds to it."""
+SERVICE_FIELDS = frozenset({"data_source", "data_kind", "instance_id", "trajectory_id"})
+"""Of an instance: for the service, and for the task only where its handler's schema names them."""
+
+
+def handler_of(source: str, known: Mapping[str, Any], more: Mapping[str, str]) -> str:
+    """The handler of a data source. One that is called like a handler is that handler's.
+
+    Args:
+        known: Handlers that workers have announced.
+        more: What the deployment adds to `HANDLERS`.
+
+    Raises:
+        ApiProblem: 400; there is none.
+    """
+    name = source.strip().lower()
+    handler = more.get(name) or HANDLERS.get(name) or (source if source in known else None)
+    if handler is None:
+        message = f"no handler for {source!r}; {there_are(known, more)}"
+        raise invalid("instance.data_source", message)
+    return handler
+
+
+def there_are(known: Mapping[str, Any], more: Mapping[str, str]) -> str:
+    """What may be named, for the message to who named something else."""
+    return f"there are: {', '.join(sorted({*HANDLERS, *more, *known}))}; set ROLLOUT_DATA_SOURCES"
+
+
+def task_of(info: HandlerInfo | None, instance: Mapping[str, Any]) -> dict[str, Any]:
+    """The task that an instance is: its field `task`, or all that it has beside the service's own.
+
+    Args:
+        info: Of the handler; None = no worker has announced it.
+    """
+    if isinstance(task := instance.get("task"), dict):
+        return dict(task)
+    own = SERVICE_FIELDS - (info.task_schema.get("properties", {}).keys() if info else set())
+    return {name: value for name, value in instance.items() if name not in own}
+
+
+def as_instance_problem(problem: ApiProblem, where: str = "instance") -> ApiProblem:
+    """A refusal that speaks of the instance, where the caller knows of no task."""
+    body = problem.problem
+    errors = [FieldError(field=_renamed(error.field, where), message=error.message) for error in body.errors]
+    detail = f"{errors[0].field}: {errors[0].message}" if errors else body.detail
+    return ApiProblem(body.status, body.title, detail, errors, headers=problem.headers)
+
+
+def _renamed(field: str, where: str) -> str:
+    if field == "handler":
+        return f"{where}.data_source"
+    return where + field.removeprefix("task") if field == "task" or field.startswith("task.") else field
