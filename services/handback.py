@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.dispatch import Dispatcher
-from services.queues import INIT, Ref, make_celery
+from services.queues import make_celery
 from services.settings import Settings
 from services.state.fleet import FleetStore
 from services.state.redis import connect
@@ -20,15 +20,11 @@ def hand_back(settings: Settings, node: str) -> int:
     """
     with connect(settings.redis_url, max_connections=2, retries=0) as client:
         store = RolloutStore(client, settings)
-        refs = [
-            Ref(id=one.rollout_id, attempt=one.attempt, node=None)
-            for one in store.vacate([node], lost=False)
-            if one.action == "restart"
-        ]
+        count = sum(item.action == "restart" for item in store.vacate([node], lost=False))
         FleetStore(client).forget_nodes([node])
         app = make_celery(settings)
         try:
-            Dispatcher(app, store).send(INIT, refs)
+            Dispatcher(app, store).ring(count)
         finally:
             app.close()
-    return len(refs)
+    return count

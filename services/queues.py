@@ -59,7 +59,7 @@ _STAGE_OF_TASK = {task: stage for stage, task in STAGE_TASK.items()} | {TASK_CLE
 
 
 class Ref(TypedDict):
-    """What a message carries: never the trajectory, only where to find it."""
+    """What a message for RUN or EVAL carries: never the trajectory, only where to find it."""
 
     id: str
     attempt: int
@@ -75,7 +75,7 @@ def queue_for(stage: str, node: str | None) -> str:
 
 
 def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **_: Any) -> dict | None:
-    """Celery router function: picks the queue from the reference in the first argument."""
+    """Celery router function: picks the queue from the reference in the first argument, if there is one."""
     stage = _STAGE_OF_TASK.get(name)
     if stage is None:
         return None

@@ -42,21 +42,21 @@ events.bundle(app)
 
 
 @app.task(name=TASK_INIT, bind=True)
-def init_task(self: Task, ref: Ref) -> Ref:
-    """INIT of one rollout."""
-    return run_stage(self, ref, Stage.INIT, init)
+def init_task(self: Task) -> Ref:
+    """INIT of the rollout whose turn it is."""
+    return run_stage(self, Stage.INIT, init)
 
 
 @app.task(name=TASK_RUN, bind=True)
 def run_task(self: Task, ref: Ref) -> Ref:
     """RUN of one rollout."""
-    return run_stage(self, ref, Stage.RUN, run_turns)
+    return run_stage(self, Stage.RUN, run_turns, ref)
 
 
 @app.task(name=TASK_EVALUATE, bind=True)
 def evaluate_task(self: Task, ref: Ref) -> Ref:
     """EVAL of one rollout."""
-    return run_stage(self, ref, Stage.EVAL, evaluate)
+    return run_stage(self, Stage.EVAL, evaluate, ref)
 
 
 @app.task(name=TASK_CLEANUP)

@@ -245,8 +245,6 @@ class RolloutStore(RolloutReader):
 
     def claim_next(
         self,
-        rollout_id: str,
-        attempt: int,
         owner: str,
         *,
         node: str,
@@ -254,7 +252,7 @@ class RolloutStore(RolloutReader):
         most_without_sandbox: int | None = None,
         token: str | None = None,
     ) -> Claim | str:
-        """Take INIT of the rollout whose turn it is, which may be another than the message names.
+        """Take INIT of the rollout whose turn it is.
 
         The order is that of `lua/fair.lua`: weighted between tenants; within one by priority and age.
 
@@ -273,7 +271,7 @@ class RolloutStore(RolloutReader):
         bounds = ["" if most is None else most for most in (most_on_node, most_without_sandbox)]
         while True:
             token = token or secrets.token_hex(8)
-            reply = self._call("claim_next", rollout_id, attempt, owner, lease, token, node, *bounds)
+            reply = self._call("claim_next", owner, lease, token, node, *bounds)
             claim = self._claimed(reply, Stage.INIT)
             if claim != UNREADABLE:
                 return claim

@@ -215,7 +215,7 @@ def test_stop_init_for_all_by_a_bad_record(target):
     found = []
     try:
         for _ in range(2):
-            claim = target.gate.rollouts.claim_next(mine, 1, "w", node="n")
+            claim = target.gate.rollouts.claim_next("w", node="n")
             found += [claim.rollout_id] if isinstance(claim, Claim) else []
     except ValueError:
         return True

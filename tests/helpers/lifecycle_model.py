@@ -103,13 +103,8 @@ class Lifecycle:
         self._take(rollout_id, life, stage)
         return "ok"
 
-    def claim_next(
-        self, rollout_id: str, attempt: int, node: str, most_on_node: int | None, most_without: int | None
-    ) -> str:
+    def claim_next(self, node: str, most_on_node: int | None, most_without: int | None) -> str:
         """The id of the rollout that is taken, or `full` or `nobody`."""
-        named = self.lives.get(rollout_id)
-        if named is not None and (named.state, named.attempt) == (State.QUEUED, attempt):
-            self._line_up(rollout_id, named)
         for place, most in ((node, most_on_node), (NO_SANDBOX, most_without)):
             if most is not None and self.ahead(place) >= most:
                 return "full"

@@ -44,7 +44,7 @@ def claim(store, node):
 
 
 def claimed_by(store, node):
-    return store.claim_next("-", 1, f"init@{node}", node=node)
+    return store.claim_next(f"init@{node}", node=node)
 
 
 def tried(store, node, rollout_id, error):

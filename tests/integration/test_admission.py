@@ -224,8 +224,8 @@ def test_each_bound_stops_init_by_itself_and_what_is_told_is_the_nodes(parts):
     admission, store, fleet = parts
     admission._settings = Settings(node="n", ready_ahead=2)
     store.submit([new for _ in range(5) for new in _expand(RolloutRequest(handler="noop"))])
-    elsewhere = [store.claim_next("x", 1, "w", node="m") for _ in range(2)]
-    here = store.claim_next("x", 1, "w", node="n")
+    elsewhere = [store.claim_next("w", node="m") for _ in range(2)]
+    here = store.claim_next("w", node="n")
     admission.tick()
     assert admission.is_open
     told = fleet.admissions()["n"]
@@ -312,7 +312,7 @@ def test_a_claim_that_finds_the_bound_reached_has_it_looked_at_again(parts):
 def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):
     admission, store, _ = parts
     store.submit([new for _ in range(LEAST_AHEAD) for new in _expand(RolloutRequest(handler="noop"))])
-    claims = [store.claim_next("x", 1, "w", node="n") for _ in range(LEAST_AHEAD)]
+    claims = [store.claim_next("w", node="n") for _ in range(LEAST_AHEAD)]
     with structlog.testing.capture_logs() as said:
         admission.tick()
         assert admission.full
@@ -331,14 +331,14 @@ def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, server):
     _, store, _ = parts
     store.submit([new for _ in range(3) for new in _expand(RolloutRequest(handler="noop"))])
     with process.claiming() as cancelled:
-        claim, other = (store.claim_next("x", 1, "w", node="n") for _ in range(2))
+        claim, other = (store.claim_next("w", node="n") for _ in range(2))
         process._heard(keys.CANCEL_CHANNEL, claim.rollout_id)
         held, untouched = process.hold(claim, cancelled), process.hold(other, cancelled)
     assert (held.reason, untouched.reason) == (CANCEL, None)
     process._heard(keys.CANCEL_CHANNEL, other.rollout_id)
     assert untouched.reason == CANCEL
     with process.claiming() as cancelled:
-        third = store.claim_next("x", 1, "w", node="n")
+        third = store.claim_next("w", node="n")
         process._heard(keys.CANCEL_CHANNEL, "somebody else's")
         assert process.hold(third, cancelled).reason is None
 
@@ -349,7 +349,7 @@ def test_a_stopping_worker_hands_back_what_a_claim_brings_after_all(parts, serve
     _, store, _ = parts
     store.submit(_expand(RolloutRequest(handler="noop")))
     with process.claiming() as cancelled:
-        claim = store.claim_next("x", 1, "w", node="n")
+        claim = store.claim_next("w", node="n")
         stopping = threading.Thread(target=process.stop)
         stopping.start()
         wait_until(lambda: process._hands_back, PATIENCE_S, "the grace to be over")

@@ -80,7 +80,7 @@ def test_load_is_seen_as_redis_has_it(redis, store):
     FleetStore(redis).announce("run@n", ["run"], "n", 8)
     ids = submit(store, 10)
     observer = Observer(redis)
-    claims = [store.claim_next(ids[0], 1, "w", node="n") for _ in range(4)]
+    claims = [store.claim_next("w", node="n") for _ in range(4)]
     for claim in claims[:3]:
         store.finish(claim, Finish(State.READY))
     run = store.claim(claims[0].rollout_id, 1, Stage.RUN, "w")

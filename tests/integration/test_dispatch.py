@@ -6,6 +6,7 @@ import base64
 import json
 
 import pytest
+from celery import chain
 
 from rollout.schema import RolloutRequest, Stage, State
 from services.dispatch import Dispatcher, IdConflict
@@ -34,13 +35,13 @@ class Desk:
         return self.dispatcher.submit([request], tenant and Tenant(name=tenant))
 
     def messages(self, queue):
-        """Task, reference and the tasks that follow of each message, the oldest first."""
+        """Task, arguments and the tasks that follow of each message, the oldest first."""
         found = []
         for raw in reversed(self.redis.lrange(queue, 0, -1)):
             message = json.loads(raw)
-            (ref,), _, embedded = json.loads(base64.b64decode(message["body"]))
+            args, _, embedded = json.loads(base64.b64decode(message["body"]))
             following = [one["task"] for one in reversed(embedded["chain"] or [])]
-            found.append((message["headers"]["task"], ref, following))
+            found.append((message["headers"]["task"], args, following))
         return found
 
     def ready(self, rollout_id):
@@ -64,15 +65,14 @@ def test_each_new_rollout_has_one_message_of_its_whole_chain(desk):
     desk.ready("g.0")
     again = desk.submit(id="g", n=2)
     assert [(one.state, one.created) for one in again] == [(State.READY, False), (State.QUEUED, False)]
-    refs = [Ref(id=f"g.{k}", attempt=1, node=None, handler="noop") for k in range(2)]
-    assert desk.messages("init") == [(TASK_INIT, ref, [TASK_RUN, TASK_EVALUATE]) for ref in refs]
+    assert desk.messages("init") == [(TASK_INIT, [], [TASK_RUN, TASK_EVALUATE])] * 2
 
 
 def test_members_of_a_group_that_are_named_are_submitted_and_no_others(desk):
     request = RolloutRequest(handler="noop", id="g", n=4)
     made = desk.dispatcher.submit([request], members=range(1, 3), batch_group="b")
     assert [one.id for one in made] == ["g.1", "g.2"]
-    assert [ref["id"] for _, ref, _ in desk.messages("init")] == ["g.1", "g.2"]
+    assert len(desk.messages("init")) == 2
     assert desk.store.get("g.0") is None
     assert desk.redis.hget("rollout:{g.1}", "batch_group") == "b"
 
@@ -96,10 +96,37 @@ def test_an_id_of_somebody_else_or_of_another_body_is_refused_and_nothing_is_sen
 )
 def test_a_chain_goes_on_from_a_stage_at_the_node_of_its_sandbox(desk, stage, queue, task, following):
     ref = Ref(id="r", attempt=2, node="n")
-    desk.dispatcher.send(stage, [ref])
-    assert desk.messages(queue) == [(task, ref, following)]
-    desk.dispatcher.send(stage, [])
+    desk.dispatcher.send(stage, ref)
+    assert desk.messages(queue) == [(task, [] if stage == "init" else [ref], following)]
+    desk.dispatcher.ring(0)
     assert len(desk.messages(queue)) == 1
+
+
+@pytest.mark.parametrize(("stage", "queue"), [("init", "init"), ("run", "run.n")])
+def test_the_message_is_that_of_a_celery_chain_in_every_field(desk, stage, queue):
+    ref = Ref(id="r", attempt=2, node="n", handler="noop")
+    desk.dispatcher.send(stage, ref)
+    app = desk.dispatcher._app
+    steps = [app.signature(name) for name in (TASK_INIT, TASK_RUN, TASK_EVALUATE)]
+    if stage == "run":
+        chain(steps[1].clone((ref,)), steps[2]).apply_async()
+    else:
+        chain(*steps).apply_async()
+    bodies, messages = [], []
+    for raw in reversed(desk.redis.lrange(queue, 0, -1)):
+        message = json.loads(raw)
+        bodies.append(json.loads(base64.b64decode(message.pop("body"))))
+        # Each task has an id of its own, and each message a tag.
+        own = [message["headers"].pop(name) for name in ("id", "root_id")]
+        own.append(message["properties"].pop("correlation_id"))
+        assert len(set(own)) == 1 and message["properties"].pop("delivery_tag")
+        messages.append(message)
+    assert messages[0] == messages[1]
+    for step in bodies[1][2]["chain"]:
+        # Where the result of each step is found: nobody keeps results.
+        assert set(step["options"]) == {"task_id", "reply_to"}
+        step["options"] = {}
+    assert bodies[0] == bodies[1]
 
 
 def test_a_cancel_ends_the_sandbox_of_what_waits_and_leaves_that_of_what_runs_to_its_worker(desk):
@@ -116,5 +143,5 @@ def test_a_cancel_ends_the_sandbox_of_what_waits_and_leaves_that_of_what_runs_to
         ("cancelled", "cancelled"),
         ("gone", ""),
     ]
-    assert desk.messages("eval.n") == [(TASK_CLEANUP, Ref(id=waits, attempt=1, node="n"), [])]
+    assert desk.messages("eval.n") == [(TASK_CLEANUP, [Ref(id=waits, attempt=1, node="n")], [])]
     assert desk.dispatcher.cancel(waits) == ("ended", "cancelled")

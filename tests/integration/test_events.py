@@ -26,6 +26,8 @@ class Watcher:
     def __init__(self, url):
         self.seen = Counter()
         self.names, self.hosts = {}, {}
+        self.args = {}
+        """All that events have said of a task's arguments, one after the other."""
         self.app = make_celery(Settings(redis_url=url))
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -44,6 +46,8 @@ class Watcher:
     def note(self, event):
         if event["type"] == "task-received":
             self.names[event["uuid"]], self.hosts[event["uuid"]] = event["name"], event["hostname"]
+        if "args" in event:
+            self.args.setdefault(event["uuid"], []).append(event["args"])
         self.seen[event["type"], event.get("uuid")] += 1
 
     def ended(self):
@@ -85,7 +89,21 @@ def test_all_events_come_and_in_fewer_messages_than_tasks(world, watcher):
     world.client.run([RolloutRequest(handler="noop") for _ in range(COUNT)])
     wanted = dict.fromkeys((TASK_INIT, TASK_RUN, TASK_EVALUATE), COUNT)
     wait_until(lambda: watcher.ended() >= Counter(wanted), 20, f"events: {watcher.ended()}")
-    assert published(world) - before < 3 * COUNT, "nine events a rollout, sent nearly one by one"
+    assert published(world) - before < 3 * COUNT, "ten events a rollout, sent nearly one by one"
+
+
+def test_each_task_says_once_which_rollout_it_works_on(world, watcher):
+    requests = [RolloutRequest(handler="noop", priority=k % 3) for k in range(COUNT)]
+    told = Counter(f"{item.id} attempt 1 noop" for item in world.client.run(requests))
+    wait_until(lambda: watcher.ended()[TASK_EVALUATE] == COUNT, 20, f"events: {watcher.ended()}")
+    said = {
+        task: [watcher.args[uuid] for uuid, name in watcher.names.items() if name == task]
+        for task in (TASK_INIT, TASK_RUN, TASK_EVALUATE)
+    }
+    assert {first for first, *_ in said[TASK_INIT]} == {"()"}
+    assert Counter(args for _, *after in said[TASK_INIT] for args in after) == told
+    for task in (TASK_RUN, TASK_EVALUATE):
+        assert Counter(args for (args,) in said[task]) == told
 
 
 def test_they_come_after_the_connections_were_lost(world, watcher):
@@ -109,7 +127,7 @@ def test_those_of_tasks_that_end_while_their_worker_stops_come(world, watcher):
     wait_until(lambda: len(begun()) >= 10, 20, "tasks of the worker")
     worker.popen.send_signal(signal.SIGTERM)
     worker.popen.wait(30)
-    wait_until(lambda: all(watcher.seen["task-succeeded", uuid] for uuid in begun()), 10, "their ends")
+    wait_until(lambda: all(watcher.seen["task-stopped", uuid] for uuid in begun()), 10, "their ends")
 
 
 def test_what_was_collected_when_the_connection_was_lost_goes_with_the_next(server):

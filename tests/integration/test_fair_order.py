@@ -40,8 +40,8 @@ class World:
             self.store.submit(new[k : k + 1000], self.tenants.get(tenant))
         return [one.id for one in new]
 
-    def ring(self, rollout_id="nobody", attempt=1, **more):
-        return self.store.claim_next(rollout_id, attempt, "w", node=NODE, **more)
+    def ring(self, **more):
+        return self.store.claim_next("w", node=NODE, **more)
 
     def served(self, count):
         """The tenants of the next claims."""
@@ -188,9 +188,8 @@ def test_what_a_worker_hands_back_or_loses_is_next_again(world):
 
 def test_a_bell_serves_whoever_is_next_and_then_nobody(world):
     ids = world.submit("a", 3)
-    rung = [world.ring(ids[2]), world.ring(ids[2]), world.ring(ids[0])]
-    assert [claim.rollout_id for claim in rung] == ids
-    assert world.ring(ids[1]) == "nobody"
+    assert world.order(3) == ids
+    assert world.ring() == "nobody"
 
 
 def test_what_ends_while_it_waits_leaves_the_order(world):
@@ -200,7 +199,7 @@ def test_what_ends_while_it_waits_leaves_the_order(world):
     world.redis.zadd(keys.DUE, {second: 1})
     assert [item.action for item in world.store.overdue()] == ["ended"]
     world.redis.hset(keys.record(late), "deadline", 1)
-    assert world.ring(first).rollout_id == last, "the one past its deadline is left to the reaper"
+    assert world.ring().rollout_id == last, "the one past its deadline is left to the reaper"
     assert [item.rollout_id for item in world.store.overdue()] == [late]
     assert world.ring() == "nobody"
     assert world.redis.zcard(keys.FAIR_TENANTS) == 0
@@ -215,20 +214,6 @@ def test_a_claim_sent_twice_takes_one_rollout(world):
     assert world.ring(token="other").rollout_id == ids[1]
 
 
-def test_a_record_of_an_older_release_is_claimed_by_its_own_bell_or_the_reaper(world):
-    """Such a record has no rank, no tenant and no place in the order; messages for it are on their way."""
-    ids = world.submit("default", 2)
-    for one in ids:
-        world.redis.hdel(keys.record(one), "rank", "tenant")
-    world.redis.delete(*world.redis.keys("fair:*"))
-    assert world.ring() == "nobody"
-    claim = world.ring(ids[1])
-    assert (claim.rollout_id, claim.tenant) == (ids[1], "default")
-    world.redis.zadd(keys.DUE, {ids[0]: 0})
-    assert [item.action for item in world.store.overdue()] == ["send"]
-    assert world.ring().rollout_id == ids[0]
-
-
 def test_what_a_worker_of_an_older_release_claimed_is_passed_over(world):
     """It takes the rollout that the message names, and knows of no order that it should leave."""
     taken, other = world.submit("a", 2)
@@ -238,10 +223,10 @@ def test_what_a_worker_of_an_older_release_claimed_is_passed_over(world):
     assert world.redis.keys("fair:waiting:*") == []
 
 
-def test_a_bell_of_an_earlier_attempt_does_not_cut_the_delay_short(world):
-    (only,) = world.submit("a")
+def test_a_bell_does_not_cut_the_delay_of_another_attempt_short(world):
+    world.submit("a")
     world.store.finish(world.ring(), Finish("again", delay_s=60))
-    assert world.ring(only, attempt=1) == "nobody"
+    assert world.ring() == "nobody"
 
 
 # ------------------------------------------------------------------------------ ahead of RUN
@@ -256,7 +241,7 @@ def test_init_goes_no_further_ahead_of_run_than_the_bound_of_its_node(world):
     assert world.ring(**bound) == "full"
     assert world.store.finish(first, Finish(State.READY)) == State.READY
     assert world.ring(**bound) == "full", "ready, its sandbox still holds memory"
-    elsewhere = world.store.claim_next("nobody", 1, "w", node="n2", **bound)
+    elsewhere = world.store.claim_next("w", node="n2", **bound)
     assert isinstance(elsewhere, Claim), "another node has room"
     assert isinstance(world.store.claim(first.rollout_id, 1, Stage.RUN, "w"), Claim)
     assert isinstance(world.ring(**bound), Claim)
@@ -270,7 +255,7 @@ def test_rollouts_without_a_sandbox_are_bounded_over_all_nodes(world):
     for claim in (first, second):
         assert world.store.finish(claim, Finish(State.READY)) == State.READY
     assert world.store.ahead(NODE) == (0, 2)
-    assert world.ring(**bound) == world.store.claim_next("x", 1, "w", node="n2", **bound) == "full"
+    assert world.ring(**bound) == world.store.claim_next("w", node="n2", **bound) == "full"
     world.store.cancel(first.rollout_id)
     assert isinstance(world.ring(**bound), Claim)
 

@@ -80,8 +80,19 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
     for item in items:
         told = f"{item.id} attempt 1 noop"
         wanted = {(f"rollout.{name}", told) for name in ("init", "run", "evaluate")}
-        # INIT may have taken a rollout by another's message: that message's task tells of both.
         wait_until(lambda item=item, wanted=wanted: wanted <= seen(item), 60, f"tasks of {item.id}")
+
+    (slow,) = client.submit([RolloutRequest(handler="noop", task={"init_s": 60.0})])
+
+    def claimed(state):
+        (task,) = tasks_of(monitor, slow.id).values() or [{}]
+        return task.get("state") == state and task
+
+    wait_until(lambda: claimed("CLAIMED"), 60, "the task that claimed it")
+    assert claimed("CLAIMED")["args"] == f"{slow.id} attempt 1 noop"
+    client.cancel(slow.id)
+    wait_until(lambda: claimed("STOPPED"), 60, "the end of its chain")
+    assert claimed("STOPPED")["result"] == "cancelled"
 
     monitor.process.stop()
     monitor.start()

@@ -191,43 +191,39 @@ def machine_of(server):
 
         @rule(
             target=claims,
-            rollout_id=ids,
-            attempt=st.integers(1, 3),
             node=st.sampled_from(["n1", "n2"]),
             bounds=st.tuples(BOUNDS, BOUNDS),
             times=st.integers(1, 2),
         )
-        def a_bell_rings(self, rollout_id, attempt, node, bounds, times):
-            """Whatever it names, whose turn it is gets INIT."""
-            return self.ring_one(rollout_id, attempt, node, bounds, times)
+        def a_bell_rings(self, node, bounds, times):
+            """Whose turn it is gets INIT."""
+            return self.ring_one(node, bounds, times)
 
         @rule(count=st.integers(2, 4), bells=st.integers(1, 8), order=st.permutations(TENANTS))
         def tenants_flood_one_after_the_other(self, count, bells, order):
             for tenant in order:
                 for _ in range(count):
                     self.submit_one(2, tenant, 0)
-                self.ring_one("nobody", 1, "n1", (None, None), 1)
+                self.ring_one("n1")
             for _ in range(bells):
-                self.ring_one("nobody", 1, "n2", (None, None), 1)
+                self.ring_one("n2")
 
         @rule(target=claims, again=st.booleans())
         def whoever_is_next_fails_and_waits_out_its_delay(self, again):
-            got = self.ring_one("nobody", 1, "n1", (None, None), 1)
+            got = self.ring_one("n1")
             if getattr(got, "fence", None) is not None:
                 self.act(got, "again")
                 self.pass_time(STEPS_S[0])
                 self.reap_all()
                 if again:
-                    return self.ring_one("nobody", 1, "n2", (None, None), 1)
+                    return self.ring_one("n2")
             return got
 
-        def ring_one(self, rollout_id, attempt, node, bounds, times):
-            expected = self.model.claim_next(rollout_id, attempt, node, *bounds)
+        def ring_one(self, node, bounds=(None, None), times=1):
+            expected = self.model.claim_next(node, *bounds)
             token = f"t{next(self.tokens)}"
             for _ in range(times):
                 got = store.claim_next(
-                    rollout_id,
-                    attempt,
                     f"w-{token}",  # as if each were another worker: see test_poison.py for one's suspects
                     node=node,
                     most_on_node=bounds[0],

@@ -47,7 +47,7 @@ def ready(store, rollout_id, node="lost", max_attempts=3):
     """A rollout that INIT has begun on a node, and RUN has not taken."""
     request = RolloutRequest(handler="noop", limits={"max_attempts": max_attempts})
     store.submit([NewRollout(rollout_id, rollout_id, 0, request, request.model_dump_json(), "digest")])
-    claim = store.claim_next(rollout_id, 1, f"init@{node}", node=node)
+    claim = store.claim_next(f"init@{node}", node=node)
     assert claim.rollout_id == rollout_id
     store.note(rollout_id, claim.fence, {"sandbox": SANDBOX, "node": node})
     assert store.finish(claim, Finish(State.READY)) == State.READY
@@ -72,7 +72,7 @@ def test_what_waits_for_a_node_that_ended_in_order_begins_anew_without_using_up_
         found = store.get(one)
         assert (found.state, found.attempt, found.sandbox) == (State.QUEUED, 1, None)
         assert "handed back: node lost ends" in [note.text for note in found.notes]
-        again = store.claim_next(one, 1, "init@other", node="other")
+        again = store.claim_next("init@other", node="other")
         assert again.node is None and again.sandbox is None
     assert store.get("elsewhere").state is State.READY
     assert store.ahead("lost") == (0, 0)
@@ -83,7 +83,7 @@ def test_a_lost_node_costs_an_attempt_and_a_message_of_the_old_one_counts_no_mor
     ready(store, "one")
     assert [(item.action, item.attempt) for item in store.vacate(["lost"], lost=True)] == [("restart", 2)]
     assert store.claim("one", 1, Stage.RUN, "run@lost") == "stale"
-    assert store.claim_next("one", 2, "init@other", node="other").attempt == 2
+    assert store.claim_next("init@other", node="other").attempt == 2
 
 
 def test_a_lost_node_ends_what_has_no_attempt_left_and_gives_no_reward(store):

@@ -88,9 +88,9 @@ def test_a_claim_repeated_after_an_outage_still_holds_its_rollout(client, store)
     """Its answer was lost with Redis, and its lease ran out before Redis was back."""
     fleet = DyingFleet(client, store)
     fleet.submit("one")
-    first = store.claim_next("one", 1, "init@n", node="n", token="t")
+    first = store.claim_next("init@n", node="n", token="t")
     client.hset(keys.record("one"), "lease", 0)
     client.zadd(keys.DUE, {"one": 0})
-    again = store.claim_next("one", 1, "init@n", node="n", token="t")
+    again = store.claim_next("init@n", node="n", token="t")
     assert (again.rollout_id, again.fence) == ("one", first.fence)
     assert store.overdue() == [] and store.get("one").attempt == 1

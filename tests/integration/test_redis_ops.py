@@ -140,7 +140,7 @@ def round_trip(url):
     client = connect(url)
     client.set("test:mine", "1")
     app = make_celery(Settings(redis_url=url))
-    app.send_task(TASK_INIT, args=({"id": "r", "attempt": 1, "node": None},))
+    app.send_task(TASK_INIT)
     assert client.llen("init") == 1
     with app.connection() as connection:
         assert connection.default_channel.client.get("test:mine") in (b"1", "1")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import redis
+from celery.exceptions import Ignore
 
 from rollout.schema import Backend, Blame, ErrorInfo, Limits, RolloutRequest, Stage, State
 from rollout.trajectory import FinishReason, Trajectory
@@ -95,11 +96,16 @@ class Worker:
         return new.id
 
     def does(self, stage, rollout_id, body=None, attempt=1):
-        """One message of a stage; whether the chain goes on after it."""
-        task = SimpleNamespace(request=SimpleNamespace(chain=["next"], id="task"))
-        ref = {"id": rollout_id, "attempt": attempt, "node": None}
-        run_stage(task, ref, stage, body or BODIES[stage])
-        return task.request.chain is not None
+        """One message of a stage; whether the chain is whole after it, and says whose it is."""
+        task = SimpleNamespace(request=SimpleNamespace(id="task"))
+        named = None if stage is Stage.INIT else {"id": rollout_id, "attempt": attempt, "node": None}
+        try:
+            ref = run_stage(task, stage, body or BODIES[stage], named)
+        except Ignore:
+            return False
+        handler = self.redis.hget(keys.record(rollout_id), "handler")
+        assert (ref["id"], ref["attempt"], ref["handler"]) == (rollout_id, attempt, handler)
+        return True
 
     def brings_to(self, stage, rollout_id, *, boxed=False):
         """Have all stages before this one done, with a sandbox if it is to be `boxed`."""
@@ -184,7 +190,7 @@ def test_a_stage_leaves_a_sandbox_to_the_next_one_alone(worker, stage, what, ent
     assert (item.state, item.attempt) == (entered, 1 + (what == LOST))
     assert (item.sandbox is None) == (entered is State.QUEUED), "whoever begins anew gets another one"
     assert set(worker.host.released) == ({owner_of(rollout_id, 1)} if ended else set())
-    assert goes_on == (what == "nothing" and stage is not Stage.EVAL)
+    assert goes_on == (what == "nothing" or (stage is Stage.EVAL and entered is State.COMPLETED))
     queues = {
         name: worker.redis.llen(name) for name in ("init", "run", "eval", f"run.{NODE}", f"eval.{NODE}")
     }
@@ -212,7 +218,7 @@ def test_a_message_for_somebody_else_is_dropped_and_ends_its_chain(worker):
 
 def test_a_rollout_goes_through_and_its_metrics_are_those_of_all_stages(worker):
     rollout_id = worker.submit()
-    assert [worker.does(stage, rollout_id) for stage in Stage] == [True, True, False]
+    assert [worker.does(stage, rollout_id) for stage in Stage] == [True, True, True]
     item = worker.store.get(rollout_id)
     assert (item.state, item.reward) == (State.COMPLETED, 1.0)
     assert item.metrics["of_init"] == 1.0 and "no_number" not in item.metrics
@@ -243,7 +249,7 @@ def test_a_stage_ends_at_its_own_time_limit(worker):
     assert (item.state, item.attempt) == (State.QUEUED, 2), "a time-out of INIT is tried again"
     assert any("init_timeout_s = 0.1" in note.text for note in item.notes)
     cut = worker.submit(task={"run_s": 60.0}, limits=Limits(run_timeout_s=0.1))
-    assert [worker.does(stage, cut) for stage in Stage] == [True, True, False]
+    assert [worker.does(stage, cut) for stage in Stage] == [True, True, True]
     item = worker.store.get(cut)
     assert (item.state, item.reward, item.drop) == (State.TIMED_OUT, 1.0, False), "what was reached is scored"
     assert item.finish_reason is FinishReason.TIME_LIMIT

@@ -174,7 +174,9 @@ def test_another_attempt_has_nothing_of_the_one_that_failed(client, store, stage
     assert store.finish(claim, failed) == State.QUEUED
     item = store.get(rollout_id)
     assert (item.attempt, item.trajectory, item.sandbox) == (2, None, None)
-    again = store.claim_next(rollout_id, 2, "w", node="m")
+    client.zadd(keys.DUE, {rollout_id: 0})  # its delay is over
+    assert [item.action for item in store.overdue()] == ["send"]
+    again = store.claim_next("w", node="m")
     assert (again.error, again.finish_reason, again.sandbox, again.node) == (None, None, None, None)
     assert store.finish(again, Finish("handback")) == State.QUEUED
     item = through(store, rollout_id, Finish(State.COMPLETED, {"reward": "1.0"}), attempt=2)
@@ -367,7 +369,7 @@ def test_all_that_an_ended_rollout_leaves_expires_with_it(client, store):
 
 def test_a_claim_is_noted_for_its_repetition_and_not_for_ever(client, store):
     submit(store)
-    store.claim_next("-", 1, "w", node="n", token="t")
+    store.claim_next("w", node="n", token="t")
     assert 0 < client.pttl(keys.fair_claim("t")) <= 150_000, "the lease and an outage"
 
 

@@ -56,7 +56,7 @@ def test_before_its_first_step_it_is_handed_on_and_cleaned_up(loop, monkeypatch,
     async def body(run):
         raise AssertionError("it was interrupted before")
 
-    outcome = task_module._run_stage(run.process, None, {}, run, body)
+    outcome = task_module._run_stage(run.process, None, run, body)
     assert outcome.next == entered
     assert run.finished == [outcome]
     assert run.released == 1

@@ -120,8 +120,7 @@ class Reaper(Chore):
                 bound.warning("node lost: the rollout has no attempt left")
             else:
                 bound.warning("node lost: rollout restarts from INIT")
-                ref = Ref(id=item.rollout_id, attempt=item.attempt, node=None)
-                self._dispatcher.send(item.stage, [ref])
+                self._dispatcher.ring()
 
     def _free_results(self) -> None:
         dropped = self._results.sweep()
@@ -148,5 +147,4 @@ class Reaper(Chore):
             bound.warning("worker lost: rollout restarts from INIT")
             if item.node:
                 self._dispatcher.clean_up(item.rollout_id, item.node, item.attempt - 1)
-        node = item.node if item.stage != "init" else None
-        self._dispatcher.send(item.stage, [Ref(id=item.rollout_id, attempt=item.attempt, node=node)])
+        self._dispatcher.send(item.stage, Ref(id=item.rollout_id, attempt=item.attempt, node=item.node))

@@ -297,24 +297,23 @@ elseif op == 'claim' then
   end
   return claimed(id)
 
--- claim_next <id> <attempt> <owner> <lease ms> <token> <node> <most ahead on it or ''> <most without sandbox or ''>
--- INIT of whoever's turn it is. The bell's own id only makes sure that one waits which no order knows yet: a
--- record of an older release.
+-- claim_next <owner> <lease ms> <token> <node> <most ahead on it or ''> <most without sandbox or ''>
+-- INIT of whoever's turn it is.
 elseif op == 'claim_next' then
-  local named, lease, done = get(ARGV[2], 'state', 'attempt', 'owner'), tonumber(ARGV[5]), 'fair:claim:' .. ARGV[6]
+  local owner, lease, token, node = ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+  local done = 'fair:claim:' .. token
   local before = redis.call('GET', done)
   if before then
     local r = get(before, 'owner', 'token')
-    if not (r[1] and r[2] == ARGV[6]) then return {'stale'} end
+    if not (r[1] and r[2] == token) then return {'stale'} end
     renew(before, lease)
     return claimed(before)
   end
-  if named[1] == 'queued' and named[2] == ARGV[3] and not named[3] then wait_for_turn(ARGV[2]) end
-  local full = full_place(ARGV[7], ARGV[8], ARGV[9])
+  local full = full_place(node, ARGV[6], ARGV[7])
   if full then return {'full', full} end
   -- What cannot be claimed leaves the order; in one call not without end, for nobody else is served meanwhile.
   for _ = 1, 1000 do
-    local id, tenant = first_in_order(function(waiting) return is_absent(waiting, ARGV[7]) end)
+    local id, tenant = first_in_order(function(waiting) return is_absent(waiting, node) end)
     if not id then return {tenant and 'passed over' or 'nobody'} end
     local r = get(id, 'state', 'owner', 'deadline')
     if r[1] ~= 'queued' or r[2] then
@@ -322,7 +321,7 @@ elseif op == 'claim_next' then
     elseif now >= tonumber(r[3]) then
       redis.call('ZADD', 'rollouts:due', now, id)
       leave_queue(id, tenant)
-    elseif crowded(id, 'init', ARGV[4]) then
+    elseif crowded(id, 'init', owner) then
       -- The reaper rings for it again.
       redis.call('ZADD', 'rollouts:due', now + ALONE_AGAIN_MS, id)
       leave_queue(id, tenant)
@@ -330,8 +329,8 @@ elseif op == 'claim_next' then
       charge(tenant)
       -- An outage of Redis may lie between a claim and its repetition.
       redis.call('SET', done, id, 'PX', lease + 120000)
-      begin_ahead(id, ARGV[7])
-      take(id, r[1], 'init', ARGV[4], lease, ARGV[6])
+      begin_ahead(id, node)
+      take(id, r[1], 'init', owner, lease, token)
       return claimed(id)
     end
   end
