@@ -29,7 +29,7 @@ from sandbox.errors import (
     SandboxStartError,
 )
 from sandbox.images import ImageStore
-from sandbox.images.policy import ImagePolicy
+from sandbox.images.store import ImagePolicy
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id
 from sandbox.room import shortages

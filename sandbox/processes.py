@@ -109,6 +109,12 @@ def with_variable(name: str, value: str) -> list[int]:
     return found
 
 
+def group_lives(group: int) -> bool:
+    """Whether a process of the group has not ended; whether it has been reaped does not matter."""
+    stats = map(_stat, all_pids())
+    return any(fields[2] == str(group) and fields[0] not in "ZX" for fields in stats if fields)
+
+
 def send(pids: list[int], number: int = signal.SIGKILL) -> None:
     """Signal each process; one that is gone already is fine."""
     for pid in pids:
@@ -176,19 +182,6 @@ def _table_bytes(pid: int) -> int:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         found = _TABLES.search(_read(pid, "status"))
         return int(found[1]) * 1024 if found else 0
-    return 0
-
-
-def proportional_bytes(pid: int) -> int:
-    """Memory of the process, each shared page divided by the number of those who share it; 0 if it is closed
-    to us or gone.
-    """
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return 0
 
 

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
+import lzma
 import os
+import re
 import shutil
+import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sandbox import paths, trees
 from sandbox.errors import ImageError, RuntimeUnavailable
-from sandbox.images import locks, sources, squashfs, subordinates, tool
-from sandbox.images.cache import EXCLUSIVE
-from sandbox.images.sources import Kind, Source
+from sandbox.images import locks, squashfs, tool
+from sandbox.images.locks import EXCLUSIVE
 from sandbox.images.store import NAME, hand_over
 
 DEFAULT_TIMEOUT_S = 3600.0
 COMPRESSION = "-comp zstd -Xcompression-level 3"  # measured: 4 s where gzip takes 62 s, 4 % larger
 FAKEROOT_USAGE = "fakeroot, create a fake root environment."
 WORK_PREFIX = "rollout-build-"
+REGISTRIES = ("docker", "oras", "library")
+SECTION = re.compile(r"\s*%(\w+)")
+ARGUMENT = re.compile(r"{{\s*(\w+)\s*}}")
+HEADER = re.compile(r"\s*(bootstrap|from)\s*:\s*(.*?)\s*$", re.IGNORECASE)
 
 
 def build(
@@ -41,7 +51,7 @@ def build(
     """
     images = paths.image_dir()
     target = images / f"{check_name(name)}.sif"
-    found = sources.recognise(source)
+    found = recognise(source)
     if arguments and found.kind is not Kind.DEFINITION:
         raise ImageError(f"build arguments are for definition files (*.def), not for {source!r}")
     if (images / name).is_dir():
@@ -140,43 +150,42 @@ def _run(
     arguments: dict[str, str],
     output: Callable[[str], None] | None,
 ) -> None:
-    if source.reference.startswith(("oras://", "library://")):
-        pull = {"source": source.reference, "image": str(made)}
-        _with_hint(source, lambda: tool.run("pull", pull, work, timeout, None, output))
-        return
-    user, reference = None, source.reference
-    arguments = dict(arguments)
-    if source.kind is Kind.DEFINITION:
-        assert source.path is not None
-        user = _builder(source.path)
-        reference = str(_prepared_definition(source.path, arguments, work, user))
-    elif source.kind is Kind.DIRECTORY:
-        reference = str(_own_copy(Path(reference), work / "from", None))
-    if user is not None:
-        _hand_over(work, user)
-    options = ["--userns", "--force", "--mksquashfs-args", COMPRESSION]
-    for key, value in arguments.items():
-        options += ["--build-arg", f"{key}={value}"]
-
-    def run() -> None:
-        build = {"source": reference, "image": str(made), "options": options}
+    """Have Apptainer make it. Raises ImageError with a hint of what to do."""
+    operation, user, reference = "build", None, source.reference
+    request: dict[str, Any] = {"image": str(made)}
+    if reference.startswith(("oras://", "library://")):
+        operation = "pull"
+    else:
+        arguments = dict(arguments)
+        if source.kind is Kind.DEFINITION:
+            assert source.path is not None
+            user = _builder(source.path)
+            reference = str(_prepared_definition(source.path, arguments, work, user))
+        elif source.kind is Kind.DIRECTORY:
+            reference = str(_own_copy(Path(reference), work / "from", None))
+        if user is not None:
+            _hand_over(work, user)
+        named = [f"--build-arg={key}={value}" for key, value in arguments.items()]
+        request["options"] = ["--userns", "--force", "--mksquashfs-args", COMPRESSION, *named]
+    request["source"] = reference
+    try:
         try:
-            tool.run("build", build, work, timeout, user, output)
+            tool.run(operation, request, work, timeout, user, output)
         except ImageError as error:
-            if FAKEROOT_USAGE not in str(error):
+            if operation == "pull" or FAKEROOT_USAGE not in str(error):
                 raise
             # The host's fakeroot runs in the image, here one too small to have the tools it calls.
-            build["options"] = [*options, "--ignore-fakeroot-command"]
-            tool.run("build", build, work, timeout, user, output)
-
-    _with_hint(source, run)
+            request["options"].append("--ignore-fakeroot-command")
+            tool.run(operation, request, work, timeout, user, output)
+    except ImageError as error:
+        raise ImageError("; ".join(filter(None, [str(error), _hint(source, str(error))]))) from error
 
 
 def _builder(definition: Path) -> int | None:
     """The uid that builds it when we are root: in a root's user namespace %post wants capabilities that are
     missing where the bounding set is cut, and knows no other users; a plain user gets both from fakeroot.
     """
-    if not sources.has_post(definition):
+    if not has_post(definition):
         return None
     for place in ("user/max_user_namespaces", "kernel/unprivileged_userns_clone"):
         switch = Path("/proc/sys", place)
@@ -193,12 +202,12 @@ def _prepared_definition(definition: Path, arguments: dict[str, str], work: Path
     named these, for Apptainer refuses one that is not used.
     """
     lines = definition.read_text(errors="surrogateescape").splitlines()
-    used = sources.arguments_in(lines)
-    for number, start in sources.local_images(definition, arguments).items():
+    used = arguments_in(lines)
+    for number, start in local_images(definition, arguments).items():
         copy = work / f"from-{number}"
         own = _own_copy(start, copy, user) if start.is_dir() else _own_unpacked(start, copy)
         lines[number] = f"From: {own}"
-    for name in used - sources.arguments_in(lines):
+    for name in used - arguments_in(lines):
         arguments.pop(name, None)
     prepared = work / definition.name
     prepared.write_text("\n".join(lines) + "\n", errors="surrogateescape")
@@ -254,13 +263,6 @@ def _hand_over(work: Path, user: int) -> None:
                 os.chown(Path(parent, name), user, user, follow_symlinks=False)
 
 
-def _with_hint(source: Source, run: Callable[[], object]) -> None:
-    try:
-        run()
-    except ImageError as error:
-        raise ImageError("; ".join(filter(None, [str(error), _hint(source, str(error))]))) from error
-
-
 def _hint(source: Source, said: str) -> str:
     """What to do about it, where that can be told."""
     if source.kind is Kind.REGISTRY:
@@ -268,21 +270,17 @@ def _hint(source: Source, said: str) -> str:
             "is the registry reachable from here, is the reference right, do you need `apptainer registry "
             "login`? Without a registry: `docker save IMAGE -o IMAGE.tar` elsewhere, and build from that file"
         )
-    if source.kind is not Kind.DEFINITION or source.path is None or not sources.has_post(source.path):
+    if source.kind is not Kind.DEFINITION or source.path is None or not has_post(source.path):
         return ""
     hints = []
     if (user := paths.sandbox_user()) is not None and "permission denied" in said.lower():
         hints.append(f"root builds as uid {user}, which must be able to read all that the file names")
-    if not _has_fakeroot():
+    if not tool.has_subordinate_ids() and shutil.which("fakeroot", path=paths.tool_path()) is None:
         hints.append(
             "%post ran without fakeroot, so it could not install packages: install the program fakeroot, or "
             "ask an administrator for lines for you in /etc/subuid and /etc/subgid"
         )
     return "; ".join(hints)
-
-
-def _has_fakeroot() -> bool:
-    return subordinates.are_given() or shutil.which("fakeroot", path=paths.tool_path()) is not None
 
 
 def _install(made: Path, target: Path) -> None:
@@ -303,3 +301,107 @@ def _install(made: Path, target: Path) -> None:
         raise ImageError(f"cannot write {target}: {error}") from error
     finally:
         hidden.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------- sources
+
+
+class Kind(enum.Enum):
+    """How a source is made into an image."""
+
+    DEFINITION = "definition file"
+    DIRECTORY = "directory"
+    ARCHIVE = "container archive"
+    FILE = "image file"
+    REGISTRY = "registry"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source that has been looked at."""
+
+    kind: Kind
+    reference: str
+    """As Apptainer is told: an absolute path or a URI."""
+    path: Path | None = None
+    """None for a registry."""
+
+
+def recognise(text: str) -> Source:
+    """Raises ImageError when it is nothing that an image can be made from."""
+    scheme, separator, _ = text.partition("://")
+    if separator:
+        if scheme not in REGISTRIES:
+            known = ", ".join(f"{name}://" for name in REGISTRIES)
+            raise ImageError(f"source {text!r}: {scheme}:// is not known; give {known} or a path")
+        return Source(Kind.REGISTRY, text)
+    path = Path(text).absolute()
+    if not path.exists():
+        raise ImageError(
+            f"source {text!r}: there is no such file; give a path, or a reference like docker://NAME"
+        )
+    if path.is_dir():
+        if not any((path / name).is_dir() for name in ("usr", "bin")):
+            raise ImageError(f"source {text!r} is a directory without usr and bin: no root file system")
+        return Source(Kind.DIRECTORY, str(path), path)
+    if path.suffix == ".def":
+        return Source(Kind.DEFINITION, str(path), path)
+    if tarfile.is_tarfile(path):
+        return Source(Kind.ARCHIVE, f"{_archive_kind(path)}:{path}", path)
+    try:
+        squashfs.squashfs_offset(path)
+    except ImageError as error:
+        raise ImageError(
+            f"source {text!r} is no definition file (*.def), directory, docker archive, SIF or squashfs "
+            f"file: {error}"
+        ) from error
+    return Source(Kind.FILE, str(path), path)
+
+
+def _archive_kind(path: Path) -> str:
+    """Apptainer's name for what `docker save` or an OCI tool has written."""
+    try:
+        with tarfile.open(path) as archive:
+            names = {name.removeprefix("./") for name in archive.getnames()}
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise ImageError(f"{path} is cut off or damaged ({error}); save or copy it again") from error
+    if "manifest.json" in names:
+        return "docker-archive"
+    if "oci-layout" in names:
+        return "oci-archive"
+    raise ImageError(
+        f"{path} holds neither manifest.json (docker save) nor oci-layout; if it is a plain root file "
+        "system, unpack it and give the directory"
+    )
+
+
+def has_post(definition: Path) -> bool:
+    """Whether a definition file runs something while the image is built."""
+    return any(
+        (match := SECTION.match(line)) and match[1].lower() == "post"
+        for line in definition.read_text(errors="replace").splitlines()
+    )
+
+
+def arguments_in(lines: list[str]) -> set[str]:
+    """The build arguments that a definition file uses."""
+    return {name for line in lines for name in ARGUMENT.findall(line)}
+
+
+def local_images(definition: Path, arguments: dict[str, str]) -> dict[int, Path]:
+    """The directories and image files that a definition file starts from, by the number (from 0) of the
+    line that names them.
+
+    `arguments`: of the build, for `{{ NAME }}`.
+    """
+    found: dict[int, Path] = {}
+    bootstrap = ""
+    for number, line in enumerate(definition.read_text(errors="replace").splitlines()):
+        match = HEADER.match(line)
+        if match and match[1].lower() == "bootstrap":
+            bootstrap = match[2].lower()
+        elif match and bootstrap == "localimage":
+            value = ARGUMENT.sub(lambda name: arguments.get(name[1], name[0]), match[2])
+            if Path(value).exists():
+                found[number] = Path(value).absolute()
+    return found

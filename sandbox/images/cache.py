@@ -15,12 +15,10 @@ others' K.lock and K.lease without waiting.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ from pathlib import Path
 from sandbox import paths, trees
 from sandbox.errors import ImageError
 from sandbox.images import locks
+from sandbox.images.locks import EXCLUSIVE
 
 GB = 10**9
 DEFAULT_QUOTA_GB = 50.0
@@ -40,7 +39,6 @@ GUARD_EVERY_S = 3600.0
 UNGUARDED_MOST_S = 9 * 86400.0
 """systemd-tmpfiles takes files away that were not touched for 10 days (/tmp) or 30 (/var/tmp)."""
 KEY = re.compile(r"[0-9a-f]{20}(-\d+)?")
-EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 
 def default_quota() -> int:
@@ -151,7 +149,7 @@ class ImageCache:
                 self._sweep()
                 self._make_room(need, source)
                 unpacking.mkdir(0o700)
-                self._write_notes(key, need, source)
+                write_json(self._file(key, "json"), {"bytes": need, "source": str(source)})
             try:
                 unpack(unpacking, lock)
                 unpacking.chmod(0o755)
@@ -248,7 +246,7 @@ class ImageCache:
     def _reserved(self) -> int:
         """Under `quota.lock`: bytes of the trees that are being unpacked."""
         keys = (path.name[1 : -len(".unpacking")] for path in self.directory.glob(".*.unpacking"))
-        return sum(int(self._read_notes(key).get("bytes", 0)) for key in keys)
+        return sum(int(read_json(self._file(key, "json")).get("bytes", 0)) for key in keys)
 
     def _sweep(self, lock_files: bool = False) -> None:
         """Under `quota.lock`: remove what killed processes left; with `lock_files` also those of no image."""
@@ -299,16 +297,12 @@ class ImageCache:
                 yield lease, ""
 
     def _describe(self, key: str, in_use: str | None) -> Cached:
-        notes = self._read_notes(key)
-        if "bytes" not in notes:  # unpacked by an earlier version, or the notes were lost
-            size, _ = trees.usage(self.tree(key), sys.maxsize, sys.maxsize)
-            notes = {"bytes": size, "source": notes.get("source")}
-            self._write_notes(key, size, notes["source"])
+        notes = read_json(self._file(key, "json"))
         try:
             last_used = self._file(key, "lease").stat().st_mtime
         except FileNotFoundError:
             last_used = 0.0
-        return Cached(key, self.tree(key), int(notes["bytes"]), notes.get("source"), last_used, in_use)
+        return Cached(key, self.tree(key), int(notes.get("bytes", 0)), notes.get("source"), last_used, in_use)
 
     def _keys(self) -> list[str]:
         return [entry.name for entry in os.scandir(self.directory) if KEY.fullmatch(entry.name)]
@@ -318,13 +312,6 @@ class ImageCache:
 
     def _hidden(self, key: str, kind: str) -> Path:
         return self.directory / f".{key}.{kind}"
-
-    def _write_notes(self, key: str, size: int, source: Path | str | None) -> None:
-        notes = {"bytes": size, "source": None if source is None else str(source)}
-        write_json(self._file(key, "json"), notes)
-
-    def _read_notes(self, key: str) -> dict:
-        return read_json(self._file(key, "json"))
 
     def _remove(self, tree: Path) -> None:
         if not tree.exists():

@@ -7,7 +7,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,12 @@ IPYKERNEL = re.compile(r".*/(?:site|dist)-packages/ipykernel/__init__\.py")
 """In whatever Python of the image; the sandbox looks for one that has it."""
 
 
-@dataclass(frozen=True)
-class Listed:
-    """An image that has a name."""
-
-    name: str
-    path: str
-    kind: str
-    """`SIF`, `squashfs`, `directory` or `damaged`."""
-    bytes: int
-    hash: str | None
-    """Of the content; None for a directory."""
-    unpacked: list[dict[str, Any]]
-    """Its trees in the node's cache: one for each user that they belong to."""
-
-
 def listing(store: ImageStore) -> dict[str, Any]:
-    """All named images and the state of this node's cache, as JSON would have them. Raises SandboxError."""
+    """All named images and the state of this node's cache, as JSON would have them. Raises SandboxError.
+
+    An image's `kind` is `SIF`, `squashfs`, `directory` or `damaged`; `hash`, of its content, None for a
+    directory; `unpacked` tells its trees in the cache, one for each user that they belong to.
+    """
     cached = store.cache.entries()
     directory = paths.image_dir()
     found = []
@@ -53,11 +41,19 @@ def listing(store: ImageStore) -> dict[str, Any]:
             kind = "damaged"
         digest = None if kind == "directory" else store.content_hash(path.resolve())
         trees_of_it = [tree_json(entry) for entry in cached if digest and entry.key.startswith(digest)]
-        name = path.name.removesuffix(".sif")
-        found.append(Listed(name, str(path), kind, size_of(path), digest, trees_of_it))
-    known = {image.hash for image in found}
+        found.append(
+            {
+                "name": path.name.removesuffix(".sif"),
+                "path": str(path),
+                "kind": kind,
+                "bytes": size_of(path),
+                "hash": digest,
+                "unpacked": trees_of_it,
+            }
+        )
+    known = {image["hash"] for image in found}
     return {
-        "images": [asdict(image) for image in found],
+        "images": found,
         "cache": {
             "directory": str(store.cache.directory),
             "bytes": sum(entry.bytes for entry in cached),

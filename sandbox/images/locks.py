@@ -21,6 +21,10 @@ class LocksUnsupported(ImageError):
     """Some parallel file systems are mounted without locks."""
 
 
+EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
+"""Without waiting."""
+
+
 def acquire(path: Path, how: int) -> int | None:
     """Open and `flock` the file, which is made if absent; None when LOCK_NB is in `how` and it is taken.
 
@@ -68,27 +72,10 @@ def locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[int | None]:
             os.close(fd)
 
 
-class Lease:
-    """Keeps an unpacked image in the cache until released. Ends with the process too."""
+class Lease(contextlib.ExitStack):
+    """Keeps an unpacked image in the cache until released, which may be done twice. Ends with the process."""
 
-    def __init__(self, release: Callable[[], None]):
-        self._release = release
-        self._lock = threading.Lock()
-        self._released = False
-
-    def release(self) -> None:
-        """Give the image back to the cache; calling it again does nothing."""
-        with self._lock:
-            if self._released:
-                return
-            self._released = True
-        self._release()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    release = contextlib.ExitStack.close
 
 
 class SharedLeases:
@@ -119,7 +106,9 @@ class SharedLeases:
                 return None
             touch(fd)
             self._open[path] = fd, count + 1
-        return Lease(lambda: self._release(path))
+        lease = Lease()
+        lease.callback(self._release, path)
+        return lease
 
     def _release(self, path: Path) -> None:
         with self._lock:

@@ -7,19 +7,59 @@ import os
 import re
 import stat
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from sandbox import paths
+from sandbox import ground, paths
 from sandbox.errors import ImageError, NotAllowed
 from sandbox.images import squashfs
 from sandbox.images.cache import ImageCache, read_json, write_json
 from sandbox.images.locks import Lease
-from sandbox.images.policy import ImagePolicy, find_socket
 
 KEY_CHARS = 20  # of the SHA-256 in hexadecimal: 80 bits, no accidental collision
 HASHES_KEPT = 1000
+ROOTS = "ROLLOUT_SANDBOX_IMAGE_ROOTS"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class ImagePolicy:
+    """What a host decides of images, whoever asks."""
+
+    roots: tuple[Path, ...] = ()
+    """Directories below which an image may be named by its path."""
+    closed: tuple[Path, ...] = ()
+    """Never an image, nor holding one: where sandboxes live and what they must not see."""
+    writable: tuple[Path, ...] = ()
+    """The same for places that sandboxes may write to."""
+
+    def check_path(self, image: str) -> None:
+        """Before the path is looked at, so that nobody learns what is there. Raises NotAllowed."""
+        path = Path(image).resolve()
+        if any(path.is_relative_to(root) for root in self.roots):
+            return
+        allowed = ":".join(map(str, self.roots)) or "none"
+        raise NotAllowed(
+            f"image {image!r} is a path, and this node takes images by name, or below {ROOTS}={allowed}; "
+            f"name it (`rollout images build NAME {image}`), or set {ROOTS} where the sandbox host starts"
+        )
+
+    def check_place(self, image: str, path: Path) -> None:
+        """`path`: what the name or path of the image resolves to. Raises NotAllowed."""
+        if place := ground.overlap(path, self.closed):
+            raise NotAllowed(f"image {image!r} is at, in or above {place}, which no sandbox may show")
+        if place := ground.overlap(path, self.writable):
+            raise NotAllowed(f"image {image!r} is at, in or above {place}, which sandboxes may write to")
+        info = path.stat()
+        if info.st_mode & stat.S_IWOTH:
+            raise NotAllowed(f"image {image!r}: everybody may write to {path}; chmod o-w it")
+        if stat.S_ISREG(info.st_mode) and os.geteuid() == 0 and info.st_uid == paths.sandbox_user():
+            raise NotAllowed(
+                f"image {image!r}: {path} belongs to the sandboxes' user, who may change it; chown it to root"
+            )
+        if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
+            raise ImageError(f"image {image!r}: {path} is neither a file nor a directory")
 
 
 class ImageStore:
@@ -113,7 +153,7 @@ class ImageStore:
         """
         key = self.cache.key_of(rootfs)
         if key is None:
-            return Lease(lambda: None)
+            return Lease()
         while (lease := self.cache.hold(key)) is None:
             if key not in self._given:
                 raise ImageError(f"{rootfs} is not in the image cache any more; start the sandbox again")
@@ -171,3 +211,21 @@ def hand_over(directory: Path, owner: int | None) -> None:
                 os.lchown(entry, owner, owner)
     if owner is not None:
         os.lchown(directory, owner, owner)
+
+
+def find_socket(directory: Path) -> Path | None:
+    """A socket somewhere in the tree: mounted, it would connect a sandbox with whoever listens on it."""
+    pending = [str(directory)]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    elif not (entry.is_file(follow_symlinks=False) or entry.is_symlink()) and stat.S_ISSOCK(
+                        entry.stat(follow_symlinks=False).st_mode
+                    ):
+                        return Path(entry.path)
+        except PermissionError:
+            continue  # closed to us, and so to a sandbox of ours
+    return None

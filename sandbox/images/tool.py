@@ -1,12 +1,20 @@
-"""spython with what it lacks: our program's place, a time limit, an end of its processes, errors' text."""
+"""spython, which pulls, builds and inspects images, with what it lacks: our program's place, a time limit, an
+end of its processes, errors' text.
+
+Each operation is run by `python -m sandbox.images.tool OPERATION JSON`, a process of its own, because spython
+ends the interpreter on errors and calls a program named `singularity`, which must be found on a PATH that is
+ours to change only there.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -19,23 +27,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sandbox import paths
+from sandbox import paths, processes
 from sandbox.errors import ImageError
 from sandbox.runtimes.apptainer import Apptainer
+from sandbox.server import keyring, seccomp
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRAIN_S = 10.0  # for the last lines
 LINES_KEPT = 500
 LINES_SHOWN = 6
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 IDLE_TALK = re.compile(r"INFO:|WARNING: No default remote|time=")
-
-
-def program() -> str:
-    """Path of Apptainer or Singularity. Raises RuntimeUnavailable."""
-    apptainer = Apptainer()
-    apptainer.check_installed()
-    return os.path.realpath(str(apptainer.program()))  # its configuration lies relative to its real path
 
 
 def run(
@@ -46,7 +49,7 @@ def run(
     user: int | None = None,
     output: Callable[[str], None] | None = None,
 ) -> str:
-    """Run an operation of `spython_child` and return what it printed.
+    """Run an operation (`pull`, `build`, `inspect`) and return what it printed.
 
     `work`: directory for temporary files; `timeout`: seconds; `user`: uid (and gid) to which root steps down;
     `output`: called with each line. Raises ImageError with the last lines, or when the time is over;
@@ -57,7 +60,7 @@ def run(
     errors = work / "stderr"
     _write_wrapper(work / "bin", operation, errors, user)
     process = subprocess.Popen(
-        [sys.executable, "-m", "sandbox.images.spython_child", operation, json.dumps(arguments)],
+        [sys.executable, "-m", "sandbox.images.tool", operation, json.dumps(arguments)],
         env=_environment(work, user),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -95,7 +98,10 @@ def run(
 def _write_wrapper(directory: Path, operation: str, errors: Path, user: int | None) -> None:
     """A program `singularity`, the only name that spython knows."""
     directory.mkdir(exist_ok=True)
-    command = [program()]
+    apptainer = Apptainer()
+    apptainer.check_installed()
+    # Its configuration lies relative to its real path.
+    command = [os.path.realpath(str(apptainer.program()))]
     if user is not None:
         setpriv = shutil.which("setpriv", path=paths.tool_path())
         if setpriv is None:
@@ -131,20 +137,8 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
             os.killpg(process.pid, signal.SIGKILL)  # a leader that has ended may have left others
         process.wait()
         deadline = time.monotonic() + DRAIN_S
-        while _group_lives(process.pid) and time.monotonic() < deadline:
+        while processes.group_lives(process.pid) and time.monotonic() < deadline:
             time.sleep(0.01)  # until then they may write where the caller wants to remove
-
-
-def _group_lives(group: int) -> bool:
-    """Whether a process of the group has not ended; whether it has been reaped does not matter."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                # state, parent, group: after the name, which may hold anything (proc(5))
-                state, _, pgrp = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
-                if int(pgrp) == group and state not in "ZX":
-                    return True
-    return False
 
 
 def _end(lines: collections.deque[str]) -> str:
@@ -160,3 +154,65 @@ def inspect(image: Path, work: Path, timeout: float) -> dict[str, Any]:
         return json.loads(said.splitlines()[-1])["attributes"]
     except (ValueError, LookupError, TypeError) as error:
         raise ImageError(f"{image}: the output of inspect makes no sense: {said[-500:]!r}") from error
+
+
+# ---------------------------------------------------------------------------------- in the process of its own
+
+
+def main(operation: str, arguments: dict) -> int:
+    """0 = done, 1 = the program failed and has said why."""
+    from spython.main import Client
+
+    Client.quiet = True
+    if operation == "inspect":
+        result = Client.inspect(arguments["image"])
+        print(json.dumps(result))
+        return 0 if result else 1
+    if operation == "pull":
+        Client.pull(arguments["source"], name=arguments["image"], quiet=True)
+    else:
+        Client.build(
+            arguments["source"], arguments["image"], options=arguments["options"], sudo=False, quiet=True
+        )
+    # spython does not tell success from failure here.
+    return 0 if Path(arguments["image"]).exists() else 1
+
+
+def confine() -> None:
+    """What a definition runs may mount and make namespaces, as Apptainer does for it, but reaches neither the
+    user's keys nor the kernel (`seccomp.KERNEL`).
+
+    A plain user who has subordinate ids goes without the filter: only a setuid program, newuidmap, can map
+    them, and whoever may load a filter without being root may start none.
+    """
+    keyring.join_own()
+    if os.geteuid() == 0:
+        seccomp.load(building=True, no_new_privs=False)
+    elif not has_subordinate_ids():
+        seccomp.load(building=True)
+
+
+def has_subordinate_ids() -> bool:
+    """Whether whoever builds here has some (subuid(5)), with which a plain user's namespace has more than one
+    user, and the setuid program that maps them.
+    """
+    uid = paths.sandbox_user() or os.geteuid()
+    names = {str(uid)}
+    with contextlib.suppress(KeyError):
+        names.add(pwd.getpwuid(uid).pw_name)
+    with contextlib.suppress(OSError):
+        lines = Path("/etc/subuid").read_text().splitlines()
+        return any(line.split(":")[0] in names for line in lines) and shutil.which("newuidmap") is not None
+    return False
+
+
+def end_with_parent() -> None:
+    """Should the parent be killed, a build that nobody waits for ends with all its processes: its group."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    confine()
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))

@@ -18,7 +18,7 @@ import pytest
 from sandbox import paths, trees
 from sandbox.errors import SandboxError
 from sandbox.images import ImageStore, squashfs
-from sandbox.images.policy import ImagePolicy
+from sandbox.images.store import ImagePolicy
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.sandboxes import new_state

@@ -22,7 +22,8 @@ from click.testing import CliRunner, Result
 
 from rollout import cli
 from sandbox import paths
-from sandbox.images import ImageStore, sources, squashfs
+from sandbox.images import ImageStore, squashfs
+from sandbox.images.build import has_post, local_images
 from sandbox.images.environment import docker_environment
 from sandbox.runtimes.apptainer import Apptainer
 
@@ -290,10 +291,10 @@ def test_build_arguments_are_only_for_definition_files(home: Path, tree: Path):
 
 def test_sections_and_starting_points_of_a_definition_file_are_found(tmp_path: Path):
     stages = definition(tmp_path, "{{ROOT}}", "Stage: two\nBootstrap: docker\nFrom: /\n%post\n  true\n")
-    assert sources.local_images(stages, {"ROOT": str(tmp_path)}) == {1: tmp_path}
-    assert sources.local_images(stages, {}) == {}
-    assert sources.has_post(stages)
-    assert not sources.has_post(definition(tmp_path, "/", "%environment\n  A=%post\n"))
+    assert local_images(stages, {"ROOT": str(tmp_path)}) == {1: tmp_path}
+    assert local_images(stages, {}) == {}
+    assert has_post(stages)
+    assert not has_post(definition(tmp_path, "/", "%environment\n  A=%post\n"))
 
 
 # -- failure -----------------------------------------------------------------------------------

@@ -181,12 +181,12 @@ def test_the_kernel_takes_the_filter_for_all_that_follows():
     assert "Operation not permitted" in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="as a plain user builds may go without, see `spython_child`")
+@pytest.mark.skipif(os.geteuid() != 0, reason="as a plain user builds may go without, see `tool`")
 def test_what_an_image_build_runs_has_the_filter_of_builds():
     code = """
 import ctypes, errno
-from sandbox.images import spython_child
-spython_child.confine()
+from sandbox.images import tool
+tool.confine()
 libc = ctypes.CDLL(None, use_errno=True)
 number = {"x86_64": 250, "aarch64": 219}[__import__("os").uname().machine]
 assert libc.syscall(number, 0, -3, 0) == -1 and ctypes.get_errno() == errno.EPERM
