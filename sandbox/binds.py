@@ -8,7 +8,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from sandbox import ground
+from sandbox import paths
 from sandbox.config import AllowedBind
 from sandbox.errors import NotAllowed, SandboxRequestError
 from sandbox.runtimes.base import PRELOAD, Bind, Places
@@ -77,7 +77,7 @@ def _check_one(bind: BindSpec, allowed: Sequence[AllowedBind], closed: Sequence[
         )
     if not bind.read_only and not any(place.writable for place in grants):
         raise SandboxRequestError(f"bind source {bind.source!r} may be bound read-only, not read-write")
-    if place := ground.overlap(source, closed):
+    if place := paths.overlap(source, closed):
         raise NotAllowed(f"bind source {bind.source!r} is at, in or above {place}, which no sandbox may show")
     if not (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)):
         raise NotAllowed(f"bind source {bind.source!r} is neither a directory nor a file")

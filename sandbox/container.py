@@ -11,16 +11,15 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
-from sandbox import connection, interpreter, memory, paths, processes
+from sandbox import connection, memory, paths, payload, processes
 from sandbox.connection import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.images.environment import docker_environment
 from sandbox.records import Record
-from sandbox.runtimes import Launch, Runtime
+from sandbox.runtimes import RUNTIMES, Launch, Runtime
 from sandbox.runtimes.launcher import Started
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
@@ -59,8 +58,8 @@ class Container:
     spec: SandboxSpec
     launch: Launch
     limits: Limits
-    key: str | None = dataclasses.field(default_factory=new_key)
-    """Without it the server answers nobody; None for one of an older release that was adopted."""
+    key: str = dataclasses.field(default_factory=new_key)
+    """Without it the server answers nobody."""
     pid: int | None = None
     """The runtime's first process; a child of ours unless adopted."""
     process: subprocess.Popen | Started | None = None
@@ -97,7 +96,6 @@ class Container:
 
         Raises SandboxStartError with what the runtime said, and what `on_start` raises.
         """
-        assert self.key, "only what was adopted has none"
         places = self.runtime.places(self.launch)
         command = [
             *self.runtime.python(self.launch),
@@ -175,7 +173,7 @@ class Container:
         }
         if launch.interpreter is not None:
             config["bash"] = [
-                *interpreter.loader(launch.interpreter, places.interpreter),
+                *payload.loader(launch.interpreter, places.interpreter),
                 f"{places.interpreter}/bin/bash",
             ]
         path = launch.scratch / "private" / "config"
@@ -277,6 +275,35 @@ class Container:
 
     # -- across hosts ----------------------------------------------
 
+    @classmethod
+    def revive(cls, record: Record, state: Path, code: Path, interpreter: Path | None) -> Container:
+        """The container of a record that may be adopted. Its first process is no child of ours."""
+        assert record.spec is not None and record.info is not None
+        launch = Launch(
+            record.id,
+            Path(record.rootfs) if record.rootfs else None,
+            record.spec["network"],
+            state / record.id / "s",
+            code,
+            state / "scratch" / record.id,
+            interpreter,
+        )
+        info = SandboxInfo.from_json(record.info)
+        return cls(
+            record.id,
+            runtime_of(record),
+            SandboxSpec.from_json(record.spec),
+            launch,
+            Limits.from_json(record.limits),
+            key=Address.parse(info.socket).key or "",
+            pid=record.pid,
+            start_time=record.start_time,
+            protected=record.protected,
+            deadline=record.deadline,
+            info=info,
+            ready=True,
+        )
+
     def record(self, boot: str) -> Record:
         """What the next host needs to know."""
         return Record(
@@ -295,9 +322,24 @@ class Container:
         )
 
 
-def now() -> float:
-    """Seconds since the machine started, the same for every host on it."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+def runtime_of(record: Record) -> Runtime:
+    """The runtime that started it, or the likeliest where the record does not say."""
+    runtime = RUNTIMES.get(record.runtime, RUNTIMES["apptainer"])()
+    runtime.run_as = record.run_as
+    return runtime
+
+
+async def end_strays(record: Record) -> int:
+    """End what a record names and all that carries its id, for it may name nothing. Returns how many."""
+    runtime = runtime_of(record)
+    pids = [record.pid] if record.is_running() and record.pid is not None else []
+    pids = list(dict.fromkeys(pids + runtime.strays(record.id)))
+    for pid in pids:
+        launch = Launch(record.id, None, "none", Path(), Path(), Path())
+        stray = Container(record.id, runtime, SandboxSpec(), launch, Limits(), pid=pid)
+        stray.start_time = processes.start_time(pid)
+        await stray.kill()
+    return len(pids)
 
 
 class _Tail:

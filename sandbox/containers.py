@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sandbox import adoption, binds, connection, interpreter, paths, payload, processes, trees
+from sandbox import binds, connection, paths, payload, processes, trees
 from sandbox.config import HostConfig
-from sandbox.container import Container, check_id_fits, now
+from sandbox.container import Container, check_id_fits, end_strays, runtime_of
 from sandbox.errors import (
     ImageError,
     NodeShort,
@@ -31,7 +31,7 @@ from sandbox.errors import (
 from sandbox.images import ImageStore
 from sandbox.images.store import ImagePolicy
 from sandbox.pool import Kind, WarmPool
-from sandbox.records import Record, Records, boot_id
+from sandbox.records import Record, Records, boot_id, now
 from sandbox.room import shortages
 from sandbox.runtimes import AUTO, RUNTIMES, Runtime, select_runtime
 from sandbox.runtimes.base import make_directories
@@ -83,7 +83,7 @@ class Containers:
         payloads = paths.own_directory(state / "payload", 0o711)
         self._payload = payload.stage(payloads)
         self._records = Records(state / "records")
-        self.pool = WarmPool(config, self._boot_warm, self._discard, lambda: self._waiting > 0)
+        self.pool = WarmPool(config, self._boot_warm, self._end_soon, lambda: self._waiting > 0)
 
     # -- start ----------------------------------------------
 
@@ -154,18 +154,13 @@ class Containers:
 
     async def _boot_warm(self, kind: Kind) -> Container:
         spec = SandboxSpec(image=kind.image, runtime=kind.runtime, network=kind.network)
-        container = None
         try:
             container = await self._boot_new(kind, self._runtimes[kind.runtime], spec)
-            self._write_record(container)
-        finally:
-            if container is None:
-                self.counts["failed"] += 1
+        except BaseException:
+            self.counts["failed"] += 1
+            raise
+        self._write_record(container)
         return container
-
-    def _discard(self, container: Container) -> None:
-        """A warm one that is not wanted any more."""
-        self._end_soon(container)
 
     async def _boot_new(self, kind: Kind, runtime: Runtime, spec: SandboxSpec) -> Container:
         self._waiting += 1
@@ -299,7 +294,7 @@ class Containers:
         if not runtime.needs_image or rootfs is None:
             return None
         base = self.images.rootfs("base", runtime.run_as)
-        found = interpreter.find(base)
+        found = payload.find_interpreter(base)
         if found is None:
             raise ImageError(
                 f"image 'base' ({base}) has no Python that could run the server; run deploy/setup/image.sh"
@@ -425,7 +420,7 @@ class Containers:
         """Adopt the sandboxes that an earlier host left running, end and remove everything else of it."""
         ended = []
         for record in self._records.all():
-            if adoption.may_be_adopted(record):
+            if record.may_be_adopted():
                 self._adopt(record)
             else:
                 ended.append(record)
@@ -440,8 +435,8 @@ class Containers:
     def _adopt(self, record: Record) -> None:
         own_python = None
         with contextlib.suppress(ImageError):  # it runs already
-            own_python = self._interpreter(adoption.runtime_of(record), Path(record.rootfs or "/"))
-        container = adoption.revive(record, self.state, self._payload, own_python)
+            own_python = self._interpreter(runtime_of(record), Path(record.rootfs or "/"))
+        container = Container.revive(record, self.state, self._payload, own_python)
         self._all[record.id] = container
         for one in reversed(processes.usages(record.pid) if record.pid else []):
             if container.file_system is None:  # one that is open to us; the agent may have closed all
@@ -454,7 +449,7 @@ class Containers:
         log.warning("adopted sandbox %s of %r from an earlier host", record.id, container.spec.owner)
 
     async def _sweep(self, record: Record) -> None:
-        count = await adoption.end_strays(record)
+        count = await end_strays(record)
         log.warning("swept sandbox %s of an earlier host (%d processes)", record.id, count)
         self.counts["swept"] += 1
         await self._remove(self._remove_traces, record.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from sandbox.errors import SandboxError
@@ -12,6 +13,9 @@ SOCKET_PATH_MAX = 107
 """Bytes of a Unix socket path (`sun_path` is 108 with its final NUL)."""
 
 NOBODY = 65534
+
+Identity = tuple[int, int]
+"""Device and inode: what a place is, whatever its names, for a mount may show it under two."""
 
 
 def rollout_home() -> Path:
@@ -87,3 +91,28 @@ def check_socket_path(path: str) -> str:
             "set ROLLOUT_SANDBOX_DIR to a short directory"
         )
     return path
+
+
+def overlap(path: Path, places: Iterable[Path]) -> Path | None:
+    """The first of the places that `path` is, lies in or holds, by what they are and not by their names; None
+    = it keeps clear of all. A place that is not there is compared by its name.
+    """
+    own = _line(path)
+    for place in places:
+        line = _line(place)
+        if line[0] in own or own[0] in line:
+            return place.resolve()
+    return None
+
+
+def _line(path: Path) -> list[Identity | str]:
+    """The path, links resolved, and all above it, nearest first."""
+    path = path.resolve()
+    identities: list[Identity | str] = []
+    for place in (path, *path.parents):
+        try:
+            info = place.stat()
+            identities.append((info.st_dev, info.st_ino))
+        except OSError:
+            identities.append(str(place))
+    return identities

@@ -64,7 +64,7 @@ class WarmPool:
         self,
         config: HostConfig,
         boot: Callable[[Kind], Awaitable[Container]],
-        discard: Callable[[Container], None],
+        discard: Callable[[Container], object],
         is_busy: Callable[[], bool],
     ):
         """`boot` starts one, `discard` ends one; while `is_busy()` nothing is started ahead."""

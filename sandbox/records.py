@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ class Record:
             and self.pid is not None
             and processes.is_alive(self.pid, self.start_time)
         )
+
+    def may_be_adopted(self) -> bool:
+        """Whether somebody was given the sandbox, it still runs and its time is not over."""
+        return self.info is not None and self.is_running() and (self.deadline or 0) > now()
 
 
 class Records:
@@ -75,3 +80,8 @@ class Records:
 def boot_id() -> str:
     """Names this boot of the machine: pids and CLOCK_BOOTTIME of another mean nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def now() -> float:
+    """Seconds since the machine started, the same for every host on it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

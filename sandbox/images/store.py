@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from sandbox import ground, paths
+from sandbox import paths
 from sandbox.errors import ImageError, NotAllowed
 from sandbox.images import squashfs
 from sandbox.images.cache import ImageCache, read_json, write_json
@@ -47,9 +47,9 @@ class ImagePolicy:
 
     def check_place(self, image: str, path: Path) -> None:
         """`path`: what the name or path of the image resolves to. Raises NotAllowed."""
-        if place := ground.overlap(path, self.closed):
+        if place := paths.overlap(path, self.closed):
             raise NotAllowed(f"image {image!r} is at, in or above {place}, which no sandbox may show")
-        if place := ground.overlap(path, self.writable):
+        if place := paths.overlap(path, self.writable):
             raise NotAllowed(f"image {image!r} is at, in or above {place}, which sandboxes may write to")
         info = path.stat()
         if info.st_mode & stat.S_IWOTH:

@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from sandbox import interpreter, paths
+from sandbox import paths, payload
 from sandbox.errors import RuntimeUnavailable, SandboxStartError
 from sandbox.runtimes.base import Bind, Launch, Places, Runtime
 from sandbox.runtimes.launcher import Launcher, Started
@@ -200,5 +200,5 @@ def _writable_root(launch: Launch) -> list[str]:
     own = launch.interpreter
     python = [str(Path(sys.executable).resolve())]
     if own is not None:
-        python = [*interpreter.loader(own, str(own)), f"{own}/bin/python3"]
+        python = [*payload.loader(own, str(own)), f"{own}/bin/python3"]
     return [*python, "-IS", "-c", _text_of_writable_root()]

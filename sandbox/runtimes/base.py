@@ -10,8 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from sandbox import interpreter as interpreters
-from sandbox import paths, processes, trees
+from sandbox import paths, payload, processes, trees
 from sandbox.errors import RuntimeUnavailable
 from sandbox.runtimes.launcher import Started
 from sandbox.spec import Limits
@@ -184,7 +183,7 @@ class Runtime(abc.ABC):
         """
         if launch.interpreter is None:
             return ["python3"]
-        loaded = [*interpreters.loader(launch.interpreter, self.places(launch).interpreter)]
+        loaded = [*payload.loader(launch.interpreter, self.places(launch).interpreter)]
         return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
 
     def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
@@ -231,16 +230,15 @@ class Runtime(abc.ABC):
         base = Path(tempfile.mkdtemp(prefix="probe-", dir=within))
         try:
             base.chmod(0o711)
-            payload = base / "payload"
-            payload.mkdir()
+            (base / "payload").mkdir()
             launch = make_directories(
                 base,
                 "probe",
                 rootfs,
                 "none",
                 self.run_as,
-                payload=payload,
-                interpreter=interpreters.find(rootfs) if rootfs else None,
+                payload=base / "payload",
+                interpreter=payload.find_interpreter(rootfs) if rootfs else None,
                 limits=PROBE_LIMITS,
             )
             done = subprocess.run(

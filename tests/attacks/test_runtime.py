@@ -16,7 +16,7 @@ import pytest
 from flask import Flask, g
 
 from rollout.schema import HandlerInfo, RolloutRequest
-from sandbox import interpreter, trees
+from sandbox import payload, trees
 from sandbox.errors import SandboxError
 from sandbox.runtimes import select_runtime
 from sandbox.spec import SandboxSpec
@@ -139,7 +139,7 @@ def _plant(image: Path, loader: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(loader)
         path.chmod(0o755)
-    assert interpreter.find(image) is not None
+    assert payload.find_interpreter(image) is not None
 
 
 def _start_without_base(ground: Path, image: Path) -> None:

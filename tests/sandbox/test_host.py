@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from sandbox import paths, processes
-from sandbox.adoption import may_be_adopted
 from sandbox.client import SandboxClient
 from sandbox.config import HostConfig
 from sandbox.connection import Address
-from sandbox.container import Container, now
+from sandbox.container import Container
 from sandbox.containers import Containers
 from sandbox.errors import (
     ImageError,
@@ -34,7 +33,7 @@ from sandbox.errors import (
 from sandbox.host import Host, take_lock
 from sandbox.host_client import HostClient, ensure_host
 from sandbox.images.locks import Lease
-from sandbox.records import Record, boot_id
+from sandbox.records import Record, boot_id, now
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.server import wire
 from sandbox.spec import Fate, Limits, SandboxInfo, SandboxSpec
@@ -279,7 +278,8 @@ def never_begun(name: str) -> Container:
 
 def test_the_end_of_a_sandbox_counts_once_and_lets_go_of_all_that_was_held_for_it(ended):
     one, released = never_begun("x"), []
-    one.leases = [Lease(lambda: released.append(one.id))]
+    one.leases = [Lease()]
+    one.leases[0].callback(released.append, one.id)
     one.file_system = held = os.open("/", os.O_RDONLY)
     counts = ended(one, kind="expired", times=2).counts
     assert (counts["expired"], counts["released"], released) == (1, 1, ["x"])
@@ -309,7 +309,7 @@ def test_of_how_sandboxes_ended_the_latest_are_known(ended, monkeypatch):
 def test_only_what_somebody_has_that_runs_on_and_whose_time_is_not_over_is_adopted(change, adopted):
     here = {"pid": os.getpid(), "start_time": processes.start_time(os.getpid()), "boot_id": boot_id()}
     record = Record("x", "apptainer", None, **{**here, "deadline": now() + 60, "info": {}, **change})
-    assert may_be_adopted(record) == adopted
+    assert record.may_be_adopted() == adopted
 
 
 async def until(ask, holds, limit_s=20.0):
