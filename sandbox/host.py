@@ -189,7 +189,7 @@ def main() -> int:
         if options.ready_fd is not None:
             with contextlib.suppress(OSError):
                 os.write(options.ready_fd, text.encode())
-                os.close(options.ready_fd)
+            os.dup2(2, options.ready_fd)  # so that whoever reads comes to its end
             options.ready_fd = None
 
     async def serve(state: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import select
 import subprocess
 import sys
 import time
@@ -147,50 +146,26 @@ def _spawn(state: Path) -> None:
         if name in os.environ:
             environment[name] = os.environ[name]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "sandbox.host", f"--state-dir={state}", "--detach", "--ready-fd=1"]
     try:
         with (state / LOG_NAME).open("ab") as log:
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "sandbox.host",
-                    f"--state-dir={state}",
-                    "--detach",
-                    f"--ready-fd={writer}",
-                ],
+            done = subprocess.run(
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=subprocess.PIPE,  # until it has said that it serves, or what is wrong
                 stderr=log,
-                pass_fds=(writer,),
                 cwd="/",
+                timeout=HOST_START_TIMEOUT_S,
             )
-        os.close(writer)
-        writer = -1
-        said = _read_until_end(reader, HOST_START_TIMEOUT_S)
-    finally:
-        os.close(reader)
-        if writer >= 0:
-            os.close(writer)
+        said = done.stdout.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        said = f"no sign of life in {HOST_START_TIMEOUT_S:g} s"
     if said != "ok":
         tail = (state / LOG_NAME).read_text(errors="replace")[-1500:].strip()
         raise errors.SandboxError(
             f"the sandbox host did not start in {state}: {said or tail or 'it said nothing'}"
         )
-
-
-def _read_until_end(fd: int, timeout: float) -> str:
-    deadline = time.monotonic() + timeout
-    said = b""
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([fd], [], [], left)[0]:
-            return said.decode(errors="replace") or f"no sign of life in {timeout:g} s"
-        data = os.read(fd, 4096)
-        if not data:
-            return said.decode(errors="replace")
-        said += data
 
 
 def _wait_for_lock(state: Path, timeout: float) -> None:

@@ -1,5 +1,5 @@
-"""What a sandbox's server is made of: its code with ptyprocess, side by side in one read-only directory, and a
-Python that needs nothing of the task's image.
+"""What a sandbox's server is made of: its code beside ptyprocess, in one read-only directory, and a Python
+that needs nothing of the task's image.
 
 That is `usr` of our own base image, bound in. Debian's Python finds its library relative to the path it is
 called by, and the dynamic loader can be called by name with a library path of its own. So the tree works

@@ -10,6 +10,8 @@ import re
 import signal
 from pathlib import Path
 
+import psutil
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SHORT_BYTES = 64 << 10
 """A file of a process that is read at once ends before."""
@@ -52,7 +54,7 @@ def _read(pid: int, name: str) -> bytes:
 def children_of_all() -> dict[int, list[int]]:
     """Parent pid → pids of its children, for all processes visible here that are no zombies."""
     children: dict[int, list[int]] = {}
-    for pid in all_pids():
+    for pid in psutil.pids():
         fields = _stat(pid)
         if fields is not None and fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(pid)
@@ -100,7 +102,7 @@ def with_variable(name: str, value: str) -> list[int]:
     """Processes started with `name=value` in their environment (only those whose environment we may read)."""
     wanted = f"{name}={value}".encode()
     found = []
-    for pid in all_pids():
+    for pid in psutil.pids():
         try:
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
@@ -111,7 +113,7 @@ def with_variable(name: str, value: str) -> list[int]:
 
 def group_lives(group: int) -> bool:
     """Whether a process of the group has not ended; whether it has been reaped does not matter."""
-    stats = map(_stat, all_pids())
+    stats = map(_stat, psutil.pids())
     return any(fields[2] == str(group) and fields[0] not in "ZX" for fields in stats if fields)
 
 
@@ -139,11 +141,6 @@ def end(pid: int, started: int) -> None:
         pass
     finally:
         os.close(process)
-
-
-def all_pids() -> list[int]:
-    """All processes that are visible here."""
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,16 +184,9 @@ def _table_bytes(pid: int) -> int:
 
 def memory_available() -> int:
     """Bytes of memory that the machine can still give (MemAvailable)."""
-    return _meminfo("MemAvailable")
+    return psutil.virtual_memory().available
 
 
 def memory_total() -> int:
     """Bytes of memory that the machine has."""
-    return _meminfo("MemTotal")
-
-
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/meminfo has no {name}")
+    return psutil.virtual_memory().total

@@ -15,7 +15,7 @@ from tests.sandbox.conftest import why_not
 
 LONG = 120.0
 """Seconds; nothing that is to end by itself needs so long on the slowest machine."""
-SHORT = 1.0
+SHORT = 0.5
 """Seconds for what does not end by itself."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -107,8 +108,13 @@ def test_a_full_disk_of_the_node_ends_all_whose_files_it_may_have_cut(small_disk
         pytest.skip(reason)
     host = SyncHostClient(small_disk)
     greedy, other = (host.start(SandboxSpec(runtime=runtime)) for _ in range(2))
-    with SyncSandboxClient(greedy.socket) as client, contextlib.suppress(SandboxError):
-        client.bash("head -c 200M /dev/zero >large; sleep 60", 30)
+    pid = host.stats()["pid"]
+    os.kill(pid, signal.SIGSTOP)  # it must not look while the disk fills: the greedy one alone would give way
+    try:
+        with SyncSandboxClient(greedy.socket) as client, contextlib.suppress(SandboxError):
+            client.bash("head -c 200M /dev/zero >large", 30)
+    finally:
+        os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 30
     while not (host.fate(greedy.id) and host.fate(other.id)):
         assert time.monotonic() < deadline, "nobody was ended"

@@ -79,7 +79,9 @@ def test_a_plain_users_sandboxes_are_as_good(home):
     if python is None:
         pytest.skip("no Python here that another user could run")
     files = [str(Path("tests/sandbox") / name) for name in TESTS]
+    # Plug-ins are not looked for, so those that are wanted are named. A file's tests share a host.
     argv = [python, "-m", "pytest", "-q", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    argv += ["-p", "xdist.plugin", "-n", "2", "--dist", "loadfile"]
     done = subprocess.run(
         [*argv, f"--basetemp={home}/tmp", "-k", NOT_AGAIN, *files],
         env=environment,
