@@ -119,7 +119,7 @@ class Container:
             socket.send_fds(ours, [self.key.encode()], [listener.fileno()])
         self.start_time = processes.start_time(self.pid)
         on_pid(self)
-        self.said = _Tail(self.process.stderr)
+        _, self.said = await asyncio.get_running_loop().connect_read_pipe(_Tail, self.process.stderr)
         with self.process.stdout as stdout:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
@@ -279,15 +279,8 @@ class Container:
     def revive(cls, record: Record, state: Path, code: Path, interpreter: Path | None) -> Container:
         """The container of a record that may be adopted. Its first process is no child of ours."""
         assert record.spec is not None and record.info is not None
-        launch = Launch(
-            record.id,
-            Path(record.rootfs) if record.rootfs else None,
-            record.spec["network"],
-            state / record.id / "s",
-            code,
-            state / "scratch" / record.id,
-            interpreter,
-        )
+        rootfs = Path(record.rootfs) if record.rootfs else None
+        launch = Launch(record.id, state, code, rootfs, record.spec["network"], interpreter)
         info = SandboxInfo.from_json(record.info)
         return cls(
             record.id,
@@ -335,41 +328,37 @@ async def end_strays(record: Record) -> int:
     pids = [record.pid] if record.is_running() and record.pid is not None else []
     pids = list(dict.fromkeys(pids + runtime.strays(record.id)))
     for pid in pids:
-        launch = Launch(record.id, None, "none", Path(), Path(), Path())
+        launch = Launch(record.id, Path())
         stray = Container(record.id, runtime, SandboxSpec(), launch, Limits(), pid=pid)
         stray.start_time = processes.start_time(pid)
         await stray.kill()
     return len(pids)
 
 
-class _Tail:
-    """Reads a pipe to its end and keeps the last of it.
+class _Tail(asyncio.Protocol):
+    """Keeps the last of what comes through a pipe.
 
     A pipe and not a file, which an agent could fill: the runtime's init inside has it open.
     """
 
-    def __init__(self, pipe: Any):
-        self._pipe = pipe
+    def __init__(self) -> None:
         self._kept = b""
         self._ended = asyncio.Event()
-        os.set_blocking(pipe.fileno(), False)
-        asyncio.get_running_loop().add_reader(pipe.fileno(), self._read)
+        self._transport: asyncio.BaseTransport | None = None
 
-    def _read(self) -> None:
-        try:
-            data = os.read(self._pipe.fileno(), 65536)
-        except BlockingIOError:
-            return
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
         self._kept = (self._kept + data)[-4 * STDERR_TAIL_CHARS :]
-        if not data:
-            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
 
     def close(self) -> None:
         """Stop reading."""
-        if not self._ended.is_set():
-            self._ended.set()
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-            self._pipe.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def text(self) -> str:
         """What was said last."""

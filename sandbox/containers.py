@@ -33,8 +33,7 @@ from sandbox.images.store import ImagePolicy
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id, now
 from sandbox.room import shortages
-from sandbox.runtimes import AUTO, RUNTIMES, Runtime, select_runtime
-from sandbox.runtimes.base import make_directories
+from sandbox.runtimes import AUTO, RUNTIMES, Launch, Runtime, select_runtime
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -188,17 +187,17 @@ class Containers:
         check_id_fits(self.state, sandbox_id)
         # Written first: a host killed between here and the end of the start leaves nothing unknown.
         self._records.write(Record(sandbox_id, runtime.name, runtime.run_as, self._boot_id))
-        launch = make_directories(
-            self.state,
+        launch = Launch(
             sandbox_id,
+            self.state,
+            self._payload,
             kind.rootfs,
             kind.network,
-            runtime.run_as,
-            payload=self._payload,
-            interpreter=self._interpreter(runtime, kind.rootfs),
-            binds=kind.binds,
-            limits=kind.limits,
+            self._interpreter(runtime, kind.rootfs),
+            kind.binds,
+            kind.limits,
         )
+        launch.make_directories(runtime.run_as)
         container = Container(sandbox_id, runtime, spec, launch, kind.limits)
         self._all[sandbox_id] = container
         return container

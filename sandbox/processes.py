@@ -10,8 +10,6 @@ import re
 import signal
 from pathlib import Path
 
-import psutil
-
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SHORT_BYTES = 64 << 10
 """A file of a process that is read at once ends before."""
@@ -54,7 +52,7 @@ def _read(pid: int, name: str) -> bytes:
 def children_of_all() -> dict[int, list[int]]:
     """Parent pid → pids of its children, for all processes visible here that are no zombies."""
     children: dict[int, list[int]] = {}
-    for pid in psutil.pids():
+    for pid in all_pids():
         fields = _stat(pid)
         if fields is not None and fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(pid)
@@ -102,7 +100,7 @@ def with_variable(name: str, value: str) -> list[int]:
     """Processes started with `name=value` in their environment (only those whose environment we may read)."""
     wanted = f"{name}={value}".encode()
     found = []
-    for pid in psutil.pids():
+    for pid in all_pids():
         try:
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
@@ -113,7 +111,7 @@ def with_variable(name: str, value: str) -> list[int]:
 
 def group_lives(group: int) -> bool:
     """Whether a process of the group has not ended; whether it has been reaped does not matter."""
-    stats = map(_stat, psutil.pids())
+    stats = map(_stat, all_pids())
     return any(fields[2] == str(group) and fields[0] not in "ZX" for fields in stats if fields)
 
 
@@ -141,6 +139,11 @@ def end(pid: int, started: int) -> None:
         pass
     finally:
         os.close(process)
+
+
+def all_pids() -> list[int]:
+    """All processes that are visible here."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +187,16 @@ def _table_bytes(pid: int) -> int:
 
 def memory_available() -> int:
     """Bytes of memory that the machine can still give (MemAvailable)."""
-    return psutil.virtual_memory().available
+    return _meminfo("MemAvailable")
 
 
 def memory_total() -> int:
     """Bytes of memory that the machine has."""
-    return psutil.virtual_memory().total
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/meminfo has no {name}")

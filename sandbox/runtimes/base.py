@@ -84,14 +84,13 @@ class Launch:
     """Everything a runtime needs to start one sandbox; paths are those of the machine."""
 
     id: str
-    rootfs: Path | None
+    state: Path
+    """The host's directory, where those that are private to this sandbox lie."""
+    payload: Path = Path()
+    """The server's code."""
+    rootfs: Path | None = None
     """Unpacked image, never written to; None where the runtime does without an image."""
-    network: str
-    socket: Path
-    """Where the server is reached. It lies in no directory that is visible inside."""
-    payload: Path
-    scratch: Path
-    """Holds what is private to this sandbox: the directories of `SCRATCH_MODES`."""
+    network: str = "none"
     interpreter: Path | None = None
     """`usr` of the unpacked base image, whose Python runs the server, and whatever has to run outside; None
     where the machine's own `usr` is shown for want of an image.
@@ -99,6 +98,34 @@ class Launch:
     binds: tuple[Bind, ...] = ()
     limits: Limits | None = None
     """For a runtime that can have the kernel hold them; the host's watchdog looks after them anyway."""
+
+    @property
+    def socket(self) -> Path:
+        """Where the server is reached. It lies in no directory that is visible inside."""
+        return self.state / self.id / "s"
+
+    @property
+    def scratch(self) -> Path:
+        """Holds what is private to this sandbox: the directories of `SCRATCH_MODES`."""
+        return self.state / "scratch" / self.id
+
+    def make_directories(self, owner: int | None) -> None:
+        """Make the private directories of the sandbox, owned by `owner`."""
+        self.scratch.parent.mkdir(exist_ok=True)
+        # Its owner passes through; what lies below is closed to all others.
+        self.scratch.parent.chmod(0o711)
+        self.socket.parent.mkdir()
+        self.socket.parent.chmod(0o700)
+        for name, mode in SCRATCH_MODES.items():
+            path = self.scratch / name
+            path.mkdir()
+            path.chmod(mode)  # whatever the umask
+            if owner is not None and name != "etc":
+                os.chown(path, owner, owner)
+        for name, text in {**NAMES, "nothing": ""}.items():
+            path = self.scratch / "etc" / name
+            path.write_text(text)
+            path.chmod(0o644)
 
 
 class Runtime(abc.ABC):
@@ -231,16 +258,11 @@ class Runtime(abc.ABC):
         try:
             base.chmod(0o711)
             (base / "payload").mkdir()
-            launch = make_directories(
-                base,
-                "probe",
-                rootfs,
-                "none",
-                self.run_as,
-                payload=base / "payload",
-                interpreter=payload.find_interpreter(rootfs) if rootfs else None,
-                limits=PROBE_LIMITS,
+            interpreter = payload.find_interpreter(rootfs) if rootfs else None
+            launch = Launch(
+                "probe", base, base / "payload", rootfs, interpreter=interpreter, limits=PROBE_LIMITS
             )
+            launch.make_directories(self.run_as)
             done = subprocess.run(
                 self.argv(launch, ["true"]),
                 env=self.environment(launch),
@@ -265,33 +287,3 @@ class Runtime(abc.ABC):
         if self.run_as is None:
             return {}
         return {"user": self.run_as, "group": self.run_as, "extra_groups": []}
-
-
-def make_directories(
-    base: Path,
-    sandbox_id: str,
-    rootfs: Path | None,
-    network: str,
-    owner: int | None,
-    *,
-    payload: Path,
-    interpreter: Path | None = None,
-    binds: tuple[Bind, ...] = (),
-    limits: Limits | None = None,
-) -> Launch:
-    """Make the private directories of one sandbox below `base`, owned by `owner`, and describe them."""
-    own, scratch = base / sandbox_id, base / "scratch" / sandbox_id
-    scratch.parent.mkdir(exist_ok=True)
-    scratch.parent.chmod(0o711)  # its owner passes through; what lies below is closed to all others
-    own.mkdir()
-    own.chmod(0o700)
-    for name, mode in SCRATCH_MODES.items():
-        path = scratch / name
-        path.mkdir()
-        path.chmod(mode)  # whatever the umask
-        if owner is not None and name != "etc":
-            os.chown(path, owner, owner)
-    for name, text in {**NAMES, "nothing": ""}.items():
-        (scratch / "etc" / name).write_text(text)
-        (scratch / "etc" / name).chmod(0o644)
-    return Launch(sandbox_id, rootfs, network, own / "s", payload, scratch, interpreter, binds, limits)

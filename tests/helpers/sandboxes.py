@@ -15,6 +15,9 @@ from types import ModuleType
 import pytest
 
 import sandbox.server
+from sandbox.container import Container
+from sandbox.runtimes import RUNTIMES, Launch
+from sandbox.spec import Limits, SandboxSpec
 
 FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload"}
 """What belongs to the host itself and not to any sandbox."""
@@ -90,3 +93,11 @@ def stop_host(directory: Path) -> None:
     from sandbox.host_client import HostClient
 
     asyncio.run(HostClient(directory).stop())
+
+
+def never_begun(name: str, state: Path, pid: int | None = None, **limits: int) -> Container:
+    """A container as the parts of a host know it, of which nothing was started; a look at it sees `pid`."""
+    launch = Launch(name, state)
+    launch.scratch.mkdir(parents=True, exist_ok=True)
+    most = Limits(**{"memory_mb": 10**6, "processes": 10**6, "disk_mb": 1000, "files": 1000, **limits})
+    return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, most, pid=pid)

@@ -272,7 +272,7 @@ def ended(state):
 
 
 def never_begun(name: str) -> Container:
-    launch = Launch(name, None, "none", Path("s"), Path("p"), Path("w"))
+    launch = Launch(name, Path("w"))
     return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
 
 

@@ -21,9 +21,10 @@ from sandbox.config import AllowedBind, HostConfig, Range
 from sandbox.container import Container
 from sandbox.containers import Containers
 from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.runtimes import RUNTIMES, Launch, writable_root
-from sandbox.spec import BindSpec, Limits, SandboxSpec
+from sandbox.runtimes import writable_root
+from sandbox.spec import BindSpec, Limits
 from sandbox.watchdog import Watchdog
+from tests.helpers.sandboxes import never_begun
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -297,12 +298,8 @@ def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, 
     real, ended = trees.counting, []
     containers = []
     for name in ("broken", "greedy"):
-        (tmp_path / name).mkdir()
-        launch = Launch(name, None, "none", tmp_path / name / "s", tmp_path, tmp_path / name)
-        limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1, files=1000)
-        container = Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=os.getpid())
-        containers.append(container)
-    fill(tmp_path / "greedy", [2 << 20])
+        containers.append(never_begun(name, tmp_path, os.getpid(), disk_mb=1))
+    fill(containers[-1].launch.scratch, [2 << 20])
 
     def counting(root, *most):
         if root.name == "broken":
@@ -325,12 +322,8 @@ def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, 
 
 def test_a_disk_that_one_look_does_not_get_through_is_counted_by_the_next_ones(tmp_path, monkeypatch):
     monkeypatch.setattr("sandbox.watchdog.DISK_BUDGET_S", -1.0)  # one step of the count a look
-    scratch, ended = tmp_path / "many", []
-    scratch.mkdir()
-    fill(scratch, [1] * 3 * trees.STEP)
-    launch = Launch("many", None, "none", scratch / "s", tmp_path, scratch)
-    limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=trees.STEP)
-    container = Container("many", RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=os.getpid())
+    container, ended = never_begun("many", tmp_path, os.getpid(), files=trees.STEP), []
+    fill(container.launch.scratch, [1] * 3 * trees.STEP)
 
     async def scenario() -> int:
         looks = 0
@@ -362,13 +355,8 @@ def looks(tmp_path, monkeypatch):
         return watchdog
 
     def one(*before: Callable[[], object], protected: tuple[int, ...] = (), pid: int | None = None, **limits):
-        scratch = tmp_path / "scratch"
-        scratch.mkdir(exist_ok=True)
-        launch = Launch("x", None, "none", tmp_path / "s", tmp_path, scratch)
-        given = Limits(**{"memory_mb": 10**6, "processes": 10**6, "disk_mb": 1000, "files": 1000, **limits})
-        container = Container(
-            "x", RUNTIMES["apptainer"](), SandboxSpec(), launch, given, pid=pid, protected=[*protected]
-        )
+        container = never_begun("x", tmp_path, pid, **limits)
+        container.protected = [*protected]
         return asyncio.run(look(container, *before)), ended
 
     return one
@@ -426,11 +414,7 @@ def test_clean_ups_that_take_long_leave_threads_to_everybody_else(tmp_path, monk
     go_on = threading.Event()
     monkeypatch.setattr(trees, "remove", lambda path: go_on.wait(60))
     containers = Containers(tmp_path, HostConfig.from_environment())
-    launch = Launch("x", None, "none", tmp_path / "s", tmp_path, tmp_path)
-    ended = [
-        Container(str(number), RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
-        for number in range(MANY_ENDS)
-    ]
+    ended = [never_begun(str(number), tmp_path) for number in range(MANY_ENDS)]
 
     async def scenario():
         ends = [containers._end_soon(one) for one in ended]
@@ -446,9 +430,7 @@ def test_clean_ups_that_take_long_leave_threads_to_everybody_else(tmp_path, monk
 
 
 def test_the_watchdog_waits_for_no_thread_of_others(tmp_path):
-    launch = Launch("x", None, "none", tmp_path / "s", tmp_path, tmp_path)
-    limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=1000)
-    container = Container("x", RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=os.getpid())
+    container = never_begun("x", tmp_path, os.getpid())
     go_on = threading.Event()
 
     async def scenario():
@@ -474,15 +456,9 @@ def watched(tmp_path):
     def look(files: dict[str, list[float]] | None = None) -> list[tuple[str, str, str]]:
         containers, ended = [], []
         for name, sizes in (files or {"small": [1], "large": [3]}).items():
-            scratch = tmp_path / name
-            scratch.mkdir()
-            fill(scratch, [int(size * MIB) for size in sizes])
-            launch = Launch(name, None, "none", scratch / "s", tmp_path, scratch)
-            limits = Limits(memory_mb=10**6, processes=10**6, disk_mb=1000, files=1000)
             pid = os.getpid() if name == "large" else None  # one of them uses memory
-            containers.append(
-                Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=pid)
-            )
+            containers.append(never_begun(name, tmp_path, pid))
+            fill(containers[-1].launch.scratch, [int(size * MIB) for size in sizes])
         end = lambda one, *why: ended.append((one.id, *why))  # noqa: E731
         asyncio.run(Watchdog(lambda: containers, end, tmp_path).look())
         return ended

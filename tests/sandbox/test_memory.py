@@ -17,9 +17,8 @@ import pytest
 
 from sandbox import memory, processes
 from sandbox.container import Container
-from sandbox.runtimes import RUNTIMES, Launch
-from sandbox.spec import Limits, SandboxSpec
 from sandbox.watchdog import Watchdog
+from tests.helpers.sandboxes import never_begun
 
 MIB = 1 << 20
 FAR = 1 << 40
@@ -62,10 +61,7 @@ def running(code: str, user: int | None = None) -> Iterator[int]:
 
 def watched(name: str, pid: int, directory: Path, memory_mb: int = 10**6) -> Container:
     """As the watchdog knows a sandbox."""
-    (directory / name).mkdir()
-    launch = Launch(name, None, "none", directory / name / "s", directory, directory / name)
-    limits = Limits(memory_mb=memory_mb, processes=10**6, disk_mb=10**6, files=10**6)
-    return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, limits, pid=pid)
+    return never_begun(name, directory, pid, memory_mb=memory_mb, disk_mb=10**6, files=10**6)
 
 
 @pytest.mark.parametrize("code", [UNNAMED, DROPPED], ids=["memfd", "mapped no more"])

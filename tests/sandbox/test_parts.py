@@ -19,7 +19,7 @@ from sandbox.client import SandboxClient
 from sandbox.images import ImageStore, squashfs_offset
 from sandbox.runtimes import RUNTIMES, select_runtime
 from sandbox.runtimes.apptainer import MEMORY, THEIRS
-from sandbox.runtimes.base import Bind, make_directories
+from sandbox.runtimes.base import Bind, Launch
 from sandbox.server import wire
 from sandbox.server.output import Capture, MarkerScanner
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
@@ -263,7 +263,8 @@ def test_an_image_with_a_link_where_our_code_is_mounted_is_refused_where_it_cann
     (image / "elsewhere").mkdir(parents=True)
     (image / place).symlink_to("elsewhere")
     binds = (Bind(tmp_path, "/data/sub"),)
-    launch = make_directories(tmp_path, "0", image, "none", None, payload=tmp_path, binds=binds)
+    launch = Launch("0", tmp_path, tmp_path, image, binds=binds)
+    launch.make_directories(None)
     monkeypatch.setenv("ROLLOUT_APPTAINER", "/bin/true")
     for upper in (THEIRS, MEMORY):
         runtime = RUNTIMES["apptainer"]()
@@ -273,15 +274,9 @@ def test_an_image_with_a_link_where_our_code_is_mounted_is_refused_where_it_cann
 
 
 def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):
-    launch = make_directories(
-        tmp_path,
-        "0",
-        tmp_path,
-        "none",
-        None,
-        payload=tmp_path,
-        limits=Limits(memory_mb=100, processes=20, disk_mb=1, files=1),
-    )
+    limits = Limits(memory_mb=100, processes=20, disk_mb=1, files=1)
+    launch = Launch("0", tmp_path, tmp_path, tmp_path, limits=limits)
+    launch.make_directories(None)
     runtime = RUNTIMES["apptainer"]()
     assert not {"--memory", "--pids-limit"} & set(runtime.argv(launch, ["true"]))
     runtime.has_cgroups = True

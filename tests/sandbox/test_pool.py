@@ -76,7 +76,7 @@ class Ahead:
         if not next(self._works):
             raise SandboxStartError("its image is broken")
         name = f"{kind.image}{len(self.starts)}"
-        launch = Launch(name, None, "none", Path("s"), Path("p"), Path("w"))
+        launch = Launch(name, Path("w"))
         return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
 
     async def ask(self, image: str, count: int | None = None) -> None:
