@@ -255,8 +255,8 @@ def test_a_cpu_hog_yields_to_the_server_and_the_node(victim):
     hogs = [one.pid for one in processes.usages(victim.info.pid) if one.pid not in own_processes(victim)]
     assert len(hogs) >= 6
     for pid in hogs:
-        assert niceness(pid) >= 10
-    assert niceness(server_of(victim)) == 0
+        assert niceness(pid) >= min(niceness(os.getpid()) + 10, 19)
+    assert niceness(server_of(victim)) == niceness(os.getpid())
     victim.works()
 
 

@@ -381,7 +381,8 @@ def test_over_its_memory_a_sandbox_is_told_once_and_its_largest_process_ended_un
         socket.socket(socket.AF_UNIX) as silent,
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process,
     ):
-        silent.bind(str(tmp_path / "s"))
+        (tmp_path / "x").mkdir()
+        silent.bind(str(tmp_path / "x" / "s"))
         silent.listen()
         process.stdout.readline()
         spared = (process.pid,) if protected else ()
@@ -394,8 +395,8 @@ def test_over_its_memory_a_sandbox_is_told_once_and_its_largest_process_ended_un
 
 
 def test_who_was_told_of_its_disk_is_not_told_again_of_the_same_files_and_ended_for_more(looks, tmp_path):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    scratch = tmp_path / "scratch" / "x"
+    scratch.mkdir(parents=True)
     fill(scratch, [1] * 5)
     more = partial(fill, scratch, [20 * MIB])
     watchdog, ended = looks(lambda: None, lambda: None, more, files=3, disk_mb=1)
