@@ -22,8 +22,8 @@ from rich.table import Table
 
 from rollout.client import KEY_VARIABLE
 from rollout.webhooks import tenant_secret
-from services.local import paths
-from services.local.redis import own_url
+from services.launch import paths
+from services.launch.redis import own_url
 from services.settings import SettingsError, settings
 from services.state.api_keys import ApiKey, KeyProblem, KeyStore, Scope
 from services.state.redis import connect

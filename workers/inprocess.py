@@ -20,7 +20,7 @@ import structlog
 from rollout.schema import Backend, ErrorInfo, Rollout, RolloutRequest, SandboxRecord, Stage, State
 from rollout.trajectory import Trajectory
 from sandbox.host_client import HostClient
-from services.local.paths import DEMO_CHECKPOINT
+from services.launch.paths import DEMO_CHECKPOINT
 from services.settings import Settings
 from services.state import payloads
 from services.state.backends import Placed

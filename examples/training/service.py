@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollout.client import KEY_VARIABLE
-from services.local.plan import Options
-from services.local.stack import Stack
+from services.launch.local import Options, Stack
 
 
 @contextmanager

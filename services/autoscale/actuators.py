@@ -10,9 +10,9 @@ import structlog
 from celery import Celery
 
 from services.autoscale.policy import STAGES, NodeState, share_out
-from services.slurm.errors import SlurmError
-from services.slurm.plan import NODE, UpOptions
-from services.slurm.stack import DRAIN_GRACE_S, JobView, SlurmStack
+from services.launch import SlurmError
+from services.launch.slurm.plan import NODE, UpOptions
+from services.launch.slurm.stack import DRAIN_GRACE_S, JobView, SlurmStack
 from services.state.fleet import Worker
 
 log = structlog.get_logger("autoscale")

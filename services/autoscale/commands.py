@@ -16,11 +16,10 @@ from services import logs
 from services.autoscale.actuators import Kind, LiveSlots, SlurmNodes
 from services.autoscale.loop import Autoscaler, Options
 from services.autoscale.policy import STAGES, Bounds, Goal
-from services.local import paths
+from services.launch import SlurmError, paths
+from services.launch.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.queues import make_celery
 from services.settings import Settings, SettingsError
-from services.slurm.errors import SlurmError
-from services.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.state.redis import connect
 
 RANGE = re.compile(r"(\d+):(\d+)")

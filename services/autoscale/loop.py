@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 from services.autoscale.actuators import Kind, LiveSlots, NodePool
 from services.autoscale.observe import Observer
 from services.autoscale.policy import STAGES, Bounds, Follower, Goal, Load, NodePolicy, need, shift_blame
-from services.slurm.errors import SlurmError
+from services.launch import SlurmError
 from services.state import keys
 from services.state.autoscale import AutoscaleStore
 from services.state.election import Election

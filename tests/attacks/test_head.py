@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from services.local.redis import choose, ping
-from services.slurm import tls
-from services.slurm.rundir import UP, Head, RunDir
+from services.launch.redis import choose, ping
+from services.launch.slurm import tls
+from services.launch.slurm.rundir import UP, Head, RunDir
 from tests.attacks import attack
 
 

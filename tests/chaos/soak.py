@@ -32,10 +32,9 @@ from benchmarks._harness import end_in_order_on_sigterm
 from rollout.client import ApiError, Client
 from rollout.errors import RolloutError
 from rollout.schema import RolloutRequest, new_id
-from services.local import plan
-from services.local.demo import TASKS_FILE, load_tasks
-from services.local.plan import Options
-from services.local.stack import answers
+from services.launch import parts
+from services.launch.demo import TASKS_FILE, load_tasks
+from services.launch.parts import answers
 from services.settings import ENV_PREFIX, Settings
 from tests.chaos.harness import ENV, PATIENCE_S, STAGES, Chaos
 from tests.helpers.blocking import SyncHostClient
@@ -202,7 +201,7 @@ class Backend:
         chaos.client.add_backend(f"http://127.0.0.1:{self.port}")
 
     def _start(self) -> Process:
-        process = self.chaos.start("backend", plan.embedded_backend(self.port).command)
+        process = self.chaos.start("backend", parts.embedded_backend(self.port).command)
         url = f"http://127.0.0.1:{self.port}/health"
         wait_until(lambda: answers(url) is None, PATIENCE_S, "the model", process)
         return process
@@ -239,7 +238,7 @@ def main() -> int:
         try:
             with Chaos(directory, directory / "s", shipped() if options.real else None) as chaos:
                 if options.real:
-                    chaos.slots = {stage: Options(directory).slots_of(stage, Settings()) for stage in STAGES}
+                    chaos.slots = {stage: parts.slots_of(stage, {}, Settings()) for stage in STAGES}
                 chaos.start_workers()
                 wait_until(lambda: "noop" in _handlers(chaos), 60, "the handlers to be announced")
                 backend = Backend(chaos) if options.real else None

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from rollout.schema import RolloutRequest, State, new_id
-from services.local.demo import TASKS_FILE, load_tasks
+from services.launch.demo import TASKS_FILE, load_tasks
 from tests.chaos.harness import PATIENCE_S, STAGES
 from tests.helpers.keys import HEADERS
 from tests.helpers.long_forms import CHAOS

@@ -15,9 +15,9 @@ from services.autoscale.loop import BACK_OFF_S, SETTLE_S, Autoscaler, Options
 from services.autoscale.observe import Observer
 from services.autoscale.policy import Bounds, Goal, NodeState
 from services.dispatch import _expand
+from services.launch import SlurmError
 from services.queues import make_celery
 from services.settings import Settings
-from services.slurm.errors import SlurmError
 from services.state.autoscale import AutoscaleStore
 from services.state.fleet import FleetStore, NodeAdmission
 from services.state.redis import connect

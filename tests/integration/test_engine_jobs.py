@@ -7,9 +7,9 @@ import json
 import pytest
 
 from rollout.client import Client
-from services.slurm.engine import EngineJob
-from services.slurm.place import Place
-from services.slurm.rundir import DRAINING, UP, Head, RunDir
+from services.launch.slurm.engine import EngineJob
+from services.launch.slurm.place import Place
+from services.launch.slurm.rundir import DRAINING, UP, Head, RunDir
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.keys import KEY
 from tests.helpers.stack import Stack

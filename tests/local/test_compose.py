@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from jsonschema import Draft7Validator
 
 from services.key_commands import keys
-from services.local.paths import REPO, home
+from services.launch.paths import REPO, home
 from services.settings import Settings
 
 COMPOSE = yaml.safe_load((REPO / "docker-compose.dev.yml").read_text())

@@ -23,7 +23,7 @@ import yaml
 
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
-from services.local.paths import REPO
+from services.launch.paths import REPO
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import Process, free_port, redis_binary, wait_until
 

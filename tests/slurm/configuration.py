@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from services.local import paths
+from services.launch import paths
 
 PORTS = range(20000, 32000)
 """Below the ports that the kernel gives to outgoing connections, so that a free one stays free."""

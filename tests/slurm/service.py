@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollout.client import Client, RolloutError
 from rollout.schema import Rollout, RolloutRequest, State, new_id
-from services.slurm.rundir import RunDir
+from services.launch.slurm.rundir import RunDir
 from tests.helpers.stack import ROOT
 from tests.slurm.cluster import PATIENCE_S, SlurmCluster
 

@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sandbox import processes
 from sandbox.paths import SOCKET_PATH_MAX
-from services.local import supervisor
-from services.slurm import engine, place, plan, scheduler, site
-from services.slurm.commands import slurm
-from services.slurm.errors import SlurmError
-from services.slurm.place import Place, Scratch
-from services.slurm.plan import Engines, UpOptions
-from services.slurm.rundir import Member, RunDir, Submitted
-from tests.helpers.stack import ROOT, wait_until
+from services.launch import SlurmError
+from services.launch.slurm import engine, place, plan, scheduler, site
+from services.launch.slurm.commands import slurm
+from services.launch.slurm.place import Place, Scratch
+from services.launch.slurm.plan import Engines, UpOptions
+from services.launch.slurm.rundir import Member, RunDir, Submitted
+from tests.helpers.stack import ROOT
 
 SITE = """
 scratch = "/scratch/$USER"
@@ -367,55 +365,3 @@ def test_the_command_of_a_server_names_model_address_and_gpus():
         engine.server_command({}, "h", 1, 0)
     with pytest.raises(SlurmError, match=r"'gpu'.*the names are"):
         engine.server_command({"ROLLOUT_SLURM_ENGINE_COMMAND": "serve {gpu}"}, "h", 1, 0)
-
-
-def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(tmp_path):
-    watched = supervisor.Supervisor(tmp_path / "logs", SlurmError)
-    # Ends once, then stays, with a child that ignores TERM.
-    script = (
-        f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) -gt 1 ] || exit 3; "
-        f"(trap '' TERM; echo $BASHPID > {tmp_path}/child; while :; do sleep 0.2; done) & wait"
-    )
-    watched.start(supervisor.Part("part", ["bash", "-c", script]), os.environ)
-
-    def has_a_child():
-        watched.look()
-        return (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip()
-
-    wait_until(has_a_child, 60, "the part to be started anew")
-    grandchild = int((tmp_path / "child").read_text())
-    watched.stop_all(10.0)
-    assert not watched.children and (tmp_path / "lives").read_text() == "life\nlife\n"
-    wait_until(lambda: processes.start_time(grandchild) is None, 60, "the child to be gone")
-
-
-def test_a_part_that_keeps_ending_is_told_until_it_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.01)
-    watched = supervisor.Supervisor(tmp_path / "logs", SlurmError)
-    script = f"[ -e {tmp_path}/mended ] && exec sleep 900; kill -9 $$"
-    child = watched.start(supervisor.Part("part", ["bash", "-c", script]), os.environ)
-
-    def told():
-        watched.look()
-        return watched.failing().get("part", "").startswith("signal 9, 2 times")
-
-    wait_until(told, 60, "it to be told")
-    (tmp_path / "mended").touch()
-
-    def lives():
-        watched.look()
-        return child.alive and Path(f"/proc/{child.process.pid}/comm").read_text().strip() == "sleep"
-
-    wait_until(lives, 60, "it to live")
-    assert watched.failing()  # it has not settled
-    child.started -= 2 * supervisor.SETTLED_S
-    assert watched.failing() == {}
-    watched.stop_all(10.0)
-
-
-def test_a_part_that_does_not_start_is_reported_with_the_end_of_its_log(tmp_path):
-    watched = supervisor.Supervisor(tmp_path / "logs", SlurmError)
-    child = watched.start(supervisor.Part("redis", ["bash", "-c", "echo no space left; exit 1"]), os.environ)
-    child.process.wait(60)
-    with pytest.raises(SlurmError, match=r"(?s)redis ended. The end of .*redis.log:\nno space left"):
-        watched.wait_for(child, lambda: "nothing answers")

@@ -10,10 +10,10 @@ import subprocess
 import pytest
 from click.testing import CliRunner
 
-from services.local.supervisor import part_log
-from services.slurm import stack
-from services.slurm.commands import slurm
-from services.slurm.rundir import NO_SANDBOX, UP, Head, Member, RunDir, Step, Submitted
+from services.launch.slurm import stack
+from services.launch.slurm.commands import slurm
+from services.launch.slurm.rundir import NO_SANDBOX, UP, Head, Member, RunDir, Step, Submitted
+from services.launch.supervisor import part_log
 from tests.helpers.stack import ROOT
 
 HEAD_RUNS = "10|10|10|RUNNING|n9|None|1:00"

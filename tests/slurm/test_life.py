@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from services.slurm import base, place
-from services.slurm.base import MemberJob
-from services.slurm.engine import EngineJob
-from services.slurm.errors import SlurmError
-from services.slurm.node import NodeJob
-from services.slurm.place import Place, Scratch
-from services.slurm.plan import HEAD
-from services.slurm.rundir import DRAINING, Member, RunDir
+from services.launch import SlurmError
+from services.launch.slurm import base, place
+from services.launch.slurm.base import MemberJob
+from services.launch.slurm.engine import EngineJob
+from services.launch.slurm.node import NodeJob
+from services.launch.slurm.place import Place, Scratch
+from services.launch.slurm.plan import HEAD
+from services.launch.slurm.rundir import DRAINING, Member, RunDir
 from tests.helpers.stack import wait_until
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -8,11 +8,11 @@ import pytest
 
 from services.autoscale.actuators import Kind, SlurmNodes
 from services.autoscale.policy import STAGES, NodeState
-from services.slurm.errors import SlurmError
-from services.slurm.plan import UpOptions
-from services.slurm.rundir import UP, Member, Submitted
-from services.slurm.site import Site
-from services.slurm.stack import SlurmStack
+from services.launch import SlurmError
+from services.launch.slurm.plan import UpOptions
+from services.launch.slurm.rundir import UP, Member, Submitted
+from services.launch.slurm.site import Site
+from services.launch.slurm.stack import SlurmStack
 from services.state.fleet import Worker
 
 SLOTS = {"init": 4, "run": 8, "eval": 4}

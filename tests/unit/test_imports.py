@@ -17,8 +17,8 @@ FORBIDDEN = {
     "services/engines": {"workers", "sandbox", "flask", "celery", "torch", "services.gateway"},
     "services/gateway": {"workers", "sandbox"},
     "services/inference": {"workers", "sandbox", "celery", "redis", "flask"},
-    "services/local": {"workers"},
-    "services/slurm": {"workers", "flask", "services.gateway"},
+    "services/launch": {"workers"},
+    "services/launch/slurm": {"workers", "flask", "services.gateway"},
     "workers": {"flask"},
 }
 

@@ -58,17 +58,12 @@ def _parts(record: str) -> dict[str, dict[str, Any]] | None:
         return None
     try:
         found = json.loads(Path(record).read_text())
-        noted = {one["name"]: found["restarts"].get(one["name"], {}) for one in found["processes"]}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return {
-        name: {
-            "restarts": one.get("count", 0),
-            "away": one.get("away", False),
-            "ended_at": one.get("last_at"),
+        return {
+            part["name"]: {key: part[key] for key in ("restarts", "away", "ended_at")}
+            for part in found["parts"]
         }
-        for name, one in noted.items()
-    }
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _flower(url: str) -> dict[str, str] | None:

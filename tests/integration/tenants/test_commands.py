@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from services.key_commands import keys as keys_command
 from services.key_commands import tenants as tenants_command
-from services.local.redis import Choice, own_url, prepare
+from services.launch.redis import Choice, own_url, prepare
 from services.state import keys as names
 from tests.helpers.stack import Process, free_port, redis_binary, wait_until
 from tests.helpers.tenants import run

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from services.local.plan import STAGES
-from services.local.processes import tail
-from services.slurm import plan, scheduler
-from services.slurm.errors import SlurmError
-from services.slurm.failures import LAST_LINES, Failure
-from services.slurm.plan import ALLOCATION, ENGINE, HEAD, NODE, Submission, UpOptions
-from services.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir, Submitted
-from services.slurm.site import Site
-from services.slurm.view import JobView, Status, job_views, missing, status_of
+from services.launch import SlurmError
+from services.launch.parts import STAGES
+from services.launch.slurm import plan, scheduler
+from services.launch.slurm.failures import LAST_LINES, Failure
+from services.launch.slurm.plan import ALLOCATION, ENGINE, HEAD, NODE, Submission, UpOptions
+from services.launch.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir, Submitted
+from services.launch.slurm.site import Site
+from services.launch.slurm.view import JobView, Status, job_views, missing, status_of
+from services.launch.supervisor import tail
 
 POLL_S = 1.0
 DRAIN_GRACE_S = 600.0

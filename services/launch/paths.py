@@ -1,4 +1,4 @@
-"""Where the stack of one machine keeps things."""
+"""Where things are: the checkout, ROLLOUT_HOME, and what a stack keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from services.local.errors import StackError
+from services.launch import StackError
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO_CHECKPOINT = REPO / "examples" / "demo_model" / "checkpoint"

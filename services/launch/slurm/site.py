@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.slurm.errors import SlurmError
+from services.launch import SlurmError
 
 ROLES = ("head", "node", "engine")
 SITE_VARIABLE = "ROLLOUT_SLURM_SITE"

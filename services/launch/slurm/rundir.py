@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.local.redis import url_of
-from services.slurm.errors import SlurmError
+from services.launch import SlurmError
+from services.launch.redis import url_of
 from services.state.api_keys import new_text
 
 STARTING, UP, DRAINING, DOWN = "starting", "up", "draining", "down"

@@ -18,16 +18,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollout.errors import RolloutError
-from services.local import paths
-from services.local.errors import StackError
-from services.local.plan import STAGES
+from services.launch import SlurmError, StackError, paths
+from services.launch.parts import STAGES
+from services.launch.slurm import plan, site
+from services.launch.slurm.plan import ENGINE, NODE, Engines, UpOptions
+from services.launch.slurm.rundir import RunDir
+from services.launch.slurm.stack import DOWN_GRACE_S, DRAIN_GRACE_S, SlurmStack
+from services.launch.slurm.view import Status
 from services.settings import SettingsError
-from services.slurm import plan, site
-from services.slurm.errors import SlurmError
-from services.slurm.plan import ENGINE, NODE, Engines, UpOptions
-from services.slurm.rundir import RunDir
-from services.slurm.stack import DOWN_GRACE_S, DRAIN_GRACE_S, SlurmStack
-from services.slurm.view import Status
 
 F = TypeVar("F", bound=Callable[..., Any])
 out = Console()

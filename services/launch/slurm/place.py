@@ -21,8 +21,8 @@ import structlog
 from sandbox.errors import SandboxError
 from sandbox.host_client import HostClient, ensure_host
 from sandbox.paths import SOCKET_PATH_MAX
-from services.slurm import scheduler
-from services.slurm.errors import SlurmError
+from services.launch import SlurmError
+from services.launch.slurm import scheduler
 
 log = structlog.get_logger("slurm")
 

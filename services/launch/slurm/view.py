@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.client import Client, RolloutError
-from services.local.plan import STAGES
-from services.slurm import failures, scheduler
-from services.slurm.failures import Failure
-from services.slurm.plan import ALLOCATION, HEAD, NODE
-from services.slurm.rundir import DOWN, STARTING, UP, Head, Member, RunDir, Submitted
-from services.slurm.scheduler import Job
+from services.launch.parts import STAGES
+from services.launch.slurm import failures, scheduler
+from services.launch.slurm.failures import Failure
+from services.launch.slurm.plan import ALLOCATION, HEAD, NODE
+from services.launch.slurm.rundir import DOWN, STARTING, UP, Head, Member, RunDir, Submitted
+from services.launch.slurm.scheduler import Job
 
 
 @dataclass

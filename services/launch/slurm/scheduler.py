@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.slurm.errors import SlurmError
+from services.launch import SlurmError
 
 TIMEOUT_S = 60.0
 """For one command: a busy controller may take long to answer."""

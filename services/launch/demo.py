@@ -15,11 +15,9 @@ from rich.console import Console
 from rollout.cli import render as _render
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest, State
-from services.local import paths
-from services.local.errors import StackError
-from services.local.plan import Options
-from services.local.processes import marked
-from services.local.stack import Stack
+from services.launch import StackError, paths
+from services.launch.local import Options, Stack
+from services.launch.supervisor import marked
 
 TASKS_FILE = paths.REPO / "examples" / "demo_model" / "task.py"
 TASK_SEED = 7
@@ -51,9 +49,9 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
             console.print(f"gateway  {record.url}\nflower   {record.flower_url}", highlight=False)
         finally:
             ended = stack.down()
-        left = list(marked(record.mark))
-        say(f"ended {len(ended.processes) if ended else 0} processes; {len(left) or 'nothing'} left running")
-        fine = fine and not left
+        strays = list(marked(record.mark))
+        say(f"ended {len(ended.parts) if ended else 0} processes; {len(strays) or 'nothing'} left running")
+        fine = fine and not strays
         keep_logs = not fine
     except Exception:
         keep_logs = True

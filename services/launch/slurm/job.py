@@ -1,4 +1,4 @@
-"""What deploy/slurm/*.sbatch become: `python -m services.slurm.job head|node|engine RUN`."""
+"""What deploy/slurm/*.sbatch become: `python -m services.launch.slurm.job head|node|engine RUN`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from pathlib import Path
 import structlog
 
 from services import logs
-from services.local.errors import StackError
+from services.launch import SlurmError, StackError
+from services.launch.slurm.place import Place
+from services.launch.slurm.plan import ENGINE, HEAD, NODE
+from services.launch.slurm.rundir import RunDir
 from services.queues import STAGES
 from services.settings import SettingsError, settings
-from services.slurm.errors import SlurmError
-from services.slurm.place import Place
-from services.slurm.plan import ENGINE, HEAD, NODE
-from services.slurm.rundir import RunDir
 
 log = structlog.get_logger("slurm")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m services.slurm.job", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m services.launch.slurm.job", description=__doc__)
     parser.add_argument("role", choices=[HEAD, NODE, ENGINE])
     parser.add_argument("run_dir", type=Path, help="the run directory, seen by every node")
     parser.add_argument("--stages", default=",".join(STAGES), help="of a node: init,run,eval or some of them")
@@ -41,14 +40,14 @@ def main() -> int:
         logs.identify(node=place.name)
         run.make()
         if args.role == HEAD:
-            from services.slurm.head import HeadJob
+            from services.launch.slurm.head import HeadJob
 
             return HeadJob(run, place).run()
         if args.role == ENGINE:
-            from services.slurm.engine import EngineJob
+            from services.launch.slurm.engine import EngineJob
 
             return EngineJob(run, place).run()
-        from services.slurm.node import NodeJob
+        from services.launch.slurm.node import NodeJob
 
         return NodeJob(run, place, args.stages).run()
     except (SlurmError, StackError, SettingsError) as error:

@@ -11,17 +11,16 @@ from pathlib import Path
 import structlog
 
 from services import flower
-from services.local import plan, ports, redis
-from services.local.stack import answers
-from services.local.supervisor import LOOK_S
+from services.launch import SlurmError, parts, redis
+from services.launch.parts import answers
+from services.launch.slurm import place as places
+from services.launch.slurm import scheduler, tls
+from services.launch.slurm.base import ServiceJob
+from services.launch.slurm.place import Place
+from services.launch.slurm.plan import HEAD
+from services.launch.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
+from services.launch.supervisor import LOOK_S, Part
 from services.settings import settings
-from services.slurm import place as places
-from services.slurm import scheduler, tls
-from services.slurm.base import ServiceJob
-from services.slurm.errors import SlurmError
-from services.slurm.place import Place
-from services.slurm.plan import HEAD
-from services.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
 from services.state.api_keys import KeyProblem, KeyStore, Scope
 from services.state.redis import connect
 from services.state.tenants import DEFAULT_TENANT
@@ -73,8 +72,8 @@ class HeadJob(ServiceJob):
         self._make_key(env["ROLLOUT_REDIS_URL"])
         self.run_dir.write_head(head)
         flower_env = self._start_flower(env)
-        gateway = self.supervisor.start(
-            plan.gateway(),
+        gateway = self._spawn(
+            parts.gateway(),
             env
             | flower_env
             | {"ROLLOUT_GATEWAY_HOST": address, "ROLLOUT_GATEWAY_PORT": head.url.rpartition(":")[2]},
@@ -88,10 +87,7 @@ class HeadJob(ServiceJob):
         """Its port, None where it is not ours, and whether it speaks TLS."""
         choice = redis.choose()
         if choice.url:
-            if reason := redis.ping(choice.url):
-                raise SlurmError(
-                    f"ROLLOUT_REDIS_URL={redis.hide_password(choice.url)} does not answer: {reason}"
-                )
+            redis.require(choice.url, "start it where the head's node reaches it")
             return None, False
         assert choice.binary is not None
         port = self._port(address, before.redis_port if before else None, 6379)
@@ -101,7 +97,7 @@ class HeadJob(ServiceJob):
         self.run_dir.redis.mkdir(mode=0o700, exist_ok=True)
         secured = tls.make(self.run_dir.redis, address, choice.binary)
         server = redis.prepare(choice, data, port, address, self.run_dir.redis_password(), secured)
-        process = self.supervisor.start(plan.Part("redis", server.command), env)
+        process = self._spawn(Part("redis", server.command), env)
         begun = time.monotonic()
         self.supervisor.wait_for(process, lambda: redis.ping(server.url), patience_s=1800.0)
         log.info("Redis is up", data=str(data), seconds=round(time.monotonic() - begun, 1))
@@ -110,11 +106,7 @@ class HeadJob(ServiceJob):
     def _port(self, address: str, before: int | None, usual: int) -> int:
         """That of the head's earlier life if it is free, for then nobody notices; else the usual one, else
         any."""
-        for wanted in filter(None, (before, usual)):
-            if wanted not in self._taken and ports.is_free(address, wanted):
-                self._taken.add(wanted)
-                return wanted
-        return ports.pick(0, self._taken, address)
+        return parts.pick_port([port for port in (before, usual) if port], self._taken, address)
 
     def _make_key(self, url: str) -> None:
         with connect(url, max_connections=2) as client:
@@ -135,7 +127,7 @@ class HeadJob(ServiceJob):
         except flower.FlowerAuthError as error:
             raise SlurmError(str(error)) from error
         variables = flower.environment(auth, self.run_dir.flower_db)
-        self.supervisor.start(plan.flower(port), env | variables)
+        self._spawn(parts.flower(port), env | variables)
         return {flower.URL_VARIABLE: f"http://127.0.0.1:{port}"}
 
     def _drain(self, asked: float | None) -> None:

@@ -8,20 +8,21 @@ rollouts or LLM servers: it describes itself in the run directory, has a node-lo
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
 
-from services.local.supervisor import LOOK_S, Interrupted, Supervisor
-from services.slurm.errors import SlurmError
-from services.slurm.place import Place, Scratch
-from services.slurm.plan import HEAD
-from services.slurm.rundir import DRAINING, UP, Member, RunDir
+from services.launch import SlurmError
+from services.launch.slurm.place import Place, Scratch
+from services.launch.slurm.plan import HEAD
+from services.launch.slurm.rundir import DRAINING, UP, Member, RunDir
+from services.launch.supervisor import LOOK_S, Child, Interrupted, Part, Supervisor
 
 log = structlog.get_logger("slurm")
 
@@ -73,6 +74,11 @@ class ServiceJob(ABC):
     def _start(self) -> None:
         """Start the programs; Interrupted when the job is to end meanwhile."""
 
+    def _spawn(self, part: Part, env: Mapping[str, str]) -> Child:
+        child = self.supervisor.start(part, env)
+        log.info("started", part=part.name, pid=part.pid, log=part.log)
+        return child
+
     def _serve(self) -> float | None:
         """Until the end is near. Seconds of grace if somebody asked for it, None for a signal."""
         while True:
@@ -102,7 +108,9 @@ class ServiceJob(ABC):
     def _asked(self) -> float | None:
         """Seconds of grace that `rollout slurm` gave this job to end; None = it was not asked to."""
         with self._going_on():
-            self.supervisor.note_end(self.place.step and self.run_dir.job_ends(self.place.job))
+            # Slurm's signals to steps reach every process in them: a file says what USR1 says.
+            if self.place.step and self.supervisor.signal is None and self.run_dir.job_ends(self.place.job):
+                self.supervisor.signal = signal.SIGUSR1
             return self.run_dir.asked_to_drain(self.name)
         return None
 

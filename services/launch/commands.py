@@ -14,11 +14,10 @@ import click
 from rich.console import Console
 
 from rollout.errors import RolloutError
-from services.local import keys, paths, plan
-from services.local.demo import demo as run_demo
-from services.local.errors import StackError
-from services.local.plan import Options
-from services.local.stack import Stack
+from services.launch import StackError, paths
+from services.launch.demo import demo as run_demo
+from services.launch.local import KEY_FILE, Options, Stack
+from services.launch.parts import STAGES
 from services.settings import SettingsError
 
 NEEDED = ("flask", "gunicorn", "celery", "redis", "psutil", "aiohttp", "transformers")
@@ -109,7 +108,7 @@ def up(
     _check_extras()
     options = Options(
         state_dir=(state_dir or paths.state_dir()).absolute(),
-        slots={stage: slots[f"slots_{stage}"] for stage in plan.STAGES},
+        slots={stage: slots[f"slots_{stage}"] for stage in STAGES},
         backend_url=backend_url,
         embedded_backend=not no_backend,
         flower=not no_flower,
@@ -127,7 +126,7 @@ def up(
         click.echo(f"up after {time.monotonic() - begun:.1f} s. Logs: {options.state_dir / 'logs'}")
         click.echo(
             "Clients of this account find it and its key by themselves; others need\n"
-            f"export ROLLOUT_URL={record.url} ROLLOUT_API_KEY=$(cat {options.state_dir / keys.FILE})"
+            f"export ROLLOUT_URL={record.url} ROLLOUT_API_KEY=$(cat {options.state_dir / KEY_FILE})"
         )
         if foreground:
             try:
@@ -151,11 +150,11 @@ def _report(stack: Stack) -> bool:
     ended = stack.down()
     if ended is None:
         return False
-    for name in ended.processes:
+    for name in ended.parts:
         click.echo(f"ended {name}")
     if ended.strays:
         click.echo(f"ended {ended.strays} further processes that these had started")
-    if not ended.processes and not ended.strays:
+    if not ended.parts and not ended.strays:
         click.echo("everything had ended before")
     return True
 

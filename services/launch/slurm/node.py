@@ -12,16 +12,16 @@ import structlog
 from kombu.exceptions import OperationalError
 
 from services.handback import hand_back
-from services.local import paths, plan
-from services.local.redis import ping
-from services.local.supervisor import LOOK_S, Interrupted
+from services.launch import parts, paths
+from services.launch.redis import ping
+from services.launch.slurm import place as places
+from services.launch.slurm.base import MemberJob
+from services.launch.slurm.place import Place
+from services.launch.slurm.plan import NODE
+from services.launch.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
+from services.launch.supervisor import LOOK_S, Interrupted
 from services.queues import EVAL, INIT, RUN, make_celery, queue_for
 from services.settings import Settings
-from services.slurm import place as places
-from services.slurm.base import MemberJob
-from services.slurm.place import Place
-from services.slurm.plan import NODE
-from services.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
 from services.state.redis import connect
 from services.state.rollouts import RolloutStore
 
@@ -103,15 +103,15 @@ class NodeJob(MemberJob):
 
     def _start_workers(self, url: str) -> None:
         for stage in self.stages:
-            part = plan.fleet(stage, self.member.slots[stage], self.place.name)
-            self.supervisor.start(part, self._env | {"ROLLOUT_REDIS_URL": url})
+            part = parts.fleet(stage, self.member.slots[stage], self.place.name)
+            self._spawn(part, self._env | {"ROLLOUT_REDIS_URL": url})
         self._url = url
 
     def _check_sandbox(self) -> None:
         """Start a sandbox and end it: says what works here, and unpacks the image before the first
         rollout."""
         self._check = subprocess.Popen(
-            plan.sandbox_check(Settings.from_env(self._env), None).command,
+            parts.sandbox_check(Settings.from_env(self._env), None).command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -226,5 +226,4 @@ class NodeJob(MemberJob):
 
 def _slots(stage: str) -> int:
     text = os.environ.get(f"ROLLOUT_SLURM_SLOTS_{stage.upper()}")
-    default = {INIT: plan.INIT_SLOTS, RUN: 64, EVAL: plan.EVAL_SLOTS}[stage]
-    return int(text) if text else default
+    return int(text) if text else parts.SLOTS.get(stage, 64)

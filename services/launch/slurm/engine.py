@@ -12,16 +12,14 @@ import httpx
 import structlog
 
 from rollout.client import Client, RolloutError
-from services.local import ports
-from services.local.plan import Part
-from services.local.stack import answers
-from services.local.supervisor import LOOK_S, Interrupted
-from services.slurm import place as places
-from services.slurm.base import MemberJob
-from services.slurm.errors import SlurmError
-from services.slurm.place import Place
-from services.slurm.plan import ENGINE
-from services.slurm.rundir import UP, Head, RunDir
+from services.launch import SlurmError
+from services.launch.parts import answers, pick_port
+from services.launch.slurm import place as places
+from services.launch.slurm.base import MemberJob
+from services.launch.slurm.place import Place
+from services.launch.slurm.plan import ENGINE
+from services.launch.slurm.rundir import UP, Head, RunDir
+from services.launch.supervisor import LOOK_S, Interrupted, Part
 
 log = structlog.get_logger("slurm")
 
@@ -58,11 +56,11 @@ class EngineJob(MemberJob):
         taken: set[int] = set()
         servers = []
         for number, devices in enumerate(device_sets(os.environ)):
-            port = ports.pick(0, taken, address)
+            port = pick_port([], taken, address)
             name = f"engine-{number}"
             command = server_command(os.environ, address, port, len(devices))
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-            servers.append(self.supervisor.start(Part(name, command), env | visible))
+            servers.append(self._spawn(Part(name, command), env | visible))
             self._urls[f"{self.place.name}-{number}"] = f"http://{address}:{port}"
         for server, url in zip(servers, self._urls.values(), strict=True):
             self.supervisor.wait_for(server, lambda url=url: self._why_not(url), patience_s)
