@@ -49,12 +49,8 @@ async def serve(args: argparse.Namespace) -> None:
     # Imported late: `--help` and bad options need no torch.
     import torch
 
-    from services.inference.batch import Batch
-    from services.inference.context import Context
     from services.inference.engine import Engine
-    from services.inference.metrics import Metrics
     from services.inference.model import load_model
-    from services.inference.scheduler import Scheduler
     from services.inference.server import create_app
 
     torch.set_num_threads(args.threads or 1)
@@ -69,14 +65,10 @@ async def serve(args: argparse.Namespace) -> None:
             f"{model.max_model_len}; raise it or lower --max-model-len"
         )
     served_name = args.served_model_name or str(args.model)
-    metrics = Metrics(served_name, capacity)
-    scheduler = Scheduler(Batch(model.module, capacity), args.max_num_seqs, capacity)
-    engine = Engine(model, scheduler, metrics, asyncio.get_running_loop())
+    engine = Engine(model, served_name, args.max_num_seqs, capacity)
     engine.start()
-
-    context = Context(model, engine, metrics, served_name, str(args.model), args.max_num_seqs, capacity)
     runner = web.AppRunner(
-        create_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE
+        create_app(engine), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE
     )
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port).start()
@@ -97,7 +89,7 @@ async def serve(args: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     await stop.wait()
     log.info("stopping: running requests end with finish_reason abort")
-    await asyncio.to_thread(engine.stop)
+    await engine.stop()
     await runner.cleanup()
 
 

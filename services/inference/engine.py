@@ -1,29 +1,27 @@
-"""The engine thread: scheduling step by step, pausing, aborting, and swapping weights between steps.
+"""The engine: who is in the batch, one step after the other, pausing, aborting and exchanging weights.
 
-Invariant: model, batch, queue and pause state belong to the engine thread. Other threads only leave
-commands, which run between two steps; so a swap of weights or a change of the version label never falls
-into a step.
+Invariant: all state belongs to the event loop, and a step only computes, in a thread of its own. What it has
+drawn is applied when it is over. An exchange of weights runs in the same thread, and a change of the version
+label waits for `_between_steps`; so neither falls into a step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
-import threading
+import random
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import Any, Literal
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
-from services.inference.errors import EngineError
 from services.inference.metrics import Metrics
-from services.inference.model import Model, apply_weights
-from services.inference.sampling import draw
-from services.inference.scheduler import Scheduler
-from services.inference.scoring import score_prompt
-from services.inference.sequence import Sequence, TokenEvent
+from services.inference.model import Batch, Model, apply_weights
+from services.inference.sampling import Draw, Entry, SamplingParams, draw, score_prompt
 
 log = logging.getLogger(__name__)
 
@@ -32,238 +30,288 @@ PauseMode = Literal["abort", "wait", "keep"]
 INITIAL_VERSION = "default"
 """vLLM's label of the weights a server started with."""
 
+PREFILL_TOKENS = 4096
+"""Padded tokens of one prefill pass: bounds how long running sequences wait for newcomers."""
+
+
+class EngineError(Exception):
+    """The engine failed while it served a request; answered with 500."""
+
+
+class OvertakenError(Exception):
+    """A pause was ended by a resume before the running sequences had ended."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One choice of one request: its prompt and what was sampled so far."""
+
+    request_id: str
+    """The id on the wire, prefix included (`generate-tokens-…`); shared by the choices of a request."""
+    index: int
+    """Position among the request's choices."""
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """Tokens that may be sampled, already clipped to the context."""
+    stop_reasons: dict[int, int | None]
+    """What ends it; see `SamplingParams.stop_reasons`."""
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set after each token when `streaming`, and at the end; shared by the choices of a request."""
+    streaming: bool = False
+    priority: int = 0
+    """Lower is served earlier; equal priorities in order of arrival."""
+
+    prompt_logprobs: list[list[Entry]] | None = None
+    """Per prompt token but the first, once computed; see `score_prompt`. None = not asked for."""
+    draws: list[Draw] = field(default_factory=list)
+    """The sampled tokens; log-probs are natural, of the distribution that was sampled from."""
+    versions: list[str] = field(default_factory=list)
+    """Label of the weights that each token was sampled from."""
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    """The id that ended it when it came from the caller; None for the model's own end of turn."""
+    error: str | None = None
+    """Set when the engine failed; then finish_reason is "error"."""
+    arrived: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        # Choices of one request must differ, so each gets its own seed; the same rule as vLLM's.
+        seed = self.params.seed
+        self.rng = random.Random(None if seed is None else seed + self.index)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [drawn.sampled[0] for drawn in self.draws]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Places in the key-value cache that this sequence can come to need."""
+        return len(self.prompt_ids) + self.max_tokens
+
+    def append(self, drawn: Draw, version: str) -> None:
+        """Record a sampled token; ends the sequence at a stop token (which is kept) or at `max_tokens`."""
+        self.draws.append(drawn)
+        self.versions.append(version)
+        token = drawn.sampled[0]
+        if token in self.stop_reasons:
+            self.finish_reason, self.stop_reason = "stop", self.stop_reasons[token]
+        elif len(self.draws) >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def weight_versions(self) -> list[dict[str, str | int]]:
+        """Spans `{"version", "start", "end"}` over the sampled tokens, end exclusive, without gaps."""
+        spans: list[dict[str, str | int]] = []
+        for position, version in enumerate(self.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": position})
+            spans[-1]["end"] = position + 1
+        return spans
+
 
 class Engine:
-    """Serves sequences from one model in one thread. Public methods may be called from any thread."""
+    """Serves sequences from one model. Every method is called in the event loop."""
 
-    def __init__(self, model: Model, scheduler: Scheduler, metrics: Metrics, loop: asyncio.AbstractEventLoop):
-        self._model = model
-        self._scheduler = scheduler
-        self._metrics = metrics
-        self._loop = loop
-        self._version = INITIAL_VERSION
+    def __init__(self, model: Model, served_name: str, max_sequences: int, kv_capacity_tokens: int):
+        self.model = model
+        self.served_name = served_name
+        """The name in `/v1/models` and in replies."""
+        self.metrics = Metrics(served_name, kv_capacity_tokens)
+        self.max_sequences = max_sequences
+        self.kv_capacity_tokens = kv_capacity_tokens
+        self.weight_version = INITIAL_VERSION
+        self.batch = Batch(model.module)
+        self._rows: list[Sequence] = []
+        """Row i of the batch is that of `_rows[i]`; some may have ended since the last step."""
+        self._queue: list[Sequence] = []
         self._paused: PauseMode | None = None
-        self._drained: list[Future[None]] = []
-        self._commands: list[Callable[[], None]] = []
-        self._wake = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._work = asyncio.Event()
+        self._between_steps = asyncio.Condition()
+        """Held during a step; notified after each, and when there is nothing to do."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Begin to serve."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """Abort what runs, end the thread, wait up to `timeout` seconds."""
-        self._command(self._stop)
-        self._thread.join(timeout)
+    async def stop(self) -> None:
+        """Abort what is queued or running, and end."""
+        self.abort(self.live())
+        async with self._between_steps:
+            self._task.cancel()
+        self._thread.shutdown()
 
     @property
     def alive(self) -> bool:
-        """False when the thread has ended; the server is then unhealthy."""
-        return self._thread.is_alive()
-
-    @property
-    def weight_version(self) -> str:
-        return self._version
+        """False when the engine has ended; the server is then unhealthy."""
+        return self._task is not None and not self._task.done()
 
     @property
     def paused(self) -> bool:
         return self._paused is not None
 
-    def submit(self, sequences: list[Sequence]) -> None:
-        """Queue sequences; their listeners are called in the event loop. EngineError when it has ended."""
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences in the batch that have not ended."""
+        return [sequence for sequence in self._rows if not sequence.finished]
+
+    def live(self) -> list[Sequence]:
+        """All sequences that have not ended."""
+        return [*self.running, *self._queue]
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences by priority, then arrival. EngineError when the engine has ended."""
         if not self.alive:
-            raise EngineError("the engine thread has ended; restart the backend")
-        self._command(lambda: self._scheduler.add(sequences))
+            raise EngineError("the engine has ended; restart the backend")
+        for sequence in sequences:
+            bisect.insort(self._queue, sequence, key=lambda queued: queued.priority)
+        self._changed()
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """End these sequences with finish_reason abort; those that ended already are left alone."""
-        wanted = list(sequences)
-        self._command(lambda: self._abort(wanted))
+        """End these with finish_reason abort; those that ended already are left alone."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self._end(sequence, "abort")
+        self._queue = [sequence for sequence in self._queue if not sequence.finished]
+        self._changed()
 
-    def abort_ids(self, request_ids: Iterable[str]) -> None:
-        """The same for all sequences of the given wire ids; unknown ids are ignored, as in vLLM."""
-        wanted = set(request_ids)
-        self._command(lambda: self._abort([s for s in self._scheduler.live() if s.request_id in wanted]))
-
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop sampling; resolved when nothing more will be sampled.
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; returns when nothing more will be sampled.
 
         abort ends everything queued or running; wait lets the running ones end; keep freezes them until
-        `resume`. Requests that arrive meanwhile queue.
+        `resume`. Requests that arrive meanwhile queue. OvertakenError when `resume` comes before the end.
         """
-        done: Future[None] = Future()
-        self._command(lambda: self._pause(mode, done))
-        return done
+        self._paused = mode
+        if mode == "abort":
+            self.abort(self.live())
+        async with self._between_steps:
+            if mode == "wait":
+                await self._between_steps.wait_for(lambda: self._paused != mode or not self.running)
+                if self._paused != mode:
+                    raise OvertakenError("resumed before the pause was complete")
 
-    def resume(self) -> Future[None]:
+    def resume(self) -> None:
         """Sample again."""
-        return self._call(self._resume)
+        self._paused = None
+        self._changed()
 
-    def set_version(self, version: str) -> Future[None]:
+    async def set_version(self, version: str) -> None:
         """Label the tokens of all later steps with `version`."""
-        return self._call(lambda: setattr(self, "_version", version))
+        async with self._between_steps:
+            self.weight_version = version
 
-    def swap_weights(self, tensors: dict[str, torch.Tensor]) -> Future[None]:
+    async def swap_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy checked tensors (from `read_checkpoint`) between two steps."""
-        return self._call(lambda: apply_weights(self._model, tensors))
+        # In the thread of the steps: a caller that goes away does not let a step begin on half of them.
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, apply_weights, self.model, tensors)
 
-    # Everything below runs in the engine thread, but for _command and _call.
-
-    def _command(self, action: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(action)
-            self._wake.notify()
-
-    def _call(self, action: Callable[[], Any]) -> Future[None]:
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                action()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._command(run)
-        return done
-
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while not self._stopping:
-                with self._wake:
-                    while not self._commands and not self._runnable():
-                        self._wake.wait()
-                    commands, self._commands = self._commands, []
-                for command in commands:
-                    command()
-                if self._runnable():
-                    self._step()
-                self._report_load()
+    def _changed(self) -> None:
+        running = self.running
+        self.metrics.running.set(len(running))
+        self.metrics.waiting.set(len(self._queue))
+        stored = sum(len(sequence.prompt_ids) + len(sequence.draws) for sequence in running)
+        self.metrics.kv_usage.set(stored / self.kv_capacity_tokens)
+        self._work.set()
 
     def _runnable(self) -> bool:
         if self._paused is None:
-            return self._scheduler.has_work
-        return self._paused == "wait" and bool(self._scheduler.running)
+            return bool(self._queue or self.running)
+        return self._paused == "wait" and bool(self.running)
 
-    def _step(self) -> None:
-        """Admit and prefill what fits, then one token for every running sequence."""
-        try:
-            if self._paused is None:
-                admitted = self._scheduler.admit()
-                if admitted:
-                    self._prefill(admitted)
-            if self._scheduler.running:
-                self._decode()
-        except Exception as error:
-            # One bad step must not end the server: those it was for are told, the next ones start clean.
-            log.exception("engine step failed")
-            self._fail_running(f"the engine failed: {error!r}")
-        if self._paused == "wait":
-            self._settle_drained()
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            async with self._between_steps:
+                if self._runnable():
+                    kept = [row for row, sequence in enumerate(self._rows) if not sequence.finished]
+                    running = [self._rows[row] for row in kept]
+                    admitted = self._admitted(running) if self._paused is None else []
+                    self._rows = running + admitted
+                    try:
+                        draws = await loop.run_in_executor(self._thread, self._step, kept, running, admitted)
+                        self._apply(admitted, draws)
+                    except Exception as error:
+                        # One bad step must not end the server: its requests are told, the next start clean.
+                        log.exception("engine step failed")
+                        self._fail(f"the engine failed: {error!r}")
+                self._between_steps.notify_all()
+            self._changed()
+            if not self._runnable():
+                self._work.clear()
+                await self._work.wait()
 
-    def _prefill(self, admitted: list[Sequence]) -> None:
-        batch = self._scheduler.batch
-        hidden = batch.prefill([s.prompt_ids for s in admitted], self._scheduler.reserved_columns)
-        for row, sequence in enumerate(admitted):
-            most = sequence.params.prompt_logprobs
-            if most is not None:
-                sequence.prompt_logprobs = score_prompt(batch.head, hidden[row], sequence.prompt_ids, most)
-        last = torch.tensor([len(s.prompt_ids) - 1 for s in admitted])
-        logits = batch.head(hidden[torch.arange(len(admitted)), last])
-        tokens = sum(len(s.prompt_ids) for s in admitted)
-        self._metrics.prompt_tokens.inc(tokens)
-        self._metrics.prefix_queries.inc(tokens)
-        self._extend(admitted, logits)
+    def _admitted(self, running: list[Sequence]) -> list[Sequence]:
+        """Take from the queue what fits into one prefill pass beside the running sequences.
 
-    def _decode(self) -> None:
-        running = list(self._scheduler.running)
-        logits = self._scheduler.batch.decode([s.token_ids[-1] for s in running])
-        self._extend(running, logits)
+        The cache is rectangular, each row as wide as the widest. A sequence is admitted only when its whole
+        length fits, so nothing is ever preempted; one alone always is.
+        """
+        admitted: list[Sequence] = []
+        rows = len(running)
+        width = max((sequence.reserved_tokens for sequence in running), default=0)
+        longest = 0
+        while self._queue and rows < self.max_sequences:
+            candidate = self._queue[0]
+            width = max(width, candidate.reserved_tokens)
+            longest = max(longest, len(candidate.prompt_ids))
+            if rows and (rows + 1) * width > self.kv_capacity_tokens:
+                break
+            if admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS:
+                break
+            admitted.append(self._queue.pop(0))
+            rows += 1
+        return admitted
 
-    def _extend(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Sample one token for each sequence, row by row of `logits`, and tell the listeners."""
-        sampled = draw(logits, [s.params for s in sequences], [s.rng for s in sequences])
+    @torch.inference_mode()
+    def _step(self, kept: list[int], running: list[Sequence], admitted: list[Sequence]) -> list[Draw]:
+        """One more token for each running sequence, and the first of each admitted one; in the thread."""
+        batch = self.batch
+        if len(kept) < len(batch.lengths):
+            batch.keep(kept)
+        logits: list[torch.Tensor] = []
+        if running:
+            logits.append(batch.decode([sequence.draws[-1].sampled[0] for sequence in running]))
+        if admitted:
+            hidden = batch.prefill([sequence.prompt_ids for sequence in admitted])
+            for sequence, states in zip(admitted, hidden, strict=True):
+                most = sequence.params.prompt_logprobs
+                if most is not None:
+                    sequence.prompt_logprobs = score_prompt(batch.head, states, sequence.prompt_ids, most)
+            logits.append(batch.head(torch.stack([states[-1] for states in hidden])))
+        sequences = running + admitted
+        return draw(torch.cat(logits), [s.params for s in sequences], [s.rng for s in sequences])
+
+    def _apply(self, admitted: list[Sequence], draws: list[Draw]) -> None:
         now = time.monotonic()
-        for i, sequence in enumerate(sequences):
-            if sequence.first_token_at is None:
-                self._metrics.first_token.observe(now - sequence.arrived)
-            sequence.append(
-                sampled.token_ids[i], sampled.logprobs[i], sampled.ranks[i], sampled.tops[i], self._version
-            )
-        self._metrics.generation_tokens.inc(len(sequences))
-        ended = [s for s in sequences if s.finished]
-        self._scheduler.drop(ended)
-        self._count_ended(ended)
-        self._tell([s for s in sequences if s.finished or s.streaming])
+        for sequence in admitted:
+            self.metrics.prompt_tokens.inc(len(sequence.prompt_ids))
+            self.metrics.prefix_queries.inc(len(sequence.prompt_ids))
+            self.metrics.first_token.observe(now - sequence.arrived)
+        self.metrics.generation_tokens.inc(len(draws))
+        for sequence, drawn in zip(self._rows, draws, strict=True):
+            if sequence.finished:  # aborted during the step
+                continue
+            sequence.append(drawn, self.weight_version)
+            if sequence.finished:
+                self._end(sequence, sequence.finish_reason)
+            elif sequence.streaming:
+                sequence.progress.set()
 
-    def _tell(self, sequences: list[Sequence]) -> None:
-        """One wake-up of the event loop for all listeners of a step."""
-        if not sequences:
-            return
-        events = [(s.listener, TokenEvent(s, len(s.token_ids), s.finished)) for s in sequences]
-
-        def deliver() -> None:
-            for listener, event in events:
-                listener(event)
-
-        try:
-            self._loop.call_soon_threadsafe(deliver)
-        except RuntimeError:  # the loop has closed: nobody waits any more
-            self._stopping = True
-
-    def _count_ended(self, ended: list[Sequence]) -> None:
-        now = time.monotonic()
-        for sequence in ended:
-            self._metrics.ended(sequence.finish_reason or "")
-            self._metrics.latency.observe(now - sequence.arrived)
-
-    def _abort(self, sequences: Iterable[Sequence]) -> None:
-        live = [s for s in sequences if not s.finished]
-        for sequence in live:
-            sequence.finish("abort")
-        self._scheduler.drop(live)
-        self._count_ended(live)
-        self._tell(live)
-        if self._paused == "wait":
-            self._settle_drained()
-
-    def _fail_running(self, message: str) -> None:
-        failed = list(self._scheduler.running)
-        for sequence in failed:
+    def _fail(self, message: str) -> None:
+        """End all running sequences: what the cache holds after a failed step is unknown."""
+        for sequence in self.running:
             sequence.error = message
-            sequence.finish("error")
-        self._scheduler.reset_running()
-        self._count_ended(failed)
-        self._tell(failed)
+            self._end(sequence, "error")
+        self._rows = []
+        self.batch = Batch(self.model.module)
 
-    def _pause(self, mode: PauseMode, done: Future[None]) -> None:
-        self._paused = mode
-        if mode == "abort":
-            self._abort(self._scheduler.live())
-        if mode == "wait" and self._scheduler.running:
-            self._drained.append(done)
-        else:
-            done.set_result(None)
-
-    def _settle_drained(self) -> None:
-        if not self._scheduler.running:
-            while self._drained:
-                self._drained.pop().set_result(None)
-
-    def _resume(self) -> None:
-        self._paused = None
-        # Whoever still waits for a drain that a resume has overtaken is told that it will not come.
-        while self._drained:
-            self._drained.pop().set_exception(EngineError("resumed before the pause was complete"))
-
-    def _stop(self) -> None:
-        self._stopping = True
-        self._abort(self._scheduler.live())
-
-    def _report_load(self) -> None:
-        self._metrics.running.set(len(self._scheduler.running))
-        self._metrics.waiting.set(self._scheduler.waiting)
-        self._metrics.kv_usage.set(self._scheduler.kv_usage)
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        self.metrics.ended(reason, time.monotonic() - sequence.arrived)
+        sequence.progress.set()

@@ -1,4 +1,4 @@
-"""Loading a model, checking that this backend computes it right, and swapping its weights.
+"""The model: loading it, computing many sequences at once, and exchanging its weights.
 
 Invariant: the weights in use are either all old or all new; a checkpoint that does not fit changes nothing.
 """
@@ -6,19 +6,17 @@ Invariant: the weights in use are either all old or all new; a checkpoint that d
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from services.inference.batch import Batch
-from services.inference.errors import CheckpointError
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 # Two checkpoints with equal shapes can still mean different models through these.
-_ARCHITECTURE_KEYS = (
+ARCHITECTURE_KEYS = (
     "model_type",
     "num_attention_heads",
     "num_key_value_heads",
@@ -34,12 +32,20 @@ _ARCHITECTURE_KEYS = (
 SELF_CHECK_TOLERANCE = 1e-3
 """Largest difference of a logit between the batched path and the model's own forward, at start-up."""
 
+BYTES_PER_NUMBER = 4
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be loaded into the running model; the weights in use stay as they were."""
+
 
 @dataclass(frozen=True)
 class Model:
     """A loaded model and what the server needs to know of it."""
 
     module: torch.nn.Module
+    path: str
+    """Directory of the model, where a worker on the same file system finds the tokenizer."""
     tokenizer: Any | None
     """None when the directory has no loadable tokenizer; text fields are empty then."""
     eos_ids: tuple[int, ...]
@@ -49,6 +55,97 @@ class Model:
     """Tokens, prompt and completion together."""
     kv_bytes_per_token: int
 
+    def decode(self, token_ids: list[int], skip_special: bool = False) -> str:
+        """Text of the tokens; empty without a tokenizer."""
+        if self.tokenizer is None or not token_ids:
+            return ""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+
+
+class Batch:
+    """Forward passes over rows that join and leave; knows token ids and lengths, nothing of requests.
+
+    Invariant: row i holds `lengths[i]` positions, padded on the left, so that all rows end in the same column
+    of the cache; the longest row has no padding.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self._body = module.base_model
+        self.head = module.get_output_embeddings()
+        """Hidden states (…, width) → logits (…, vocabulary)."""
+        self._cache = DynamicCache()
+        self.lengths: list[int] = []
+        """Positions stored for each row."""
+
+    def prefill(self, prompts: list[list[int]]) -> list[torch.Tensor]:
+        """Append a row for each prompt; returns the hidden states of each, (tokens of the prompt, width)."""
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        fresh = DynamicCache()
+        hidden = self._forward(ids, lengths, fresh)
+        if self.lengths:
+            width = max(longest, *self.lengths)
+            fresh = _cache(
+                tuple(
+                    torch.cat([_padded(old, width), _padded(new, width)])
+                    for old, new in zip(old_layer, new_layer, strict=True)
+                )
+                for old_layer, new_layer in zip(_layers(self._cache), _layers(fresh), strict=True)
+            )
+        self._cache = fresh
+        self.lengths = self.lengths + lengths
+        return [row[longest - length :] for row, length in zip(hidden, lengths, strict=True)]
+
+    def decode(self, token_ids: list[int]) -> torch.Tensor:
+        """Feed each row its newest token, (rows,); returns the next logits (rows, vocabulary)."""
+        self.lengths = [length + 1 for length in self.lengths]
+        hidden = self._forward(torch.tensor(token_ids).unsqueeze(1), self.lengths, self._cache)
+        return self.head(hidden[:, 0])
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these, which stand in the given order from now on."""
+        self.lengths = [self.lengths[row] for row in rows]
+        if not rows:
+            self._cache = DynamicCache()
+            return
+        width = max(self.lengths)
+        self._cache = _cache(
+            tuple(states[rows, :, -width:] for states in layer) for layer in _layers(self._cache)
+        )
+
+    def _forward(self, ids: torch.Tensor, lengths: list[int], cache: DynamicCache) -> torch.Tensor:
+        """Hidden states (rows, new columns, width); `lengths` counts the new tokens."""
+        columns = torch.arange(max(lengths))
+        padding = (len(columns) - torch.tensor(lengths)).unsqueeze(1)
+        return self._body(
+            input_ids=ids,
+            attention_mask=columns >= padding,
+            position_ids=(columns[-ids.shape[1] :] - padding).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+
+
+Layer = tuple[torch.Tensor, ...]
+"""Keys and values of one layer, each (rows, heads, columns, head dim)."""
+
+
+def _layers(cache: DynamicCache) -> list[Layer]:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _cache(layers: Iterable[Layer]) -> DynamicCache:
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(layers):
+        cache.update(keys, values, index)
+    return cache
+
+
+def _padded(states: torch.Tensor, width: int) -> torch.Tensor:
+    # Zeros, not garbage: a masked place has weight 0, and 0 times a stray NaN would still be NaN.
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
+
 
 def load_model(directory: Path, max_model_len: int | None) -> Model:
     """Load in float32 for the CPU. ValueError when the directory or architecture cannot be served."""
@@ -56,9 +153,8 @@ def load_model(directory: Path, max_model_len: int | None) -> Model:
         raise ValueError(f"--model {directory} has no config.json; name a directory in Hugging Face's format")
     config = AutoConfig.from_pretrained(directory)
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or (
-        getattr(config, "use_sliding_window", False) and config.sliding_window
-    ):
+    sliding = getattr(config, "use_sliding_window", False) and config.sliding_window
+    if layer_types != {"full_attention"} or sliding:
         raise ValueError(
             f"{directory} uses {sorted(layer_types)} layers; the embedded backend serves "
             "full attention only, use vLLM"
@@ -74,18 +170,17 @@ def load_model(directory: Path, max_model_len: int | None) -> Model:
     module.requires_grad_(False)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    keys_and_values, bytes_per_number = 2, 4
+    keys_and_values = 2
     model = Model(
         module=module,
+        path=str(directory),
         tokenizer=_load_tokenizer(directory),
-        eos_ids=_eos_ids(module, config),
+        eos_ids=_eos_ids(config, module.generation_config),
         vocab_size=config.vocab_size,
         max_model_len=max_model_len or context,
-        kv_bytes_per_token=config.num_hidden_layers
-        * kv_heads
-        * head_dim
-        * keys_and_values
-        * bytes_per_number,
+        kv_bytes_per_token=(
+            config.num_hidden_layers * kv_heads * head_dim * keys_and_values * BYTES_PER_NUMBER
+        ),
     )
     self_check(model)
     return model
@@ -98,26 +193,28 @@ def _load_tokenizer(directory: Path) -> Any | None:
         return None
 
 
-def _eos_ids(module: torch.nn.Module, config: Any) -> tuple[int, ...]:
+def _eos_ids(*configs: Any) -> tuple[int, ...]:
     """The model's own end of turn first, then the others that its generation config names."""
     ids: list[int] = []
-    for source in (config, getattr(module, "generation_config", None)):
-        value = getattr(source, "eos_token_id", None)
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
         ids.extend(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(dict.fromkeys(ids))
 
 
 @torch.inference_mode()
 def self_check(model: Model) -> None:
-    """Compare the batched path with the model's own forward on two short rows; also warms up.
+    """Compare the batched path with the model's own forward on rows that joined apart; also warms up.
 
     ValueError when they differ: an architecture that scales its logits or positions in a way of its own
     would be served wrong without a word.
     """
     long = [i % model.vocab_size for i in range(1, 8)]
     short = long[2:5]
-    batch = Batch(model.module, capacity=0)
-    batch.prefill([long[:-1], short[:-1]], len(long))
+    batch = Batch(model.module)
+    batch.prefill([short[:-1], short])
+    batch.prefill([long[:-1]])
+    batch.keep([2, 0])
     logits = batch.decode([long[-1], short[-1]])
     for row, ids in enumerate((long, short)):
         expected = model.module(input_ids=torch.tensor([ids])).logits[0, -1].float()
@@ -135,20 +232,16 @@ def read_checkpoint(model: Model, directory: Path) -> dict[str, torch.Tensor]:
     CheckpointError names the first difference in architecture, tensor names or shapes. Touches no weights,
     so it may run while the engine works.
     """
-    _check_config(model, directory)
-    running = model.module.state_dict()
-    tied = set(getattr(model.module, "_tied_weights_keys", None) or ())
-    is_tied = bool(model.module.config.tie_word_embeddings)
+    _check_config(model.module.config, directory)
     tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(directory):
         try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    tensors[name] = opened.get_tensor(name)
+            tensors.update(load_file(file))
         except Exception as error:  # safetensors raises its own, undocumented types
             raise CheckpointError(
                 f"{file} cannot be read: {error}; write the checkpoint to a fresh directory and rename it"
             ) from error
+    running = model.module.state_dict()
     for name, tensor in tensors.items():
         if name not in running:
             raise CheckpointError(
@@ -159,7 +252,9 @@ def read_checkpoint(model: Model, directory: Path) -> dict[str, torch.Tensor]:
                 f"{directory}: tensor {name} has shape {list(tensor.shape)}, the running model has "
                 f"{list(running[name].shape)}; start another backend for this model"
             )
-    missing = [name for name in running if name not in tensors and not (is_tied and name in tied)]
+    # A tensor that shares another's memory need not be in the file.
+    present = {running[name].data_ptr() for name in tensors}
+    missing = [name for name, tensor in running.items() if tensor.data_ptr() not in present]
     if missing:
         raise CheckpointError(
             f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]}; save all of them"
@@ -188,7 +283,7 @@ def _weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _check_config(model: Model, directory: Path) -> None:
+def _check_config(ours: Any, directory: Path) -> None:
     """Compare architecture keys when the checkpoint brings a config; one without is judged by its tensors."""
     if not directory.is_dir():
         raise CheckpointError(f"weights_path {str(directory)!r} is not a directory that this backend can see")
@@ -198,8 +293,7 @@ def _check_config(model: Model, directory: Path) -> None:
         theirs = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory}/config.json cannot be read: {error}; save it again") from error
-    ours = model.module.config
-    for key in _ARCHITECTURE_KEYS:
+    for key in ARCHITECTURE_KEYS:
         their, our = getattr(theirs, key, None), getattr(ours, key, None)
         if their != our:
             raise CheckpointError(

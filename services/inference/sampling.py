@@ -1,4 +1,4 @@
-"""Sampling parameters, and drawing a token for each row of a batch.
+"""Sampling parameters, drawing a token for each row of a batch, and scoring a prompt.
 
 Invariant: the reported log-prob is the one of the distribution that was sampled from (logits divided by the
 temperature, after top-k and top-p, renormalised, in float32). vLLM calls this `processed_logprobs`.
@@ -7,150 +7,110 @@ temperature, after top-k and top-p, renormalised, in float32). vLLM calls this `
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from services.inference.errors import RequestError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this pick the most likely token, and log-probs are those of temperature 1."""
 
-MAX_TEMPERATURE = 2.0
 MAX_LOGPROBS = 20
-MAX_CHOICES = 64
+SCORED_POSITIONS = 256
+"""Positions of a prompt scored at once: a table of 256 by 150,000 tokens is 150 MB."""
 
-# Accepted with the values that change nothing; any other value is refused, so that nobody trains on samples
-# from another distribution than the one asked for.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_p": (0, 0.0, None),
-    "min_tokens": (0, None),
-    "presence_penalty": (0, 0.0, None),
-    "frequency_penalty": (0, 0.0, None),
-    "repetition_penalty": (1, 1.0, None),
-    "stop": (None, [], ""),
-    "bad_words": (None, []),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-    "truncate_prompt_tokens": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": ([], ""),
+    "bad_words": ([],),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
 }
+"""Values beside null that change nothing. Any other value is refused, so that nobody trains on samples from
+another distribution than the one asked for."""
 
-IGNORED = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
+TEXT_ONLY = {
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+}
 """Accepted with any value: they concern text only."""
 
+Entry = tuple[int, float, int]
+"""A token id, its natural log-prob, and its rank (1 for the most likely)."""
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to draw the tokens of one request."""
 
-    max_tokens: int | None = None
-    """None: up to the end of the context."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+class SamplingParams(BaseModel):
+    """How to draw the tokens of one request; null is the default of each."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    """None: the default of the route."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=2**31)
     """-1 and 0: off."""
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """None: none returned; k: the sampled token's, and the k most likely."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """The same for the tokens of the prompt."""
-    stop_token_ids: frozenset[int] = frozenset()
-    end_of_turn_id: int | None = None
-    """The model's first end-of-turn id; None when `ignore_eos` was asked for."""
-    seed: int | None = None
-    n: int = 1
+    stop_token_ids: list[NonNegativeInt] = []
+    ignore_eos: bool = False
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1, le=64)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and name not in TEXT_ONLY and value not in NEUTRAL.get(name, ())
+        }
+
+    @model_validator(mode="after")
+    def _one_greedy_choice(self) -> SamplingParams:
+        if self.greedy and self.n > 1:
+            raise ValueError(f"n = {self.n} must be 1 at temperature 0")
+        return self
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], eos_ids: tuple[int, ...], prefix: str = "") -> SamplingParams:
-        """Check and convert JSON; `prefix` names the enclosing object in errors.
+    def stop_reasons(self, eos_ids: tuple[int, ...]) -> dict[int, int | None]:
+        """What ends a sequence: token id → its `stop_reason`.
 
-        `eos_ids` are the model's end-of-turn ids; all of them stop, and only those after the first are
-        named in `stop_reason`, as vLLM does. Raises RequestError naming the field.
+        `eos_ids` are the model's own ids of an end of turn. As in vLLM, all of them end it, and only the
+        first is not named as the reason.
         """
-        for name, value in data.items():
-            if name in _FIELDS or name in IGNORED:
-                continue
-            if name not in NEUTRAL:
-                raise RequestError(f"{prefix}{name} is not a known parameter; remove it", f"{prefix}{name}")
-            if value not in NEUTRAL[name]:
-                raise RequestError(
-                    f"{prefix}{name} = {value!r} is not supported by the embedded backend; "
-                    "remove it or use vLLM",
-                    f"{prefix}{name}",
-                )
-
-        def number(name: str, default: Any, low: float, high: float, kinds: tuple[type, ...]) -> Any:
-            value = data.get(name)
-            if value is None:
-                return default
-            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                kind = "an integer" if kinds == (int,) else "a number"
-                raise RequestError(
-                    f"{prefix}{name} = {value!r} must be {kind} from {low} to {high}", f"{prefix}{name}"
-                )
-            return value
-
-        stops = data.get("stop_token_ids") or []
-        if not isinstance(stops, list) or not all(type(s) is int and s >= 0 for s in stops):
-            raise RequestError(
-                f"{prefix}stop_token_ids = {stops!r} must be a list of token ids", f"{prefix}stop_token_ids"
-            )
-        ignore_eos = data.get("ignore_eos") or False
-        if not isinstance(ignore_eos, bool):
-            raise RequestError(
-                f"{prefix}ignore_eos = {ignore_eos!r} must be true or false", f"{prefix}ignore_eos"
-            )
-        top_p = number("top_p", 1.0, 0.0, 1.0, (int, float))
-        if top_p == 0:
-            raise RequestError(f"{prefix}top_p = 0 must be above 0; 1 turns it off", f"{prefix}top_p")
-        params = cls(
-            max_tokens=number("max_tokens", None, 1, 2**31, (int,)),
-            temperature=float(number("temperature", 1.0, 0.0, MAX_TEMPERATURE, (int, float))),
-            top_p=float(top_p),
-            top_k=number("top_k", -1, -1, 2**31, (int,)),
-            logprobs=number("logprobs", None, 0, MAX_LOGPROBS, (int,)),
-            prompt_logprobs=number("prompt_logprobs", None, 0, MAX_LOGPROBS, (int,)),
-            stop_token_ids=frozenset(stops) | (frozenset() if ignore_eos else frozenset(eos_ids[1:])),
-            end_of_turn_id=None if ignore_eos or not eos_ids else eos_ids[0],
-            seed=number("seed", None, -(2**63), 2**63 - 1, (int,)),
-            n=number("n", 1, 1, MAX_CHOICES, (int,)),
-        )
-        if params.greedy and params.n > 1:
-            raise RequestError(f"{prefix}n must be 1 at temperature 0, got {params.n}", f"{prefix}n")
-        return params
-
-
-_FIELDS = {
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "logprobs",
-    "prompt_logprobs",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "n",
-}
+        reasons: dict[int, int | None] = {token: token for token in self.stop_token_ids}
+        if not self.ignore_eos:
+            reasons.update({token: token if i else None for i, token in enumerate(eos_ids)})
+        return reasons
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One sampled token per row; parallel lists."""
+    """The token sampled for one row, and the likeliest ones beside it."""
 
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
-    tops: list[list[tuple[int, float, int]]]
+    sampled: Entry
+    tops: list[Entry]
 
 
 def processed_logprobs(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -159,16 +119,14 @@ def processed_logprobs(logits: torch.Tensor, params: list[SamplingParams]) -> to
     if any(p.temperature != 1.0 and not p.greedy for p in params):
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         logits = logits / torch.tensor(temperatures).unsqueeze(1)
-    rows = [
-        i for i, p in enumerate(params) if not p.greedy and (p.top_p < 1.0 or 0 < p.top_k < logits.shape[1])
-    ]
+    rows = [i for i, p in enumerate(params) if not p.greedy and (p.top_p < 1.0 or p.top_k > 0)]
     if rows:
         logits = logits.clone()
-        logits[rows] = _truncate(logits[rows], [params[i] for i in rows])
+        logits[rows] = _truncated(logits[rows], [params[i] for i in rows])
     return torch.log_softmax(logits, dim=-1)
 
 
-def _truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def _truncated(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Set what top-k, then top-p, cuts off to minus infinity; the most likely token always stays."""
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     vocabulary = logits.shape[1]
@@ -184,37 +142,58 @@ def _truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tenso
     return torch.empty_like(values).scatter_(1, order, values)
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], rngs: list[random.Random]) -> Draw:
+def draw(logits: torch.Tensor, params: list[SamplingParams], rngs: list[random.Random]) -> list[Draw]:
     """Sample one token per row of (rows, vocabulary) `logits`; row i draws one number from `rngs[i]`.
 
     Inverse transform sampling: a request's draw depends on its own generator only, not on its neighbours.
     """
     logprobs = processed_logprobs(logits, params)
-    if all(p.greedy for p in params):
-        ids = logprobs.argmax(dim=-1, keepdim=True)
-    else:
-        # float64: the sum over a large vocabulary would otherwise misplace rare tokens.
-        cumulative = logprobs.double().exp().cumsum(dim=-1)
-        total = cumulative[:, -1:]
-        uniform = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)
-        # Below the total, else the search would run past the last token that has a probability.
-        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-        ids = torch.searchsorted(cumulative, target, right=True)
-        if any(p.greedy for p in params):
-            greedy = torch.tensor([[p.greedy] for p in params])
-            ids = torch.where(greedy, logprobs.argmax(dim=-1, keepdim=True), ids)
+    # float64: the sum over a large vocabulary would otherwise misplace rare tokens.
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    uniform = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64)
+    # Below the total, else the search would run past the last token that has a probability.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, target, right=True)
+    greedy = torch.tensor([[p.greedy] for p in params])
+    ids = torch.where(greedy, logprobs.argmax(dim=-1, keepdim=True), ids)
+    sampled = _entries(logprobs, ids)
+    tops = _tops(logprobs, max(p.logprobs or 0 for p in params))
+    return [Draw(entry, row[: p.logprobs or 0]) for entry, row, p in zip(sampled, tops, params, strict=True)]
+
+
+def score_prompt(
+    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, prompt_ids: list[int], most: int
+) -> list[list[Entry]]:
+    """For each token but the first: its own entry, then those of the `most` likely others at its place.
+
+    They are the model's own, softmax(logits) in float32: temperature, top-k and top-p shape what is sampled
+    and not what was given; vLLM does the same.
+
+    Args:
+        head: Hidden states (positions, width) → logits (positions, vocabulary).
+        hidden: States of the prompt, (len(prompt_ids), width).
+    """
+    entries: list[list[Entry]] = []
+    for start in range(0, len(prompt_ids) - 1, SCORED_POSITIONS):
+        targets = torch.tensor(prompt_ids[start + 1 : start + 1 + SCORED_POSITIONS]).unsqueeze(1)
+        logprobs = torch.log_softmax(head(hidden[start : start + len(targets)]).float(), dim=-1)
+        for own, tops in zip(_entries(logprobs, targets), _tops(logprobs, most), strict=True):
+            entries.append([own, *(other for other in tops if other[0] != own[0])])
+    return entries
+
+
+def _entries(logprobs: torch.Tensor, ids: torch.Tensor) -> list[Entry]:
+    """The entry of one given token in each row: `ids` is (rows, 1)."""
     chosen = logprobs.gather(1, ids)
     ranks = (logprobs >= chosen).sum(dim=-1)
-    return Draw(ids.squeeze(1).tolist(), chosen.squeeze(1).tolist(), ranks.tolist(), _tops(logprobs, params))
+    return list(zip(ids.squeeze(1).tolist(), chosen.squeeze(1).tolist(), ranks.tolist(), strict=True))
 
 
-def _tops(logprobs: torch.Tensor, params: list[SamplingParams]) -> list[list[tuple[int, float, int]]]:
-    """Per row the `logprobs` most likely `(id, log-prob, rank)`, none for rows that asked for none."""
-    most = max((p.logprobs or 0) for p in params)
-    if most == 0:
-        return [[] for _ in params]
+def _tops(logprobs: torch.Tensor, most: int) -> list[list[Entry]]:
+    """The `most` likely entries of each row."""
     values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
     return [
-        [(i, v, r + 1) for r, (i, v) in enumerate(zip(row_ids, row_values, strict=True))][: p.logprobs or 0]
-        for p, row_ids, row_values in zip(params, ids.tolist(), values.tolist(), strict=True)
+        list(zip(row_ids, row_values, range(1, most + 1), strict=False))
+        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
     ]

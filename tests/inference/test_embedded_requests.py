@@ -9,9 +9,6 @@ import pytest
 from tests.helpers import llm_client, llm_reference
 from tests.helpers.llm_servers import DEMO_MODEL
 
-IM_END = 321
-"""`<|im_end|>` in the demo tokenizer; test_demo_model.py holds it to this."""
-
 
 def run(embedded, coroutine):
     """Run `coroutine(client)` against the server."""
@@ -21,30 +18,6 @@ def run(embedded, coroutine):
             return await coroutine(client)
 
     return asyncio.run(main())
-
-
-def test_the_end_of_turn_token_is_part_of_the_reply(embedded):
-    async def ask(client):
-        return [await llm_client.generate(client, [18, 22, 311], max_tokens=200, seed=s) for s in range(5)]
-
-    ended = [r["choices"][0] for r in run(embedded, ask) if r["choices"][0]["finish_reason"] == "stop"]
-    assert ended
-    for choice in ended:
-        assert choice["token_ids"][-1] == IM_END
-        assert IM_END not in choice["token_ids"][:-1]
-        assert choice["stop_reason"] is None
-
-
-def test_a_stop_token_of_the_caller_is_named_in_stop_reason(embedded):
-    async def ask(client):
-        return await llm_client.generate(
-            client, [1, 2, 3], max_tokens=50, ignore_eos=True, stop_token_ids=list(range(384))
-        )
-
-    choice = run(embedded, ask)["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["stop_reason"] == choice["token_ids"][-1]
-    assert len(choice["token_ids"]) == 1
 
 
 def test_log_probs_of_a_prompt_are_not_streamed(embedded):
@@ -70,15 +43,6 @@ def test_log_probs_of_a_long_prompt_are_those_of_the_model_and_each_choice_has_t
         assert first is None
         expected = llm_reference.logprobs(DEMO_MODEL, prompt[:1], prompt[1:])
         assert values == pytest.approx(expected, abs=1e-3)
-
-
-def test_generate_clips_max_tokens_to_the_context(embedded):
-    async def ask(client):
-        return await llm_client.generate(client, [1] * 2040, max_tokens=100, ignore_eos=True)
-
-    choice = run(embedded, ask)["choices"][0]
-    assert len(choice["token_ids"]) == 8
-    assert choice["finish_reason"] == "length"
 
 
 def test_a_streamed_reply_equals_the_whole_one(embedded):
@@ -136,28 +100,6 @@ def test_top_logprobs_start_with_the_sampled_token(embedded):
     for entry in run(embedded, ask)["choices"][0]["logprobs"]["content"]:
         assert entry["top_logprobs"][0]["token_id"] == entry["token_id"]
         assert len(entry["top_logprobs"]) == 3
-
-
-def test_abort_returns_the_partial_tokens_to_the_waiting_caller(embedded):
-    async def ask(client):
-        task = asyncio.create_task(
-            llm_client.generate(client, [1, 2, 3], max_tokens=2000, ignore_eos=True, request_id="long")
-        )
-        await asyncio.sleep(0.3)
-        await llm_client.post(client, "/inference/v1/abort_requests", {"request_ids": ["long"]})
-        await asyncio.sleep(0.1)
-        assert not task.done(), "the id without its prefix names nothing"
-        await llm_client.post(
-            client, "/inference/v1/abort_requests", {"request_ids": ["generate-tokens-long"]}
-        )
-        return await asyncio.wait_for(task, 1)
-
-    reply = run(embedded, ask)
-    assert reply["request_id"] == "generate-tokens-long"
-    choice = reply["choices"][0]
-    assert choice["finish_reason"] == "abort"
-    assert 0 < len(choice["token_ids"]) < 2000
-    assert choice["weight_versions"][-1]["end"] == len(choice["token_ids"])
 
 
 @pytest.mark.parametrize("streaming", [False, True])

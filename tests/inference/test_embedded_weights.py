@@ -29,22 +29,6 @@ def run(server, coroutine):
     return asyncio.run(main())
 
 
-def test_reloaded_weights_are_sampled_from_and_labelled(restored, other_weights):
-    async def ask(client):
-        await llm_client.post(client, "/collective_rpc", reload_body(other_weights))
-        await llm_client.post(client, "/update_weight_version", {"new_version": "step-1"})
-        assert await llm_client.get(client, "/weight_info") == {"weight_version": "step-1"}
-        return await llm_client.generate(client, [1, 2, 3], max_tokens=30, seed=0, ignore_eos=True)
-
-    choice = run(restored, ask)["choices"][0]
-    assert choice["weight_versions"] == [{"version": "step-1", "start": 0, "end": 30}]
-    got = llm_client.sampled_logprobs(choice)
-    new = llm_reference.logprobs(other_weights, [1, 2, 3], choice["token_ids"])
-    old = llm_reference.logprobs(DEMO_MODEL, [1, 2, 3], choice["token_ids"])
-    assert got == pytest.approx(new, abs=1e-4)
-    assert max(abs(a - b) for a, b in zip(got, old, strict=True)) > 0.1
-
-
 def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restored, other_weights):
     async def ask(client):
         before = await llm_client.metric(client, "vllm:generation_tokens_total")
@@ -74,37 +58,6 @@ def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restore
         got = llm_client.sampled_logprobs(choice)
         assert got[: first["end"]] == pytest.approx(old[: first["end"]], abs=1e-4)
         assert max(abs(a - b) for a, b in zip(got[first["end"] :], old[first["end"] :], strict=True)) > 0.1
-
-
-def test_pause_abort_ends_running_requests_with_their_partial_tokens(restored):
-    async def ask(client):
-        task = asyncio.create_task(llm_client.generate(client, [1, 2, 3], max_tokens=2000, ignore_eos=True))
-        await asyncio.sleep(0.2)
-        await llm_client.post(client, "/pause", mode="abort")
-        reply = await asyncio.wait_for(task, 1)
-        queued = asyncio.create_task(llm_client.generate(client, [1, 2, 3], max_tokens=2))
-        await asyncio.sleep(0.2)
-        assert not queued.done(), "a request that arrives during a pause waits"
-        await llm_client.post(client, "/resume")
-        await asyncio.wait_for(queued, 1)
-        return reply
-
-    choice = run(restored, ask)["choices"][0]
-    assert choice["finish_reason"] == "abort"
-    assert choice["token_ids"]
-
-
-def test_pause_wait_returns_when_the_running_requests_have_ended(restored):
-    async def ask(client):
-        task = asyncio.create_task(llm_client.generate(client, [1, 2, 3], **LONG))
-        await asyncio.sleep(0.1)
-        await llm_client.post(client, "/pause", mode="wait")
-        running = await llm_client.metric(client, "vllm:num_requests_running")
-        return running, await asyncio.wait_for(task, 1)
-
-    running, reply = run(restored, ask)
-    assert running == 0
-    assert len(reply["choices"][0]["token_ids"]) == 400
 
 
 def test_a_client_that_goes_away_while_it_waits_for_a_pause_does_not_end_the_engine(restored):

@@ -13,13 +13,9 @@ import httpx
 import pytest
 import torch
 
-from services.inference.batch import Batch
-from services.inference.engine import Engine
-from services.inference.metrics import Metrics
+from services.inference.engine import Engine, Sequence
 from services.inference.model import load_model
 from services.inference.sampling import SamplingParams
-from services.inference.scheduler import Scheduler
-from services.inference.sequence import Sequence
 from tests.helpers import llm_reference
 from tests.helpers.llm_servers import DEMO_MODEL, ROOT, free_port
 
@@ -30,87 +26,89 @@ def model():
     return load_model(DEMO_MODEL, None)
 
 
-def sequence(listener, prompt=(1, 2, 3), max_tokens=10, priority=0):
+def sequence(prompt=(1, 2, 3), max_tokens=10, priority=0):
     return Sequence(
         request_id="r",
         index=0,
         prompt_ids=list(prompt),
         params=SamplingParams(),
         max_tokens=max_tokens,
-        listener=listener,
+        stop_reasons={},
         priority=priority,
     )
 
 
-def play(model, sequences, capacity=100_000, max_sequences=128, before=None):
-    """Run sequences to their end; returns them in the order in which they ended."""
+def play(model, sequences, capacity=100_000, max_sequences=128, fail_at=None):
+    """Run sequences to their end.
+
+    Returns them in the order in which they ended, with the engine and the number of rows of each decoding.
+    """
+    rows, ended = [], []
+
+    async def ending(made):
+        await made.progress.wait()
+        ended.append(made)
 
     async def main():
-        events = asyncio.Queue()
-        scheduler = Scheduler(Batch(model.module, capacity), max_sequences, capacity)
-        engine = Engine(model, scheduler, Metrics("test", capacity), asyncio.get_running_loop())
-        made = [sequence(events.put_nowait, **options) for options in sequences]
-        if before:
-            before(scheduler)
+        engine = Engine(model, "test", max_sequences, capacity)
+        decode = engine.batch.decode
+
+        def watched(ids):
+            rows.append(len(ids))
+            if len(rows) == fail_at:
+                raise RuntimeError("out of memory")
+            return decode(ids)
+
+        engine.batch.decode = watched
         engine.start()
+        made = [sequence(**options) for options in sequences]
         try:
             engine.submit(made)
-            return [(await asyncio.wait_for(events.get(), 30)).sequence for _ in made], scheduler
+            await asyncio.wait_for(asyncio.gather(*map(ending, made)), 30)
+            return engine
         finally:
-            engine.stop()
+            await engine.stop()
+            await asyncio.sleep(0)
             assert not engine.alive
 
-    return asyncio.run(main())
+    return ended, asyncio.run(main()), rows
+
+
+def assert_exact(ended):
+    """The log-probs are those of the model."""
+    for made in ended:
+        expected = llm_reference.logprobs(DEMO_MODEL, made.prompt_ids, made.token_ids)
+        assert [drawn.sampled[1] for drawn in made.draws] == pytest.approx(expected, abs=1e-4)
 
 
 def test_sequences_wait_when_the_cache_has_no_room_for_their_whole_length(model):
-    widest = []
+    ended, _, rows = play(model, [{"prompt": [5] * 60, "max_tokens": 40}] * 10, capacity=399)
+    assert max(rows) == 3
+    assert {made.finish_reason for made in ended} == {"length"}
+    assert_exact(ended)
 
-    def watch(scheduler):
-        original = scheduler.batch.decode
 
-        def decode(ids):
-            widest.append(len(ids))
-            return original(ids)
-
-        scheduler.batch.decode = decode
-
-    # 100 tokens round up to 128 columns: 400 places hold three rows.
-    ended, _ = play(model, [{"prompt": [5] * 60, "max_tokens": 40}] * 10, capacity=400, before=watch)
-    assert max(widest) == 3
-    assert {s.finish_reason for s in ended} == {"length"}
-    for s in ended:
-        expected = llm_reference.logprobs(DEMO_MODEL, s.prompt_ids, s.token_ids)
-        assert s.logprobs == pytest.approx(expected, abs=1e-4)
+def test_a_sequence_takes_the_width_of_the_widest_beside_it(model):
+    options = [{"max_tokens": 97}, {"max_tokens": 5}, {"max_tokens": 5}]
+    ended, _, rows = play(model, options, capacity=200)
+    assert max(rows) == 2
+    assert [len(made.draws) for made in ended] == [5, 5, 97]
+    assert_exact(ended)
 
 
 def test_the_batch_never_exceeds_max_num_seqs_and_priority_goes_first(model):
-    options = [{"max_tokens": 5, "priority": p} for p in (3, 1, 2)]
-    ended, _ = play(model, options, max_sequences=1)
-    assert [s.priority for s in ended] == [1, 2, 3]
+    options = [{"max_tokens": 5, "priority": p} for p in (3, 1, 2, 1)]
+    ended, _, rows = play(model, options, max_sequences=1)
+    assert [made.priority for made in ended] == [1, 1, 2, 3]
+    assert max(rows) == 1
 
 
 def test_a_failed_step_fails_its_requests_and_the_next_ones_are_served(model):
-    calls = []
-
-    def sabotage(scheduler):
-        original = scheduler.batch.decode
-
-        def decode(ids):
-            calls.append(len(ids))
-            if len(calls) == 3:
-                raise RuntimeError("out of memory")
-            return original(ids)
-
-        scheduler.batch.decode = decode
-
-    ended, scheduler = play(model, [{}] * 4, max_sequences=2, before=sabotage)
-    assert [s.finish_reason for s in ended] == ["error", "error", "length", "length"]
+    ended, engine, _ = play(model, [{}] * 4, max_sequences=2, fail_at=3)
+    assert [made.finish_reason for made in ended] == ["error", "error", "length", "length"]
     assert "out of memory" in ended[0].error
-    for s in ended[2:]:
-        expected = llm_reference.logprobs(DEMO_MODEL, s.prompt_ids, s.token_ids)
-        assert s.logprobs == pytest.approx(expected, abs=1e-4)
-    assert len(scheduler.batch) == 0
+    assert_exact(ended[2:])
+    assert not engine.running
 
 
 @pytest.mark.parametrize(

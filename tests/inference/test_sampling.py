@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from services.inference.errors import RequestError
 from services.inference.sampling import SamplingParams, draw, processed_logprobs
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0, -1.0]])
@@ -18,7 +18,7 @@ def test_frequencies_match_the_reported_probabilities():
     rows = 20000
     result = draw(LOGITS.expand(rows, -1), [SamplingParams()] * rows, [random.Random(i) for i in range(rows)])
     for token, probability in enumerate(LOGITS.softmax(-1)[0].tolist()):
-        share = result.token_ids.count(token) / rows
+        share = [drawn.sampled[0] for drawn in result].count(token) / rows
         assert share == pytest.approx(probability, abs=4 * math.sqrt(probability / rows))
 
 
@@ -47,9 +47,8 @@ def test_a_row_draws_the_same_beside_any_neighbours():
     together = draw(logits, rows, [random.Random(i) for i in range(3)])
     for i, params in enumerate(rows):
         alone = draw(logits[i : i + 1], [params], [random.Random(i)])
-        assert alone.token_ids[0] == together.token_ids[i]
-        assert alone.logprobs[0] == pytest.approx(together.logprobs[i], abs=1e-6)
-        assert alone.ranks[0] == together.ranks[i]
+        token, logprob, rank = together[i].sampled
+        assert alone[0].sampled == (token, pytest.approx(logprob, abs=1e-6), rank)
 
 
 def test_a_token_without_probability_is_never_drawn():
@@ -61,17 +60,24 @@ def test_a_token_without_probability_is_never_drawn():
     for value in (0.0, 0.5, math.nextafter(1.0, 0.0)):
         rng = Extreme()
         rng.value = value
-        assert draw(logits, [SamplingParams()], [rng]).token_ids[0] in (1, 3)
+        assert draw(logits, [SamplingParams()], [rng])[0].sampled[0] in (1, 3)
 
 
 def test_the_second_end_of_turn_id_is_a_stop_token_as_in_vllm():
-    params = SamplingParams.from_json({"stop_token_ids": [9]}, eos_ids=(5, 6))
-    assert (params.end_of_turn_id, params.stop_token_ids) == (5, {6, 9})
-    params = SamplingParams.from_json({"stop_token_ids": [9], "ignore_eos": True}, eos_ids=(5, 6))
-    assert (params.end_of_turn_id, params.stop_token_ids) == (None, {9})
+    params = SamplingParams(stop_token_ids=[9])
+    assert params.stop_reasons(eos_ids=(5, 6)) == {5: None, 6: 6, 9: 9}
+    params = SamplingParams(stop_token_ids=[9, 5], ignore_eos=True)
+    assert params.stop_reasons(eos_ids=(5, 6)) == {5: 5, 9: 9}
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"min_p": 0.0}, {"stop": []}, {"stop": None}, {"repetition_penalty": 1.0}]
+)
+def test_a_parameter_that_changes_nothing_is_accepted(neutral):
+    assert SamplingParams(**neutral) == SamplingParams()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, True, "1"])
 def test_a_temperature_that_is_no_number_from_0_to_2_is_refused(value):
-    with pytest.raises(RequestError, match="temperature"):
-        SamplingParams.from_json({"temperature": value}, eos_ids=())
+    with pytest.raises(ValidationError, match="temperature"):
+        SamplingParams(temperature=value)
