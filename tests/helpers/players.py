@@ -61,19 +61,16 @@ def finish(message: str, content: str = "") -> Action:
     return Action(content=content, tool_calls=[Call(name="finish", arguments={"message": message})])
 
 
-async def _one_scorer() -> None:
-    pool._pools[asyncio.get_running_loop()] = pool.ScorerPool.of(Settings(scorers=1))
-
-
 @contextmanager
 def player() -> Iterator[Player]:
     """A player whose scorer ends with it; there is but one, for its imports take seconds."""
-    with asyncio.Runner() as runner:
-        try:
-            runner.run(_one_scorer())
+    other, pool._pool = pool._pool, pool.ScorerPool.of(Settings(scorers=1))
+    try:
+        with asyncio.Runner() as runner:
             yield Player(runner)
-        finally:
-            runner.run(pool.close())
+    finally:
+        pool.close()
+        pool._pool = other
 
 
 def documented_row(handler: str) -> dict[str, Any]:

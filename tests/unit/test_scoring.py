@@ -302,25 +302,47 @@ async def test_what_crashes_its_scorer_twice_is_the_answers_fault_and_once_is_no
     assert await judge(crash) is None
     once = {"path": str(tmp_path / "once"), "times": 1, **known}
     assert await judge(once) == 2
-    await close()
+    close()
 
 
-def test_every_event_loop_has_a_pool_of_its_own():
-    """And that of a loop which was closed is not left behind."""
+def test_event_loops_have_the_same_processes_until_they_are_closed():
+    """Who runs handlers by `asyncio.run` has many loops."""
 
     def once():
         call = score(f"{MODULE}:add", {"a": 1, "b": 2}, timeout_s=PATIENCE_S)
         return asyncio.run(call)["pid"]
 
+    close()
     first = once()
+    assert once() == first
+    close()
+    wait_until(lambda: not Path(f"/proc/{first}").exists(), PATIENCE_S, "the scorer to end")
     assert once() != first
-    wait_until(lambda: not Path(f"/proc/{first}").exists(), PATIENCE_S, "the first loop's scorer to end")
+    close()
+
+
+@asynchronous
+async def test_calls_at_work_and_in_line_when_the_processes_are_closed_fail_and_leave_none(tmp_path):
+    async with scorers() as pool:
+        calls = [
+            asyncio.ensure_future(
+                pool.score(f"{MODULE}:mark_and_hang", str(tmp_path / name), timeout_s=PATIENCE_S)
+            )
+            for name in "ab"
+        ]
+        pids = await written(tmp_path / "a")
+        pool.close()
+        for call in calls:
+            with pytest.raises(ScorerCrashed, match="were closed"):
+                await call
+        assert not pool.pids and not (tmp_path / "b").exists()
+        await gone(pids)
 
 
 def test_the_settings_say_how_many_and_how_large():
     pool = ScorerPool.of(Settings(scorers=3, scorer_memory_mb=256, scorer_calls=7))
-    assert (pool._slots._value, pool._memory_mb, pool._max_calls) == (3, 256, 7)
-    assert ScorerPool.of(Settings())._slots._value == os.cpu_count()
+    assert (pool.size, pool.memory_mb, pool.max_calls) == (3, 256, 7)
+    assert ScorerPool.of(Settings()).size == os.cpu_count()
 
 
 WORKER = """

@@ -10,18 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workers.scoring.errors import ScorerCrashed, ScorerError, ScorerOutOfMemory, ScorerTimeout
     from workers.scoring.pool import ScorerPool, score, score_or_blame
-
-_HOMES = {
-    "ScorerCrashed": "errors",
-    "ScorerError": "errors",
-    "ScorerOutOfMemory": "errors",
-    "ScorerTimeout": "errors",
-    "ScorerPool": "pool",
-    "score": "pool",
-    "score_or_blame": "pool",
-}
+    from workers.scoring.process import ScorerCrashed, ScorerError, ScorerOutOfMemory, ScorerTimeout
 
 __all__ = [
     "ScorerCrashed",
@@ -36,6 +26,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # On demand: the child imports this package too, and must not load the worker's libraries.
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.pool"), name)

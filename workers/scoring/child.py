@@ -128,8 +128,9 @@ def main(argv: list[str]) -> None:
     channel.set_inheritable(False)
     missing = isolate()
     _prepare(channel, parent, memory_mb)
-    while (call := wire.receive(channel)) is not None:
-        channel.sendall(_answer(channel, call, missing))
+    with suppress(EOFError, ConnectionError):  # the worker is gone, or has no more use for this process
+        while True:
+            channel.sendall(_answer(channel, wire.receive(channel), missing))
 
 
 if __name__ == "__main__":

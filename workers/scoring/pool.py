@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from services.settings import Settings, settings
 from workers.scoring import metrics
-from workers.scoring.errors import ScorerCrashed, ScorerError, ScorerOutOfMemory, ScorerTimeout
-from workers.scoring.process import Scorer, ScorerLost
+from workers.scoring.process import (
+    Scorer,
+    ScorerCrashed,
+    ScorerError,
+    ScorerLost,
+    ScorerOutOfMemory,
+    ScorerTimeout,
+)
 
 SECOND_LOOK = 5
 """A second look has this part of the time: on a machine too slow for it the first one says nothing."""
@@ -18,7 +27,7 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ScorerPool:
-    """Scorer processes of one event loop; each is started when a call finds none idle."""
+    """Scorer processes, each started when a call finds none idle, and a thread for each call under way."""
 
     def __init__(self, *, size: int, memory_mb: int, max_calls: int) -> None:
         """
@@ -27,11 +36,12 @@ class ScorerPool:
             memory_mb: Most address space of one; one that keeps more than half of it resident is replaced.
             max_calls: Calls after which one is replaced.
         """
-        self._memory_mb = memory_mb
-        self._max_calls = max_calls
-        self._slots = asyncio.Semaphore(size)  # first come, first served
+        self.size, self.memory_mb, self.max_calls = size, memory_mb, max_calls
+        self._threads = ThreadPoolExecutor(size, "scorers")  # first come, first served
+        self._lock = threading.Lock()
         self._idle: list[Scorer] = []
-        self._busy: set[Scorer] = set()
+        self._busy: dict[_Call, Scorer] = {}
+        self._closed = False
 
     @classmethod
     def of(cls, config: Settings) -> ScorerPool:
@@ -45,7 +55,8 @@ class ScorerPool:
     @property
     def pids(self) -> list[int]:
         """Processes that live, idle or busy."""
-        return [scorer.pid for scorer in (*self._idle, *self._busy)]
+        with self._lock:
+            return [scorer.pid for scorer in (*self._idle, *self._busy.values())]
 
     async def score(self, function: str, payload: Any, *, timeout_s: float) -> Any:
         """Run `function` ("package.module:name") on `payload` in a scorer process.
@@ -64,89 +75,110 @@ class ScorerPool:
         """
         if not _TARGET.fullmatch(function):
             raise ScorerError(f"scorer {function!r} is not of the form 'package.module:function'")
-        outcome = "cancelled"
+        outcome, call = "cancelled", _Call(function, payload, timeout_s)
         try:
-            with metrics.WAITING.track_inprogress():
-                await self._slots.acquire()
-            try:
-                result = await self._score(function, payload, timeout_s)
-            finally:
-                self._slots.release()
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, call)
             outcome = "ok"
             return result
         except (ScorerError, ScorerTimeout, ScorerCrashed) as error:
             outcome = error.outcome
             raise
+        except asyncio.CancelledError:
+            self._cancel(call)
+            raise
         finally:
+            call.stop_waiting()
             metrics.CALLS.labels(function, outcome).inc()
 
-    async def _score(self, function: str, payload: Any, timeout_s: float) -> Any:
+    def _run(self, call: _Call) -> Any:
+        call.stop_waiting()
         while True:
-            scorer = self._take(function) or await Scorer.start(self._memory_mb)
-            self._busy.add(scorer)
+            scorer, keep = self._take(call), False
             try:
-                result = await scorer.call(function, payload, timeout_s)
+                result = scorer.call(call.function, call.payload, call.timeout_s, call.context)
+                keep = True
+                return result
             except ScorerLost:
-                # It died in its sleep: another one, for that says nothing of the function.
-                self._end(scorer)
-                continue
+                continue  # it died in its sleep: another one, for that says nothing of the function
             except ScorerError:
-                self._give_back(scorer)
+                keep = True
                 raise
-            except BaseException:
-                self._end(scorer)
-                raise
-            self._give_back(scorer)
-            return result
+            finally:
+                self._give_back(call, scorer, keep)
 
-    def _take(self, function: str) -> Scorer | None:
-        """An idle process, best one that has the function's module imported."""
-        for scorer in [idle for idle in self._idle if idle.gone]:
-            self._idle.remove(scorer)
+    def _take(self, call: _Call) -> Scorer:
+        """An idle process, best one that has the function's module imported; else a new one."""
+        with self._lock:
+            for scorer in [idle for idle in self._idle if idle.gone]:
+                self._idle.remove(scorer)
+                scorer.end()
+            module = call.function.partition(":")[0]
+            fitting = [idle for idle in self._idle if module in idle.modules] or self._idle
+            scorer = fitting[-1] if fitting else None
+            if scorer is not None:
+                self._idle.remove(scorer)
+        scorer = scorer or Scorer(self.memory_mb)
+        with self._lock:
+            self._busy[call] = scorer
+        if self._closed or call.cancelled:
             scorer.kill()
-        if not self._idle:
-            return None
-        module = function.partition(":")[0]
-        chosen = next((idle for idle in reversed(self._idle) if module in idle.modules), self._idle[-1])
-        self._idle.remove(chosen)
-        return chosen
+        return scorer
 
-    def _give_back(self, scorer: Scorer) -> None:
-        worn = scorer.calls >= self._max_calls or scorer.rss > (self._memory_mb << 20) / 2
-        if worn or scorer.left_children:
-            self._end(scorer)
-        else:
-            self._busy.discard(scorer)
-            self._idle.append(scorer)
+    def _give_back(self, call: _Call, scorer: Scorer, keep: bool) -> None:
+        worn = scorer.calls >= self.max_calls or scorer.rss > (self.memory_mb << 20) / 2
+        with self._lock:
+            del self._busy[call]
+            if keep and not (worn or scorer.left_children or self._closed):
+                self._idle.append(scorer)
+                return
+        scorer.end()
 
-    def _end(self, scorer: Scorer) -> None:
-        self._busy.discard(scorer)
-        scorer.kill()
+    def _cancel(self, call: _Call) -> None:
+        call.cancelled = True
+        with self._lock:
+            scorer = self._busy.get(call)
+        if scorer is not None:
+            scorer.kill()
 
     def close(self) -> None:
-        """Kill every process, also those at work: their calls fail with `ScorerCrashed`."""
-        for scorer in [*self._idle, *self._busy]:
+        """Kill every process, also those at work: their calls, and those that wait, fail with
+        `ScorerCrashed`."""
+        self._closed = True
+        with self._lock:
+            idle, busy = list(self._idle), list(self._busy.values())
+            self._idle.clear()
+        for scorer in idle:
+            scorer.end()
+        for scorer in busy:
             scorer.kill()
-        self._idle.clear()
-
-    def abandon(self) -> None:
-        """Kill every process of an event loop that has been closed."""
-        for scorer in [*self._idle, *self._busy]:
-            scorer.abandon()
+        self._threads.shutdown(wait=False)
 
 
-_pools: dict[asyncio.AbstractEventLoop, ScorerPool] = {}
+class _Call:
+    """A call, from its asking to its end."""
+
+    def __init__(self, function: str, payload: Any, timeout_s: float) -> None:
+        self.function, self.payload, self.timeout_s = function, payload, timeout_s
+        self.context = contextvars.copy_context()
+        """For the log lines of what the function prints."""
+        self.cancelled = False
+        self._waiting = threading.Lock()
+        metrics.WAITING.inc()
+
+    def stop_waiting(self) -> None:
+        """It has a thread, or is over. Twice is harmless."""
+        if self._waiting.acquire(blocking=False):
+            metrics.WAITING.dec()
+
+
+_pool: ScorerPool | None = None
 
 
 async def score(function: str, payload: Any, *, timeout_s: float) -> Any:
-    """`ScorerPool.score` on the pool of this event loop, which the first call makes from the settings."""
-    loop = asyncio.get_running_loop()
-    if loop not in _pools:
-        # A worker has one loop; who runs handlers by `asyncio.run` has many.
-        for old in [known for known in _pools if known.is_closed()]:
-            _pools.pop(old).abandon()
-        _pools[loop] = ScorerPool.of(settings())
-    return await _pools[loop].score(function, payload, timeout_s=timeout_s)
+    """`ScorerPool.score` on the pool of this process, which the first call makes from the settings."""
+    global _pool
+    _pool = _pool or ScorerPool.of(settings())
+    return await _pool.score(function, payload, timeout_s=timeout_s)
 
 
 async def score_or_blame(function: str, payload: Any, *, known: Any, timeout_s: float) -> Any:
@@ -174,7 +206,9 @@ async def score_or_blame(function: str, payload: Any, *, known: Any, timeout_s: 
         return None
 
 
-async def close() -> None:
-    """Kill the scorers of this event loop; those of a worker end with it anyway."""
-    if (pool := _pools.pop(asyncio.get_running_loop(), None)) is not None:
-        pool.close()
+def close() -> None:
+    """Kill the scorers of this process; those of a worker end with it anyway."""
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None

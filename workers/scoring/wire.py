@@ -5,13 +5,15 @@ JSON and not pickle: what comes back was computed from a model's words, and must
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 MAX_FRAME_BYTES = 64 << 20
+LEAST_S = 0.001
+"""For what came in time while its reader was late."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -28,26 +30,28 @@ def encode(message: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next frame, on the worker's side.
+def receive(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
+    """The next frame.
 
     Raises:
-        asyncio.IncompleteReadError: The other side ended.
+        EOFError: The other side ended.
+        TimeoutError: It did not come within `timeout_s` (None = it may take any time).
         ValueError: What came is no frame.
     """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, deadline))
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} were expected")
-    return json.loads(await reader.readexactly(length))
+    return json.loads(_read(channel, length, deadline))
 
 
-def receive(channel: socket.socket) -> dict[str, Any] | None:
-    """The next frame, on the child's side; None: the worker is gone."""
-    # The worker sends no further frame before this one is answered: nothing is read ahead.
-    with channel.makefile("rb") as stream:
-        header = stream.read(_LENGTH.size)
-        if len(header) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack(header)
-        body = stream.read(length)
-    return json.loads(body) if len(body) == length else None
+def _read(channel: socket.socket, count: int, deadline: float | None) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        if deadline is not None:
+            channel.settimeout(max(LEAST_S, deadline - time.monotonic()))
+        part = channel.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
