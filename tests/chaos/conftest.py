@@ -24,5 +24,5 @@ def service(tmp_path_factory):
 @pytest.fixture
 def chaos(service):
     """The service with a living worker in each stage."""
-    service.start_workers([stage for stage in ("init", "run", "eval") if stage not in service.workers])
+    service.start_stages([stage for stage in ("init", "run", "eval") if stage not in service.workers])
     return service

@@ -1,21 +1,20 @@
 """A service to break, and the count of what became of its rollouts.
 
-Redis syncs its file as shipped (`everysec`) until it is killed, and rollouts have the attempts that they have by
-default.
+Redis syncs its file as shipped (`everysec`) until it is killed, and rollouts have the attempts that they have
+by default.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollout.client import ApiError
 from rollout.schema import TERMINAL_STATES, Rollout, RolloutRequest, State, new_id
-from tests.helpers.stack import NODE, Process, RedisServer, Stack, wait_until
+from tests.helpers.stack import Process, RedisServer, Stack, wait_until
 
 STAGES = ("init", "run", "eval")
 ENTERED = {"init": State.INITIALIZING, "run": State.RUNNING, "eval": State.EVALUATING}
@@ -44,25 +43,14 @@ class Chaos(Stack):
 
     # -- workers --------------------------------------------------------------------------------
 
-    def start_workers(self, stages: Iterable[str] = STAGES) -> None:
+    def start_stages(self, stages: Iterable[str] = STAGES) -> None:
         """One worker a stage, started at the same time; names are new, so that owners can be told apart."""
         self._generation += 1
-        names = {stage: f"{stage}{self._generation}" for stage in stages}
-        for stage, name in names.items():
-            self.workers[stage] = self._launch(stage, name)
-        for stage, name in names.items():
-            wait_until(
-                lambda name=name: self._announced(f"{name}@{NODE}"),
-                PATIENCE_S,
-                f"worker {name}",
-                self.workers[stage],
-            )
-
-    def _launch(self, stage: str, name: str) -> Process:
-        slots = self.slots.get(stage, 128)
-        argv = [sys.executable, "-m", "celery", "-A", "workers.app", "worker", "-Q", stage, "-c", str(slots)]
-        argv += ["-n", f"{name}@{NODE}", "--without-gossip", "--without-mingle"]
-        return self.start(name, argv)
+        for stage in stages:
+            slots = self.slots.get(stage, 128)
+            self.workers[stage] = self._launch_worker(stage, f"{stage}{self._generation}", slots=slots)
+        for stage in stages:
+            self._await_worker(self.workers[stage])
 
     def kill_workers(self, stages: Iterable[str] = STAGES) -> None:
         """SIGKILL, all of them before the first is waited for."""

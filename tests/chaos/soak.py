@@ -165,11 +165,11 @@ class Soak:
     def _worker(self) -> None:
         stage = self.random.choice(STAGES)
         self.chaos.kill_workers([stage])
-        self.chaos.start_workers([stage])
+        self.chaos.start_stages([stage])
 
     def _all_workers(self) -> None:
         self.chaos.kill_workers()
-        self.chaos.start_workers()
+        self.chaos.start_stages()
 
     def _gateway(self) -> None:
         self.chaos.restart_gateway()
@@ -239,7 +239,7 @@ def main() -> int:
             with Chaos(directory, directory / "s", shipped() if options.real else None) as chaos:
                 if options.real:
                     chaos.slots = {stage: parts.slots_of(stage, {}, Settings()) for stage in STAGES}
-                chaos.start_workers()
+                chaos.start_stages()
                 wait_until(lambda: "noop" in _handlers(chaos), 60, "the handlers to be announced")
                 backend = Backend(chaos) if options.real else None
                 every = options.every or (REAL_EVERY_S if options.real else EVERY_S)

@@ -70,7 +70,7 @@ def test_a_batch_survives_the_death_of_the_gateway_of_redis_and_of_all_workers(c
         time.sleep(chance.uniform(0, 0.3))
         fault()
         if missing := {"init", "run", "eval"} - set(chaos.workers):
-            chaos.start_workers(sorted(missing))
+            chaos.start_stages(sorted(missing))
     found = list(chaos.client.batches.stream(request.id, timeout=PATIENCE_S, include="summary"))
     assert len(found) == len({group.id for group in found}) == GROUPS
     for group in found:

@@ -34,7 +34,7 @@ def chaos(tmp_path_factory, clock):
         try:
             redis = RedisServer(directory, env={**os.environ, **clock.env})
             with Chaos(directory, Path(sandboxes), redis=redis) as service:
-                service.start_workers()
+                service.start_stages()
                 yield service
         finally:
             stop_host(Path(sandboxes))
@@ -68,7 +68,7 @@ def test_a_worker_that_dies_after_the_clock_went_back_is_missed_as_soon(chaos, c
     chaos.wait_for_arrived(gates, "run", EACH)
     chaos.kill_workers(["run"])
     clock.set(_offset(chaos) - HOURS_S)
-    chaos.start_workers(["run"])
+    chaos.start_stages(["run"])
     (gates / "run").touch()
     (gates / "eval").touch()
     chaos.wait_for_ends(ids)
@@ -83,7 +83,7 @@ def test_the_clock_of_a_node_does_not_matter(chaos, tmp_path_factory):
     usual = dict(chaos.env)
     chaos.env.update(behind.env)
     try:
-        chaos.start_workers(["run"])
+        chaos.start_stages(["run"])
     finally:
         chaos.env.clear()
         chaos.env.update(usual)

@@ -58,7 +58,7 @@ def test_a_handler_that_ends_its_worker_costs_the_others_an_attempt(chaos, stage
     doomed = chaos.workers.pop(stage)
     wait_until(lambda: doomed.popen.poll() is not None, PATIENCE_S, "the worker to die")
     chaos.processes.remove(doomed)
-    chaos.start_workers([stage])
+    chaos.start_stages([stage])
     for each in ("run", "eval"):
         (gates / each).touch()
     chaos.require_exact([*ids, killer])
@@ -84,7 +84,7 @@ def test_a_worker_whose_handlers_leak_starts_anew_and_loses_no_rollout(chaos):
     # A slow machine must not take the leases away before the worker hands back.
     chaos.env["ROLLOUT_LEASE_S"] = "60"
     try:
-        chaos.start_workers(["run"])
+        chaos.start_stages(["run"])
         worker = chaos.workers["run"]
         ids, gates = chaos.submit_up_to("run", 20)
         chaos.wait_for_held(ids, "run", 20)

@@ -19,7 +19,7 @@ REAL = CHAOS("rollouts of the soak with sandboxes and a model", short=40, long=5
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "form",
-    [("--rollouts", str(ROLLOUTS), "--every", "2"), ("--rollouts", str(REAL), "--real", "--every", "4")],
+    [("--rollouts", str(ROLLOUTS), "--every", "1"), ("--rollouts", str(REAL), "--real", "--every", "2")],
 )
 def test_random_kills_lose_nothing_and_end_nothing_twice(form):
     argv = [sys.executable, "-m", "tests.chaos.soak", *form]

@@ -31,7 +31,7 @@ def test_workers_killed_with_many_leases_cost_attempts_and_no_rollout(chaos, sta
             # By the one that is killed now: the leases of the one before have yet to run out.
             chaos.wait_for_held_by(batches[stage][0], stage, chaos.workers[stage].name, LEASES)
         chaos.kill_workers(stages)
-        chaos.start_workers(stages)
+        chaos.start_stages(stages)
     for stage in STAGES:
         ids, gates = batches[stage]
         chaos.wait_for_held(ids, stage, LEASES)
@@ -52,7 +52,7 @@ def test_a_worker_that_sleeps_past_its_leases_writes_nothing_when_it_wakes(chaos
     sleeper = chaos.workers.pop("run")
     sleeper.popen.send_signal(signal.SIGSTOP)
     try:
-        chaos.start_workers(["run"])
+        chaos.start_stages(["run"])
         chaos.wait_for_held_by(ids, "run", chaos.workers["run"].name, LEASES)
         (gates / "run").touch()
         (gates / "eval").touch()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -74,6 +75,7 @@ class Process:
     def __init__(self, name: str, argv: list[str], log_dir: Path, env: dict[str, str] | None = None) -> None:
         self.name = name
         self.log = log_dir / f"{name}.log"
+        self._asked_to_stop = False
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(
                 argv,
@@ -98,9 +100,15 @@ class Process:
         if self.popen.poll() is not None:
             raise RuntimeError(f"{self.name} ended with {self.popen.returncode}:\n{self.tail()}")
 
+    def ask_to_stop(self) -> None:
+        """SIGTERM, once: a worker takes a second one as a demand to stop at once."""
+        if self.popen.poll() is None and not self._asked_to_stop:
+            self._asked_to_stop = True
+            self.popen.terminate()
+
     def stop(self, timeout_s: float = 20.0) -> None:
         if self.popen.poll() is None:
-            self.popen.terminate()
+            self.ask_to_stop()
             try:
                 self.popen.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -112,6 +120,15 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait(10)
+
+
+def stop_all(processes: Iterable[Process]) -> None:
+    """Stop them beside each other: a worker takes seconds for it."""
+    processes = list(processes)
+    for process in processes:
+        process.ask_to_stop()
+    for process in processes:
+        process.stop()
 
 
 class RedisServer(Process):
@@ -230,20 +247,37 @@ class Stack:
         env: dict[str, str] | None = None,
     ) -> Process:
         """A fleet worker exactly as an operator starts it: by the `celery` command."""
-        name = name or queues.replace(",", "-")
+        process = self._launch_worker(
+            queues, name or queues.replace(",", "-"), *options, slots=slots, env=env
+        )
+        self._await_worker(process)
+        return process
+
+    def start_workers(
+        self, names: dict[str, str], slots: int = 64, env: dict[str, str] | None = None
+    ) -> list[Process]:
+        """Workers of these names for these queues, which come up beside each other."""
+        workers = [self._launch_worker(queues, name, slots=slots, env=env) for name, queues in names.items()]
+        for worker in workers:
+            self._await_worker(worker)
+        return workers
+
+    def _launch_worker(
+        self, queues: str, name: str, *options: str, slots: int | None = 64, env: dict[str, str] | None = None
+    ) -> Process:
         argv = [*self.worker_argv(queues, name), *options]
         if slots is not None:
             argv += ["-c", str(slots)]
-        process = self.start(name, argv, env)
-        wait_until(lambda: self._announced(f"{name}@{NODE}"), 90, f"worker {name}", process)
-        return process
+        return self.start(name, argv, env)
+
+    def _await_worker(self, process: Process) -> None:
+        wait_until(lambda: self._announced(f"{process.name}@{NODE}"), 120, f"worker {process.name}", process)
 
     def _announced(self, worker: str) -> bool:
         return any(worker in self.redis.client.zrange(f"workers:{s}", 0, -1) for s in ("init", "run", "eval"))
 
     def close(self) -> None:
-        for process in reversed(self.processes):
-            process.stop()
+        stop_all(reversed(self.processes))
         self.redis.stop()
 
     def __enter__(self) -> Stack:

@@ -18,8 +18,7 @@ def stack(tmp_path_factory, embedded):
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir:
         try:
             with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir)) as stack:
-                for queue in ("init", "run", "eval"):
-                    stack.start_worker(queue)
+                stack.start_workers({stage: stage for stage in ("init", "run", "eval")})
                 stack.client.add_backend(embedded.url)
                 yield stack
                 assert leftovers(stack.sandbox_dir) == []

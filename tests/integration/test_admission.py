@@ -71,8 +71,7 @@ def service(tmp_path_factory):
         try:
             env = {"ROLLOUT_READY_AHEAD": str(AHEAD)}
             with Stack(tmp_path_factory.mktemp("small"), Path(sandbox_dir), env) as stack:
-                stack.start_worker("init", slots=4)
-                stack.start_worker("eval", slots=4)
+                stack.start_workers({"init": "init", "eval": "eval"}, slots=4)
                 yield Service(stack)
                 assert leftovers(stack.sandbox_dir) == []
         finally:

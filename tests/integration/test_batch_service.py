@@ -24,8 +24,7 @@ def stack(tmp_path_factory):
     """Two workers for all stages and no model: the noop handler gives the rewards it is told."""
     env = {"ROLLOUT_HANDLERS": "tests.helpers.handlers:all_handlers"}
     with Stack(tmp_path_factory.mktemp("stack"), tmp_path_factory.mktemp("sandboxes"), env) as stack:
-        stack.start_worker("init,run,eval", "one")
-        stack.start_worker("init,run,eval", "two")
+        stack.start_workers({"one": "init,run,eval", "two": "init,run,eval"})
         yield stack
 
 

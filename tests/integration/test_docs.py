@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from rollout.schema import RolloutRequest, State
-from tests.helpers.stack import ROOT, wait_until
+from tests.helpers.stack import ROOT, stop_all, wait_until
 
 BLOCK = re.compile(r"<!-- tested: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def test_the_handler_of_the_guide_runs_as_written(stack, client, tmp_path):
-    """On workers of their own, told of it by ROLLOUT_HANDLERS only."""
+    """On a worker of its own, told of it by ROLLOUT_HANDLERS only."""
     ((name, code),) = BLOCK.findall((ROOT / "docs" / "handlers.md").read_text())
     assert len(code.strip().splitlines()) <= 35
     (tmp_path / name).write_text(code)
@@ -20,10 +20,9 @@ def test_the_handler_of_the_guide_runs_as_written(stack, client, tmp_path):
         "ROLLOUT_HANDLERS": "my_handlers:ShellTask",
         "ROLLOUT_NODE": "docsnode",
     }
-    for queue in ("init", "run", "eval"):
-        for process in [p for p in stack.processes if p.name == queue]:
-            process.stop()
-    workers = [stack.start_worker(queue, f"docs-{queue}", env=env) for queue in ("init", "run", "eval")]
+    stages = {stage: stage for stage in ("init", "run", "eval")}
+    stop_all(process for process in stack.processes if process.name in stages)
+    worker = stack.start_worker("init,run,eval", "docs", env=env)
     try:
         wait_until(lambda: "shell_task" in {info.name for info in client.handlers()}, 30, "the handler")
         task = {"instruction": "1 plus 1", "setup": "touch done.txt", "check": "test -f done.txt"}
@@ -35,10 +34,8 @@ def test_the_handler_of_the_guide_runs_as_written(stack, client, tmp_path):
             ]
         )
     finally:
-        for worker in workers:
-            worker.stop()
-        for queue in ("init", "run", "eval"):
-            stack.start_worker(queue)
+        worker.stop()
+        stack.start_workers(stages)
     assert [(item.state, item.reward) for item in done] == [
         (State.COMPLETED, 1.0),
         (State.COMPLETED, 0.0),

@@ -38,8 +38,7 @@ def service(tmp_path_factory):
         tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir,
         Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack,
     ):
-        stack.start_worker("init,eval", "others")
-        stack.start_worker("run", slots=256)
+        stack.start_workers({"others": "init,eval", "run": "run"}, slots=256)
         yield stack
 
 

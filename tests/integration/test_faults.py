@@ -23,6 +23,19 @@ def problem(response):
     return body
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unplaced(stack):
+    """The id of a rollout that waits for a backend twice, for as long as that may take: the last test's."""
+    request = RolloutRequest(
+        handler="calculator",
+        task={"question": "1 plus 1", "answer": "2"},
+        policy_version="step-999",
+        limits={"max_attempts": 2},
+    )
+    (new,) = stack.client.submit(request)
+    return new.id
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -163,17 +176,6 @@ def test_an_unknown_sandbox_runtime_is_told(client):
     assert item.state is State.FAILED and "docker" in item.error.message
 
 
-def test_without_a_fitting_backend_a_rollout_fails_as_infrastructure(client):
-    task = {"question": "1 plus 1", "answer": "2"}
-    request = RolloutRequest(
-        handler="calculator", task=task, policy_version="step-999", limits={"max_attempts": 2}
-    )
-    (item,) = client.run([request])
-    assert item.state is State.FAILED and item.attempt == 2
-    assert item.error.blame == "infrastructure" and "step-999" in item.error.message
-    assert item.reward is None and item.drop
-
-
 def test_what_is_no_llm_server_is_not_registered(stack, client):
     with pytest.raises(ApiError, match="does not answer as an LLM server"):
         client.add_backend(stack.url)
@@ -187,3 +189,10 @@ def test_an_agent_that_overruns_its_limits_is_scored_and_has_no_second_attempt(s
     assert item.state is State.COMPLETED and not item.drop and item.error is None
     assert (item.finish_reason, item.reward, item.attempt) == ("sandbox_limit", 1.0, 1)
     assert any("disk limit again" in warning for warning in item.trajectory.warnings)
+
+
+def test_without_a_fitting_backend_a_rollout_fails_as_infrastructure(client, unplaced):
+    item = client.wait(unplaced, timeout=120)
+    assert item.state is State.FAILED and item.attempt == 2
+    assert item.error.blame == "infrastructure" and "step-999" in item.error.message
+    assert item.reward is None and item.drop

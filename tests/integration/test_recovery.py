@@ -22,8 +22,7 @@ def spare(tmp_path_factory):
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir:
         try:
             with Stack(tmp_path_factory.mktemp("spare"), Path(sandbox_dir)) as stack:
-                for queue in ("init", "eval"):
-                    stack.start_worker(queue)
+                stack.start_workers({"init": "init", "eval": "eval"})
                 yield stack
         finally:
             stop_host(Path(sandbox_dir))

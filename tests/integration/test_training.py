@@ -49,8 +49,7 @@ def stack(tmp_path_factory):
         env = {"ROLLOUT_HANDLERS": "workers.handlers.calculator:Calculator"}
         try:
             with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack:
-                for queue in ("init", "run", "eval"):
-                    stack.start_worker(queue)
+                stack.start_workers({stage: stage for stage in ("init", "run", "eval")})
                 stack.client.add_backend(server.url)
                 yield stack
                 assert leftovers(stack.sandbox_dir) == []
