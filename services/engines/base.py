@@ -1,10 +1,9 @@
-"""The protocol of an engine's model calls: token ids in, token ids and log-probs out."""
+"""A model call and its answer: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.schema import SamplingParams
 
@@ -66,29 +65,3 @@ class Completion:
     """Prompt ids that came from the engine's prefix cache; None = not told."""
     routed_experts: Any = None
     """Expert choices of a mixture-of-experts model as the engine sent them (opaque); None = not sent."""
-
-
-class Engine(Protocol):
-    """One kind of wire format. Stateless: one instance serves all calls to its backend."""
-
-    def generate(self, request: SampleRequest) -> Call:
-        """The HTTP request that samples a continuation of the prompt."""
-
-    def read(self, answer: Mapping[str, Any], request: SampleRequest) -> Completion:
-        """The answer to `generate`, held against what was asked for.
-
-        Raises:
-            CallAborted: The engine ended the call; there may be tokens, but they are not to be used.
-            BrokenAnswer: Something that a trajectory needs is missing, contradicts itself or is no answer to
-                this call.
-        """
-
-    def score(self, token_ids: list[int]) -> Call:
-        """The request for the log-probs of given ids (the canary of a weight update)."""
-
-    def read_score(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
-        """Log-prob of each id but the first, given those before it; length `len(token_ids) - 1`.
-
-        Raises:
-            BrokenAnswer: The engine did not answer with one log-prob per id.
-        """

@@ -14,9 +14,6 @@ from typing import Any
 from rollout.schema import Backend
 from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
 
-UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError)
-"""What reading an answer of another shape raises."""
-
 BEFORE_ITS_TIME = ("abort", "error")
 """Words of vLLM and SGLang for a call that the engine itself has ended."""
 IMPOSSIBLE = -9999.0
@@ -266,8 +263,3 @@ def the_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     if choice.get("index") not in (None, 0):
         raise ValueError(f"choice {choice['index']!r:.100} of the one that was asked for")
     return choice
-
-
-def unreadable(backend: Backend, error: Exception) -> BrokenAnswer:
-    """The error for an answer that lacks a field or has another type there."""
-    return BrokenAnswer(f"backend {backend.id}: unreadable answer: {type(error).__name__}: {error!s:.300}")

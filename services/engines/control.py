@@ -7,15 +7,16 @@ Every step may be repeated, because another worker may have to begin again where
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import httpx
 
 from rollout.policy import PauseMode
 from rollout.schema import Backend
+from services.engines import engine_of
 from services.engines.address import ask, json_object, root
 from services.engines.base import BrokenAnswer
-from services.engines.select import engine_of
 
 CONNECT_S = 5.0
 """A server that takes longer to accept a connection counts as down."""
@@ -40,37 +41,6 @@ class ControlError(Exception):
         self.harmless = False
 
 
-class Control(Protocol):
-    """One engine's steps. Each raises `ControlError`."""
-
-    def pause(self, mode: PauseMode, *, reset: bool) -> None:
-        """Stop sampling; returns when calls under way are frozen, have ended or were ended.
-
-        `reset` says that `reset_cache` will follow.
-        """
-
-    def load(self, path: str, version: str) -> None:
-        """Load the checkpoint in a directory."""
-
-    def reset_cache(self) -> None:
-        """Forget what the old weights computed, for calls under way too."""
-
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in place of the one of that name."""
-
-    def label(self, version: str) -> None:
-        """Give later tokens this version."""
-
-    def resume(self) -> None:
-        """Sample again."""
-
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Log-prob of each id but the first, given those before it."""
-
-    def give_up(self) -> None:
-        """End the calls under way and sample nothing more, so that no token comes from unknown weights."""
-
-
 def session() -> httpx.Client:
     """The HTTP client for `control_of`; it may be shared by threads."""
     return httpx.Client(
@@ -87,8 +57,11 @@ def control_of(backend: Backend, http: httpx.Client, timeout_s: float) -> Contro
     return VllmControl(backend, http, timeout_s)
 
 
-class _Http:
-    """Calls to one server under a common deadline."""
+class Control(ABC):
+    """The steps of one engine, under a common deadline. Each raises `ControlError`."""
+
+    missing = ""
+    """What to do when a route is not there."""
 
     def __init__(self, backend: Backend, http: httpx.Client, timeout_s: float) -> None:
         self.backend = backend
@@ -96,6 +69,46 @@ class _Http:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._root = root(backend.url)
+
+    @abstractmethod
+    def pause(self, mode: PauseMode, *, reset: bool) -> None:
+        """Stop sampling; returns when calls under way are frozen, have ended or were ended.
+
+        `reset` says that `reset_cache` will follow.
+        """
+
+    @abstractmethod
+    def load(self, path: str, version: str) -> None:
+        """Load the checkpoint in a directory."""
+
+    @abstractmethod
+    def reset_cache(self) -> None:
+        """Forget what the old weights computed, for calls under way too."""
+
+    @abstractmethod
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter in place of the one of that name."""
+
+    @abstractmethod
+    def label(self, version: str) -> None:
+        """Give later tokens this version."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Sample again."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """End the calls under way and sample nothing more, so that no token comes from unknown weights."""
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of each id but the first, given those before it."""
+        engine = engine_of(self.backend)
+        call = engine.score(token_ids)
+        try:
+            return engine.read_score(self._post(call.path, call.body), token_ids)
+        except BrokenAnswer as error:
+            raise ControlError(f"the canary was not answered: {error}") from error
 
     def _post(
         self, path: str, body: Any = None, *, limit_s: float | None = None, **query: str
@@ -126,19 +139,8 @@ class _Http:
             message += self.missing
         raise ControlError(message, response.status_code)
 
-    missing = ""
-    """What to do when a route is not there."""
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        engine = engine_of(self.backend)
-        call = engine.score(token_ids)
-        try:
-            return engine.read_score(self._post(call.path, call.body), token_ids)
-        except BrokenAnswer as error:
-            raise ControlError(f"the canary was not answered: {error}") from error
-
-
-class VllmControl(_Http):
+class VllmControl(Control):
     """vLLM from 0.20 on, checked against 0.32; the embedded backend has the same routes.
 
     A paused vLLM queues every request, so the canary can only be asked after `resume`.
@@ -180,7 +182,7 @@ class VllmControl(_Http):
         self._post("/pause", limit_s=GIVE_UP_S, mode="abort", clear_cache="false")
 
 
-class SGLangControl(_Http):
+class SGLangControl(Control):
     """SGLang, by its source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`); never run here.
 
     It has no `wait`: an update without a pause takes the writer's lock, which waits for the calls under way

@@ -8,7 +8,7 @@ import httpx
 
 from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
 from services.engines.address import ask, json_object, root, session
-from services.engines.stats import MOST, each_sample, version_in
+from services.engines.stats import MOST, WEIGHT_ROUTES, each_sample, version_in
 from services.state.backends import BackendStore
 
 TIMEOUT_S = 10.0
@@ -78,7 +78,7 @@ class _Server:
             routed_experts=bool(info.get("enable_return_routed_experts")),
             capacity_tokens=wanted.capacity_tokens or self._capacity(engine, info),
             max_rollouts=wanted.max_rollouts,
-            policy_version=self._version(engine),
+            policy_version=version_in(self._weights(engine)),
         )
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -109,8 +109,7 @@ class _Server:
         owner = card.get("owned_by")
         if isinstance(owner, str) and owner in _OWNERS:
             return _OWNERS[owner]
-        is_sglang = self._get("/model_info") or self._get("/get_model_info")
-        return "sglang" if "is_generation" in is_sglang else "vllm"
+        return "sglang" if "is_generation" in self._weights("sglang") else "vllm"
 
     def _api(self, engine: EngineName) -> EngineApi:
         if engine == "sglang":
@@ -151,12 +150,9 @@ class _Server:
         answer = ask(self._http, "GET", f"{self._url}/metrics")
         return capacity_of_vllm(answer.text) if answer.status_code == 200 else None
 
-    def _version(self, engine: EngineName) -> str | None:
-        if engine == "sglang":
-            said = self._get("/model_info") or self._get("/get_model_info")
-        else:
-            said = self._get("/weight_info")
-        return version_in(said)
+    def _weights(self, engine: EngineName) -> dict[str, Any]:
+        """Where the engine names its weights."""
+        return next(filter(None, map(self._get, WEIGHT_ROUTES[engine])), {})
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _NAMES = {
         "request_seconds": "sglang:e2e_request_latency_seconds_sum",
     },
 }
-_WEIGHT_ROUTES = {
+WEIGHT_ROUTES = {
     "vllm": ("/weight_info",),
     "embedded": ("/weight_info",),
     "sglang": ("/model_info", "/get_model_info"),
@@ -62,21 +62,17 @@ def probe(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOU
     Raises:
         ProbeError: It cannot be reached, is too slow, or says that it is not well.
     """
-    url = f"{root(backend.url)}/health"
-    try:
-        answer = ask(http, "GET", url, timeout=timeout_s, within_s=timeout_s)
-    except httpx.HTTPError as error:
-        raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
+    answer = _ask(backend, http, "/health", timeout_s)
     if answer.status_code != 200:
-        raise ProbeError(f"{url}: HTTP {answer.status_code}: {answer.text[:200]}")
+        raise ProbeError(f"{answer.url}: HTTP {answer.status_code}: {answer.text[:200]}")
     return read_stats(backend, http, timeout_s)
 
 
 def read_stats(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
     """The server's own metrics. What it does not tell, or not in time, is None."""
     try:
-        answer = ask(http, "GET", f"{root(backend.url)}/metrics", timeout=timeout_s, within_s=timeout_s)
-    except httpx.HTTPError:
+        answer = _ask(backend, http, "/metrics", timeout_s)
+    except ProbeError:
         return BackendStats(at=time.time())
     return parse_stats(backend, answer.text if answer.status_code == 200 else "")
 
@@ -120,15 +116,19 @@ def current_version(backend: Backend, http: httpx.Client, timeout_s: float = HEA
     Raises:
         ProbeError: It cannot be reached.
     """
-    for route in _WEIGHT_ROUTES[backend.engine]:
-        url = root(backend.url) + route
-        try:
-            answer = ask(http, "GET", url, timeout=timeout_s, within_s=timeout_s)
-        except httpx.HTTPError as error:
-            raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
+    for route in WEIGHT_ROUTES[backend.engine]:
+        answer = _ask(backend, http, route, timeout_s)
         if answer.status_code == 200:
             return version_in(json_object(answer))
     return None
+
+
+def _ask(backend: Backend, http: httpx.Client, path: str, timeout_s: float) -> httpx.Response:
+    url = root(backend.url) + path
+    try:
+        return ask(http, "GET", url, timeout=timeout_s, within_s=timeout_s)
+    except httpx.HTTPError as error:
+        raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def version_in(said: dict[str, Any]) -> str | None:

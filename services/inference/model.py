@@ -5,14 +5,12 @@ Invariant: the weights in use are either all old or all new; a checkpoint that d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 # Two checkpoints with equal shapes can still mean different models through these.
@@ -233,33 +231,27 @@ def read_checkpoint(model: Model, directory: Path) -> dict[str, torch.Tensor]:
     so it may run while the engine works.
     """
     _check_config(model.module.config, directory)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(directory):
-        try:
-            tensors.update(load_file(file))
-        except Exception as error:  # safetensors raises its own, undocumented types
-            raise CheckpointError(
-                f"{file} cannot be read: {error}; write the checkpoint to a fresh directory and rename it"
-            ) from error
-    running = model.module.state_dict()
-    for name, tensor in tensors.items():
-        if name not in running:
-            raise CheckpointError(
-                f"{directory}: tensor {name} is not in the running model; start another backend"
-            )
-        if tensor.shape != running[name].shape:
-            raise CheckpointError(
-                f"{directory}: tensor {name} has shape {list(tensor.shape)}, the running model has "
-                f"{list(running[name].shape)}; start another backend for this model"
-            )
-    # A tensor that shares another's memory need not be in the file.
-    present = {running[name].data_ptr() for name in tensors}
-    missing = [name for name, tensor in running.items() if tensor.data_ptr() not in present]
-    if missing:
-        raise CheckpointError(
-            f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]}; save all of them"
+    try:
+        fresh, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=model.module.config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    return tensors
+    except Exception as error:  # safetensors raises its own, undocumented types
+        raise CheckpointError(
+            f"{directory}: model.safetensors, or its shards, cannot be read: {error}; "
+            "write the checkpoint to a fresh directory and rename it"
+        ) from error
+    for fault in ("missing", "unexpected", "mismatched"):
+        if names := sorted(info[f"{fault}_keys"], key=str):
+            raise CheckpointError(
+                f"{directory}: {len(names)} tensors are {fault}, the first is {names[0]}; save those of the "
+                "running model, or start another backend"
+            )
+    return fresh.state_dict()
 
 
 def apply_weights(model: Model, tensors: dict[str, torch.Tensor]) -> None:
@@ -268,19 +260,6 @@ def apply_weights(model: Model, tensors: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             running[name].copy_(tensor)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [directory / name for name in names]
-    raise CheckpointError(
-        f"weights_path {directory} has no model.safetensors and no index; "
-        "name a directory in Hugging Face's format"
-    )
 
 
 def _check_config(ours: Any, directory: Path) -> None:

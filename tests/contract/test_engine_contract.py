@@ -10,11 +10,10 @@ import httpx
 import pytest
 
 from rollout.schema import BackendRequest, SamplingParams
-from services.engines import stats
+from services.engines import engine_of, stats
 from services.engines.address import session as http_session
 from services.engines.base import CallAborted, SampleRequest
 from services.engines.describe import DescribeError, describe
-from services.engines.select import engine_of
 from tests.helpers import llm_reference
 from tests.helpers.llm_servers import DEMO_MODEL
 from tests.helpers.stack import wait_until

@@ -12,10 +12,10 @@ import math
 import pytest
 
 from rollout.schema import Backend, SamplingParams
+from services.engines import engine_of
 from services.engines.base import BrokenAnswer, CallAborted, SampleRequest
 from services.engines.checks import MAX_VERSION, ROUNDING
 from services.engines.describe import capacity_of_vllm
-from services.engines.select import engine_of
 from services.engines.stats import parse_stats
 
 VLLM = {

@@ -9,9 +9,9 @@ import aiohttp
 from pydantic_core import from_json
 
 from rollout.schema import Backend
+from services.engines import engine_of
 from services.engines.address import root
 from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
-from services.engines.select import engine_of
 from workers.errors import ModelError
 
 MAX_ANSWER_BYTES = 256 << 20
