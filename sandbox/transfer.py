@@ -131,8 +131,10 @@ def download(
         spool.seek(0)
         unpacked.mkdir()
         tally = archive.Tally(max_bytes)
-        with _said_plainly(f"cannot download {path}"):
+        try:
             archive.unpack(spool, str(unpacked), tally)
+        except archive.ArchiveError as error:
+            raise SandboxRequestError(f"cannot download {path}: {error}") from error
         unpacked.rename(target)
     return Transfer(tally.bytes, tally.files, moved["skipped"] + tally.skipped)
 
@@ -202,11 +204,3 @@ def _temporary(target: Path) -> Iterator[Path]:
         yield path
     finally:
         archive.remove(str(path))
-
-
-@contextlib.contextmanager
-def _said_plainly(what: str) -> Iterator[None]:
-    try:
-        yield
-    except archive.ArchiveError as error:
-        raise SandboxRequestError(f"{what}: {error}") from error

@@ -32,27 +32,15 @@ def remove(path: Path) -> None:
     if not os.path.lexists(path):
         return
     try:
-        shutil.rmtree(path, onerror=_open_up)
+        shutil.rmtree(path)
         return
     except (OSError, RecursionError):
-        pass  # deeper than Python walks, or something that one more look by sterner tools may solve
+        pass  # it has closed directories, or is deeper than Python walks
     tool_env = {"PATH": paths.tool_path(), "LC_ALL": "C"}
     for command in (["chmod", "-R", "u+rwx", "--", path], ["rm", "-rf", "--one-file-system", "--", path]):
         done = subprocess.run(command, env=tool_env, capture_output=True, check=False)
     if os.path.lexists(path):
         log.error("cannot remove %s: %s", path, done.stderr.decode(errors="replace").strip()[-500:])
-
-
-def _open_up(function: object, name: str, error: object) -> None:
-    """What rmtree could not remove: open its directory, and itself if it is one, and try again."""
-    entry = Path(name)
-    for directory in (entry.parent, entry):
-        if directory.is_dir() and not directory.is_symlink():
-            directory.chmod(0o700)
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
 
 
 def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:
