@@ -30,9 +30,9 @@ def check(
 
     Raises SandboxRequestError when one is not allowed, not there, or would cover what the sandbox needs.
     """
-    found = tuple(_check_one(bind, allowed, closed) for bind in asked)
-    for number, later in enumerate(found):
-        for earlier in found[:number]:
+    checked = tuple(_check_one(bind, allowed, closed) for bind in asked)
+    for number, later in enumerate(checked):
+        for earlier in checked[:number]:
             if _holds(later.target, earlier.target):
                 raise SandboxRequestError(
                     f"bind target {later.target!r} would cover {earlier.target!r}, which comes before it; "
@@ -44,7 +44,7 @@ def check(
                     f"bind target {later.target!r} lies in {earlier.target!r}, which is bound read-write; "
                     "choose a target outside of it"
                 )
-    return found
+    return checked
 
 
 def _holds(directory: str, place: str) -> bool:

@@ -76,7 +76,7 @@ class Container:
     """Set when it was handed to somebody."""
     ready: bool = False
     ending: asyncio.Task | None = None
-    said: _Tail | None = None
+    tail: _Tail | None = None
     """The end of what the runtime and the server say on standard error; None for one that was adopted."""
     _starting: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while its first process is being started, which cannot be ended before it is known."""
@@ -119,19 +119,19 @@ class Container:
             socket.send_fds(ours, [self.key.encode()], [listener.fileno()])
         self.start_time = processes.start_time(self.pid)
         on_pid(self)
-        _, self.said = await asyncio.get_running_loop().connect_read_pipe(_Tail, self.process.stderr)
+        _, self.tail = await asyncio.get_running_loop().connect_read_pipe(_Tail, self.process.stderr)
         with self.process.stdout as stdout:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    said = await _first_bytes(stdout.fileno())
-                problem = None if said else "ended before it was ready"
+                    signal_of_life = await _first_bytes(stdout.fileno())
+                problem = None if signal_of_life else "ended before it was ready"
             except TimeoutError:
                 problem = f"was not ready after {START_TIMEOUT_S:g} s"
         if problem:
-            tail = await self.said.rest()
+            words = await self.tail.rest()
             image = f" with image {self.spec.image!r}" if self.runtime.needs_image else ""
             raise SandboxStartError(
-                f"sandbox on {self.runtime.name}{image} {problem}; it said: {tail or '(nothing)'}"
+                f"sandbox on {self.runtime.name}{image} {problem}; it said: {words or '(nothing)'}"
             )
         # Nothing of the agent's runs yet: all but the last, the shell, is the runtime and the server.
         *own, shell = processes.descendants(self.pid)
@@ -153,8 +153,8 @@ class Container:
 
     def close(self) -> None:
         """Let go of what is open of it outside, once it has ended."""
-        if self.said is not None:
-            self.said.close()
+        if self.tail is not None:
+            self.tail.close()
         if self.file_system is not None:
             os.close(self.file_system)
             self.file_system = None

@@ -293,12 +293,12 @@ class Containers:
         if not runtime.needs_image or rootfs is None:
             return None
         base = self.images.rootfs("base", runtime.run_as)
-        found = payload.find_interpreter(base)
-        if found is None:
+        interpreter = payload.find_interpreter(base)
+        if interpreter is None:
             raise ImageError(
                 f"image 'base' ({base}) has no Python that could run the server; run deploy/setup/image.sh"
             )
-        return found
+        return interpreter
 
     def _hold_images(self, container: Container) -> None:
         """Keep the images it runs from in the cache; the base image is among them for its interpreter."""
@@ -380,8 +380,8 @@ class Containers:
         for container in list(self._all.values()):
             if not container.exited.is_set() and container.is_over() and container.ready:
                 code = container.process.returncode if container.process else "unknown"
-                said = container.said.text() if container.said else ""
-                words = f"; it said: {said}" if said else ""
+                words = container.tail.text() if container.tail else ""
+                words = f"; it said: {words}" if words else ""
                 self.end_for(container, f"ended by itself (exit code {code}){words}", "died")
 
     async def janitor(self) -> None:
@@ -437,9 +437,9 @@ class Containers:
             own_python = self._interpreter(runtime_of(record), Path(record.rootfs or "/"))
         container = Container.revive(record, self.state, self._payload, own_python)
         self._all[record.id] = container
-        for one in reversed(processes.usages(record.pid) if record.pid else []):
+        for usage in reversed(processes.usages(record.pid) if record.pid else []):
             if container.file_system is None:  # one that is open to us; the agent may have closed all
-                container.see_memory(one.pid)
+                container.see_memory(usage.pid)
         try:
             self._hold_images(container)
         except ImageError as error:  # evicted while no host held it; what is open of it goes on working

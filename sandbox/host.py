@@ -74,8 +74,10 @@ class Host:
         try:
             if refusal := peers.refusal(writer.get_extra_info("socket")):
                 log.warning("somebody who is not ours has connected: %s", refusal)
-                said = errors.NotAllowed(f"the sandbox host answers its own user's programs alone: {refusal}")
-                await connection.send(writer, {"ok": False, "error": errors.to_wire(said)})
+                error_reply = errors.NotAllowed(
+                    f"the sandbox host answers its own user's programs alone: {refusal}"
+                )
+                await connection.send(writer, {"ok": False, "error": errors.to_wire(error_reply)})
                 return
             while (request := await connection.receive(reader)) is not None:
                 task = asyncio.create_task(self._answer(request))

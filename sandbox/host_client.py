@@ -59,8 +59,8 @@ class HostClient:
 
     async def fate(self, sandbox_id: str) -> Fate | None:
         """How a sandbox ended that nobody had released; None when the host knows of no such thing."""
-        found = await self._request_if_running({"op": "fate", "id": sandbox_id})
-        return Fate.from_json(found) if found else None
+        fate = await self._request_if_running({"op": "fate", "id": sandbox_id})
+        return Fate.from_json(fate) if fate else None
 
     async def release(self, sandbox_id: str) -> bool:
         """End a sandbox: on return its processes, socket and files are gone. False = there was none
@@ -158,13 +158,13 @@ def _spawn(state: Path) -> None:
                 cwd="/",
                 timeout=HOST_START_TIMEOUT_S,
             )
-        said = done.stdout.decode(errors="replace")
+        answer = done.stdout.decode(errors="replace")
     except subprocess.TimeoutExpired:
-        said = f"no sign of life in {HOST_START_TIMEOUT_S:g} s"
-    if said != "ok":
+        answer = f"no sign of life in {HOST_START_TIMEOUT_S:g} s"
+    if answer != "ok":
         tail = (state / LOG_NAME).read_text(errors="replace")[-1500:].strip()
         raise errors.SandboxError(
-            f"the sandbox host did not start in {state}: {said or tail or 'it said nothing'}"
+            f"the sandbox host did not start in {state}: {answer or tail or 'it said nothing'}"
         )
 
 

@@ -55,9 +55,11 @@ def status(state_dir: Path | None) -> None:
     del shown["pid"]
     click.echo(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items()))
     table = Table("id", "owner", "runtime", "pid", "warm", "seconds left", box=None)
-    for one in sandboxes:
-        left = f"{one['seconds_left']:.0f}"
-        table.add_row(one["id"], one["owner"], one["runtime"], str(one["pid"]), str(one["warm"]), left)
+    for info in sandboxes:
+        seconds_left = f"{info['seconds_left']:.0f}"
+        table.add_row(
+            info["id"], info["owner"], info["runtime"], str(info["pid"]), str(info["warm"]), seconds_left
+        )
     if sandboxes:
         Console().print(table)
 

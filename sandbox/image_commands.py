@@ -123,17 +123,17 @@ READERS = "rollout.image_readers"
 
 
 def _image_reader(name: str | None) -> ImageReader:
-    found = {point.name: point for point in entry_points(group=READERS)}
-    if name is None and len(found) == 1:
-        (name,) = found
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none"
+    points = {point.name: point for point in entry_points(group=READERS)}
+    if name is None and len(points) == 1:
+        (name,) = points
+    if name not in points:
+        known = ", ".join(sorted(points)) or "none"
         raise click.UsageError(f"--reader: there is no {name!r}; installed: {known} (entry points {READERS})")
-    return found[name].load()
+    return points[name].load()
 
 
 def _build_all(
-    wanted: Iterable[tuple[str, str]], sources: Path | None, force: bool, make: Callable[[str, str], None]
+    needs: Iterable[tuple[str, str]], sources: Path | None, force: bool, make: Callable[[str, str], None]
 ) -> None:
     """Make each image, going on after one that cannot be made.
 
@@ -142,7 +142,7 @@ def _build_all(
     """
     made, there, failed = 0, 0, 0
     store = ImageStore()
-    for name, source in wanted:
+    for name, source in needs:
         if not force and _is_there(store, name):
             there += 1
             continue
@@ -173,12 +173,12 @@ def list_(as_json: bool) -> None:
     from sandbox.images.inspection import listing
 
     with _guarded():
-        found = listing(ImageStore())
+        state = listing(ImageStore())
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(state))
         return
     table = Table("name", "kind", "size", "content", "unpacked here", "last used", box=None, pad_edge=False)
-    for image in found["images"]:
+    for image in state["images"]:
         trees = image["unpacked"]
         table.add_row(
             image["name"],
@@ -188,7 +188,7 @@ def list_(as_json: bool) -> None:
             "\n".join(map(_tree_text, trees)) or ("as it is" if image["hash"] is None else "no"),
             "\n".join(_ago(tree["last_used"]) for tree in trees),
         )
-    cache = found["cache"]
+    cache = state["cache"]
     for tree in cache["of_no_named_image"]:
         table.add_row(
             "", "", "", tree["source"] or "image not known", _tree_text(tree), _ago(tree["last_used"])
@@ -206,23 +206,23 @@ def inspect(image: str, as_json: bool) -> None:
     from sandbox.images.inspection import details
 
     with _guarded():
-        found = details(ImageStore(), image)
+        info = details(ImageStore(), image)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(info))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for key in ("path", "kind", "hash"):
-        table.add_row(key, found[key] or "")
-    table.add_row("size", f"{size_text(found['bytes'])}, unpacked {size_text(found['unpacked_bytes'])}")
+        table.add_row(key, info[key] or "")
+    table.add_row("size", f"{size_text(info['bytes'])}, unpacked {size_text(info['unpacked_bytes'])}")
     table.add_row(
-        "has", ", ".join(f"{name}: {'yes' if there else 'no'}" for name, there in found["has"].items())
+        "has", ", ".join(f"{name}: {'yes' if there else 'no'}" for name, there in info["has"].items())
     )
-    table.add_row("labels", "\n".join(escape(f"{key}: {value}") for key, value in found["labels"].items()))
-    environment = [line.strip() for text in found["environment"].values() for line in text.splitlines()]
+    table.add_row("labels", "\n".join(escape(f"{key}: {value}") for key, value in info["labels"].items()))
+    environment = [line.strip() for text in info["environment"].values() for line in text.splitlines()]
     settings = [line for line in environment if line and not line.startswith("#")]
     table.add_row("environment", escape("\n".join(settings)))
-    if found["note"]:
-        table.add_row("note", escape(found["note"]))
+    if info["note"]:
+        table.add_row("note", escape(info["note"]))
     out.print(table, soft_wrap=True)
 
 

@@ -93,35 +93,35 @@ class Survey:
         """
         ends = time.thread_time() + BUDGET_S
         self._calls += 1
-        known = {(one.pid, one.started): one for one in used}
+        known = {(usage.pid, usage.started): usage for usage in used}
         self._seen = {key: seen for key, seen in self._seen.items() if key in known}
         grown = [key for key, seen in self._seen.items() if known[key].rss_bytes > seen.rss_bytes]
-        left = [key for key in known if key not in self._seen]
-        random.shuffle(left)
+        unseen = [key for key in known if key not in self._seen]
+        random.shuffle(unseen)
         whole = True
-        for key in left + grown:
-            one = known[key]
+        for key in unseen + grown:
+            usage = known[key]
             if time.thread_time() < ends:
-                self._seen[key] = _look_at(one, most)
+                self._seen[key] = _look_at(usage, most)
             elif key in self._seen:
                 was = self._seen[key]
-                growth = one.rss_bytes - was.rss_bytes
+                growth = usage.rss_bytes - was.rss_bytes
                 self._seen[key] = dataclasses.replace(
-                    was, private=was.private + growth, rss_bytes=one.rss_bytes
+                    was, private=was.private + growth, rss_bytes=usage.rss_bytes
                 )
             elif at_once or self._calls >= MOST_CALLS:
-                self._seen[key], whole = Seen(one.rss_bytes, one.rss_bytes), False
+                self._seen[key], whole = Seen(usage.rss_bytes, usage.rss_bytes), False
             else:
                 return None
         seen, self._seen, self._calls = self._seen, {}, 0
-        shared = sum(one.shared for one in seen.values())
-        files = _sum_of(one.memory_files for one in seen.values())
-        private = sum(one.private for one in seen.values())
+        shared = sum(process.shared for process in seen.values())
+        files = _sum_of(process.memory_files for process in seen.values())
+        private = sum(process.private for process in seen.values())
         return Holding(
-            {pid: one.private + one.shared for (pid, _), one in seen.items()},
+            {pid: process.private + process.shared for (pid, _), process in seen.items()},
             private + max(shared, files) + _used_of(file_system),
-            _sum_of(one.buffers for one in seen.values()),
-            _sum_of(one.unlinked for one in seen.values()),
+            _sum_of(process.buffers for process in seen.values()),
+            _sum_of(process.unlinked for process in seen.values()),
             whole,
         )
 
@@ -136,28 +136,28 @@ def open_file_system(pid: int) -> int | None:
     return None
 
 
-def _share(one: Usage, most: int) -> tuple[int, int]:
+def _share(usage: Usage, most: int) -> tuple[int, int]:
     """(private bytes, bytes of shared memory); all that is resident of a process that is closed to us, or so
     large that the kernel would be long about it.
     """
-    if one.rss_bytes > LARGE * most:
-        return one.rss_bytes, 0
+    if usage.rss_bytes > LARGE * most:
+        return usage.rss_bytes, 0
     sizes = {}
     try:
-        for line in Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{usage.pid}/smaps_rollup").read_text().splitlines()[1:]:
             name, size = line.split(":")
             sizes[name] = int(size.split()[0]) * 1024
     except PermissionError:
-        return one.rss_bytes, 0
+        return usage.rss_bytes, 0
     except (OSError, ValueError):
         return 0, 0  # it has ended
     shared = sizes.get("Pss_Shmem", 0)
-    return sizes.get("Pss", 0) + sizes.get("SwapPss", 0) + one.table_bytes - shared, shared
+    return sizes.get("Pss", 0) + sizes.get("SwapPss", 0) + usage.table_bytes - shared, shared
 
 
-def _look_at(one: Usage, most: int) -> Seen:
-    seen = Seen(one.rss_bytes, *_share(one, most))
-    for name, info in _descriptors(one.pid):
+def _look_at(usage: Usage, most: int) -> Seen:
+    seen = Seen(usage.rss_bytes, *_share(usage, most))
+    for name, info in _descriptors(usage.pid):
         if name.startswith("socket:"):
             seen.buffers[name] = SOCKET_BYTES
         elif name.startswith("pipe:"):
@@ -165,7 +165,7 @@ def _look_at(one: Usage, most: int) -> Seen:
         elif info is not None:
             kind = seen.memory_files if name.startswith(SHARED_NAMES) else seen.unlinked
             kind[info.st_dev, info.st_ino] = info.st_blocks * 512
-    seen.memory_files.update(_mapped_files(one.pid))
+    seen.memory_files.update(_mapped_files(usage.pid))
     return seen
 
 
@@ -196,11 +196,11 @@ def _descriptors(pid: int) -> Iterator[tuple[str, os.stat_result | None]]:
 
 def _sum_of(many: Iterable[dict[Any, int]]) -> int:
     """Each thing once, whoever has it."""
-    return sum({key: size for one in many for key, size in one.items()}.values())
+    return sum({key: size for sizes in many for key, size in sizes.items()}.values())
 
 
 def _used_of(file_system: int | None) -> int:
     if file_system is None:
         return 0
-    found = os.fstatvfs(file_system)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * INODE_BYTES
+    stat = os.fstatvfs(file_system)
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize + (stat.f_files - stat.f_ffree) * INODE_BYTES

@@ -63,12 +63,12 @@ def children(pid: int) -> list[int]:
     """Direct children of the process (of all its threads)."""
     if not _children_are_listed():
         return children_of_all().get(pid, [])
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended
-                found += map(int, (thread / "children").read_text().split())
-    return found
+                pids += map(int, (thread / "children").read_text().split())
+    return pids
 
 
 @functools.cache
@@ -79,13 +79,13 @@ def _children_are_listed() -> bool:
 
 def descendants(pid: int) -> list[int]:
     """Children, their children and so on, nearest first, without zombies; `pid` itself is left out."""
-    found: list[int] = []
+    pids: list[int] = []
     front = [pid]
     while front:
         below = [child for parent in front for child in children(parent)]
         front = [child for child in below if (fields := _stat(child)) is not None and fields[0] != "Z"]
-        found += front
-    return found
+        pids += front
+    return pids
 
 
 def pid_namespace(pid: int) -> str | None:
@@ -98,15 +98,15 @@ def pid_namespace(pid: int) -> str | None:
 
 def with_variable(name: str, value: str) -> list[int]:
     """Processes started with `name=value` in their environment (only those whose environment we may read)."""
-    wanted = f"{name}={value}".encode()
-    found = []
+    variable = f"{name}={value}".encode()
+    pids = []
     for pid in all_pids():
         try:
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
+            if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                pids.append(pid)
         except OSError:
             continue
-    return found
+    return pids
 
 
 def group_lives(group: int) -> bool:
@@ -162,26 +162,26 @@ class Usage:
 
 def usages(pid: int) -> list[Usage]:
     """The process and all its descendants; of a PID namespace, given its init or a parent of that, all."""
-    found = []
+    all_usages = []
     pending = [pid]
     while pending:
-        one = pending.pop()
-        fields = _stat(one)
+        process = pending.pop()
+        fields = _stat(process)
         if fields is None or fields[0] in ("Z", "X"):
             continue
-        tables = _table_bytes(one)
-        found.append(
-            Usage(one, int(fields[21]) * _PAGE_BYTES + tables, tables, int(fields[17]), int(fields[19]))
+        tables = _table_bytes(process)
+        all_usages.append(
+            Usage(process, int(fields[21]) * _PAGE_BYTES + tables, tables, int(fields[17]), int(fields[19]))
         )
-        pending += children(one)
-    return found
+        pending += children(process)
+    return all_usages
 
 
 def _table_bytes(pid: int) -> int:
     # Of each process: its address space says nothing, for a page mapped alone may need two pages of tables.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        found = _TABLES.search(_read(pid, "status"))
-        return int(found[1]) * 1024 if found else 0
+        match = _TABLES.search(_read(pid, "status"))
+        return int(match[1]) * 1024 if match else 0
     return 0
 
 

@@ -63,15 +63,15 @@ class Records:
 
     def all(self) -> list[Record]:
         """All records; one that cannot be read yields only its id."""
-        found = []
+        records = []
         names = {field.name for field in dataclasses.fields(Record)}
         for path in self._directory.glob("*.json"):
             try:
                 data = json.loads(path.read_text())
-                found.append(Record(**{key: value for key, value in data.items() if key in names}))
+                records.append(Record(**{key: value for key, value in data.items() if key in names}))
             except (ValueError, TypeError):
-                found.append(Record(path.stem, "", None, ""))
-        return found
+                records.append(Record(path.stem, "", None, ""))
+        return records
 
     def _path(self, sandbox_id: str) -> Path:
         return self._directory / f"{sandbox_id}.json"

@@ -45,12 +45,12 @@ def shortages(scratch: Path, floors: Floors, margin: float = 1.0) -> dict[str, s
         scratch: Where sandboxes write; it need not be there yet.
         margin: The floors are multiplied by it, so that what just recovered does not fall short again.
     """
-    found = {}
-    if floors.disk_mb and (left := free_disk(scratch) // MIB) < floors.disk_mb * margin:
-        found[DISK] = f"{left} MiB of disk are left at {scratch}, fewer than {DISK_FLOOR}={floors.disk_mb}"
-    if floors.memory_mb and (left := free_memory() // MIB) < floors.memory_mb * margin:
-        found[MEMORY] = f"{left} MiB of memory are left, fewer than {MEMORY_FLOOR}={floors.memory_mb}"
-    return found
+    reasons = {}
+    if floors.disk_mb and (mib := free_disk(scratch) // MIB) < floors.disk_mb * margin:
+        reasons[DISK] = f"{mib} MiB of disk are left at {scratch}, fewer than {DISK_FLOOR}={floors.disk_mb}"
+    if floors.memory_mb and (mib := free_memory() // MIB) < floors.memory_mb * margin:
+        reasons[MEMORY] = f"{mib} MiB of memory are left, fewer than {MEMORY_FLOOR}={floors.memory_mb}"
+    return reasons
 
 
 def free_disk(path: Path) -> int:
@@ -81,18 +81,18 @@ def memory_limit() -> int:
 
 
 def _left_in_cgroups() -> list[int]:
-    found = []
+    rooms = []
     for place, limit in _limits():
         with suppress(OSError, ValueError):
             stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
             used = int((place / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            found.append(max(0, limit - used))
-    return found
+            rooms.append(max(0, limit - used))
+    return rooms
 
 
 def _limits() -> list[tuple[Path, int]]:
     """A Slurm job's limit is that of a cgroup above the one that its processes are in."""
-    own, found = own_cgroup(), []
+    own, limits = own_cgroup(), []
     if own is None:
         return []
     place = CGROUPS / own
@@ -101,6 +101,6 @@ def _limits() -> list[tuple[Path, int]]:
         with suppress(OSError, ValueError):
             limit = (place / "memory.max").read_text().strip()
             if limit != "max":
-                found.append((place, int(limit)))
+                limits.append((place, int(limit)))
         place = place.parent
-    return found
+    return limits

@@ -83,21 +83,21 @@ def _entries(root: Path) -> Iterator[os.stat_result | None]:
         directory, closed = pending.pop()
         try:
             try:
-                found = _scan(directory, closed)
+                scan = _scan(directory, closed)
             except PermissionError:  # closed by the agent: what lies in it takes space all the same
                 most -= 1
                 if most < 0:
                     yield None
                     return
                 closed = (*closed, directory)
-                found = _scan(directory, closed)
+                scan = _scan(directory, closed)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 yield None
             continue  # else removed meanwhile
-        with found:
-            while some := list(itertools.islice(found, STEP)):
-                for path, info in _look_at(some, closed):
+        with scan:
+            while batch := list(itertools.islice(scan, STEP)):
+                for path, info in _look_at(batch, closed):
                     if info is not None and stat.S_ISDIR(info.st_mode):
                         pending.append((path, closed))
                     yield info
@@ -106,24 +106,24 @@ def _entries(root: Path) -> Iterator[os.stat_result | None]:
 def _scan(directory: str, closed: tuple[str, ...]) -> Any:
     """Its entries (of `os.scandir`). Raises PermissionError also where only their names may be read."""
     with _open_for_now(closed):
-        found = os.scandir(directory)
+        scan = os.scandir(directory)
         if os.access(directory, os.X_OK):
-            return found
-        found.close()
+            return scan
+        scan.close()
         raise PermissionError(errno.EACCES, "cannot look into", directory)
 
 
-def _look_at(some: list[os.DirEntry], closed: tuple[str, ...]) -> list[tuple[str, os.stat_result | None]]:
+def _look_at(batch: list[os.DirEntry], closed: tuple[str, ...]) -> list[tuple[str, os.stat_result | None]]:
     """What these are; none of the directories stays open while the count is not going on."""
-    found: list[tuple[str, os.stat_result | None]] = []
+    infos: list[tuple[str, os.stat_result | None]] = []
     with contextlib.suppress(OSError), _open_for_now(closed):  # one may have been removed
-        for entry in some:
+        for entry in batch:
             try:
-                found.append((entry.path, entry.stat(follow_symlinks=False)))
+                infos.append((entry.path, entry.stat(follow_symlinks=False)))
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
-                    found.append((entry.path, None))
-    return found
+                    infos.append((entry.path, None))
+    return infos
 
 
 @contextlib.contextmanager

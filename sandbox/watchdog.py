@@ -86,7 +86,7 @@ class Watched:
     @property
     def resident(self) -> int:
         """Bytes, in which what processes share counts for each."""
-        return sum(one.rss_bytes for one in self.used)
+        return sum(usage.rss_bytes for usage in self.used)
 
 
 class Watchdog:
@@ -182,7 +182,7 @@ class Watchdog:
         watched = self._watched[container.id]
         most = container.limits.processes or 0
         # As the kernel counts for the user namespace: the runtime's own are among them.
-        count = sum(one.threads for one in watched.used)
+        count = sum(usage.threads for usage in watched.used)
         full = most - max(FULL_PROCESSES, most // 20)
         watched.full_ticks = watched.full_ticks + 1 if count >= full else 0
         if watched.full_ticks >= FULL_TICKS:
@@ -202,7 +202,7 @@ class Watchdog:
         if holding is None or holding.total <= most:
             return
         shares = holding.shares
-        largest = max(watched.used, key=lambda one: shares.get(one.pid, 0))
+        largest = max(watched.used, key=lambda usage: shares.get(usage.pid, 0))
         what = f"{holding.total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
         self._breach(container, "memory", what)
         if largest.pid not in container.protected and holding.total - shares.get(largest.pid, 0) <= most:
@@ -212,9 +212,9 @@ class Watchdog:
         """What it holds now; None when that is still to be seen, which it never is `at_once`."""
         watched = self._watched[container.id]
         known = watched.used, container.file_system, _most_memory(container)
-        found = await self._in_thread(watched.survey.held, *known, at_once)
-        watched.holding = found or watched.holding
-        return found
+        holding = await self._in_thread(watched.survey.held, *known, at_once)
+        watched.holding = holding or watched.holding
+        return holding
 
     # -- the node ----------------------------------------------
 
@@ -227,13 +227,13 @@ class Watchdog:
         available, total = processes.memory_available(), processes.memory_total()
         if available >= NODE_RESERVE * total or _giving_way(containers):
             return
-        held = {one.id: self._watched[one.id].resident for one in containers}
+        held = {container.id: self._watched[container.id].resident for container in containers}
         for container in containers:
             with _apart(container):
                 held[container.id] = await self._held_at_most(container)
         largest = max(containers, key=lambda c: held[c.id])
-        left = f"the node has {available / MIB:.0f} MiB of memory left"
-        self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
+        shortage = f"the node has {available / MIB:.0f} MiB of memory left"
+        self._end_for(largest, f"was ended: {shortage} and this sandbox uses most", "node")
 
     async def _held_at_most(self, container: Container) -> int:
         """As it is now, or was if that is more and not all can be seen at once: else who is not seen to the
@@ -244,8 +244,8 @@ class Watchdog:
         watched.used = await self._in_thread(processes.usages, pid) if pid else []
         now = await self._hold(container, at_once=True)
         assert now
-        found = [now] if now.whole or before is None else [now, before]
-        return max(one.total + one.buffers for one in found)
+        holdings = [now] if now.whole or before is None else [now, before]
+        return max(holding.total + holding.buffers for holding in holdings)
 
     async def _check_node_disk(self, containers: list[Container]) -> None:
         """The same for its disk. Once that is full, any sandbox may have met the end of it."""
@@ -253,16 +253,16 @@ class Watchdog:
         reserve = min(NODE_DISK_RESERVE_BYTES, NODE_RESERVE * disk.total)
         if disk.free >= reserve or _giving_way(containers):
             return
-        left = f"the node has {disk.free / MIB:.0f} MiB of disk left"
+        shortage = f"the node has {disk.free / MIB:.0f} MiB of disk left"
         if disk.free < reserve * FULL_SHARE:
             for container in containers:
-                self._end_for(container, f"was ended: {left}, so that writing may have failed", "node")
+                self._end_for(container, f"was ended: {shortage}, so that writing may have failed", "node")
             return
         for container in containers:
             with _apart(container):
                 await self._finish_disk(container)
         largest = max(containers, key=lambda c: self._watched[c.id].on_disk)
-        self._end_for(largest, f"was ended: {left} and this sandbox uses most", "node")
+        self._end_for(largest, f"was ended: {shortage} and this sandbox uses most", "node")
 
     # -- disk ----------------------------------------------
 
@@ -346,4 +346,4 @@ def _apart(container: Container) -> Iterator[None]:
 def _go_on(counting: Iterator[tuple[int, int, bool]]) -> tuple[int, int, bool]:
     """Count for a while."""
     ends = time.monotonic() + DISK_BUDGET_S
-    return next(found for found in counting if found[2] or time.monotonic() > ends)
+    return next(count for count in counting if count[2] or time.monotonic() > ends)

@@ -51,8 +51,8 @@ def build(
     """
     images = paths.image_dir()
     target = images / f"{check_name(name)}.sif"
-    found = recognise(source)
-    if arguments and found.kind is not Kind.DEFINITION:
+    recognised = recognise(source)
+    if arguments and recognised.kind is not Kind.DEFINITION:
         raise ImageError(f"build arguments are for definition files (*.def), not for {source!r}")
     if (images / name).is_dir():
         raise ImageError(f"{images / name} is an image of that name; remove it or choose another name")
@@ -64,10 +64,10 @@ def build(
             (work / part).mkdir()
         made = work / "out" / "image.sif"
         try:
-            if found.kind is Kind.FILE:
-                shutil.copyfile(found.reference, made)
+            if recognised.kind is Kind.FILE:
+                shutil.copyfile(recognised.reference, made)
             else:
-                _run(found, made, work, timeout, arguments or {}, output)
+                _run(recognised, made, work, timeout, arguments or {}, output)
         except (ImageError, RuntimeUnavailable) as error:
             raise type(error)(f"cannot build image {name!r} from {source}: {error}") from error
         except OSError as error:
@@ -91,24 +91,24 @@ def check_name(name: str) -> str:
 def remove_leftovers(dry_run: bool = False) -> list[Path]:
     """Remove (or only list) what killed builds left; returns what that is."""
     images = paths.image_dir()
-    found = []
+    leftovers = []
     for path in images.glob(".*.building"):
         name = path.name[1 : -len(".building")]
         if _is_free(images / f".{name}.lock"):
-            found.append(path)
+            leftovers.append(path)
     for work in Path(tempfile.gettempdir()).glob(f"{WORK_PREFIX}*"):
         # Somebody else's is none of our business, and one without lock file is just being made or removed.
         ours = work.lstat().st_uid == os.geteuid()
         if ours and (work / "lock").is_file() and _is_free(work / "lock"):
-            found.append(work)
+            leftovers.append(work)
     locked = [path for path in images.glob(".*.lock") if not dry_run]
-    for path in found if not dry_run else []:
+    for path in leftovers if not dry_run else []:
         trees.remove(path) if path.is_dir() else path.unlink(missing_ok=True)
     for path in locked:
         with contextlib.suppress(locks.LocksUnsupported), locks.locked(path, EXCLUSIVE) as fd:
             if fd is not None:
                 path.unlink(missing_ok=True)
-    return found
+    return leftovers
 
 
 def _is_free(lock: Path) -> bool:
@@ -263,7 +263,7 @@ def _hand_over(work: Path, user: int) -> None:
                 os.chown(Path(parent, name), user, user, follow_symlinks=False)
 
 
-def _hint(source: Source, said: str) -> str:
+def _hint(source: Source, message: str) -> str:
     """What to do about it, where that can be told."""
     if source.kind is Kind.REGISTRY:
         return (
@@ -273,7 +273,7 @@ def _hint(source: Source, said: str) -> str:
     if source.kind is not Kind.DEFINITION or source.path is None or not has_post(source.path):
         return ""
     hints = []
-    if (user := paths.sandbox_user()) is not None and "permission denied" in said.lower():
+    if (user := paths.sandbox_user()) is not None and "permission denied" in message.lower():
         hints.append(f"root builds as uid {user}, which must be able to read all that the file names")
     if not tool.has_subordinate_ids() and shutil.which("fakeroot", path=paths.tool_path()) is None:
         hints.append(
@@ -394,7 +394,7 @@ def local_images(definition: Path, arguments: dict[str, str]) -> dict[int, Path]
 
     `arguments`: of the build, for `{{ NAME }}`.
     """
-    found: dict[int, Path] = {}
+    starts: dict[int, Path] = {}
     bootstrap = ""
     for number, line in enumerate(definition.read_text(errors="replace").splitlines()):
         match = HEADER.match(line)
@@ -403,5 +403,5 @@ def local_images(definition: Path, arguments: dict[str, str]) -> dict[int, Path]
         elif match and bootstrap == "localimage":
             value = ARGUMENT.sub(lambda name: arguments.get(name[1], name[0]), match[2])
             if Path(value).exists():
-                found[number] = Path(value).absolute()
-    return found
+                starts[number] = Path(value).absolute()
+    return starts

@@ -103,9 +103,9 @@ class ImageCache:
             os.close(self._shield)
         self._shield = shield
         mark = self.directory / ".guard"
-        left = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
+        unguarded_s = time.time() - mark.stat().st_mtime if mark.exists() else 0.0
         mark.touch(0o600)
-        if first and left > UNGUARDED_MOST_S:
+        if first and unguarded_s > UNGUARDED_MOST_S:
             self.prune(everything=True)
 
     def tree(self, key: str) -> Path:
@@ -172,12 +172,12 @@ class ImageCache:
 
     def _entries(self) -> list[Cached]:
         """Under `quota.lock`: for it takes each image's locks, which would look like use to another."""
-        found = []
+        entries = []
         for key in self._keys():
             with self._idle(key) as (fd, why):
                 if self.tree(key).is_dir():
-                    found.append(self._describe(key, why if fd is None else None))
-        return sorted(found, key=lambda cached: cached.last_used)
+                    entries.append(self._describe(key, why if fd is None else None))
+        return sorted(entries, key=lambda cached: cached.last_used)
 
     def prune(self, everything: bool = False, dry_run: bool = False) -> list[Cached]:
         """Evict down to the quota, or everything, but never what is in use; and clear away what killed

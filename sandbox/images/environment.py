@@ -22,15 +22,15 @@ def docker_environment(rootfs: Path) -> dict[str, str]:
         text = _read(rootfs).decode(errors="replace")
     except OSError:
         return {}
-    found = {}
+    variables = {}
     for line in text.splitlines():
         if match := LINE.fullmatch(line):
             # Quoted twice, once as a Go string and once for the shell.
             value = match[4] if match[3] is None else match[3]
             for _ in range(2):
                 value = ESCAPED.sub(r"\1", value)
-            found[match[1]] = value
-    return found
+            variables[match[1]] = value
+    return variables
 
 
 def _read(rootfs: Path) -> bytes:

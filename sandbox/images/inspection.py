@@ -31,7 +31,7 @@ def listing(store: ImageStore) -> dict[str, Any]:
     """
     cached = store.cache.entries()
     directory = paths.image_dir()
-    found = []
+    images = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if path.name.startswith(".") or not (path.is_dir() or path.suffix == ".sif"):
             continue
@@ -41,7 +41,7 @@ def listing(store: ImageStore) -> dict[str, Any]:
             kind = "damaged"
         digest = None if kind == "directory" else store.content_hash(path.resolve())
         trees_of_it = [tree_json(entry) for entry in cached if digest and entry.key.startswith(digest)]
-        found.append(
+        images.append(
             {
                 "name": path.name.removesuffix(".sif"),
                 "path": str(path),
@@ -51,9 +51,9 @@ def listing(store: ImageStore) -> dict[str, Any]:
                 "unpacked": trees_of_it,
             }
         )
-    known = {image["hash"] for image in found}
+    known = {image["hash"] for image in images}
     return {
-        "images": found,
+        "images": images,
         "cache": {
             "directory": str(store.cache.directory),
             "bytes": sum(entry.bytes for entry in cached),

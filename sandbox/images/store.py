@@ -97,10 +97,10 @@ class ImageStore:
             candidates = [images / f"{image}.sif", images / image]
         for path in candidates:
             if path.exists():
-                found = path.resolve()
+                target = path.resolve()
                 if self._policy is not None:
-                    self._policy.check_place(image, found)
-                return found
+                    self._policy.check_place(image, target)
+                return target
         places = " and ".join(map(str, candidates))
         remedy = "run deploy/setup/image.sh" if image == "base" else "build it or give its path"
         raise ImageError(f"image {image!r} not found; looked for {places}; {remedy}")
@@ -142,8 +142,8 @@ class ImageStore:
         """Once for each directory: nobody but the operator writes there."""
         if self._policy is None or directory in self._without_sockets:
             return
-        if found := find_socket(directory):
-            raise NotAllowed(f"image {image!r} holds a socket, {found}; remove it")
+        if socket := find_socket(directory):
+            raise NotAllowed(f"image {image!r} holds a socket, {socket}; remove it")
         self._without_sockets.add(directory)
 
     def hold(self, rootfs: Path) -> Lease:

@@ -149,11 +149,11 @@ def _end(lines: collections.deque[str]) -> str:
 
 def inspect(image: Path, work: Path, timeout: float) -> dict[str, Any]:
     """The attributes that Apptainer keeps with an image: `labels`, `environment`, … Raises as `run`."""
-    said = run("inspect", {"image": str(image)}, work, timeout)
+    output = run("inspect", {"image": str(image)}, work, timeout)
     try:
-        return json.loads(said.splitlines()[-1])["attributes"]
+        return json.loads(output.splitlines()[-1])["attributes"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ImageError(f"{image}: the output of inspect makes no sense: {said[-500:]!r}") from error
+        raise ImageError(f"{image}: the output of inspect makes no sense: {output[-500:]!r}") from error
 
 
 # ---------------------------------------------------------------------------------- in the process of its own

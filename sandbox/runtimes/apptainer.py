@@ -38,9 +38,9 @@ class Apptainer(Runtime):
 
     def program(self) -> str | None:
         """`ROLLOUT_APPTAINER`, else the one on PATH, else the one our set-up installed."""
-        wanted = os.environ.get("ROLLOUT_APPTAINER")
-        if wanted:
-            return shutil.which(wanted)
+        named = os.environ.get("ROLLOUT_APPTAINER")
+        if named:
+            return shutil.which(named)
         return shutil.which("apptainer", path=paths.tool_path()) or shutil.which(
             "singularity", path=paths.tool_path()
         )
@@ -48,8 +48,8 @@ class Apptainer(Runtime):
     def check_installed(self) -> None:
         """Raise RuntimeUnavailable when there is no program."""
         if self.program() is None:
-            wanted = os.environ.get("ROLLOUT_APPTAINER")
-            what = f"ROLLOUT_APPTAINER={wanted} is not a program" if wanted else "apptainer is not installed"
+            named = os.environ.get("ROLLOUT_APPTAINER")
+            what = f"ROLLOUT_APPTAINER={named} is not a program" if named else "apptainer is not installed"
             raise RuntimeUnavailable(
                 f"{what}; run deploy/setup/apptainer.sh or load your site's apptainer module"
             )
@@ -165,10 +165,10 @@ class Apptainer(Runtime):
 
     def all_binds(self, launch: Launch) -> list[Bind]:
         """But none below a `/proc` that there is not."""
-        found = super().all_binds(launch)
+        binds = super().all_binds(launch)
         if self._upper != OURS and launch.rootfs is not None and not (launch.rootfs / "proc").is_dir():
-            found = [bind for bind in found if not bind.target.startswith("/proc/")]
-        return found
+            binds = [bind for bind in binds if not bind.target.startswith("/proc/")]
+        return binds
 
     def own_names(self, launch: Launch) -> list[Bind]:
         """In the place of those that Apptainer takes from the machine."""

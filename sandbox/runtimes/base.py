@@ -277,9 +277,9 @@ class Runtime(abc.ABC):
         finally:
             trees.remove(base)
         if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip()[-1000:]
+            words = done.stderr.decode(errors="replace").strip()[-1000:]
             raise RuntimeUnavailable(
-                f"{self.name} does not work on this node (exit code {done.returncode}): {said}"
+                f"{self.name} does not work on this node (exit code {done.returncode}): {words}"
             )
 
     def as_user(self) -> dict:

@@ -82,7 +82,7 @@ class Launcher:
         finally:
             os.close(out[1])
             os.close(err[1])
-        self._started = [one for one in self._started if one.returncode is None]
+        self._started = [child for child in self._started if child.returncode is None]
         self._started.append(Started(pid, out[0], err[0]))
         return self._started[-1]
 
@@ -104,7 +104,7 @@ class Launcher:
         """
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
-            return os.getpgid(pid) == self._process.pid and all(pid != one.pid for one in self._started)
+            return os.getpgid(pid) == self._process.pid and all(pid != child.pid for child in self._started)
         return False
 
     def _reap(self) -> None:
