@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.client import BashResult
-from sandbox.spec import SandboxInfo, SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.helpers.sandboxes import leftovers, new_state
+from sandbox.spec import SandboxInfo
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_host, sandbox_of
 from tests.sandbox.conftest import why_not
 
 CONTROL = "control"
@@ -64,27 +61,14 @@ def attacked_host(request) -> Iterator[tuple[SyncHostClient, Path, str]]:
     runtime = "local-unsafe" if request.param == CONTROL else request.param
     if runtime != "local-unsafe" and (reason := why_not(runtime)):
         pytest.skip(reason)
-    state = new_state()
-    before = dict(os.environ)
-    os.environ.update(getattr(request.module, "HOST_SETTINGS", {}))
-    host = SyncHostClient(state)
-    try:
-        host.release(host.start(SandboxSpec(runtime=runtime)).id)  # has the host read its settings now
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    yield host, state, runtime
-    host.stop()
-    assert leftovers(state) == []
-    shutil.rmtree(state)
+    with private_host(runtime=runtime, **getattr(request.module, "HOST_SETTINGS", {})) as host:
+        yield host, host.state, runtime
 
 
 @pytest.fixture
 def target(attacked_host) -> Iterator[SandboxTarget]:
     """A sandbox of its own for each attack. Attacks on something else define a `target` in their file."""
     host, state, runtime = attacked_host
-    info = host.start(SandboxSpec(runtime=runtime))
-    with SyncSandboxClient(info.socket) as client:
-        control = runtime == "local-unsafe"
+    control = runtime == "local-unsafe"
+    with sandbox_of(host, runtime=runtime) as (info, client):
         yield SandboxTarget(CONTROL if control else runtime, control, runtime, host, state, info, client)
-    host.release(info.id)

@@ -19,8 +19,8 @@ from sandbox.errors import SandboxError
 from sandbox.spec import BindSpec, SandboxInfo, SandboxSpec
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.helpers.sandboxes import leftovers, new_state
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_host, sandbox_of
+from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 
 GOT = "the attacker got it"
@@ -64,14 +64,12 @@ class Insider:
     def shows(self, source: Path, read_only: bool = True) -> bool:
         """Whether something is seen of a place of the machine that a request wants bound."""
         bind = BindSpec(str(source), "/data", read_only)
-        spec = SandboxSpec(runtime=self.runtime, binds=() if self.control else (bind,))
+        binds = () if self.control else (bind,)
         try:
-            info = self.host.start(spec)
+            with sandbox_of(self.host, runtime=self.runtime, binds=binds) as (_, client):
+                seen = client.bash(f"ls -A {source if self.control else '/data'}", PATIENCE_S)
         except SandboxError:
             return False
-        with SyncSandboxClient(info.socket) as client:
-            seen = client.bash(f"ls -A {source if self.control else '/data'}", PATIENCE_S)
-        self.host.release(info.id)
         return seen.exit_code == 0 and bool(seen.output)
 
     def victim(self) -> SandboxInfo:
@@ -91,18 +89,12 @@ def expose(path: Path, name: Path) -> None:
 @pytest.fixture(scope="module")
 def node() -> Iterator[tuple[SyncHostClient, Path]]:
     """A host whose operator is careless: all of /tmp may be bound, and the image cache."""
-    state, shared = new_state(), new_state()
+    shared = new_state()
     shared.chmod(0o777)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLOUT_SANDBOX_BINDS", f"/tmp:rw,{paths.image_cache()}:rw")
-        host = SyncHostClient(state)
-        host.release(host.start(SandboxSpec(runtime="local-unsafe")).id)  # it reads its settings now
-    expose(state / "host.sock", shared / "host.sock")
-    yield host, shared
-    host.stop()
-    assert leftovers(state) == []
-    for path in (state, shared):
-        shutil.rmtree(path)
+    with private_host(ROLLOUT_SANDBOX_BINDS=f"/tmp:rw,{paths.image_cache()}:rw") as host:
+        expose(host.state / "host.sock", shared / "host.sock")
+        yield host, shared
+    shutil.rmtree(shared)
 
 
 @pytest.fixture(params=["apptainer", "bubblewrap", CONTROL])
@@ -114,10 +106,8 @@ def target(request, node) -> Iterator[Insider]:
     if not control and (reason := why_not(runtime)):
         pytest.skip(reason)
     binds = () if control else (BindSpec(str(shared), "/shared", read_only=False),)
-    info = host.start(SandboxSpec(runtime=runtime, binds=binds))
-    with SyncSandboxClient(info.socket) as client:
+    with sandbox_of(host, runtime=runtime, binds=binds) as (_, client):
         yield Insider(request.param, control, runtime, host, shared, client)
-    host.release(info.id)
 
 
 @attack(stopped_by="the host looks at its caller's namespaces")

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import SandboxError
-from sandbox.spec import SandboxInfo, SandboxSpec
+from sandbox.spec import SandboxInfo
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.helpers.sandboxes import leftovers, new_state
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_host, sandbox_of
+from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 from workers.handlers.swe.images import local_name
 from workers.handlers.swe.rows import SweTask
@@ -51,15 +51,11 @@ class Node:
         """A directory with the file `key`, which only the service's own user may read."""
         return self.ground / "private"
 
-    @contextlib.contextmanager
-    def sandbox(self, image: object = "base") -> Iterator[tuple[SandboxInfo, SyncSandboxClient]]:
+    def sandbox(
+        self, image: object = "base"
+    ) -> contextlib.AbstractContextManager[tuple[SandboxInfo, SyncSandboxClient]]:
         """Raises SandboxError where there is none of that image."""
-        info = self.host.start(SandboxSpec(image=str(image), runtime=self.runtime))
-        try:
-            with SyncSandboxClient(info.socket) as client:
-                yield info, client
-        finally:
-            self.host.release(info.id)
+        return sandbox_of(self.host, image=str(image), runtime=self.runtime)
 
     def says(self, image: object, command: str) -> str:
         """What a command says in a sandbox of that image; "" where there is none."""
@@ -108,21 +104,13 @@ def ground() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def hosts(ground) -> Iterator[dict[bool, SyncHostClient]]:
     """The host under attack, and the one of the controls, for which all the ground is images."""
-    roots = {False: ground / "allowed", True: ground}
-    states = {False: ground / "allowed" / "s", True: new_state()}
-    made = {}
-    for control, root in roots.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(root))
-            if not control:
-                patch.setenv("ROLLOUT_SANDBOX_BINDS", f"{ground}/allowed/shared:rw")
-            host = made[control] = SyncHostClient(states[control])
-            host.release(host.start(SandboxSpec(runtime="local-unsafe")).id)  # it reads its settings now
-    yield made
-    for host in made.values():
-        host.stop()
-        assert leftovers(host.state) == []
-        shutil.rmtree(host.state)
+    allowed = ground / "allowed"
+    binds = f"{allowed}/shared:rw"
+    with (
+        private_host(allowed / "s", ROLLOUT_SANDBOX_IMAGE_ROOTS=allowed, ROLLOUT_SANDBOX_BINDS=binds) as host,
+        private_host(ROLLOUT_SANDBOX_IMAGE_ROOTS=ground) as careless,
+    ):
+        yield {False: host, True: careless}
 
 
 @pytest.fixture(params=["apptainer", "bubblewrap", CONTROL])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sandbox.spec import SandboxSpec
 from tests.attacks import attack
 from tests.attacks.calls import CALLS, succeeds
-from tests.helpers.blocking import SyncSandboxClient
+from tests.helpers.blocking import sandbox_of
 
 FILTER = "keyctl refused by the filter; a session keyring of its own"
 SESSION, USER = -3, -4  # KEY_SPEC_SESSION_KEYRING, KEY_SPEC_USER_KEYRING
@@ -27,14 +26,10 @@ def _passed_on(target, ring: int) -> bool:
     """Whether a second sandbox reads what the first left in a keyring."""
     name = f"note-{target.info.id}"
     target.python(CALLS + LEAVE.format(name=name, ring=ring))
-    other = target.host.start(SandboxSpec(runtime=target.runtime))
-    try:
-        with SyncSandboxClient(other.socket) as client:
-            path = f"{other.workspace}/find.py"
-            client.write_file(path, CALLS + FIND.format(name=name, ring=ring))
-            return client.bash(f"python3 {path}", 60).output.strip() == "WON"
-    finally:
-        target.host.release(other.id)
+    with sandbox_of(target.host, runtime=target.runtime) as (other, client):
+        path = f"{other.workspace}/find.py"
+        client.write_file(path, CALLS + FIND.format(name=name, ring=ring))
+        return client.bash(f"python3 {path}", 60).output.strip() == "WON"
 
 
 @attack(stopped_by=FILTER)

@@ -7,7 +7,6 @@ leaves out.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,8 @@ from services.state.api_keys import ApiKey, Scope
 from services.state.tenants import Tenant
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
-from tests.helpers.blocking import SyncHostClient
-from tests.helpers.sandboxes import leftovers, new_state
+from tests.helpers.blocking import SyncHostClient, private_host
+from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 
 PLANTED = """#!/bin/sh
@@ -72,16 +71,11 @@ class Service:
 def target(request) -> Iterator[Service]:
     if reason := why_not("apptainer"):
         pytest.skip(reason)
-    control, state = request.param == CONTROL, new_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLOUT_SANDBOX_RUNTIMES", "auto,local-unsafe" if control else "apptainer")
-        patch.setenv("ROLLOUT_SANDBOX_WARM", "1")
-        host = SyncHostClient(state)
-        host.release(host.start(SandboxSpec()).id)  # it reads its settings now
-    yield Service(control, host)
-    host.stop()
-    assert leftovers(state) == []
-    shutil.rmtree(state)
+    control = request.param == CONTROL
+    runtimes = "auto,local-unsafe" if control else "apptainer"
+    settings = {"ROLLOUT_SANDBOX_RUNTIMES": runtimes, "ROLLOUT_SANDBOX_WARM": 1}
+    with private_host(runtime="auto", **settings) as host:
+        yield Service(control, host)
 
 
 @attack(stopped_by="runtimes are the host's setting")

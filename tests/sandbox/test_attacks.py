@@ -21,7 +21,7 @@ from sandbox.client import BashResult
 from sandbox.connection import Address
 from sandbox.errors import SandboxGone
 from sandbox.spec import BindSpec, SandboxInfo, SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_host, sandbox_of
 from tests.helpers.sandboxes import leftovers, new_state
 from tests.sandbox.conftest import why_not
 
@@ -71,7 +71,6 @@ def node(request) -> Iterator[tuple[SyncHostClient, Path, Path, str]]:
     """A host with small limits and one place that may be bound."""
     if reason := why_not(request.param):
         pytest.skip(reason)
-    state = new_state()
     shared = new_state()
     shared.chmod(0o777)
     settings = {
@@ -81,20 +80,10 @@ def node(request) -> Iterator[tuple[SyncHostClient, Path, Path, str]]:
         "FILES": FILES,
         "BINDS": f"{shared}:rw",
     }
-    before = dict(os.environ)
-    os.environ.update({f"ROLLOUT_SANDBOX_{name}": str(value) for name, value in settings.items()})
-    os.environ["ROLLOUT_TEST_TOKEN"] = "s3cret"
-    host = SyncHostClient(state)
-    try:
-        host.release(host.start(SandboxSpec(runtime="local-unsafe")).id)  # has the host read its settings now
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    yield host, state, shared, request.param
-    host.stop()
-    assert leftovers(state) == []
-    for path in (state, shared):
-        shutil.rmtree(path)
+    names = {f"ROLLOUT_SANDBOX_{name}": value for name, value in settings.items()}
+    with private_host(**names, ROLLOUT_TEST_TOKEN="s3cret") as host:
+        yield host, host.state, shared, request.param
+    shutil.rmtree(shared)
 
 
 @pytest.fixture
@@ -102,10 +91,8 @@ def victim(node) -> Iterator[Victim]:
     """A sandbox of its own for each attack; afterwards nothing of it is left."""
     host, state, shared, runtime = node
     bind = BindSpec(str(shared), "/shared", read_only=False)
-    info = host.start(SandboxSpec(runtime=runtime, binds=(bind,)))
-    with SyncSandboxClient(info.socket) as client:
+    with sandbox_of(host, runtime=runtime, binds=(bind,)) as (info, client):
         yield Victim(host, state, shared, info, client)
-    host.release(info.id)
     assert [left for left in leftovers(state) if info.id in left] == []
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
 
