@@ -39,22 +39,17 @@ def _skip_without_apptainer(request: pytest.FixtureRequest) -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture
-def state() -> Iterator[Path]:
-    """A private state directory; its host, if the test started one, is stopped afterwards."""
+def state_directory() -> Iterator[Path]:
+    """A private state directory; its host, if a test started one, is stopped afterwards."""
     path = new_state()
     yield path
     SyncHostClient(path).stop()
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def shared_state() -> Iterator[Path]:
-    """A state directory and host for all tests of a module."""
-    path = new_state()
-    yield path
-    SyncHostClient(path).stop()
-    shutil.rmtree(path, ignore_errors=True)
+state = pytest.fixture(state_directory, name="state")
+shared_state = pytest.fixture(state_directory, name="shared_state", scope="module")
+"""For all tests of a module."""
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from sandbox.connection import Address
 from sandbox.errors import SandboxError
 from sandbox.runtimes import writable_root
 from sandbox.spec import BindSpec, SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
 from tests.helpers.sandboxes import new_state
 from tests.sandbox.conftest import why_not
 
@@ -121,12 +121,9 @@ def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(images, state):
     scripts.mkdir(parents=True)
     (scripts / "10-hostile.sh").write_text("echo ran >/tmp/ran\n")
     image.chmod(0o755)
-    host = SyncHostClient(state)
-    info = host.start(SandboxSpec(runtime="apptainer", image=str(image)))
-    with SyncSandboxClient(info.socket) as client:
+    with sandbox_of(SyncHostClient(state), runtime="apptainer", image=str(image)) as (_, client):
         result = client.bash("[ ! -e /tmp/ran ] && echo no")
         assert result.output == "no\n"
-    host.release(info.id)
 
 
 @pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
@@ -137,38 +134,32 @@ def test_an_image_has_no_library_loaded_into_the_server(images, state, name):
     (image / "etc").mkdir(parents=True)
     (image / "etc" / "ld.so.preload").write_text("/workspace/hostile.so\n")
     image.chmod(0o755)
-    host = SyncHostClient(state)
-    info = host.start(SandboxSpec(runtime=name, image=str(image)))
-    with SyncSandboxClient(info.socket) as client:
+    with sandbox_of(SyncHostClient(state), runtime=name, image=str(image)) as (_, client):
         # The loader says so for each program when it cannot load what is named there.
         assert client.bash('read -r line </etc/ld.so.preload; echo "<$line>"').output == "<>\n"
-    host.release(info.id)
 
 
 @pytest.mark.apptainer
 def test_system_directories_may_be_changed_and_are_private(shared_state):
     host = SyncHostClient(shared_state)
-    infos = [host.start(SandboxSpec(runtime="apptainer")) for _ in range(2)]
-    one, two = (SyncSandboxClient(info.socket) for info in infos)
-    assert one.bash("touch /usr/bin/mine").exit_code == 0
-    assert two.bash("ls /usr/bin/mine").exit_code != 0
-    for info in infos:
-        host.release(info.id)
+    with (
+        sandbox_of(host, runtime="apptainer") as (_, changed),
+        sandbox_of(host, runtime="apptainer") as (_, other),
+    ):
+        assert changed.bash("touch /usr/bin/mine").exit_code == 0
+        assert other.bash("ls /usr/bin/mine").exit_code != 0
 
 
 @pytest.mark.apptainer
 def test_directories_of_the_image_may_be_removed_renamed_and_made_anew(shared_state):
     """As `git checkout` and `pip uninstall` do; without userxattr each of these ended with EIO."""
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime="apptainer"))
-    client = SyncSandboxClient(info.socket)
-    gone = client.bash("rm -r /usr/share/git-core && mkdir /usr/share/git-core && ls -A /usr/share/git-core")
-    assert (gone.exit_code, gone.output) == (0, "")
-    renamed = client.bash(
-        "mv /usr/share/perl /usr/share/elsewhere && ls -d /usr/share/perl; ls /usr/share/elsewhere"
-    )
-    assert "No such file" in renamed.output and renamed.exit_code == 0
-    host.release(info.id)
+    anew = "rm -r /usr/share/git-core && mkdir /usr/share/git-core && ls -A /usr/share/git-core"
+    move = "mv /usr/share/perl /usr/share/elsewhere && ls -d /usr/share/perl; ls /usr/share/elsewhere"
+    with sandbox_of(SyncHostClient(shared_state), runtime="apptainer") as (_, client):
+        gone = client.bash(anew)
+        assert (gone.exit_code, gone.output) == (0, "")
+        renamed = client.bash(move)
+        assert "No such file" in renamed.output and renamed.exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -255,20 +246,15 @@ def test_a_directory_of_the_image_in_the_place_of_our_code_is_covered(state, ima
     for name in ("sbx", "sbx-python"):
         (image / name).mkdir(parents=True)
         (image / name / "of-the-image").write_text("")
-    host = SyncHostClient(state)
-    info = host.start(SandboxSpec(runtime="apptainer", image=str(image)))
-    with SyncSandboxClient(info.socket) as client:
+    with sandbox_of(SyncHostClient(state), runtime="apptainer", image=str(image)) as (_, client):
         assert client.bash("echo /sbx*/of-the-image").output == "/sbx*/of-the-image\n"
-    host.release(info.id)
 
 
 @pytest.mark.apptainer
 def test_the_machines_network_is_there_on_request_and_is_recorded(shared_state):
     server = socket.create_server(("127.0.0.1", 0))
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime="apptainer", network="host"))
-    assert "network" in info.isolation_missing
-    port = server.getsockname()[1]
-    assert SyncSandboxClient(info.socket).bash(f"echo >/dev/tcp/127.0.0.1/{port}").exit_code == 0
-    host.release(info.id)
+    with sandbox_of(SyncHostClient(shared_state), runtime="apptainer", network="host") as (info, client):
+        assert "network" in info.isolation_missing
+        port = server.getsockname()[1]
+        assert client.bash(f"echo >/dev/tcp/127.0.0.1/{port}").exit_code == 0
     server.close()

@@ -11,8 +11,8 @@ import pytest
 
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore
-from sandbox.spec import Limits, SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from sandbox.spec import Limits
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
 from tests.sandbox.conftest import why_not
 
 PATIENCE_S = 120.0
@@ -27,13 +27,9 @@ def client(request, shared_state) -> Iterator[SyncSandboxClient]:
         ImageStore().find("programs")
     except ImageError as error:
         pytest.skip(f"{error} (run deploy/setup/programs.sh)")
-    host = SyncHostClient(shared_state)
-    info = host.start(
-        SandboxSpec(image="programs", runtime=request.param, limits=Limits(memory_mb=6000, processes=1000))
-    )
-    with SyncSandboxClient(info.socket) as client:
+    host, limits = SyncHostClient(shared_state), Limits(memory_mb=6000, processes=1000)
+    with sandbox_of(host, image="programs", runtime=request.param, limits=limits) as (_, client):
         yield client
-    host.release(info.id)
 
 
 def run(client: SyncSandboxClient, command: str) -> str:
