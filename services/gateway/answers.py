@@ -1,21 +1,27 @@
 """Answers with trajectories: JSON, or msgpack with typed arrays for those who ask for it (`rollout.arrays`).
 
 On the second way no trajectory is read: each goes from Redis to its reader while the answer is sent, so that
-an answer of any length takes the memory of one of them, or of a few where Redis is reached over TLS.
+an answer of any length takes the memory of one of them, or of a few where Redis is reached over TLS. Large
+answers of the first kind go out compressed to those who accept it.
 """
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterable, Iterator
 
-from flask import Response, request
+from flask import Flask, Response, request
 from pydantic import BaseModel
 
 from rollout import arrays as wire
 from rollout.schema import Rollout
 from services.gateway.context import gateway
+from services.gateway.http import JSON
 
-JSON = "application/json"
+LEAST_BYTES = 32 << 10
+"""Of an answer that is compressed; below it the time saved on the wire is less than that of compressing."""
+LEVEL = 1
+"""The gateway has one processor for everybody; higher levels take more of it for a few percent."""
 
 
 class Answer:
@@ -33,14 +39,14 @@ class Answer:
         """Rollouts to be put into the answer; see `RolloutStore.get_many`."""
         if not (trajectory and self._msgpack):
             return list(self._store.get_many(ids, trajectory=trajectory, tenant=tenant))
-        found = []
+        rollouts = []
         for rollout, record in self._store.get_records(ids, tenant=tenant):
             if isinstance(record, int):
                 self._kept[rollout.id] = record
             elif record is not None:
                 self._made[rollout.id] = record
-            found.append(rollout)
-        return found
+            rollouts.append(rollout)
+        return rollouts
 
     def send(self, model: BaseModel) -> Response:
         """The response."""
@@ -59,3 +65,21 @@ class Answer:
         if self._kept:
             yield from self._store.records(self._kept)
         yield from self._made.values()
+
+
+def compress_answers(app: Flask) -> None:
+    """Compress what is large, unless the reader prefers it as it is."""
+
+    @app.after_request
+    def _compress(response: Response) -> Response:
+        if response.is_streamed or response.direct_passthrough or "Content-Encoding" in response.headers:
+            return response
+        if (response.content_length or 0) < LEAST_BYTES:
+            return response
+        response.vary.add("Accept-Encoding")
+        accepted = request.accept_encodings
+        wish = accepted.quality("gzip")
+        if wish > 0 and wish >= accepted.quality("identity"):
+            response.set_data(gzip.compress(response.get_data(), LEVEL, mtime=0))
+            response.headers["Content-Encoding"] = "gzip"
+        return response

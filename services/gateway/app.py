@@ -8,8 +8,8 @@ from flask import Flask, request
 
 from services import logs
 from services.gateway import auth, door, problems, requests
+from services.gateway.answers import compress_answers
 from services.gateway.compat.app import register as register_compat
-from services.gateway.compression import compress_answers
 from services.gateway.context import EXTENSION, Gateway
 from services.gateway.routes import (
     backends,
@@ -28,6 +28,10 @@ from services.state.startup import StartCheck, UnfitRedis
 
 log = structlog.get_logger("gateway")
 
+BLUEPRINTS = tuple(
+    module.blueprint for module in (rollouts, batches, results, webhooks, backends, policy, fleet, service)
+)
+
 
 def create_app(settings: Settings | None = None) -> Flask:
     """Build the gateway. It can start before Redis.
@@ -42,8 +46,8 @@ def create_app(settings: Settings | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     gate = app.extensions[EXTENSION] = Gateway.create(settings)
     requests.register(app)
-    for module in (rollouts, batches, results, webhooks, backends, policy, fleet, service):
-        app.register_blueprint(module.blueprint)
+    for blueprint in BLUEPRINTS:
+        app.register_blueprint(blueprint)
     register_compat(app)
     problems.register(app)
     compress_answers(app)

@@ -6,7 +6,7 @@ Every call needs a key, wherever it comes from. What is open to all says nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,11 +14,9 @@ import redis
 import structlog
 from flask import Flask, Response, current_app, g, request
 
-from rollout.image_names import images_in, is_below, is_path, local_name
-from rollout.schema import FieldError, HandlerInfo, Problem, RolloutRequest
+from rollout.schema import FieldError, Problem
 from services.gateway import refusals
-from services.gateway.problems import ApiProblem, invalid, respond
-from services.settings import Settings
+from services.gateway.problems import ApiProblem, respond
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
 from services.state.tenants import Tenant
 
@@ -30,7 +28,6 @@ MAX_HEADER = 200
 """Characters of an Authorization header worth looking at; a key has 81."""
 WORKING = ("active", "replaced")
 """States of a key that is accepted."""
-AUTO_RUNTIME, BEST_RUNTIME = "auto", "apptainer"
 ALL_TENANTS = "*"
 MAKE_KEY = "make one with `rollout keys create TENANT --scope admin`"
 
@@ -212,14 +209,11 @@ def holder() -> str | None:
     return me.tenant.name if others else None
 
 
-def tenant_filter(*, every: bool = True) -> str | None:
+def tenant_filter() -> str | None:
     """Whose rollouts the call is about: the caller's own, or `?tenant=` of an admin; None = everybody's.
 
-    Args:
-        every: Whether `*`, everybody's, may be asked for.
-
     Raises:
-        ApiProblem: 403 for another tenant's without the scope `admin`; 400 for `*` where it may not be.
+        ApiProblem: 403 for another tenant's without the scope `admin`.
     """
     me, asked = caller(), request.args.get("tenant")
     if asked is None or asked == me.tenant.name:
@@ -233,67 +227,4 @@ def tenant_filter(*, every: bool = True) -> str | None:
             [FieldError(field="tenant", message="needs the scope 'admin'")],
             headers=_challenge("insufficient_scope", Scope.ADMIN),
         )
-    if asked != ALL_TENANTS:
-        return asked
-    if not every:
-        raise invalid("tenant", "name one tenant: groups and tags are each tenant's own")
-    return None
-
-
-def check_permitted(
-    requests: Iterable[RolloutRequest],
-    handlers: Mapping[str, HandlerInfo],
-    settings: Settings,
-    *,
-    single: bool,
-) -> None:
-    """Refuse handlers, images and runtimes that the caller's tenant, or nobody here, may use.
-
-    The sandbox host decides; here it is said earlier, and which field it is.
-
-    Raises:
-        ApiProblem: 403 naming the fields.
-    """
-    me = caller()
-    errors: list[FieldError] = []
-
-    def refuse(field: str, message: str) -> None:
-        errors.append(FieldError(field=field, message=message))
-
-    def require(kind: str, field: str, value: str) -> None:
-        if not me.tenant.may_use(kind, value):
-            allowed = ", ".join(getattr(me.tenant, kind)) or "none"
-            refuse(field, f"tenant {me.tenant.name!r} may not use {value!r}; allowed {kind}: {allowed}")
-
-    for position, wanted in enumerate(requests):
-        prefix = "" if single else f"requests.{position}."
-        require("handlers", f"{prefix}handler", wanted.handler)
-        info = handlers.get(wanted.handler)
-        if info is not None and info.uses_sandbox:
-            named = images_in(wanted.task)
-            for field, image in named.items():
-                if is_path(image) and not is_below(image, settings.sandbox_image_roots):
-                    refuse(f"{prefix}task.{field}", _no_path(image, settings))
-                else:
-                    require("images", f"{prefix}task.{field}", local_name(image))
-            if not named:
-                require("images", f"{prefix}handler", info.image or settings.sandbox_image)
-        runtime = wanted.sandbox_runtime
-        if runtime is None:
-            continue
-        own = settings.sandbox_runtime
-        ours = runtime == own or (own == AUTO_RUNTIME and runtime == BEST_RUNTIME)
-        if not ours and me.tenant.runtimes is None and not me.may(Scope.ADMIN):
-            message = f"the deployment runs {own!r}, and tenant {me.tenant.name!r} was not given {runtime!r}"
-            refuse(f"{prefix}sandbox_runtime", message)
-        require("runtimes", f"{prefix}sandbox_runtime", runtime)
-    if errors:
-        raise ApiProblem(403, "Not permitted", f"{errors[0].field}: {errors[0].message}", errors)
-
-
-def _no_path(image: str, settings: Settings) -> str:
-    roots = settings.sandbox_image_roots or "none"
-    return (
-        f"{image!r} is a path, and images have names here or lie below ROLLOUT_SANDBOX_IMAGE_ROOTS={roots}; "
-        "give a name (`rollout images build NAME SOURCE` makes the image)"
-    )
+    return None if asked == ALL_TENANTS else asked

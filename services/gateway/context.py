@@ -10,7 +10,6 @@ from flask import current_app, request
 
 from services.dispatch import Dispatcher
 from services.gateway.auth import Guard
-from services.gateway.problems import invalid
 from services.gateway.streams import StreamSlots
 from services.gateway.tasks import TaskChecker
 from services.gateway.waiting import WAITER, Waiter, WaitingRoom
@@ -109,36 +108,3 @@ def gateway() -> Gateway:
 def waiter() -> Waiter | None:
     """What the server parks the request under way by; None: waiting takes its thread."""
     return request.environ.get(WAITER)
-
-
-def number(name: str, default: float, *, low: float, high: float) -> float:
-    """A number from the query string.
-
-    Raises:
-        ApiProblem: 400, naming the parameter.
-    """
-    raw = request.args.get(name)
-    if raw is None:
-        return default
-    try:
-        value = float(raw)
-    except ValueError:
-        raise invalid(name, f"{raw!r} is not a number") from None
-    if not low <= value <= high:
-        raise invalid(name, f"{raw} is not between {low:g} and {high:g}")
-    return value
-
-
-def choice(name: str, options: tuple[str, ...], default: str) -> str:
-    """One of some words from the query string."""
-    value = request.args.get(name, default)
-    if value not in options:
-        raise invalid(name, f"{value!r} is not one of {', '.join(options)}")
-    return value
-
-
-def reject_unknown_parameters(*known: str) -> None:
-    """A misspelt parameter is an error, not ignored."""
-    for name in request.args:
-        if name not in known:
-            raise invalid(name, f"unknown parameter; there are: {', '.join(known) or 'none'}")

@@ -82,6 +82,12 @@ def invalid(field: str, message: str) -> ApiProblem:
     )
 
 
+def refuse(errors: Iterable[FieldError], status: int = 400, title: str = "Invalid request") -> None:
+    """Raise a problem that names the fields, if there are any; as many are looked for as are shown."""
+    if shown := list(islice(errors, MAX_ERRORS)):
+        raise ApiProblem(status, title, f"{shown[0].field}: {shown[0].message}", shown)
+
+
 def over_quota(error: QuotaExceeded) -> ApiProblem:
     """A 429 that says when to come again, or a 403 where waiting does not help."""
     detail = f"{error}; nothing was enqueued"

@@ -8,6 +8,7 @@ import os
 import re
 import tracemalloc
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 
 import httpx
@@ -125,7 +126,8 @@ class LooseRequest(RolloutRequest):
 @attack(stopped_by="limits have bounds; what is stored is read first")
 def test_make_a_record_that_nobody_can_read(target):
     target.without(bodies, "read_json", from_json)
-    target.without(rollout_routes, "RolloutRequest", LooseRequest)
+    submit = rollout_routes.submit
+    target.without(submit, "operation", replace(submit.operation, body=(LooseRequest,)))
     target.without(dispatch, "stored_form", lambda one: one.model_dump_json())
     names = [b"run_timeout_s", b"init_timeout_s", b"tool_timeout_s"]
     body = b'{"handler": "noop", "id": "%s", "limits": {"%s": 1e999}}'

@@ -10,9 +10,8 @@ from rollout.batch import BatchRequest
 from rollout.schema import Rollout, RolloutRequest, State, new_id
 from rollout.webhooks import WebhookError, signed_headers, tenant_secret, verify_webhook
 from services import dispatch
-from services.gateway import auth
+from services.gateway import auth, http
 from services.gateway.compat import calls
-from services.gateway.routes import rollouts as rollout_routes
 from services.settings import Settings
 from services.state import batches, results
 from services.state.batches import BatchStore
@@ -92,7 +91,7 @@ def test_take_the_ids_that_a_strangers_batch_will_need(target):
 
 @attack(stopped_by="a cancel looks at the caller's tenant only")
 def test_cancel_a_strangers_rollouts_by_their_tag_or_group(target):
-    target.without(rollout_routes, "tenant_filter", lambda **_: VICTIM)
+    target.without(http, "tenant_filter", lambda: VICTIM)
     (one,) = target.submit(VICTIM, tags=["run"], group_id="g")
     for body in ({"tag": "run"}, {"group_id": "g"}, {"ids": [one]}):
         target.world.post("/v1/rollouts/cancel", ATTACKER, body)
@@ -101,7 +100,7 @@ def test_cancel_a_strangers_rollouts_by_their_tag_or_group(target):
 
 @attack(stopped_by="404 for what is another tenant's")
 def test_read_a_strangers_rollout_by_its_id(target):
-    target.without(rollout_routes, "tenant_filter", lambda **_: None)
+    target.without(http, "tenant_filter", lambda: None)
     (one,) = target.submit(VICTIM, task={"secret": "of the victim"})
     return "of the victim" in target.world.get(f"/v1/rollouts/{one}", ATTACKER).text
 

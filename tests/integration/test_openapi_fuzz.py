@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
+from flask import Flask
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
 from services.gateway import openapi
+from services.gateway.app import BLUEPRINTS
 from services.state.fleet import FleetStore
 from tests.helpers.keys import HEADERS
 from tests.helpers.long_forms import CHAOS
@@ -20,9 +22,12 @@ EXAMPLES = CHAOS("examples of an operation", short=6, long=100)
 """Of each operation, in each mode."""
 NOBODY = "http://127.0.0.1:9"
 ENDLESS = {"/v1/completions/stream"}
+API = Flask("api")
+for blueprint in BLUEPRINTS:
+    API.register_blueprint(blueprint)
 OPERATIONS = [
     (method.upper(), path)
-    for path, operations in openapi.document()["paths"].items()
+    for path, operations in openapi.document(API)["paths"].items()
     for method in operations
     if path not in ENDLESS
 ]

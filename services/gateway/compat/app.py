@@ -13,9 +13,9 @@ import structlog
 from flask import Flask, current_app, g, request
 
 from services.gateway import auth, door, problems, requests
+from services.gateway.answers import compress_answers
 from services.gateway.compat import nemo_gym, prorl
 from services.gateway.compat.port import EXTENSION, Compat
-from services.gateway.compression import compress_answers
 from services.gateway.context import EXTENSION as GATEWAY
 from services.gateway.problems import ApiProblem
 from services.gateway.routes import service

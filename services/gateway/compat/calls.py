@@ -15,9 +15,10 @@ import structlog
 
 from rollout.schema import FieldError, HandlerInfo, Rollout, RolloutRequest, new_id
 from services.dispatch import IdConflict
-from services.gateway.auth import caller, check_permitted, holder
+from services.gateway.auth import caller, holder
 from services.gateway.context import Gateway, gateway, waiter
 from services.gateway.problems import ApiProblem, over_quota
+from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.jobs import JobStore, digest_of
 from services.state.tenants import QuotaExceeded
@@ -67,8 +68,7 @@ def begin(
         ApiProblem: It was refused, and nothing was enqueued; 409 for a job with another body.
     """
     gate, tenant = gateway(), caller().tenant
-    check_permitted([request], gate.tasks.handlers(), gate.settings, single=True)
-    gate.tasks.check([request], single=True)
+    check_submission([request])
     rollout_id = new_id()
     if job is not None:
         body = digest_of(request.model_dump_json())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from flask import Blueprint, Response
-from flask import request as http
-from pydantic import BaseModel, ValidationError
 
-from rollout.batch import (
+from rollout.schema import FieldError, Rollout, new_id
+from rollout.schema.batches import (
     MAX_PROMPTS_PER_CALL,
     Batch,
     BatchList,
@@ -19,20 +18,12 @@ from rollout.batch import (
     PromptsRequest,
     PromptsResponse,
 )
-from rollout.schema import FieldError, Rollout, RolloutRequest, new_id
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, check_permitted, holder, needs, tenant_filter
-from services.gateway.bodies import body_json
-from services.gateway.context import (
-    choice,
-    gateway,
-    number,
-    reject_unknown_parameters,
-    waiter,
-)
-from services.gateway.problems import ApiProblem, from_validation, invalid, over_quota
-from services.gateway.routes.webhooks import check_webhooks
-from services.gateway.tasks import check_sizes
+from services.gateway.auth import caller, holder, needs
+from services.gateway.context import gateway, waiter
+from services.gateway.http import Cursor, Limit, Tenant, Wait, choice, operation, page_size
+from services.gateway.problems import ApiProblem, invalid, over_quota
+from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.batches import BatchConflict, BatchEnded, BatchRuns, Decided, NoSuchBatch
@@ -42,21 +33,12 @@ from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("batches", __name__, url_prefix="/v1")
 
-INCLUDE = ("trajectory", "summary", "verdicts")
 MAX_GROUPS = 100
 """Groups of one page: each is up to 1,000 rollouts."""
 AHEAD = 4
 """Pages after the next one whose beginnings an answer tells; more of short ones."""
 LOOKED_AT = 40
 """Groups, at least, that are looked at for that."""
-
-
-def _json(model: BaseModel, status: int = 200) -> Response:
-    return Response(model.model_dump_json(), status=status, content_type="application/json")
-
-
-def _absent(error: NoSuchBatch) -> ApiProblem:
-    return ApiProblem(404, "No such batch", str(error))
 
 
 def _few_prompts(body: Any) -> Any:
@@ -73,72 +55,46 @@ def _few_prompts(body: Any) -> Any:
     return body
 
 
-def _check(prompts: Sequence[RolloutRequest], n: int) -> None:
-    """Refuse prompts that could not be submitted one by one.
-
-    Raises:
-        ApiProblem: Naming the fields.
-    """
-    gate = gateway()
-    try:
-        check_permitted(prompts, gate.tasks.handlers(), gate.settings, single=False)
-        gate.tasks.check(prompts, single=False)
-        check_sizes(prompts, gate.settings.max_group_bytes, single=False, n=n)
-        check_webhooks(gate, prompts, single=False)
-    except ApiProblem as problem:
-        # They speak of requests; here these are called prompts.
-        body = problem.problem
-        errors = [
-            FieldError(field=error.field.replace("requests.", "prompts.", 1), message=error.message)
-            for error in body.errors
-        ]
-        detail = f"{errors[0].field}: {errors[0].message}" if errors else body.detail
-        raise ApiProblem(body.status, body.title, detail, errors, headers=problem.headers) from None
-
-
 @blueprint.post("/batches")
 @needs(Scope.SUBMIT)
-def create() -> Response:
-    """Start a batch. With the id of one that is there, and the same body, it is that one."""
-    reject_unknown_parameters()
-    try:
-        wanted = BatchRequest.model_validate(_few_prompts(body_json()))
-    except ValidationError as error:
-        raise from_validation(error) from None
-    _check(wanted.prompts, wanted.n)
+@operation(409, 429, status=202)
+def create(body: Annotated[BatchRequest, _few_prompts]) -> Batch:
+    """Start a batch: groups of rollouts, of which informative ones are kept.
+
+    With the id of one that is there, and the same body, it is that one.
+    """
+    check_submission(body.prompts, "prompts", body.n)
     gate, tenant = gateway(), caller().tenant
-    known = gate.fleet.filters() if wanted.filters else []
-    for position, spec in enumerate(wanted.filters or ()):
+    known = gate.fleet.filters() if body.filters else []
+    for position, spec in enumerate(body.filters or ()):
         if spec.name not in known:
             there = ", ".join(sorted(known)) or "none"
             raise invalid(
                 f"filters.{position}.name", f"unknown filter {spec.name!r}; the workers have: {there}"
             )
-    batch_id = wanted.id or new_id()
+    batch_id = body.id or new_id()
     try:
-        gate.batches.create(batch_id, wanted, tenant.name, tenant.quota_bytes)
+        gate.batches.create(batch_id, body, tenant.name, tenant.quota_bytes)
     except BatchConflict as error:
         raise ApiProblem(409, "Id in use", str(error), [FieldError(field="id", message=str(error))]) from None
     except (NoSuchBatch, BatchRuns) as error:
         raise invalid("carry_from", str(error)) from None
     except QuotaExceeded as error:
         raise over_quota(error) from None
-    return _json(gate.batches.get(batch_id, tenant.name), 202)
+    return gate.batches.get(batch_id, tenant.name)
 
 
 @blueprint.get("/batches")
-def list_batches() -> Response:
-    """The newest first."""
-    reject_unknown_parameters("limit", "tenant")
-    gate, tenant = gateway(), tenant_filter()
-    limit = int(number("limit", 100, low=1, high=1000))
-    found = []
-    for batch_id in gate.batches.ids(tenant, limit):
+@operation()
+def list_batches(limit: Limit, tenant: Tenant) -> BatchList:
+    """List batches, the newest first."""
+    store, batches = gateway().batches, []
+    for batch_id in store.ids(tenant, limit):
         try:
-            found.append(gate.batches.get(batch_id, tenant))
+            batches.append(store.get(batch_id, tenant))
         except NoSuchBatch:  # past its retention
             continue
-    return _json(BatchList(batches=found))
+    return BatchList(batches=batches)
 
 
 def _get(batch_id: str, tenant: str | None) -> Batch:
@@ -148,28 +104,36 @@ def _get(batch_id: str, tenant: str | None) -> Batch:
         raise _absent(error) from None
 
 
+def _absent(error: NoSuchBatch) -> ApiProblem:
+    return ApiProblem(404, "No such batch", str(error))
+
+
 @blueprint.get("/batches/<batch_id>")
-def get(batch_id: str) -> Response:
-    """One batch; with `wait`, answers when it has ended or when the wait is over."""
-    reject_unknown_parameters("wait", "tenant")
-    gate, tenant = gateway(), tenant_filter()
-    wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
+@operation(429)
+def get(batch_id: str, wait: Wait, tenant: Tenant) -> Batch:
+    """One batch and its counters; with `wait`, answers when it has ended or when the wait is over."""
+
+    def ended() -> bool:
+        return _get(batch_id, tenant).state.ended
+
     if wait:
-        ended = lambda: _get(batch_id, tenant).state.ended  # noqa: E731 (looked at again and again)
-        gate.waiting.wait(ended, wait, Interest(batch_id=batch_id), waiter(), holder())
-    return _json(_get(batch_id, tenant))
+        gateway().waiting.wait(ended, wait, Interest(batch_id=batch_id), waiter(), holder())
+    return _get(batch_id, tenant)
 
 
 @blueprint.get("/batches/<batch_id>/groups")
-def groups(batch_id: str) -> Response:
+@operation(429, answers={200: GroupPage}, arrays=True)
+def groups(
+    batch_id: str,
+    cursor: Cursor,
+    wait: Wait,
+    limit: Annotated[int, page_size(16, MAX_GROUPS)],
+    include: Annotated[str, choice("What comes along.", "trajectory", "summary", "verdicts")],
+    verdict: Annotated[str, choice("Only groups that were kept, or all.", "kept", "all")],
+    tenant: Tenant,
+) -> Response:
     """Groups in the order in which they were decided, since a cursor; `wait`s for one or the end."""
-    reject_unknown_parameters("cursor", "wait", "limit", "include", "tenant", "verdict")
-    gate, tenant = gateway(), tenant_filter()
-    wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
-    limit = int(number("limit", 16, low=1, high=MAX_GROUPS))
-    include = choice("include", INCLUDE, "trajectory")
-    verdict = choice("verdict", ("kept", "all"), "kept")
-    cursor = http.args.get("cursor", "0")
+    gate = gateway()
     if not is_cursor(cursor):
         raise invalid("cursor", f"{cursor!r} is no cursor; use one from an earlier answer, or '0'")
     page: list[Decided] = []
@@ -184,16 +148,16 @@ def groups(batch_id: str) -> Response:
         batch = gate.batches.get(batch_id, tenant)
         while len(page) < limit:
             # What comes after the page tells where those ahead begin.
-            found = gate.batches.groups(batch_id, cursor, count)
-            last = batch.state.ended and len(found) < count
-            if not found:
+            decided = gate.batches.groups(batch_id, cursor, count)
+            last = batch.state.ended and len(decided) < count
+            if not decided:
                 break
-            for one in found:
+            for group in decided:
                 full = len(page) == limit
                 if not full:
-                    cursor = one.cursor
-                if verdict == "all" or one.verdict == "kept":
-                    (later if full else page).append(one)
+                    cursor = group.cursor
+                if verdict == "all" or group.verdict == "kept":
+                    (later if full else page).append(group)
         return bool(page) or batch.state.ended
 
     try:
@@ -205,76 +169,72 @@ def groups(batch_id: str) -> Response:
         # groups may have been decided until then.
         batch = _get(batch_id, tenant)
     answer = Answer()
-    found = GroupPage(
-        groups=_groups(answer, page, include),
-        cursor=cursor,
-        # Each after a page that is full, and before a group.
-        ahead=[one.cursor for one in later[limit - 1 : -1 : limit]],
-        batch=batch,
-        last=last and not later,
+    return answer.send(
+        GroupPage(
+            groups=_groups(answer, page, include),
+            cursor=cursor,
+            # Each after a page that is full, and before a group.
+            ahead=[group.cursor for group in later[limit - 1 : -1 : limit]],
+            batch=batch,
+            last=last and not later,
+        )
     )
-    return answer.send(found)
 
 
 def _groups(answer: Answer, page: Sequence[Decided], include: str) -> list[Group]:
-    gate = gateway()
-    records = list(zip(page, gate.batches.group_many([one.group_id for one in page]), strict=True))
+    records = gateway().batches.group_many([group.group_id for group in page])
     members: dict[str, Rollout] = {}
     if include != "verdicts":
         # All of the page at once: a round trip for each group is most of what short ones cost.
-        ids = [rollout_id for _, record in records if record for rollout_id in record.rollout_ids]
-        found = answer.rollouts(ids, trajectory=include == "trajectory")
-        members = {rollout.id: rollout for rollout in found}
+        ids = [rollout_id for record in records if record for rollout_id in record.rollout_ids]
+        rollouts = answer.rollouts(ids, trajectory=include == "trajectory")
+        members = {rollout.id: rollout for rollout in rollouts}
     return [
         Group(
-            id=one.group_id,
+            id=group.group_id,
             batch=record.batch,
-            verdict=one.verdict,
-            reason=one.reason,
+            verdict=group.verdict,
+            reason=group.reason,
             carried=record.carried,
             rollouts=[members[name] for name in record.rollout_ids if name in members],
         )
-        for one, record in records
+        for group, record in zip(page, records, strict=True)
         if record is not None
     ]
 
 
 @blueprint.post("/batches/<batch_id>/prompts")
 @needs(Scope.SUBMIT)
-def extend(batch_id: str) -> Response:
+@operation(409, 429)
+def extend(batch_id: str, body: Annotated[PromptsRequest, _few_prompts], tenant: Tenant) -> PromptsResponse:
     """More prompts for a batch that is not closed."""
-    reject_unknown_parameters("tenant")
-    try:
-        wanted = PromptsRequest.model_validate(_few_prompts(body_json()))
-    except ValidationError as error:
-        raise from_validation(error) from None
-    gate, tenant = gateway(), tenant_filter()
+    gate = gateway()
     batch = _get(batch_id, tenant)
-    _check(wanted.prompts, batch.n)
-    prompts = [stored_form(prompt) for prompt in wanted.prompts]
+    check_submission(body.prompts, "prompts", batch.n)
+    prompts = [stored_form(prompt) for prompt in body.prompts]
     most = gate.tenants.get(batch.tenant).quota_bytes
     try:
-        waiting = gate.batches.extend(batch_id, prompts, wanted.closed, tenant, wanted.id, most)
+        waiting = gate.batches.extend(batch_id, prompts, body.closed, tenant, body.id, most)
     except QuotaExceeded as error:
         raise over_quota(error) from None
     except NoSuchBatch as error:
         raise _absent(error) from None
     except BatchEnded as error:
         raise ApiProblem(409, "The batch takes no more prompts", str(error)) from None
-    return _json(PromptsResponse(waiting=waiting))
+    return PromptsResponse(waiting=waiting)
 
 
 @blueprint.post("/batches/<batch_id>/pause", defaults={"action": "pause"})
 @blueprint.post("/batches/<batch_id>/resume", defaults={"action": "resume"})
 @blueprint.post("/batches/<batch_id>/cancel", defaults={"action": "cancel"})
 @needs(Scope.SUBMIT)
-def control(batch_id: str, action: str) -> Response:
-    """Pause (start no more groups), resume, or cancel. Twice is harmless."""
-    reject_unknown_parameters("tenant")
-    store, tenant = gateway().batches, tenant_filter()
+@operation()
+def control(batch_id: str, action: str, tenant: Tenant) -> Batch:
+    """Pause (start no more groups), resume, or cancel a batch. Twice is harmless."""
+    store = gateway().batches
     try:
         if action == "cancel":
-            return _json(store.cancel(batch_id, tenant))
-        return _json(store.pause(batch_id, action == "pause", tenant))
+            return store.cancel(batch_id, tenant)
+        return store.pause(batch_id, action == "pause", tenant)
     except NoSuchBatch as error:
         raise _absent(error) from None

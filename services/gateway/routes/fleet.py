@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flask import Blueprint, Response
+from flask import Blueprint
 
 from rollout.schema import State
 from rollout.schema.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
-from services.gateway.context import gateway, reject_unknown_parameters
+from services.gateway.context import gateway
+from services.gateway.http import operation
 from services.queues import EVAL, INIT, RUN, STAGES
 from services.state.fleet import NodeAdmission, Worker
 from services.state.observations import Ages, stage_totals
@@ -19,38 +20,33 @@ blueprint = Blueprint("fleet", __name__, url_prefix="/v1")
 
 
 @blueprint.get("/fleet")
-def fleet() -> Response:
-    """The whole service's, of all tenants, like `/v1/status`."""
-    reject_unknown_parameters()
+@operation()
+def fleet() -> Fleet:
+    """Workers, nodes and stages of the whole service, with what they carry."""
     gate = gateway()
-    found, totals, ages, states = (
-        gate.fleet.workers(),
-        gate.rollouts.totals(),
-        gate.observations.ages(),
-        gate.rollouts.counts(),
-    )
+    workers, totals = gate.fleet.workers(), gate.rollouts.totals()
+    ages, states = gate.observations.ages(), gate.rollouts.counts()
     ended = stage_totals(gate.observations.histograms())
-    answer = Fleet(
+    return Fleet(
         at=time.time(),
         states=states,
-        stages={stage: _stage(stage, found, ended, ages, states) for stage in STAGES},
+        stages={stage: _stage(stage, workers, ended, ages, states) for stage in STAGES},
         workers=[
             WorkerLoad(
-                name=one.name,
-                node=one.node,
-                stages=list(one.stages),
-                slots=one.slots,
-                slots_limit=one.most_slots,
-                busy=one.held,
+                name=worker.name,
+                node=worker.node,
+                stages=list(worker.stages),
+                slots=worker.slots,
+                slots_limit=worker.most_slots,
+                busy=worker.held,
             )
-            for one in found
+            for worker in workers
         ],
-        nodes=_nodes(found, gate.fleet.nodes(), gate.fleet.admissions()),
+        nodes=_nodes(workers, gate.fleet.nodes(), gate.fleet.admissions()),
         oldest_s=dict(ages.oldest),
         reaper_lag_s=ages.reaper_lag,
         leases_lost=sum(count for name, count in totals.items() if name.startswith("lost_")),
     )
-    return Response(answer.model_dump_json(), content_type="application/json")
 
 
 def _stage(

@@ -6,26 +6,18 @@ import json
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Annotated
 
 import redis
 import structlog
-from flask import Blueprint, Response, jsonify
-from flask import request as http
-from pydantic import ValidationError
+from flask import Blueprint, Response
 
 from rollout.schema import AckRequest, AckResponse, CompletionPage
 from services.gateway.answers import Answer
-from services.gateway.auth import Caller, caller, holder, needs, tenant_filter
-from services.gateway.bodies import body_json
-from services.gateway.context import (
-    Gateway,
-    choice,
-    gateway,
-    number,
-    reject_unknown_parameters,
-    waiter,
-)
-from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.gateway.auth import Caller, caller, holder, needs
+from services.gateway.context import Gateway, gateway, waiter
+from services.gateway.http import STRING, Cursor, Include, Limit, Query, Tag, Tenant, Wait, operation
+from services.gateway.problems import ApiProblem, invalid
 from services.gateway.streams import TenantFull
 from services.gateway.waiting import Interest, Ticket, Waiter
 from services.state.api_keys import Scope
@@ -35,8 +27,7 @@ from services.state.results import is_cursor
 log = structlog.get_logger("gateway")
 blueprint = Blueprint("results", __name__, url_prefix="/v1")
 
-INCLUDE = ("trajectory", "summary")
-MAX_PAGE = 1000
+LAST = Query("Where a stream was cut.", header="Last-Event-ID")
 AWAY_PAUSE_S = 2.0
 """Between two tries of a stream to read from a Redis that is away."""
 STREAM_PAGE = 16
@@ -53,15 +44,12 @@ def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
 
 
 @blueprint.get("/completions")
-def completions() -> Response:
+@operation(429, answers={200: CompletionPage}, arrays=True)
+def completions(
+    cursor: Cursor, wait: Wait, limit: Limit, tag: Tag, include: Include, tenant: Tenant
+) -> Response:
     """Rollouts in the order in which they ended, since a cursor; with `wait`, at least one."""
-    reject_unknown_parameters("cursor", "wait", "limit", "tag", "include", "tenant")
-    gate, tenant = gateway(), tenant_filter()
-    wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
-    limit = int(number("limit", 100, low=1, high=MAX_PAGE))
-    include = choice("include", INCLUDE, "trajectory")
-    tag = http.args.get("tag")
-    parked, asked = waiter(), http.args.get("cursor", "0")
+    gate, parked, asked = gateway(), waiter(), cursor
     # "$" is the end as it was when the call came, however often it is dispatched.
     cursor = parked.remember("cursor", lambda: _cursor(gate, asked)) if parked else _cursor(gate, asked)
     page: tuple[list[str], str] = ([], cursor)
@@ -85,16 +73,13 @@ def completions() -> Response:
 
 
 @blueprint.get("/completions/stream")
-def stream() -> Response:
-    """The same as server-sent events, without end; `Last-Event-ID` goes on after a cut."""
-    reject_unknown_parameters("cursor", "tag", "include", "tenant")
-    gate, tenant = gateway(), tenant_filter()
-    include = choice("include", INCLUDE, "trajectory")
-    if last := http.headers.get("Last-Event-ID"):
-        cursor = _cursor(gate, last, "Last-Event-ID")
-    else:
-        cursor = _cursor(gate, http.args.get("cursor", "0"))
-    me = holder()
+@operation(429, answers={200: STRING}, media="text/event-stream")
+def stream(
+    cursor: Cursor, tag: Tag, include: Include, tenant: Tenant, last: Annotated[str | None, LAST]
+) -> Response:
+    """The same as server-sent events (completion, expired, missed), without end."""
+    gate, me = gateway(), holder()
+    cursor = _cursor(gate, last, "Last-Event-ID") if last else _cursor(gate, cursor)
     try:
         room = gate.streams.acquire(me)
     except TenantFull as full:
@@ -113,7 +98,7 @@ def stream() -> Response:
             "read GET /v1/completions?cursor=…&wait=… instead, or try again",
             retry_after_s=STREAMS_RETRY_S,
         )
-    wanted = Interest(tenant=tenant, tag=http.args.get("tag"))
+    wanted = Interest(tenant=tenant, tag=tag)
     try:
         ticket = gate.waiting.take(wanted, me)
     except BaseException:
@@ -203,17 +188,13 @@ def _events(
 
 @blueprint.post("/rollouts/ack")
 @needs(Scope.READ)
-def acknowledge() -> Response:
-    """Note that results have arrived. Twice is harmless."""
-    try:
-        wanted = AckRequest.model_validate(body_json())
-    except ValidationError as error:
-        raise from_validation(error) from None
-    words = gateway().results.acknowledge(wanted.ids, tenant_filter())
-    answer = AckResponse(
+@operation()
+def acknowledge(body: AckRequest, tenant: Tenant) -> AckResponse:
+    """Acknowledge results that have arrived. Twice is harmless."""
+    words = gateway().results.acknowledge(body.ids, tenant)
+    return AckResponse(
         acknowledged=words.count("acknowledged"),
         already_acknowledged=words.count("already"),
         not_ended=words.count("live"),
         unknown=words.count("unknown"),
     )
-    return jsonify(answer.model_dump())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from flask import Blueprint, Response, jsonify
-from flask import request as http
-from pydantic import BaseModel, Field, ValidationError
+from flask import Blueprint, Response
+from pydantic import Field
 
+from rollout import schema
 from rollout.schema import (
     FieldError,
     Rollout,
@@ -17,33 +17,38 @@ from rollout.schema import (
     State,
     SubmitRequest,
     SubmitResponse,
-    Tag,
 )
 from rollout.schema.base import Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, check_permitted, holder, needs, tenant_filter
-from services.gateway.bodies import body_json
-from services.gateway.context import (
-    choice,
-    gateway,
-    number,
-    reject_unknown_parameters,
-    waiter,
+from services.gateway.auth import caller, holder, needs
+from services.gateway.context import gateway, waiter
+from services.gateway.http import (
+    MAX_PAGE,
+    STRING,
+    Choice,
+    Include,
+    Limit,
+    Number,
+    Query,
+    Tag,
+    Tenant,
+    Wait,
+    operation,
 )
-from services.gateway.problems import ApiProblem, from_validation, invalid, over_quota
-from services.gateway.routes.webhooks import check_webhooks
-from services.gateway.tasks import check_sizes
+from services.gateway.problems import ApiProblem, invalid, over_quota
+from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("rollouts", __name__, url_prefix="/v1")
 
-INCLUDE = ("trajectory", "summary")
-MAX_PAGE = 1000
 _SCAN_PAGES = 20
 """Pages of an index that one listing reads while it looks for matches."""
+STATE = Choice("Only this state.", {"enum": [*State]}, options=tuple(State))
+HANDLER, GROUP_ID = Query("Only this handler."), Query("Only this group.")
+OFFSET = Number("Where the last page ended.", STRING, 0, high=lambda: 2**53, kind=int)
 
 
 class CancelRequest(Strict):
@@ -51,34 +56,19 @@ class CancelRequest(Strict):
 
     ids: Annotated[Items[RolloutId], Field(max_length=MAX_PAGE)] | None = None
     group_id: RolloutId | None = None
-    tag: Tag | None = None
-
-
-def _json(model: BaseModel, status: int = 200) -> Response:
-    return Response(model.model_dump_json(), status=status, content_type="application/json")
+    tag: schema.Tag | None = None
 
 
 @blueprint.post("/rollouts")
 @needs(Scope.SUBMIT)
-def submit() -> Response:
-    """Accept one request or many; all or none."""
-    body = body_json()
-    single = not (isinstance(body, dict) and "requests" in body)
+@operation(409, 429, status=202)
+def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
+    """Submit one request or many; all or none."""
+    single = isinstance(body, RolloutRequest)
+    requests = [body] if single else body.requests
+    check_submission(requests, None if single else "requests")
     try:
-        if single:
-            requests = [RolloutRequest.model_validate(body)]
-        else:
-            requests = SubmitRequest.model_validate(body).requests
-    except ValidationError as error:
-        raise from_validation(error) from None
-    gate = gateway()
-    # First what the tenant may use: whether another handler exists is none of its business.
-    check_permitted(requests, gate.tasks.handlers(), gate.settings, single=single)
-    gate.tasks.check(requests, single=single)
-    check_sizes(requests, gate.settings.max_group_bytes, single=single)
-    check_webhooks(gate, requests, single=single)
-    try:
-        submitted = gate.dispatcher.submit(requests, caller().tenant)
+        submitted = gateway().dispatcher.submit(requests, caller().tenant)
     except IdConflict as error:
         wrong = set(error.ids)
         fields = [
@@ -92,7 +82,7 @@ def submit() -> Response:
         raise ApiProblem(409, "Id in use", f"{error}; nothing was enqueued", fields) from None
     except QuotaExceeded as error:
         raise over_quota(error) from None
-    return _json(SubmitResponse(rollouts=submitted), 202)
+    return SubmitResponse(rollouts=submitted)
 
 
 def _absent(rollout_id: str) -> ApiProblem:
@@ -101,12 +91,10 @@ def _absent(rollout_id: str) -> ApiProblem:
 
 
 @blueprint.get("/rollouts/<rollout_id>")
-def get(rollout_id: str) -> Response:
+@operation(429, answers={200: Rollout}, arrays=True)
+def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Response:
     """One rollout; with `wait`, answers when it has ended or when the wait is over."""
-    reject_unknown_parameters("wait", "include", "tenant")
-    gate, tenant = gateway(), tenant_filter()
-    wait = number("wait", 0.0, low=0.0, high=gate.settings.max_wait_s)
-    include = choice("include", INCLUDE, "trajectory")
+    gate = gateway()
 
     def ended() -> bool:
         state = gate.rollouts.state(rollout_id, tenant)
@@ -115,26 +103,27 @@ def get(rollout_id: str) -> Response:
     if wait:
         gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id), waiter(), holder())
     answer = Answer()
-    found = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
-    if not found:
+    rollouts = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
+    if not rollouts:
         # Also somebody else's: a 403 would say that it exists.
         raise _absent(rollout_id)
-    return answer.send(found[0])
+    return answer.send(rollouts[0])
 
 
 @blueprint.get("/rollouts")
-def list_rollouts() -> Response:
-    """Summaries, the newest first, by any of the filters."""
-    reject_unknown_parameters("state", "handler", "group_id", "tag", "limit", "cursor", "tenant")
-    tenant = tenant_filter()
-    limit = int(number("limit", 100, low=1, high=MAX_PAGE))
-    offset = int(number("cursor", 0, low=0, high=2**53))
-    state, handler = http.args.get("state"), http.args.get("handler")
-    group_id, tag = http.args.get("group_id"), http.args.get("tag")
-    if state is not None and state not in set(State):
-        raise invalid("state", f"{state!r} is not one of {', '.join(State)}")
-    store = gateway().rollouts
-    found: list[Rollout] = []
+@operation()
+def list_rollouts(
+    state: Annotated[str | None, STATE],
+    handler: Annotated[str | None, HANDLER],
+    group_id: Annotated[str | None, GROUP_ID],
+    tag: Tag,
+    limit: Limit,
+    cursor: Annotated[int, OFFSET],
+    tenant: Tenant,
+) -> RolloutPage:
+    """List rollouts, the newest first, by any of the filters."""
+    store, offset = gateway().rollouts, cursor
+    rollouts: list[Rollout] = []
     more = True
     for _ in range(_SCAN_PAGES):
         ids = store.ids(
@@ -146,64 +135,57 @@ def list_rollouts() -> Response:
             limit=limit,
         )
         more = len(ids) == limit
+        by_id = {item.id: item for item in store.get_many(ids, trajectory=False, tenant=tenant)}
         # Looked at one by one: the cursor must not pass what did not fit into this page.
-        for item in _or_none(ids, tenant):
-            if len(found) == limit:
+        for item in map(by_id.get, ids):
+            if len(rollouts) == limit:
                 break
             offset += 1
-            wanted = {"state": state, "handler": handler, "group_id": group_id, "tag": tag}
-            if item is not None and _matches(item, **wanted):
-                found.append(item)
-        if len(found) == limit or not more:
+            if (
+                item is not None
+                and state in (None, item.state)
+                and group_id in (None, item.group_id)
+                and handler in (None, item.handler)
+                and (tag is None or tag in item.request.tags)
+            ):
+                rollouts.append(item)
+        if len(rollouts) == limit or not more:
             break
-    more = more or len(found) == limit
-    return _json(RolloutPage(rollouts=found, cursor=str(offset) if more else None))
-
-
-def _or_none(ids: list[str], tenant: str | None) -> list[Rollout | None]:
-    found = gateway().rollouts.get_many(ids, trajectory=False, tenant=tenant)
-    by_id = {item.id: item for item in found}
-    return [by_id.get(rollout_id) for rollout_id in ids]
-
-
-def _matches(
-    item: Rollout, *, state: str | None, handler: str | None, group_id: str | None, tag: str | None
-) -> bool:
-    return (
-        state in (None, item.state)
-        and group_id in (None, item.group_id)
-        and handler in (None, item.handler)
-        and (tag is None or tag in item.request.tags)
-    )
+    more = more or len(rollouts) == limit
+    return RolloutPage(rollouts=rollouts, cursor=str(offset) if more else None)
 
 
 @blueprint.post("/rollouts/<rollout_id>/cancel")
 @needs(Scope.SUBMIT)
-def cancel(rollout_id: str) -> Response:
+@operation()
+def cancel(rollout_id: str, tenant: Tenant) -> dict[str, Any]:
     """Cancel one rollout. Twice, or after the end, is harmless and says so."""
-    word, state = gateway().dispatcher.cancel(rollout_id, tenant_filter())
+    word, state = gateway().dispatcher.cancel(rollout_id, tenant)
     if word == "gone":
         raise _absent(rollout_id)
-    return jsonify(id=rollout_id, state=state, cancelling=word == "cancelling", already_ended=word == "ended")
+    return {
+        "id": rollout_id,
+        "state": state,
+        "cancelling": word == "cancelling",
+        "already_ended": word == "ended",
+    }
 
 
 @blueprint.post("/rollouts/cancel")
 @needs(Scope.SUBMIT)
-def cancel_many() -> Response:
+@operation()
+def cancel_many(body: CancelRequest, tenant: Tenant) -> dict[str, Any]:
     """Cancel by ids, group or tag."""
-    try:
-        wanted = CancelRequest.model_validate(body_json())
-    except ValidationError as error:
-        raise from_validation(error) from None
-    if len(wanted.model_fields_set) != 1:
+    if len(body.model_fields_set) != 1:
         raise invalid("(body)", "give exactly one of ids, group_id, tag")
-    gate = gateway()
-    ids, tenant = wanted.ids, tenant_filter(every=wanted.ids is not None)
+    gate, ids = gateway(), body.ids
     if ids is None:
-        ids = gate.rollouts.ids(group_id=wanted.group_id, tag=wanted.tag, tenant=tenant, limit=10**9)
+        if tenant is None:
+            raise invalid("tenant", "name one tenant: groups and tags are each tenant's own")
+        ids = gate.rollouts.ids(group_id=body.group_id, tag=body.tag, tenant=tenant, limit=10**9)
     words = [word for word, _ in gate.dispatcher.cancel_many(ids, tenant)]
-    return jsonify(
-        cancelled=sum(word in ("cancelled", "cancelling") for word in words),
-        already_ended=words.count("ended"),
-        unknown=words.count("gone"),
-    )
+    return {
+        "cancelled": sum(word in ("cancelled", "cancelling") for word in words),
+        "already_ended": words.count("ended"),
+        "unknown": words.count("gone"),
+    }

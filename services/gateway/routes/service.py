@@ -9,13 +9,16 @@ from typing import Any
 
 import redis
 import structlog
-from flask import Blueprint, Response, current_app, jsonify
+from flask import Blueprint, Response, current_app
+from pydantic import BaseModel
 
 import rollout
+from rollout.schema import HandlerInfo
 from services import flower
 from services.gateway import metrics, openapi
 from services.gateway.auth import caller, needs
 from services.gateway.context import gateway
+from services.gateway.http import OBJECT, STRING, operation
 from services.queues import STAGES
 from services.state.api_keys import Scope
 from services.state.startup import UnfitRedis
@@ -24,31 +27,40 @@ log = structlog.get_logger("gateway")
 blueprint = Blueprint("service", __name__)
 
 
+class HandlerList(BaseModel):
+    """Handlers that the caller may use."""
+
+    handlers: list[HandlerInfo]
+
+
 @blueprint.get("/v1/handlers")
-def handlers() -> Response:
+@operation()
+def handlers() -> HandlerList:
     """Handlers that workers have announced and the caller may use, with the schema of their tasks."""
     known = gateway().tasks.handlers(fresh=True).values()
     may_use = caller().tenant.may_use
-    return jsonify(handlers=[info.model_dump() for info in known if may_use("handlers", info.name)])
+    return HandlerList(handlers=[info for info in known if may_use("handlers", info.name)])
 
 
 @blueprint.get("/v1/status")
-def status() -> Response:
-    """Who asks and what they may have; of all tenants, rollouts by state, queues, workers, nodes,
-    backends."""
+@operation()
+def status() -> dict[str, Any]:
+    """Who asks and what they may have; of all tenants, rollouts, queues, workers, nodes, backends."""
     gate, me = gateway(), caller()
-    return jsonify(
-        version=rollout.__version__,
-        tenant={**me.tenant.model_dump(), "live": gate.tenants.live(me.tenant.name)},
-        states=gate.rollouts.counts(),
-        queues=metrics.queue_depths(gate.redis),
-        workers=gate.fleet.alive(),
-        nodes={node: asdict(said) for node, said in gate.fleet.admissions().items()},
-        backends=[backend.model_dump() for backend in gate.backends.list()],
-        flower=_flower(gate.settings.flower_url),
-        compat=compat.to_json() if (compat := current_app.extensions.get("rollout.compat")) else None,
-        parts=_parts(gate.settings.stack_record),
-    )
+    url = gate.settings.flower_url
+    return {
+        "version": rollout.__version__,
+        "tenant": {**me.tenant.model_dump(), "live": gate.tenants.live(me.tenant.name)},
+        "states": gate.rollouts.counts(),
+        "queues": metrics.queue_depths(gate.redis),
+        "workers": gate.fleet.alive(),
+        "nodes": {node: asdict(admission) for node, admission in gate.fleet.admissions().items()},
+        "backends": [backend.model_dump() for backend in gate.backends.list()],
+        # Where Flower is, and its page of one rollout's tasks.
+        "flower": {"url": url, "rollout": flower.tasks_link(url)} if url else None,
+        "compat": compat.to_json() if (compat := current_app.extensions.get("rollout.compat")) else None,
+        "parts": _parts(gate.settings.stack_record),
+    }
 
 
 def _parts(record: str) -> dict[str, dict[str, Any]] | None:
@@ -66,21 +78,18 @@ def _parts(record: str) -> dict[str, dict[str, Any]] | None:
         return None
 
 
-def _flower(url: str) -> dict[str, str] | None:
-    """Where Flower is, and its page of one rollout's tasks; None where nobody said."""
-    return {"url": url, "rollout": flower.tasks_link(url)} if url else None
-
-
 @blueprint.get("/health")
 @needs(None)
-def health() -> Response:
+@operation()
+def health() -> dict[str, Any]:
     """200 while the process lives."""
-    return jsonify(status="ok")
+    return {"status": "ok"}
 
 
 @blueprint.get("/ready")
 @needs(None)
-def ready() -> tuple[Response, int]:
+@operation(answers={200: OBJECT, 503: OBJECT})
+def ready() -> tuple[dict[str, Any], int]:
     """200 when rollouts can be worked on; else 503 with what is missing."""
     missing = []
     try:
@@ -93,11 +102,12 @@ def ready() -> tuple[Response, int]:
         missing = ["Redis does not answer; the gateway's log says more"]
     except UnfitRedis as error:
         missing = [str(error)]
-    return jsonify(ready=not missing, missing=missing), 503 if missing else 200
+    return {"ready": not missing, "missing": missing}, 503 if missing else 200
 
 
 @blueprint.get("/metrics")
 @needs(Scope.METRICS)
+@operation(answers={200: STRING}, media="text/plain")
 def prometheus() -> Response:
     """Metrics in the Prometheus text format."""
     return Response(metrics.render(gateway()), content_type=metrics.CONTENT_TYPE)
@@ -105,6 +115,7 @@ def prometheus() -> Response:
 
 @blueprint.get("/openapi.json")
 @needs(None)
-def spec() -> Response:
+@operation()
+def spec() -> dict[str, Any]:
     """This API as an OpenAPI 3.1 document."""
-    return jsonify(openapi.document())
+    return openapi.document(current_app)
