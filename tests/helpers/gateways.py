@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -12,10 +12,15 @@ from tests.helpers.stack import GUNICORN, Process, Stack, compat_bind, wait_unti
 
 @contextmanager
 def started_gateway(
-    stack: Stack, name: str, port: int, env: dict[str, str], graceful_s: int = 1
+    stack: Stack,
+    name: str,
+    port: int,
+    env: dict[str, str],
+    graceful_s: int = 1,
+    options: Sequence[str] = ("--threads", "16"),
 ) -> Iterator[Process]:
     """A gateway of the same service under gunicorn; its address is the attribute `url`."""
-    argv = [*GUNICORN, "--threads", "16"]
+    argv = [*GUNICORN, *options]
     argv += [
         "--graceful-timeout",
         str(graceful_s),
