@@ -1,10 +1,14 @@
-"""Prometheus metrics of the whole service, read from Redis when they are asked for."""
+"""Prometheus metrics of the whole service, read from Redis when they are asked for.
+
+`TABLE` has all of them but those of the gateway process itself; `Scrape` reads their values.
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 from prometheus_client import (
@@ -15,69 +19,235 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 import rollout
-from rollout.policy import UpdateState
-from rollout.schema import Backend, Blame
-from services.gateway import (
-    autoscale_metrics,
-    batch_metrics,
-    fleet_metrics,
-    redis_metrics,
-    refusals,
-    sharing_metrics,
-)
-from services.gateway.result_metrics import results
+from rollout.schema import Blame, Stage
+from rollout.schema.batches import BatchState, Verdict
+from rollout.schema.policy import UpdateState
+from services.gateway import refusals
 from services.queues import STAGES
+from services.state import observations
 from services.state.autoscale import AutoscaleStore
-from services.state.observations import Observations, stage_totals
-from services.state.reading import UNREADABLE_COUNT
+from services.state.fleet import STOP_REASONS
 
 if TYPE_CHECKING:
     from services.gateway.context import Gateway
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-
+KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+KNOWN = {
+    "blame": list(Blame),
+    "retry": list(Blame),
+    "lost": list(Stage),
+    "ended": [state for state in BatchState if state.ended],
+    "n": [state for state in UpdateState if state.ended],
+    "dropped": ["acknowledged", "size"],
+    "bytes": ["acknowledged", "size"],
+    "webhooks": ["delivered", "failed", "given_up"],
+}
+"""Labels of sums, by the sums' prefix, that are told of before they happen: of a counter that begins at 1
+nobody sees the increase."""
 # Fields of `HostClient.stats`.
 SANDBOX_STATES = ("claimed", "warm", "waiting")
 SANDBOX_EVENTS = (
     *("started", "claimed_warm", "failed"),
     *("expired", "died", "limited", "node", "adopted", "swept"),
 )
+TABLE = """
+gauge rollout_rollouts{state} states
+    Rollouts by state; those of terminal states only grow.
+gauge rollout_queue_depth{queue} queues
+    Messages waiting in a queue.
+gauge rollout_info{version} release
+    1; the gateway's release.
 
-BACKEND_GAUGES: tuple[tuple[str, str, Callable[[Backend], float | None]], ...] = (
-    ("up", "1 while it takes calls, 0 when it failed its probes or a weight update.", lambda b: b.healthy),
-    ("load", "Score in the heap of backends.", lambda b: b.load),
-    ("live_rollouts", "Rollouts pinned to it.", lambda b: b.live_rollouts),
-    ("capacity_tokens", "Tokens its key-value cache holds.", lambda b: b.capacity_tokens),
-    ("requests_running", "Calls it works on.", lambda b: b.stats and b.stats.running),
-    ("requests_waiting", "Calls in its own queue.", lambda b: b.stats and b.stats.waiting),
-    ("kv_usage", "Share of its key-value cache in use.", lambda b: b.stats and b.stats.kv_usage),
-    ("draining", "1 while it takes no new rollouts.", lambda b: b.draining),
-    ("paused", "1 while its weights are exchanged.", lambda b: b.paused),
-    ("probe_age_seconds", "Since it was probed.", lambda b: b.stats and max(0.0, time.time() - b.stats.at)),
-)
-TIMES = (
-    ("stage", "rollout_stage_duration_seconds", "Seconds at work in a stage, however it ended.", "stage"),
-    ("queue", "rollout_queue_wait_seconds", "Seconds between two stages, by the stage waited for.", "stage"),
-    ("total", "rollout_duration_seconds", "Seconds from submission to the end.", "state"),
-)
-"""Prefix of the series in Redis, name, text and label of each histogram."""
-LEASES_LOST_TEXT = "Rollouts whose worker died, hung or was cut off while it held them."
-LOST_TEXT = "Attempts that failed and were followed by another one."
-BACKEND_COUNTERS = (
-    ("prompt_tokens", "Prompt tokens looked up in its prefix cache, since it started."),
-    ("cached_tokens", "Those of them that were found there."),
-    ("generation_tokens", "Tokens sampled since it started."),
-    ("requests", "Calls that ended since it started."),
-    ("request_seconds", "Seconds they took in the engine, from arrival to end."),
-)
+gauge rollout_workers{stage} alive
+    Live worker processes.
+gauge rollout_fleet_slots{worker,node,stages} worker.slots
+    Rollouts a worker carries at once now.
+gauge rollout_fleet_slots_limit{worker,node,stages} worker.most_slots
+    What `set_slots` may give it.
+gauge rollout_fleet_busy{worker,node,stages} worker.held
+    Rollouts a worker works on.
+gauge rollout_node_free_bytes{node,resource} free
+    What a node has left for sandboxes.
+gauge rollout_node_stopped{node,reason} stopped
+    1 while INIT is stopped on a node for want of it.
+gauge rollout_node_init_waits{node} node.full
+    1 while INIT waits on a node for RUN to catch up.
+gauge rollout_ready_ahead{node} ahead
+    Rollouts between the start of INIT and RUN, by node; ready ones without a sandbox under `-`.
+gauge rollout_ready_ahead_limit{node} node.most_ahead
+    Most of them on a node.
+gauge rollout_sandboxes{node,state} sandboxes
+    Sandboxes of a node.
+counter rollout_sandbox_events{node,event} sandbox_events
+    What happened to sandboxes since the node's host started.
+
+gauge rollout_autoscale_need_slots{stage} autoscale_need
+    Slots a stage should have, as the autoscaler has it.
+gauge rollout_autoscale_nodes{kind,state} autoscale_nodes
+    Nodes of a kind: serving (up), ordered (coming), and how many there are to be (target).
+counter rollout_autoscale_actions{action} autoscale_actions
+    Slots and nodes given and taken; failures.
+
+gauge rollout_tenant_live{tenant} tenant.live
+    Rollouts of a tenant that have not ended.
+gauge rollout_tenant_quota_live{tenant} tenant.quota_live
+    Most of them that it may have; absent without a limit.
+gauge rollout_tenant_waiting{tenant} tenant.waiting
+    Rollouts of a tenant that wait for their turn in INIT.
+gauge rollout_tenant_weight{tenant} tenant.weight
+    Its share of INIT while others wait as well.
+counter rollout_tenant_claimed{tenant} tenant.claimed
+    Rollouts of a tenant that INIT took, attempts counted.
+
+counter rollout_batches_started batch.created
+    Batches started.
+counter rollout_batches_ended{state} batch.ended_*
+    Batches that ended.
+counter rollout_batch_groups{verdict} verdicts
+    Groups of batches decided.
+counter rollout_batch_groups_refused{reason} batch.reason_*
+    Groups that were not kept.
+counter rollout_batch_groups_carried batch.carried
+    Groups that another batch took over.
+gauge rollout_batches_todo batches_todo
+    Things to do for batches; many that stay mean that no worker does them.
+
+gauge rollout_backend_up{backend} backend.healthy
+    1 while it takes calls, 0 when it failed its probes or a weight update.
+gauge rollout_backend_load{backend} backend.load
+    Score in the heap of backends.
+gauge rollout_backend_live_rollouts{backend} backend.live_rollouts
+    Rollouts pinned to it.
+gauge rollout_backend_capacity_tokens{backend} backend.capacity_tokens
+    Tokens its key-value cache holds.
+gauge rollout_backend_requests_running{backend} probe.running
+    Calls it works on.
+gauge rollout_backend_requests_waiting{backend} probe.waiting
+    Calls in its own queue.
+gauge rollout_backend_kv_usage{backend} probe.kv_usage
+    Share of its key-value cache in use.
+gauge rollout_backend_draining{backend} backend.draining
+    1 while it takes no new rollouts.
+gauge rollout_backend_paused{backend} backend.paused
+    1 while its weights are exchanged.
+gauge rollout_backend_probe_age_seconds{backend} probe_age
+    Since it was probed.
+counter rollout_backend_prompt_tokens{backend} probe.prompt_tokens
+    Prompt tokens looked up in its prefix cache, since it started.
+counter rollout_backend_cached_tokens{backend} probe.cached_tokens
+    Those of them that were found there.
+counter rollout_backend_generation_tokens{backend} probe.generation_tokens
+    Tokens sampled since it started.
+counter rollout_backend_requests{backend} probe.requests
+    Calls that ended since it started.
+counter rollout_backend_request_seconds{backend} probe.request_seconds
+    Seconds they took in the engine, from arrival to end.
+counter rollout_placements{event} placements
+    Decisions where a rollout runs (placed, moved, refused …).
+counter rollout_policy_updates{outcome} update.n_*
+    Weight updates that ended.
+counter rollout_policy_update_seconds update.seconds
+    Seconds that weight updates took.
+gauge rollout_policy_info{version} policy
+    1 for the current policy.
+
+counter rollout_failures{blame} total.blame_*
+    Failed rollouts by blame.
+counter rollout_retries total.retries
+    Attempts after the first one.
+counter rollout_attempts_lost{blame} total.retry_*
+    Attempts that failed and were followed by another one.
+counter rollout_ended{attempts} total.attempts_*
+    Rollouts that ended, by attempts used.
+counter rollout_dropped{reason} total.drop_*
+    Rollouts not to be trained on, by reason.
+counter rollout_records_unreadable total.unreadable
+    Records passed over because they cannot be read, once a process that met them.
+counter rollout_leases_lost{stage} total.lost_*
+    Rollouts whose worker died, hung or was cut off while it held them.
+histogram rollout_stage_duration_seconds{stage} times.stage
+    Seconds at work in a stage, however it ended.
+histogram rollout_queue_wait_seconds{stage} times.queue
+    Seconds between two stages, by the stage waited for.
+histogram rollout_duration_seconds{state} times.total
+    Seconds from submission to the end.
+counter rollout_stage_seconds{stage} stage_seconds
+    Seconds at work in a stage, or waiting in a queue.
+counter rollout_stage_runs{stage} stage_runs
+    Stages that ended.
+gauge rollout_leases{stage} age.leases
+    Rollouts that workers hold.
+gauge rollout_lease_age_seconds{stage} age.lease_age
+    Since the heartbeat that is longest ago.
+gauge rollout_oldest_seconds{state} age.oldest
+    Since the oldest live one was submitted.
+gauge rollout_reaper_lag_seconds age.reaper_lag
+    How late the look at what is due is; grows when no worker reaps.
+
+gauge rollout_results_bytes stored_bytes
+    Bytes of ended rollouts' trajectories in Redis, compressed.
+gauge rollout_completions results_length
+    Completions that a cursor can still read.
+gauge rollout_completion_streams streams
+    Streams of completions open at this gateway.
+gauge rollout_gateway_waiters waiters
+    Requests that wait for completions at this gateway, streams included.
+counter rollout_results_acknowledged result.acknowledged
+    Rollouts acknowledged by their readers.
+counter rollout_results_dropped{reason} result.dropped_*
+    Trajectories dropped before their retention was over.
+counter rollout_results_dropped_bytes{reason} result.bytes_*
+    Their bytes.
+gauge rollout_webhooks_pending webhooks_pending
+    Webhooks neither delivered nor given up.
+counter rollout_webhooks{event} result.webhooks_*
+    Tries of webhooks, and those given up.
+counter rollout_archived result.archived
+    Rollouts written to the archive.
+counter rollout_archived_bytes result.archived_bytes
+    Bytes written to the archive, compressed.
+counter rollout_archive_missed result.archive_missed
+    Rollouts past their retention before they were archived.
+counter rollout_archive_errors result.archive_errors
+    Times that the archive could not be written.
+gauge rollout_archive_waiting archive_lag
+    Completions that the archive has not read yet.
+
+gauge rollout_redis_ping_seconds ping
+    How long it took to answer a PING.
+gauge rollout_redis_memory_bytes server.used_memory
+    Memory in use.
+gauge rollout_redis_memory_limit_bytes memory_limit
+    maxmemory; where none is set, the machine's memory.
+gauge rollout_redis_clients server.connected_clients
+    Connections.
+gauge rollout_redis_replicas server.connected_slaves
+    Replicas connected.
+gauge rollout_redis_aof_enabled server.aof_enabled
+    1 while there is an append-only file.
+gauge rollout_redis_aof_bytes server.aof_current_size
+    Size of the append-only file.
+gauge rollout_redis_aof_write_ok server_ok.aof_last_write_status
+    0 when the last write to the append-only file failed: Redis refuses writes.
+gauge rollout_redis_aof_rewrite_ok server_ok.aof_last_bgrewrite_status
+    0 when the last rewrite of the append-only file failed: it only grows.
+gauge rollout_redis_uptime_seconds server.uptime_in_seconds
+    Since it was started.
+counter rollout_redis_commands server.total_commands_processed
+    Commands worked off since it was started.
+counter rollout_redis_aof_delayed_syncs server.aof_delayed_fsync
+    Times that a write waited for the disk.
+counter rollout_redis_evicted_keys server.evicted_keys
+    Keys it deleted for want of memory: state that is lost.
+counter rollout_redis_rejected_connections server.rejected_connections
+    Connections beyond maxclients.
+"""
+"""Kind, name and labels of each metric, where its values are from (see `Scrape.read`), and its text."""
+_ROW = re.compile(r"^(\w+) (\w+)(?:\{(\S+)\})? (\w+)(?:\.([\w*]+))?\n {4}(.+)$", re.MULTILINE)
 
 _own = CollectorRegistry()
 REQUESTS = Counter(
@@ -87,6 +257,40 @@ LATENCY = Histogram(
     "rollout_gateway_request_seconds", "Seconds to answer, long-polls included.", ["route"], registry=_own
 )
 ProcessCollector(namespace="rollout_gateway", registry=_own)
+
+Value = float | None
+"""None = there is none just now."""
+Values = Mapping[Any, Value]
+"""By label, or by tuple of labels."""
+
+
+class Row(NamedTuple):
+    """A metric."""
+
+    kind: str
+    name: str
+    labels: str
+    source: str
+    argument: str
+    text: str
+
+    def read(self, scrape: Scrape) -> Iterator[Metric]:
+        """Itself with its values; nothing where it has neither labels nor a value."""
+        values = scrape.read(self.source, self.argument)
+        if not self.labels:
+            values = {} if values is None else {(): values}
+        family = KINDS[self.kind](self.name, self.text, labels=self.labels.split(",") if self.labels else [])
+        for names, value in values.items():
+            named = [names] if isinstance(names, str) else [*names]
+            if isinstance(value, observations.Histogram):
+                family.add_metric(named, value.cumulative(), value.sum_s)
+            elif value is not None:
+                family.add_metric(named, value)
+        if self.labels or family.samples:
+            yield family
+
+
+ROWS = [Row(*groups) for groups in _ROW.findall(TABLE)]
 
 
 def queue_depths(client: redis.Redis) -> dict[str, int]:
@@ -103,6 +307,172 @@ def queue_depths(client: redis.Redis) -> dict[str, int]:
         return dict(zip(ordered, pipe.execute(), strict=True))
 
 
+def _by(sums: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The sums `<prefix>_<label>` by label."""
+    values: dict[str, Any] = dict.fromkeys(KNOWN.get(prefix, ()), 0)
+    for field, value in sums.items():
+        head, _, label = field.partition("_")
+        if head == prefix and label:
+            values[label] = value
+    return values
+
+
+class Scrape:
+    """One look at the service: what each metric of the table reads."""
+
+    def __init__(self, gate: Gateway) -> None:
+        self._gate = gate
+        self._sums = {
+            "total": gate.rollouts.totals(),
+            "result": gate.results.totals(),
+            "batch": gate.batches.totals(),
+            "update": gate.policy.totals(),
+            # Of the server that the gateway is connected to: with Sentinel, the master.
+            "server": gate.redis.info(),
+        }
+        self._histograms = gate.observations.histograms()
+        self._ages = gate.observations.ages()
+        self._backends = gate.backends.list()
+        self._workers = gate.fleet.workers()
+        self._admissions = gate.fleet.admissions()
+        self._hosts = gate.fleet.nodes()
+        self._tenants = gate.tenants.usage()
+        self._autoscaler = AutoscaleStore(gate.redis)
+        self._decision = self._autoscaler.get() or {}
+        self.states, self.queues = gate.rollouts.counts, lambda: queue_depths(gate.redis)
+        self.placements, self.autoscale_actions = gate.backends.totals, self._autoscaler.totals
+        self.batches_todo, self.webhooks_pending = gate.batches.todo, gate.webhooks.pending
+        self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.completions.length
+        self.archive_lag = gate.completions.archive_lag
+
+    def read(self, source: str, argument: str) -> Value | Values:
+        """A sum by its name, several by `prefix_*`, or what the method of that name makes of the argument."""
+        if source not in self._sums:
+            return getattr(self, source)(*filter(None, [argument]))
+        sums = self._sums[source]
+        return _by(sums, argument[:-2]) if argument.endswith("_*") else sums.get(argument, 0)
+
+    def verdicts(self) -> Values:
+        return {verdict: self._sums["batch"].get(verdict, 0) for verdict in Verdict}
+
+    # -- times -------------------------------------------------------------------------------
+
+    def times(self, prefix: str) -> Values:
+        return dict(sorted(_by(self._histograms, prefix).items()))
+
+    def stage_seconds(self) -> Values:
+        return {name: seconds for name, (seconds, _) in observations.stage_totals(self._histograms).items()}
+
+    def stage_runs(self) -> Values:
+        return {name: runs for name, (_, runs) in observations.stage_totals(self._histograms).items()}
+
+    def age(self, field: str) -> Value | Values:
+        return getattr(self._ages, field)
+
+    # -- workers and nodes -------------------------------------------------------------------
+
+    def alive(self) -> Values:
+        return {stage: len(names) for stage, names in self._gate.fleet.alive().items()}
+
+    def worker(self, field: str) -> Values:
+        """One series a process; `stages` has several, joined by `+`, where one serves several."""
+        return {
+            (worker.name, worker.node, "+".join(worker.stages)): getattr(worker, field)
+            for worker in self._workers
+        }
+
+    def node(self, field: str) -> Values:
+        return {node: getattr(admission, field) for node, admission in self._admissions.items()}
+
+    def free(self) -> Values:
+        return {
+            (node, resource): getattr(admission, f"free_{resource}")
+            for node, admission in self._admissions.items()
+            for resource in STOP_REASONS
+        }
+
+    def stopped(self) -> Values:
+        return {
+            (node, reason): reason in admission.stopped
+            for node, admission in self._admissions.items()
+            for reason in STOP_REASONS
+        }
+
+    def ahead(self) -> Values:
+        _, without_sandbox = self._gate.rollouts.ahead("")
+        return {**self.node("ahead"), "-": without_sandbox}
+
+    def sandboxes(self) -> Values:
+        return {
+            (node, state): host.get(state, 0)
+            for node, host in self._hosts.items()
+            for state in SANDBOX_STATES
+        }
+
+    def sandbox_events(self) -> Values:
+        values: dict[tuple[str, str], float] = {}
+        for node, host in self._hosts.items():
+            values |= {(node, event): host.get(event, 0) for event in SANDBOX_EVENTS}
+            breaches = host.get("breaches", {})
+            values |= {(node, f"over_{limit}_limit"): count for limit, count in breaches.items()}
+        return values
+
+    def autoscale_need(self) -> Values:
+        return {stage: load["need"] for stage, load in self._decision.get("stages", {}).items()}
+
+    def autoscale_nodes(self) -> Values:
+        return {
+            (kind, name): nodes[name]
+            for kind, nodes in self._decision.get("nodes", {}).items()
+            for name in ("up", "coming", "target")
+        }
+
+    # -- tenants, backends, this gateway, Redis ----------------------------------------------
+
+    def tenant(self, field: str) -> Values:
+        """One series a tenant: operators make them, so there are few."""
+        return {
+            usage.tenant.name: getattr(usage if hasattr(usage, field) else usage.tenant, field)
+            for usage in self._tenants
+        }
+
+    def backend(self, field: str) -> Values:
+        """What rollouts reserve on an LLM server."""
+        return {backend.id: getattr(backend, field) for backend in self._backends}
+
+    def probe(self, field: str) -> Values:
+        """What it said of itself at the last probe."""
+        return {backend.id: getattr(backend.stats, field, None) for backend in self._backends}
+
+    def probe_age(self) -> Values:
+        return {name: at and max(0.0, time.time() - at) for name, at in self.probe("at").items()}
+
+    def policy(self) -> Values:
+        current = self._gate.policy.current()
+        return {current.policy.version: 1} if current else {}
+
+    def release(self) -> Values:
+        return {rollout.__version__: 1}
+
+    def streams(self) -> Value:
+        return self._gate.streams.open
+
+    def waiters(self) -> Value:
+        return self._gate.waiting.open
+
+    def ping(self) -> Value:
+        began = time.perf_counter()
+        self._gate.redis.ping()
+        return time.perf_counter() - began
+
+    def server_ok(self, field: str) -> Value:
+        return self._sums["server"].get(field, "ok") == "ok"
+
+    def memory_limit(self) -> Value:
+        """`maxmemory`; without one the machine's memory is the limit, and the kernel enforces it."""
+        return self._sums["server"].get("maxmemory") or self._sums["server"].get("total_system_memory") or 0
+
+
 class _FromRedis:
     """A collector that reads the state of the service at each scrape."""
 
@@ -113,170 +483,9 @@ class _FromRedis:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        gate = self._gate
-        states = GaugeMetricFamily(
-            "rollout_rollouts", "Rollouts by state; those of terminal states only grow.", labels=["state"]
-        )
-        for state, count in gate.rollouts.counts().items():
-            states.add_metric([state], count)
-        yield states
-
-        depth = GaugeMetricFamily("rollout_queue_depth", "Messages waiting in a queue.", labels=["queue"])
-        for queue, length in queue_depths(gate.redis).items():
-            depth.add_metric([queue], length)
-        yield depth
-
-        workers = GaugeMetricFamily("rollout_workers", "Live worker processes.", labels=["stage"])
-        for stage, names in gate.fleet.alive().items():
-            workers.add_metric([stage], len(names))
-        yield workers
-
-        yield from fleet_metrics.workers(gate.fleet.workers())
-        yield from fleet_metrics.room(gate.fleet.admissions())
-        yield from autoscale_metrics.autoscale(AutoscaleStore(gate.redis))
-        yield from _sandboxes(gate.fleet.nodes())
-        yield from sharing_metrics.tenants(gate.tenants.usage())
-        yield from batch_metrics.batches(gate.batches.totals(), gate.batches.todo())
-        _, without_sandbox = gate.rollouts.ahead("")
-        yield from sharing_metrics.admissions(gate.fleet.admissions(), without_sandbox)
-
-        yield from _backends(gate)
-
-        totals = gate.rollouts.totals()
-        yield _by(totals, "blame", "rollout_failures", "Failed rollouts by blame.", "blame", Blame)
-        yield CounterMetricFamily(
-            "rollout_retries", "Attempts after the first one.", value=totals.get("retries", 0)
-        )
-
-        yield _by(totals, "retry", "rollout_attempts_lost", LOST_TEXT, "blame", Blame)
-        yield _by(totals, "attempts", "rollout_ended", "Rollouts that ended, by attempts used.", "attempts")
-        yield _by(totals, "drop", "rollout_dropped", "Rollouts not to be trained on, by reason.", "reason")
-        yield CounterMetricFamily(
-            "rollout_records_unreadable",
-            "Records passed over because they cannot be read, once a process that met them.",
-            value=totals.get(UNREADABLE_COUNT, 0),
-        )
-        yield _by(totals, "lost", "rollout_leases_lost", LEASES_LOST_TEXT, "stage", STAGES)
-        yield from _times(gate.observations)
-        yield from _policy(gate)
-        yield from results(gate)
-        yield from redis_metrics.server(gate.redis)
-        info = GaugeMetricFamily("rollout_info", "1; the gateway's release.", labels=["version"])
-        info.add_metric([rollout.__version__], 1)
-        yield info
-
-
-def _by(
-    totals: dict[str, int], kind: str, name: str, text: str, label: str, known: Iterable[str] = ()
-) -> CounterMetricFamily:
-    """The totals `<kind>_<label's value>` as one counter.
-
-    Args:
-        known: Values told of before they happen: of a counter that begins at 1 nobody sees the increase.
-    """
-    values = dict.fromkeys(known, 0)
-    for field, value in totals.items():
-        found, _, labelled = field.partition("_")
-        if found == kind and labelled:
-            values[labelled] = value
-    counter = CounterMetricFamily(name, text, labels=[label])
-    for labelled, value in values.items():
-        counter.add_metric([labelled], value)
-    return counter
-
-
-def _times(observations: Observations) -> Iterator[Metric]:
-    """Histograms that the scripts in Redis keep, and how old things are now."""
-    found = observations.histograms()
-    for prefix, name, text, label in TIMES:
-        family = HistogramMetricFamily(name, text, labels=[label])
-        for series, histogram in sorted(found.items()):
-            kind, _, labelled = series.partition("_")
-            if kind == prefix:
-                family.add_metric([labelled], histogram.cumulative(), histogram.sum_s)
-        yield family
-    seconds = CounterMetricFamily(
-        "rollout_stage_seconds", "Seconds at work in a stage, or waiting in a queue.", labels=["stage"]
-    )
-    runs = CounterMetricFamily("rollout_stage_runs", "Stages that ended.", labels=["stage"])
-    for label, (spent, count) in stage_totals(found).items():
-        seconds.add_metric([label], spent)
-        runs.add_metric([label], count)
-    yield seconds
-    yield runs
-    ages = observations.ages()
-    for name, text, label, values in (
-        ("rollout_leases", "Rollouts that workers hold.", "stage", ages.leases),
-        ("rollout_lease_age_seconds", "Since the heartbeat that is longest ago.", "stage", ages.lease_age),
-        ("rollout_oldest_seconds", "Since the oldest live one was submitted.", "state", ages.oldest),
-    ):
-        gauge = GaugeMetricFamily(name, text, labels=[label])
-        for labelled, value in values.items():
-            gauge.add_metric([labelled], value)
-        yield gauge
-    yield GaugeMetricFamily(
-        "rollout_reaper_lag_seconds",
-        "How late the look at what is due is; grows when no worker reaps.",
-        value=ages.reaper_lag,
-    )
-
-
-def _backends(gate: Gateway) -> Iterator[Metric]:
-    """LLM servers: what rollouts reserve on them, and what they said of themselves at the last probe."""
-    backends = gate.backends.list()
-    for name, text, value in BACKEND_GAUGES:
-        gauge = GaugeMetricFamily(f"rollout_backend_{name}", text, labels=["backend"])
-        for backend in backends:
-            number = value(backend)
-            if number is not None:
-                gauge.add_metric([backend.id], number)
-        yield gauge
-    for name, text in BACKEND_COUNTERS:
-        counter = CounterMetricFamily(f"rollout_backend_{name}", text, labels=["backend"])
-        for backend in backends:
-            number = getattr(backend.stats, name, None)
-            if number is not None:
-                counter.add_metric([backend.id], number)
-        yield counter
-    placements = CounterMetricFamily(
-        "rollout_placements", "Decisions where a rollout runs (placed, moved, refused …).", labels=["event"]
-    )
-    for event, count in gate.backends.totals().items():
-        placements.add_metric([event], count)
-    yield placements
-
-
-def _policy(gate: Gateway) -> Iterator[Metric]:
-    """Weight updates, and the weights that new rollouts run on."""
-    totals = gate.policy.totals()
-    ended = [state for state in UpdateState if state.ended]
-    yield _by(totals, "n", "rollout_policy_updates", "Weight updates that ended.", "outcome", ended)
-    yield CounterMetricFamily(
-        "rollout_policy_update_seconds", "Seconds that weight updates took.", value=totals.get("seconds", 0)
-    )
-    info = GaugeMetricFamily("rollout_policy_info", "1 for the current policy.", labels=["version"])
-    if current := gate.policy.current():
-        info.add_metric([current.policy.version], 1)
-    yield info
-
-
-def _sandboxes(nodes: dict[str, dict[str, Any]]) -> Iterator[Metric]:
-    """What the sandbox host of each node said last."""
-    now = GaugeMetricFamily("rollout_sandboxes", "Sandboxes of a node.", labels=["node", "state"])
-    events = CounterMetricFamily(
-        "rollout_sandbox_events",
-        "What happened to sandboxes since the node's host started.",
-        labels=["node", "event"],
-    )
-    for node, said in nodes.items():
-        for state in SANDBOX_STATES:
-            now.add_metric([node, state], said.get(state, 0))
-        for event in SANDBOX_EVENTS:
-            events.add_metric([node, event], said.get(event, 0))
-        for limit, count in said.get("breaches", {}).items():
-            events.add_metric([node, f"over_{limit}_limit"], count)
-    yield now
-    yield events
+        scrape = Scrape(self._gate)
+        for row in ROWS:
+            yield from row.read(scrape)
 
 
 def render(gate: Gateway) -> bytes:
