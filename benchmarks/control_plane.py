@@ -4,7 +4,7 @@ Waiting: 800 long-polls of a rollout each, 100 of completions, 100 streams, all 
 and gunicorn's master), which answers another client's requests meanwhile and did so alone before.
 
 CPU: that of gateway, workers, Redis and client for a no-op rollout, against a bare Celery chain that has all
-of Celery that ours has (`benchmarks/_equal_chain.py`). Rounds are interleaved.
+of Celery that ours has (`benchmarks/pipeline.py`). Rounds are interleaved.
 
 Recovery: a worker that holds 55 rollouts gets SIGKILL; seconds until each of them has another worker, less
 the lease (5 s here). With a spare, another worker of the stage has slots free at the kill; without one, a new
@@ -20,18 +20,23 @@ import time
 from http.client import HTTPConnection
 from typing import Any
 
-from benchmarks._harness import (
+from benchmarks.harness import (
+    PATIENCE_S,
+    await_worker,
     cpu_seconds,
+    discard,
+    launch,
     make_parser,
     memory_mb,
     percentile,
     report,
     say,
+    service,
     spread_ms,
+    start_fleet,
     summary,
     timed,
 )
-from benchmarks._service import PATIENCE_S, await_worker, discard, launch, service, start_fleet
 from benchmarks.pipeline import SLOTS, race
 from rollout.schema import RolloutRequest, State
 from services.state.fleet import FleetStore

@@ -14,7 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks._harness import (
+from benchmarks.harness import (
     make_parser,
     median_ms,
     private_directory,

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from benchmarks._harness import make_parser, report, say, summary
+from benchmarks.harness import make_parser, report, say, summary
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import RolloutRequest

@@ -25,7 +25,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from benchmarks._harness import (
+from benchmarks.harness import (
     make_parser,
     private_directory,
     private_host,

@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks import _harness as harness
-from benchmarks._apptainer import PlainApptainer
+from benchmarks import harness
+from benchmarks.harness import PlainApptainer
 from sandbox import trees
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient

@@ -24,8 +24,7 @@ from xml.etree import ElementTree
 
 import structlog
 
-from benchmarks._apptainer import PlainApptainer
-from benchmarks._harness import make_parser, private_directory, report, say, summary
+from benchmarks.harness import PlainApptainer, make_parser, private_directory, report, say, summary
 from sandbox.host_client import HostClient
 from tests.helpers.swe_agents import LIMITS, judge_many
 from tests.helpers.swe_instances import instances

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks._harness import make_parser, report, say
+from benchmarks.harness import make_parser, report, say
 from examples.demo_model.task import make_tasks
 from rollout.schema import Backend, Limits, RolloutRequest, SamplingParams
 from rollout.trajectory import Segment, Trajectory

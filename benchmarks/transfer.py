@@ -22,19 +22,48 @@ import json
 import time
 
 import httpx
+from pydantic import BaseModel
 
-from benchmarks._harness import make_parser, report, say, summary
-from benchmarks._service import PATIENCE_S, discard, service
+from benchmarks.harness import PATIENCE_S, discard, make_chain, make_parser, report, say, service, summary
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest
+from rollout.trajectory import FinishReason
 from tests.helpers.keys import HEADERS
+from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
 
 GROUP = 8
 SHORT_TOKENS = 2048
 """Of a response in the short form, a single round."""
 JSON_ROUNDS = 3
 """Rounds in which the batch is read as JSON, too: it takes twenty times as long."""
+
+
+class LongTask(BaseModel):
+    tokens: int
+    """Tokens of the response, observations included."""
+    turns: int
+    observation: int
+    """Tokens of what a tool answers between two turns."""
+
+
+class Teller(AgentHandler[LongTask]):
+    """Leaves a trajectory of the length it is told."""
+
+    name = "teller"
+    Task = LongTask
+    uses_model = False
+
+    async def run(self, ctx: RunContext[LongTask]) -> FinishReason:
+        task = ctx.task
+        sampled = (task.tokens - task.observation * (task.turns - 1)) // task.turns
+        ctx.agent.trajectory.chains.append(
+            make_chain(ctx.rollout_id, [sampled] * task.turns, task.observation)
+        )
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[LongTask]) -> Reward:
+        return Reward(float(ctx.index % 2))
 
 
 def make_batch(client: Client, options: argparse.Namespace) -> str:
@@ -119,7 +148,7 @@ def main() -> None:
         options.tokens = min(options.tokens, SHORT_TOKENS)
     rates: dict[str, list[float]] = {"arrays": [], "json": []}
     with (
-        service(ROLLOUT_HANDLERS="benchmarks._handlers:Teller", ROLLOUT_LEASE_S="60") as stack,
+        service(ROLLOUT_HANDLERS="benchmarks.transfer:Teller", ROLLOUT_LEASE_S="60") as stack,
         Client(stack.url) as client,
         Client(stack.url, wire="json") as json_client,
     ):

@@ -14,6 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from sandbox import paths
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_missing, vllm_server
+from tests.helpers.stack import RedisServer
 
 # Tests look for what sandboxes leave on the machine, and one kept warm would look left. Tests of the warm
 # pool set their own.
@@ -159,6 +160,14 @@ class ByFile(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config, log):
     """`--dist loadgroup` would do, but xdist 3.8 writes its groups where pytest 9.2 does not read them."""
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A Redis of the file's own, for tests of what is kept there."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
 from tests.helpers.chores import services
-from tests.helpers.stack import GUNICORN, Process, RedisServer, free_port, wait_until
+from tests.helpers.stack import GUNICORN, Process, free_port, wait_until
 from workers.chores.archive import Archiver
 
 MB = 1 << 20
@@ -46,17 +46,10 @@ NUMBERS = HandlerInfo(
 )
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["service", CONTROL])
-def target(request, redis_server, monkeypatch):
+def target(request, server, monkeypatch):
     monkeypatch.setattr(auth, "CACHE_S", 0.0)
-    found = service(redis_server.url, request.param == CONTROL, monkeypatch)
+    found = service(server.url, request.param == CONTROL, monkeypatch)
     FleetStore(found.world.redis).put_handlers([NUMBERS])
     return found
 

@@ -22,24 +22,16 @@ from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
 from tests.helpers.chores import services
-from tests.helpers.stack import RedisServer
 from workers.chores import webhooks
 from workers.chores.batches import Batcher
 
 MB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["service", CONTROL])
-def target(request, redis_server, monkeypatch):
+def target(request, server, monkeypatch):
     monkeypatch.setattr(auth, "CACHE_S", 0.0)
-    return service(redis_server.url, request.param == CONTROL, monkeypatch)
+    return service(server.url, request.param == CONTROL, monkeypatch)
 
 
 def batcher(target) -> Batcher:

@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 import redis
 
-from benchmarks._harness import end_in_order_on_sigterm
+from benchmarks.harness import end_in_order_on_sigterm
 from rollout.client import ApiError, Client
 from rollout.errors import RolloutError
 from rollout.schema import RolloutRequest, new_id

@@ -15,7 +15,7 @@ from services.state.backends import BackendStore
 from tests.helpers import llm_reference
 from tests.helpers.checkpoints import canary
 from tests.helpers.llm_servers import DEMO_MODEL
-from tests.helpers.stack import RedisServer, wait_until
+from tests.helpers.stack import wait_until
 from workers.exchange import Exchange
 
 pytestmark = pytest.mark.timeout(180)
@@ -57,10 +57,8 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield BackendStore(server.client)
-    server.stop()
+def store(server):
+    return BackendStore(server.client)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.sandboxes import leftovers, stop_host
-from tests.helpers.stack import RedisServer, Stack
+from tests.helpers.stack import Stack
 
 
 @pytest.fixture(scope="package")
@@ -29,11 +29,3 @@ def stack(tmp_path_factory, embedded):
 @pytest.fixture
 def client(stack):
     return stack.client
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A Redis of the file's own, for tests of what is kept there."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.stop()

@@ -14,17 +14,12 @@ from services.settings import Settings
 from tests.helpers.described import SGLANG, describing
 from tests.helpers.keys import keyed
 from tests.helpers.llm_servers import free_port
-from tests.helpers.stack import RedisServer
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory):
+def app(server):
     """A gateway in this process on a Redis of its own, so that no worker gives these backends rollouts."""
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    try:
-        yield create_app(Settings(redis_url=server.url))
-    finally:
-        server.stop()
+    return create_app(Settings(redis_url=server.url))
 
 
 @pytest.fixture

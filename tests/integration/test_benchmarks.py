@@ -114,7 +114,7 @@ TIMEOUT_S = 500
 
 
 def test_every_benchmark_is_known_here():
-    assert {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} == set(KEYS)
+    assert {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} == {*KEYS, "harness"}
 
 
 @pytest.mark.timeout(TIMEOUT_S + 100)

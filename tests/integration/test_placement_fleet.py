@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks._routing_fleet import (
+from benchmarks.routing import (
     Fleet,
     Ours,
     Peer,
@@ -18,7 +18,6 @@ from benchmarks._routing_fleet import (
     workload,
 )
 from tests.helpers import virtual_time
-from tests.helpers.stack import RedisServer
 
 ENGINES = 3
 SLOTS = 36
@@ -26,11 +25,9 @@ FAIR = SLOTS / (ENGINES + 1)
 JOIN_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def redis_client(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server.client
-    server.stop()
+@pytest.fixture
+def redis_client(server):
+    return server.client
 
 
 def join(policy):

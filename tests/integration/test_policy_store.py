@@ -12,18 +12,16 @@ from rollout.policy import PolicyRequest, UpdateState
 from rollout.schema import Backend
 from services.state.backends import BackendStore
 from services.state.policy import HISTORY, Current, LeaseLost, PolicyStore, UpdateConflict
-from tests.helpers.stack import RedisServer, wait_until
+from tests.helpers.stack import wait_until
 from workers.weights import WeightUpdates, _each, _Leases
 
 BACKEND = Backend(id="b", url="http://127.0.0.1:9", model="m", tokenizer="t", max_model_len=64)
 PATIENCE_S = 60
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server.client
-    server.stop()
+@pytest.fixture
+def redis(server):
+    return server.client
 
 
 @pytest.fixture

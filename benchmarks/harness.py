@@ -1,4 +1,4 @@
-"""What benchmarks share: options, turns, spreads, processor time, the floor of the machine, the result."""
+"""What benchmarks share: options, turns, spreads, the machine's floor, a service, peers, the result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import random
 import shutil
 import signal
 import statistics
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +24,13 @@ from typing import Any
 
 import psutil
 
+from rollout.trajectory import Chain, Message, Segment
+from sandbox import paths
 from sandbox.host_client import HostClient
+from sandbox.images import ImageStore
+from sandbox.runtimes.apptainer import Apptainer
+from services.state import keys
+from tests.helpers.stack import Process, Stack, wait_until
 
 
 def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.ArgumentParser:
@@ -184,3 +192,151 @@ def private_host(state: Path, warm: int) -> Iterator[HostClient]:
         yield HostClient(state)
     finally:
         asyncio.run(HostClient(state).stop())
+
+
+# -- a service to measure ------------------------------------------------------------------------------
+
+
+STAGES = ("init", "run", "eval")
+ENV = {
+    "ROLLOUT_HANDLERS": "",
+    "ROLLOUT_LOG_LEVEL": "WARNING",
+    # As in production: those of the tests are quicker.
+    "ROLLOUT_LEASE_S": "30",
+    "ROLLOUT_REAPER_INTERVAL_S": "1",
+    "ROLLOUT_REQUEUE_S": "30",
+    "ROLLOUT_RETRY_DELAY_S": "1",
+}
+PATIENCE_S = 300.0
+"""How long anything may take on a machine that is busy with other things."""
+
+
+@contextmanager
+def service(**env: str) -> Iterator[Stack]:
+    """Redis and a gateway in private directories; what is started on it ends with it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as directory,
+        private_directory() as sandboxes,
+        Stack(Path(directory), sandboxes, {**ENV, **env}) as stack,
+    ):
+        yield stack
+
+
+def launch(stack: Stack, queue: str, name: str, slots: int, app: str = "workers.app", **env: str) -> Process:
+    """Start a worker by the command that an operator uses; `name` is that of Celery."""
+    argv = [sys.executable, "-m", "celery", "-A", app, "worker", "-Q", queue, "-n", name]
+    return stack.start(name, [*argv, "--without-gossip", "--without-mingle", "-E", "-c", str(slots)], env)
+
+
+def await_worker(stack: Stack, stage: str, worker: Process, since: float = 0.0) -> None:
+    """Wait until the worker has announced itself later than `since`, in seconds of Unix time."""
+
+    def announced() -> bool:
+        return (stack.redis.client.zscore(keys.workers(stage), worker.name) or 0.0) > since
+
+    wait_until(announced, PATIENCE_S, f"worker {worker.name}", worker)
+
+
+def start_fleet(stack: Stack, slots: int) -> dict[str, Process]:
+    """One worker for each stage."""
+    fleet = {stage: launch(stack, stage, f"{stage}@{stack.env['ROLLOUT_NODE']}", slots) for stage in STAGES}
+    for stage, worker in fleet.items():
+        await_worker(stack, stage, worker)
+    wait_until(lambda: stack.redis.client.exists(keys.HANDLERS), PATIENCE_S, "the handlers to be announced")
+    return fleet
+
+
+def discard(stack: Stack, *workers: Process) -> None:
+    """End workers and forget them."""
+    for worker in workers:
+        worker.popen.terminate()
+    for worker in workers:
+        worker.stop()
+        stack.processes.remove(worker)
+
+
+# -- the peer of sandboxes -----------------------------------------------------------------------------
+
+
+FLAGS = (
+    *("-q", "exec", "--userns", "--containall", "--no-init", "--no-home", "--cleanenv", "--no-privs"),
+    *("--no-mount", "sys,bind-paths,tmp", "--writable-tmpfs", "--net", "--network", "none", "--pwd", "/"),
+)
+"""Those of our sandboxes (`sandbox.runtimes.apptainer`); the writable layer is Apptainer's own."""
+
+
+class PlainApptainer:
+    """Containers with our sandboxes' user, image, flags and `GOGC=off`, but no server, filter or limits."""
+
+    def __init__(self, home: Path, rootfs: Path | None = None):
+        """`home`: becomes Apptainer's home, made here; `rootfs`: instead of the base image.
+
+        Raises RuntimeUnavailable where Apptainer is missing.
+        """
+        runtime, user = Apptainer(), paths.sandbox_user()
+        runtime.check_installed()
+        home.mkdir()
+        self._as_user = {}
+        if user is not None:
+            os.chown(home, user, user)
+            self._as_user = {"user": user, "group": user, "extra_groups": []}
+        self._argv = [str(runtime.program()), *FLAGS, str(rootfs or ImageStore().rootfs("base", user))]
+        self._env = {"PATH": paths.tool_path(), "HOME": str(home), "LANG": "C.UTF-8", "GOGC": "off"}
+
+    def start(self, script: str) -> subprocess.Popen[str]:
+        """A container in which bash runs the script, with pipes."""
+        return subprocess.Popen(
+            [*self._argv, "bash", "-c", script],
+            env=self._env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd="/",
+            **self._as_user,
+        )
+
+    def run(self, script: str, stdin: str = "") -> str:
+        """Output of the script. Raises RuntimeError with it when the exit code is not 0."""
+        with self.start(script) as process:
+            output = process.communicate(stdin)[0]
+        if process.returncode != 0:
+            raise RuntimeError(f"apptainer exec ended with {process.returncode}: {output[-1000:]}")
+        return output
+
+
+# -- made-up trajectories ------------------------------------------------------------------------------
+
+VOCABULARY = 150_000
+PROMPT = 512
+"""Tokens of the prompt."""
+CHARACTERS = 4
+"""Of a message, for each token: about what English has."""
+WORD = 5
+"""Characters of a word on average, with its space."""
+WORDS = ("the", "file", "returns", "a", "list", "of", "values", "because", "test", "fails", "on", "line")
+
+
+def make_chain(seed: str, turns: list[int], observation: int) -> Chain:
+    """A chain as irregular as real ones; log-probs are float32, as engines compute them.
+
+    Args:
+        turns: Sampled tokens of each turn.
+        observation: Tokens of a tool's answer between two turns.
+    """
+    chance, chain = random.Random(seed), Chain()
+    chain.append(_segment(chance, "user", PROMPT))
+    for turn, sampled in enumerate(turns):
+        if turn:
+            chain.append(_segment(chance, "tool", observation))
+        logprobs = array("f", [-chance.expovariate(2.0) for _ in range(sampled)]).tolist()
+        said = {"logprobs": logprobs, "call_id": f"call-{turn}", "policy_version": "step-1"}
+        chain.append(_segment(chance, "assistant", sampled, sampled=True, **said))
+    return chain
+
+
+def _segment(chance: random.Random, role: str, tokens: int, **more: object) -> Segment:
+    words = chance.choices(WORDS, k=tokens * CHARACTERS // WORD)
+    ids = [chance.randrange(VOCABULARY) for _ in range(tokens)]
+    return Segment(role=role, token_ids=ids, messages=[Message(role=role, content=" ".join(words))], **more)
