@@ -7,43 +7,13 @@ when Redis restarts, and a chain's errbacks do not fire on every way a task can 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NotRequired, TypedDict
 
-import redis
 from celery import Celery, signals
-from kombu.transport.redis import Channel
 
+from services import broker
 from services.settings import Settings
 from services.state import address
-
-# kombu puts messages in hand back when a channel closes. When it closes because Redis is away, that raises
-# (kombu 5.7) and the worker exits. Nobody needs them back: the reaper rings again for a rollout that waits.
-Channel.do_restore = False
-
-
-def _one_client_a_pool(create: Callable[..., Any]) -> Callable[..., Any]:
-    """kombu makes a Redis client for every command, each with a table of 200 callbacks: a tenth of a worker's
-    time. A client has no state beside its pool."""
-
-    def client(channel: Channel, asynchronous: bool = False) -> Any:
-        if asynchronous:
-            return create(channel, asynchronous)
-        if channel.connection is None:
-            # Another thread lost the connection, and closed it. After what kombu itself would raise, an
-            # AttributeError, it does not try again.
-            raise redis.ConnectionError("the channel was closed: its connection is lost")
-        kept = channel.__dict__.get("_kept_client")
-        # A lost connection gets the channel another pool.
-        if kept is None or kept.connection_pool is not channel.pool:
-            kept = channel._kept_client = create(channel)
-        return kept
-
-    return client
-
-
-if hasattr(Channel, "_create_client"):  # not part of kombu's interface
-    Channel._create_client = _one_client_a_pool(Channel._create_client)
 
 INIT, RUN, EVAL = "init", "run", "eval"
 STAGES = (INIT, RUN, EVAL)
@@ -99,6 +69,7 @@ def _say_arguments(sender: str = "", body: Any = None, headers: dict | None = No
 
 def make_celery(settings: Settings) -> Celery:
     """The Celery application, the same for those who send and those who work."""
+    broker.register()
     app = Celery("rollout", set_as_current=True)
     broker_url, broker_options = address.parse(settings.redis_url).broker()
     app.conf.update(

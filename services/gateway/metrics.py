@@ -25,6 +25,7 @@ import rollout
 from rollout.schema import Blame, Stage
 from rollout.schema.batches import BatchState, Verdict
 from rollout.schema.policy import UpdateState
+from services.broker import known_queues
 from services.gateway import refusals
 from services.queues import STAGES
 from services.state import observations
@@ -295,12 +296,7 @@ ROWS = [Row(*groups) for groups in _ROW.findall(TABLE)]
 
 def queue_depths(client: redis.Redis) -> dict[str, int]:
     """Messages waiting in each queue that exists, those of the nodes included."""
-    names = set(STAGES)
-    for key in client.scan_iter("_kombu.binding.*", count=1000):
-        name = key.removeprefix("_kombu.binding.")
-        if name.split(".")[0] in STAGES:
-            names.add(name)
-    ordered = sorted(names)
+    ordered = sorted({*STAGES, *(name for name in known_queues(client) if name.split(".")[0] in STAGES)})
     with client.pipeline(transaction=False) as pipe:
         for name in ordered:
             pipe.llen(name)

@@ -10,6 +10,7 @@ from typing import Any
 import redis
 
 from rollout.schema import HandlerInfo
+from services.broker import binding_keys
 from services.queues import EVAL, RUN, STAGES, queue_for
 from services.state import keys
 from services.state.redis import lua_source, now
@@ -193,10 +194,7 @@ class FleetStore:
             pipe.hdel(keys.NODES, *gone)
             pipe.hdel(keys.FLEET_ADMISSION, *gone)
             # And what kombu knows of the queues, or they would be listed for ever.
-            bindings = (
-                f"_kombu.{kind}.{name}" for kind in ("binding", "binding_permanent") for name in queues
-            )
-            pipe.delete(*queues, *bindings)
+            pipe.delete(*queues, *binding_keys(queues))
             pipe.execute()
 
     def put_handlers(self, handlers: Iterable[HandlerInfo]) -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 
 import pytest
+import redis
 from celery import chain
 
 from rollout.schema import RolloutRequest, Stage, State
@@ -145,3 +146,19 @@ def test_a_cancel_ends_the_sandbox_of_what_waits_and_leaves_that_of_what_runs_to
     ]
     assert desk.messages("eval.n") == [(TASK_CLEANUP, [Ref(id=waits, attempt=1, node="n")], [])]
     assert desk.dispatcher.cancel(waits) == ("ended", "cancelled")
+
+
+def test_a_channel_that_another_thread_has_closed_is_a_lost_connection_after_which_kombu_tries_again(server):
+    connection = make_celery(Settings(redis_url=server.url)).connection()
+    channel = connection.default_channel
+    with channel.conn_or_acquire() as first, channel.conn_or_acquire() as again:
+        assert first is again and first.ping()
+    with channel.conn_or_acquire(client=server.client) as given:
+        assert given is server.client
+    channel.close()
+    with (
+        pytest.raises(redis.ConnectionError, match="closed") as refused,
+        channel.conn_or_acquire(),
+    ):
+        raise AssertionError("it was closed")
+    assert isinstance(refused.value, connection.recoverable_connection_errors)

@@ -1,9 +1,9 @@
 """The router function and the settings of delivery."""
 
 import pytest
-import redis
-from kombu.transport.redis import Channel
+from kombu.transport import TRANSPORT_ALIASES
 
+from services import broker
 from services.queues import TASK_CLEANUP, TASK_EVALUATE, TASK_INIT, TASK_RUN, make_celery, route
 from services.settings import Settings, SettingsError
 from services.settings_table import table
@@ -51,9 +51,16 @@ def test_the_page_of_settings_is_the_one_the_code_makes():
     assert (ROOT / "docs" / "settings.md").read_text() == table(), "run python -m services.settings_table"
 
 
-def test_a_channel_that_another_thread_has_closed_is_a_lost_connection_after_which_kombu_tries_again():
-    closed = Channel.__new__(Channel)
-    closed.connection = closed._pool = None
-    with pytest.raises(redis.ConnectionError, match="closed") as refused:
-        closed._create_client()
-    assert isinstance(refused.value, make_celery(Settings()).connection().recoverable_connection_errors)
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("redis://h:1/0", broker.Transport),
+        ("rediss://h:1/0", broker.Transport),
+        ("unix:///run/redis.sock?db=0", broker.Transport),
+        ("sentinel://h:1,i:2/master/0", broker.SentinelTransport),
+    ],
+)
+def test_messages_go_by_the_service_s_own_transport_whatever_the_address(url, kind):
+    connection = make_celery(Settings(redis_url=url)).connection()
+    assert connection.transport_cls in TRANSPORT_ALIASES
+    assert type(connection.transport) is kind and not kind.Channel.do_restore
