@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import httpx
 import redis
 import structlog
 
@@ -32,13 +31,11 @@ Report = Callable[[BackendUpdate], None]
 class Exchange:
     """Brings what a request asks for to one backend."""
 
-    def __init__(
-        self, backends: BackendStore, backend: Backend, request: PolicyRequest, http: httpx.Client
-    ) -> None:
+    def __init__(self, backends: BackendStore, backend: Backend, request: PolicyRequest) -> None:
         self._backends = backends
         self._backend = backend
         self._request = request
-        self._engine = control_of(backend, http, request.timeout_s)
+        self._engine = control_of(backend, request.timeout_s)
         self.progress = BackendUpdate()
 
     def run(self, report: Report, *, fresh: bool = True) -> BackendUpdate:

@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import httpx
 import redis
 import structlog
 
 from rollout.policy import BackendUpdate, BackendUpdateState, Policy, UpdateState
 from rollout.schema import Backend
-from services.engines import control
-from services.engines.control import ControlError, control_of
+from services.engines.control import GIVE_UP_S, ControlError, control_of
 from services.engines.stats import ProbeError, current_version
 from services.state import keys
 from services.state.backends import BackendStore
@@ -96,7 +94,6 @@ class WeightUpdates:
         self._owner = owner
         self._lease_s = lease_s
         self._leases = _Leases(store, lease_s)
-        self._http: httpx.Client | None = None
         self._catching = threading.Lock()
         self._retries: dict[str, tuple[float, float]] = {}
         """Of each backend that had to catch up: when it may be tried again, and the pause before that."""
@@ -145,7 +142,7 @@ class WeightUpdates:
                 # What a worker that died has begun, nobody knows.
                 fresh = update.backends[name].state is BackendUpdateState.WAITING
                 with self._alone(backend, request.timeout_s):
-                    exchange = Exchange(self._backends, backend, request, self._client())
+                    exchange = Exchange(self._backends, backend, request)
                     progress = exchange.run(lambda step: report(name, step), fresh=fresh)
                 if progress.state is BackendUpdateState.RESUMED and not rolling:
                     # Not only at the end: new rollouts must not wait for the slowest backend.
@@ -231,7 +228,7 @@ class WeightUpdates:
             with self._leases.hold(*lock):
                 # Whoever noted its version may have asked before the last update ended.
                 if not self._serves(backend, current.policy.version):
-                    exchange = Exchange(self._backends, backend, current.request, self._client())
+                    exchange = Exchange(self._backends, backend, current.request)
                     progress = exchange.run(lambda _: None)
         finally:
             self._store.release(*lock)
@@ -250,7 +247,7 @@ class WeightUpdates:
         if known is None or not known.healthy or known.paused:
             return False
         try:
-            if current_version(backend, self._client()) != version:
+            if current_version(backend) != version:
                 return False
         except ProbeError:
             return False
@@ -278,14 +275,9 @@ class WeightUpdates:
         if known is None or progress.state is BackendUpdateState.WAITING:
             return
         try:
-            control_of(known, self._client(), control.GIVE_UP_S).resume()
+            control_of(known, GIVE_UP_S).resume()
         except ControlError as error:
             log.warning("removed backend may be paused", backend=known.id, error=str(error))
-
-    def _client(self) -> httpx.Client:
-        if self._http is None:
-            self._http = control.session()
-        return self._http
 
 
 def _each(function: Callable[[str], None], names: list[str], threads: int) -> None:

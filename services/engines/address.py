@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import requests
+import urllib3
 from pydantic_core import from_json
 
 MOST_BYTES = 16 << 20
 """Of an answer that is no model call. The metrics of a large server have a megabyte."""
-LONGEST_S = 30.0
-"""A server may send without end, a byte at a time; no time limit of a single read ends that."""
+CONNECT_S = 5.0
+"""A server that takes longer to accept a connection counts as down."""
+_PIECE = 1 << 16
 
 
-class BoundlessAnswer(httpx.TransportError):
+class BoundlessAnswer(requests.ConnectionError):
     """An answer had more bytes, or took longer, than anything honest does."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered, read to its end."""
+
+    url: str
+    status: int
+    reason: str
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The content as UTF-8, whatever the server says that it is."""
+        return self.content.decode(errors="replace")
 
 
 def root(url: str) -> str:
@@ -23,50 +41,60 @@ def root(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def session(timeout_s: float) -> httpx.Client:
-    """An HTTP client that goes to servers directly, past a proxy of the environment, as the workers do."""
-    return httpx.Client(timeout=timeout_s, trust_env=False)
-
-
-def ask(
-    http: httpx.Client,
-    method: str,
-    url: str,
-    *,
-    most_bytes: int = MOST_BYTES,
-    within_s: float = LONGEST_S,
-    **options: Any,
-) -> httpx.Response:
+def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
     """An answer, read as far as is honest and never unpacked.
 
+    It is asked for past a proxy of the environment, as the workers' model calls are, and by a connection of
+    its own: servers close idle ones after a few seconds, and one that was used again just then would break.
+
     Args:
-        within_s: For the body, beside the time limits of the client.
+        timeout_s: Most seconds without a byte, and most for the whole body; `CONNECT_S` at most to connect.
+        options: Of `requests`, such as `json` and `params`.
 
     Raises:
         BoundlessAnswer: It is too long, or comes too slowly.
-        httpx.HTTPError: As the client has it.
+        requests.RequestException: As the library has it.
     """
-    ends = time.monotonic() + within_s
+    ends = time.monotonic() + timeout_s
     body = bytearray()
-    with http.stream(method, url, headers={"Accept-Encoding": "identity"}, **options) as response:
-        if response.headers.get("content-encoding", "identity") != "identity":
-            # What is small on the wire may be without end when it is unpacked.
-            raise BoundlessAnswer("a packed answer, which was not asked for", request=response.request)
-        for chunk in response.iter_bytes():
-            body += chunk
-            if len(body) > most_bytes:
-                raise BoundlessAnswer(
-                    f"the answer has more than {most_bytes} bytes", request=response.request
-                )
-            if time.monotonic() > ends:
-                raise BoundlessAnswer(f"the answer took longer than {within_s:g} s", request=response.request)
-    return httpx.Response(response.status_code, content=bytes(body), request=response.request)
+    with requests.Session() as http:
+        http.trust_env = False
+        with http.request(
+            method,
+            url,
+            headers={"Accept-Encoding": "identity", "Connection": "close"},
+            timeout=(min(CONNECT_S, timeout_s), timeout_s),
+            allow_redirects=False,
+            stream=True,
+            **options,
+        ) as response:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                # What is small on the wire may be without end when it is unpacked.
+                raise BoundlessAnswer("a packed answer, which was not asked for")
+            try:
+                while piece := response.raw.read1(_PIECE):
+                    body += piece
+                    if len(body) > MOST_BYTES:
+                        raise BoundlessAnswer(f"the answer has more than {MOST_BYTES} bytes")
+                    if time.monotonic() > ends:
+                        raise BoundlessAnswer(f"the answer took longer than {timeout_s:g} s")
+            except urllib3.exceptions.ReadTimeoutError as error:
+                raise requests.ReadTimeout(str(error)) from error
+            except urllib3.exceptions.HTTPError as error:
+                raise requests.ConnectionError(str(error)) from error
+    return Answer(url, response.status_code, response.reason or "", bytes(body))
 
 
-def json_object(response: httpx.Response) -> dict[str, Any]:
+def text_of(error: requests.RequestException) -> str:
+    """What went wrong, without what `requests` says of tries that were not made."""
+    cause = error.args[0] if error.args else error
+    return f"{type(error).__name__}: {getattr(cause, 'reason', cause)}"
+
+
+def json_object(answer: Answer) -> dict[str, Any]:
     """The JSON object that an answer is; empty where it is none, or nested beyond reason."""
     try:
-        said = from_json(response.content)
+        said = from_json(answer.content)
     except ValueError:
         return {}
     return said if isinstance(said, dict) else {}

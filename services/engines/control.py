@@ -10,20 +10,16 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-import httpx
+import requests
 
 from rollout.policy import PauseMode
 from rollout.schema import Backend
 from services.engines import engine_of
-from services.engines.address import ask, json_object, root
+from services.engines.address import Answer, ask, json_object, root, text_of
 from services.engines.base import BrokenAnswer
 
-CONNECT_S = 5.0
-"""A server that takes longer to accept a connection counts as down."""
 GIVE_UP_S = 10.0
 """Time limit of the calls that leave an engine safe after the update's own limit has passed."""
-KEEPALIVE_S = 2.0
-"""Servers close idle connections after 5 s (uvicorn); one that is reused just then would break."""
 _SHOWN = 300
 """Characters of an engine's answer in an error message."""
 
@@ -41,20 +37,11 @@ class ControlError(Exception):
         self.harmless = False
 
 
-def session() -> httpx.Client:
-    """The HTTP client for `control_of`; it may be shared by threads."""
-    return httpx.Client(
-        trust_env=False,  # engines are reached directly, as the workers' model calls reach them
-        timeout=httpx.Timeout(GIVE_UP_S, connect=CONNECT_S),
-        limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S, max_connections=None),
-    )
-
-
-def control_of(backend: Backend, http: httpx.Client, timeout_s: float) -> Control:
+def control_of(backend: Backend, timeout_s: float) -> Control:
     """The steps for one backend, which together may take so many seconds."""
     if backend.engine == "sglang":
-        return SGLangControl(backend, http, timeout_s)
-    return VllmControl(backend, http, timeout_s)
+        return SGLangControl(backend, timeout_s)
+    return VllmControl(backend, timeout_s)
 
 
 class Control(ABC):
@@ -63,9 +50,8 @@ class Control(ABC):
     missing = ""
     """What to do when a route is not there."""
 
-    def __init__(self, backend: Backend, http: httpx.Client, timeout_s: float) -> None:
+    def __init__(self, backend: Backend, timeout_s: float) -> None:
         self.backend = backend
-        self._http = http
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._root = root(backend.url)
@@ -118,26 +104,18 @@ class Control(ABC):
         if left <= 0:
             raise ControlError(f"{where}: not begun, the update's {self._timeout_s:g} s are over")
         try:
-            response = ask(
-                self._http,
-                "POST",
-                self._root + path,
-                within_s=left,
-                json=body,
-                params=query or None,
-                timeout=httpx.Timeout(left, connect=min(CONNECT_S, left)),
-            )
-        except httpx.TimeoutException as error:
+            answer = ask("POST", self._root + path, left, json=body, params=query)
+        except requests.Timeout as error:
             raise ControlError(f"{where}: no answer within {left:.3g} s ({type(error).__name__})") from None
-        except httpx.HTTPError as error:
-            raise ControlError(f"{where}: {type(error).__name__}: {error}") from None
-        if response.is_success:
+        except requests.RequestException as error:
+            raise ControlError(f"{where}: {text_of(error)}") from None
+        if 200 <= answer.status < 300:
             # Engines answer some routes with nothing, or with a word.
-            return json_object(response)
-        message = f"{where}: HTTP {response.status_code}: {_said(response)}"
-        if response.status_code in (404, 405):
+            return json_object(answer)
+        message = f"{where}: HTTP {answer.status}: {_reason(answer)}"
+        if answer.status in (404, 405):
             message += self.missing
-        raise ControlError(message, response.status_code)
+        raise ControlError(message, answer.status)
 
 
 class VllmControl(Control):
@@ -228,10 +206,10 @@ class SGLangControl(Control):
         self._post("/pause_generation", {"mode": "abort"}, limit_s=GIVE_UP_S)
 
 
-def _said(response: httpx.Response) -> str:
+def _reason(answer: Answer) -> str:
     """An engine's own words for an error."""
-    answer = json_object(response)
-    said = answer.get("error", answer.get("detail", answer.get("message")))
-    if isinstance(said, dict):
-        said = said.get("message")
-    return str(said or response.text or response.reason_phrase)[:_SHOWN]
+    fields = json_object(answer)
+    text = fields.get("error", fields.get("detail", fields.get("message")))
+    if isinstance(text, dict):
+        text = text.get("message")
+    return str(text or answer.text or answer.reason)[:_SHOWN]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
+import requests
 
 from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
-from services.engines.address import ask, json_object, root, session
+from services.engines.address import ask, json_object, root, text_of
 from services.engines.stats import MOST, WEIGHT_ROUTES, each_sample, version_in
 from services.state.backends import BackendStore
 
@@ -41,20 +41,18 @@ def describe(wanted: BackendRequest) -> Backend:
         DescribeError: The server cannot be reached or does not say what is needed.
     """
     url = root(wanted.url)
-    with session(TIMEOUT_S) as http:
-        try:
-            return _Server(url, http).describe(wanted)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            text = f"{url} does not answer as an LLM server: {type(error).__name__}: {error}"
-            raise DescribeError("url", text) from error
+    try:
+        return _Server(url).describe(wanted)
+    except requests.RequestException as error:
+        text = f"{url} does not answer as an LLM server: {text_of(error)}"
+        raise DescribeError("url", text) from error
 
 
 class _Server:
     """One server under examination."""
 
-    def __init__(self, url: str, http: httpx.Client) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._http = http
 
     def describe(self, wanted: BackendRequest) -> Backend:
         card = self._card(wanted.model)
@@ -83,12 +81,14 @@ class _Server:
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The object at a path; empty when the server has none there."""
-        answer = ask(self._http, "GET", self._url + path, timeout=timeout_s, within_s=timeout_s)
-        return json_object(answer) if answer.status_code == 200 else {}
+        answer = ask("GET", self._url + path, timeout_s)
+        return json_object(answer) if answer.status == 200 else {}
 
     def _card(self, wanted: str | None) -> dict[str, Any]:
         """The entry of the model in `/v1/models`."""
-        answer = ask(self._http, "GET", f"{self._url}/v1/models").raise_for_status()
+        answer = ask("GET", f"{self._url}/v1/models", TIMEOUT_S)
+        if answer.status != 200:
+            raise requests.HTTPError(f"{self._url}/v1/models: HTTP {answer.status} {answer.reason}")
         try:
             cards = {_name(card["id"]): card for card in json_object(answer)["data"]}
             if None in cards:
@@ -116,15 +116,15 @@ class _Server:
             return "sglang"
         # An empty request: 400 or 422 means the route is there; vLLM without --enable-scale-out answers
         # 403 or 404.
-        answer = ask(self._http, "POST", f"{self._url}/inference/v1/generate", json={})
-        return "completions" if answer.status_code in (403, 404, 405) else "generate"
+        answer = ask("POST", f"{self._url}/inference/v1/generate", TIMEOUT_S, json={})
+        return "completions" if answer.status in (403, 404, 405) else "generate"
 
     def _info(self) -> dict[str, Any]:
         """What the server tells of its settings, flat; nothing when it tells nothing, or too late."""
         for path in SERVER_INFO:
             try:
                 info = self._get(path, INFO_TIMEOUT_S)
-            except httpx.TimeoutException:
+            except requests.Timeout:
                 continue
             if info:
                 config = info.get("vllm_config")
@@ -147,8 +147,8 @@ class _Server:
         if engine == "sglang":
             each = _positive(info.get("max_total_num_tokens"))
             return each and each * (_positive(info.get("dp_size")) or 1)
-        answer = ask(self._http, "GET", f"{self._url}/metrics")
-        return capacity_of_vllm(answer.text) if answer.status_code == 200 else None
+        answer = ask("GET", f"{self._url}/metrics", TIMEOUT_S)
+        return capacity_of_vllm(answer.text) if answer.status == 200 else None
 
     def _weights(self, engine: EngineName) -> dict[str, Any]:
         """Where the engine names its weights."""

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.schema import Backend, BackendStats
-from services.engines.address import ask, json_object, root
+from services.engines.address import Answer, ask, json_object, root, text_of
 from services.engines.checks import as_version
 
 HEALTH_TIMEOUT_S = 5.0
@@ -53,7 +53,7 @@ class ProbeError(Exception):
     """A server is not fit for calls; the text says why."""
 
 
-def probe(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
+def probe(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
     """Ask a server whether it is well, and how loaded it is.
 
     Args:
@@ -62,19 +62,19 @@ def probe(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOU
     Raises:
         ProbeError: It cannot be reached, is too slow, or says that it is not well.
     """
-    answer = _ask(backend, http, "/health", timeout_s)
-    if answer.status_code != 200:
-        raise ProbeError(f"{answer.url}: HTTP {answer.status_code}: {answer.text[:200]}")
-    return read_stats(backend, http, timeout_s)
+    answer = _ask(backend, "/health", timeout_s)
+    if answer.status != 200:
+        raise ProbeError(f"{answer.url}: HTTP {answer.status}: {answer.text[:200]}")
+    return read_stats(backend, timeout_s)
 
 
-def read_stats(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
+def read_stats(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats:
     """The server's own metrics. What it does not tell, or not in time, is None."""
     try:
-        answer = _ask(backend, http, "/metrics", timeout_s)
+        answer = _ask(backend, "/metrics", timeout_s)
     except ProbeError:
         return BackendStats(at=time.time())
-    return parse_stats(backend, answer.text if answer.status_code == 200 else "")
+    return parse_stats(backend, answer.text if answer.status == 200 else "")
 
 
 def parse_stats(backend: Backend, text: str) -> BackendStats:
@@ -108,7 +108,7 @@ def each_sample(text: str, take: Callable[[str, dict[str, str], float], None]) -
         return
 
 
-def current_version(backend: Backend, http: httpx.Client, timeout_s: float = HEALTH_TIMEOUT_S) -> str | None:
+def current_version(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> str | None:
     """The label of the weights a server serves now: another than noted when it was started anew.
 
     None when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
@@ -117,18 +117,18 @@ def current_version(backend: Backend, http: httpx.Client, timeout_s: float = HEA
         ProbeError: It cannot be reached.
     """
     for route in WEIGHT_ROUTES[backend.engine]:
-        answer = _ask(backend, http, route, timeout_s)
-        if answer.status_code == 200:
+        answer = _ask(backend, route, timeout_s)
+        if answer.status == 200:
             return version_in(json_object(answer))
     return None
 
 
-def _ask(backend: Backend, http: httpx.Client, path: str, timeout_s: float) -> httpx.Response:
+def _ask(backend: Backend, path: str, timeout_s: float) -> Answer:
     url = root(backend.url) + path
     try:
-        return ask(http, "GET", url, timeout=timeout_s, within_s=timeout_s)
-    except httpx.HTTPError as error:
-        raise ProbeError(f"{url}: {type(error).__name__}: {error}") from error
+        return ask("GET", url, timeout_s)
+    except requests.RequestException as error:
+        raise ProbeError(f"{url}: {text_of(error)}") from error
 
 
 def version_in(said: dict[str, Any]) -> str | None:

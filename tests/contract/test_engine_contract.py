@@ -11,7 +11,6 @@ import pytest
 
 from rollout.schema import BackendRequest, SamplingParams
 from services.engines import engine_of, stats
-from services.engines.address import session as http_session
 from services.engines.base import CallAborted, SampleRequest
 from services.engines.describe import DescribeError, describe
 from tests.helpers import llm_reference
@@ -143,18 +142,18 @@ def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
     call.body.get("sampling_params", call.body)["ignore_eos"] = True
 
     def attempt():
-        with ThreadPoolExecutor(1) as pool, http_session(60) as http:
+        with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(httpx.post, described.url + call.path, json=call.body, timeout=120)
             wait_until(
-                lambda: answer.done() or stats.read_stats(described, http, 60).running,
+                lambda: answer.done() or stats.read_stats(described, 60).running,
                 100,
                 "the call to be worked on",
             )
             try:
-                http.post(f"{described.url}/pause", params={"mode": "abort"}).raise_for_status()
+                httpx.post(f"{described.url}/pause", params={"mode": "abort"}, timeout=60).raise_for_status()
                 wait([answer], 10)  # one that came after the pause has to wait for the end of it
             finally:
-                http.post(f"{described.url}/resume").raise_for_status()
+                httpx.post(f"{described.url}/resume", timeout=60).raise_for_status()
             return answer.result()
 
     for _ in range(TRIES):  # a fast engine can be through with it before the pause
@@ -189,20 +188,19 @@ def test_what_an_engine_refuses_is_the_models_error_and_no_reason_to_go_elsewher
 
 
 def test_a_probe_tells_load_and_prefix_cache(described, version):
-    with http_session(30) as http:
-        before = stats.probe(described, http, timeout_s=30)
-        assert 0 <= before.kv_usage <= 1
-        assert before.cached_tokens <= before.prompt_tokens
-        for _ in range(2):
-            complete(described, prompt=LONG_PROMPT, max_tokens=1)
+    before = stats.probe(described, timeout_s=30)
+    assert 0 <= before.kv_usage <= 1
+    assert before.cached_tokens <= before.prompt_tokens
+    for _ in range(2):
+        complete(described, prompt=LONG_PROMPT, max_tokens=1)
 
-        def counted():
-            now = stats.probe(described, http, timeout_s=30)
-            return now if now.prompt_tokens >= before.prompt_tokens + 2 * len(LONG_PROMPT) else None
+    def counted():
+        now = stats.probe(described, timeout_s=30)
+        return now if now.prompt_tokens >= before.prompt_tokens + 2 * len(LONG_PROMPT) else None
 
-        # vLLM refreshes its metrics behind its answers.
-        after = wait_until(counted, 60, "the prompt tokens to be counted")
-        if described.engine == "vllm":
-            assert after.cached_tokens >= before.cached_tokens + 256
-        assert math.isfinite(after.at) and after.cached_ratio <= 1
-        assert stats.current_version(described, http, timeout_s=30) == version
+    # vLLM refreshes its metrics behind its answers.
+    after = wait_until(counted, 60, "the prompt tokens to be counted")
+    if described.engine == "vllm":
+        assert after.cached_tokens >= before.cached_tokens + 256
+    assert math.isfinite(after.at) and after.cached_ratio <= 1
+    assert stats.current_version(described, timeout_s=30) == version

@@ -9,7 +9,6 @@ import pytest
 
 from rollout.policy import PolicyRequest
 from rollout.schema import BackendRequest
-from services.engines import control
 from services.engines.describe import describe
 from services.state.backends import BackendStore
 from tests.helpers import llm_reference
@@ -33,14 +32,13 @@ class Target:
     def __init__(self, url: str, store: BackendStore) -> None:
         self.url = url
         self.store = store
-        self.http = control.session()
         self.backend = store.put(describe(BackendRequest(url=url, id="it")))
 
     def exchange(self, version: str, path, **options):
         """Exchange the weights; the answer is what became of it."""
         request = PolicyRequest(version=version, path=path and str(path), **{"timeout_s": 60, **options})
         backend = self.store.get("it")
-        return Exchange(self.store, backend, request, self.http).run(lambda _: None)
+        return Exchange(self.store, backend, request).run(lambda _: None)
 
     def call(self, answers: list[dict], tokens: int = LONG, **sampling) -> None:
         params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False, **sampling}

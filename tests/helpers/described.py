@@ -33,18 +33,28 @@ SGLANG = {
 
 
 @contextmanager
-def describing(routes: dict[str, Any]) -> Iterator[str]:
-    """Serves `"METHOD /path" → JSON, text or status`; all else is 404. Gives the URL."""
+def describing(routes: dict[str, Any], calls: list[tuple[str, Any]] | None = None) -> Iterator[str]:
+    """Serves `"METHOD /path" → JSON, text, status or (status, JSON)`; all else is 404. Gives the URL.
+
+    Args:
+        calls: Where the path and the JSON of each request are noted.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
             pass
 
         def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            said = routes.get(f"{self.command} {self.path.partition('?')[0]}", 404)
-            status = said if isinstance(said, int) else 200
-            body = said if isinstance(said, str) else "" if isinstance(said, int) else json.dumps(said)
+            sent = self.rfile.read(int(self.headers.get("content-length") or 0))
+            path = self.path.partition("?")[0]
+            if calls is not None:
+                calls.append((path, json.loads(sent or b"null")))
+            status, told = 200, routes.get(f"{self.command} {path}", (404, {"detail": "no such route"}))
+            if isinstance(told, int):
+                status, told = told, ""
+            elif isinstance(told, tuple):
+                status, told = told
+            body = told if isinstance(told, str) else json.dumps(told)
             self.send_response(status)
             self.send_header("content-length", str(len(body.encode())))
             self.end_headers()

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.schema import Backend, BackendRequest
 from services.engines import stats
-from services.engines.address import root, session
+from services.engines.address import root
 from services.engines.describe import DescribeError, describe
 from tests.helpers.described import SGLANG, describing
 from tests.helpers.llm_servers import free_port
@@ -93,23 +93,22 @@ def test_a_url_is_the_same_with_and_without_what_openai_clients_add():
 
 
 def test_a_probe_asks_health_and_metrics_and_says_why_a_server_is_not_well():
-    with session(30) as http:
-        with describing(SGLANG) as url:
-            found = describe(BackendRequest(url=url))
-            assert stats.probe(found, http).running == 2
-            assert stats.current_version(found, http) == "step-3"
-        with pytest.raises(stats.ProbeError, match="/health: "):
-            stats.probe(found, http)
-        with pytest.raises(stats.ProbeError, match="/model_info: "):
-            stats.current_version(found, http)
-        with describing({**SGLANG, "GET /health": 503}) as url:
-            sick = found.model_copy(update={"url": url})
-            with pytest.raises(stats.ProbeError, match="/health: HTTP 503"):
-                stats.probe(sick, http)
-        with describing({"GET /health": "", "GET /model_info": "x"}) as url:
-            silent = found.model_copy(update={"url": url})
-            assert stats.probe(silent, http).running is None
-            assert stats.current_version(silent, http) is None
+    with describing(SGLANG) as url:
+        found = describe(BackendRequest(url=url))
+        assert stats.probe(found).running == 2
+        assert stats.current_version(found) == "step-3"
+    with pytest.raises(stats.ProbeError, match="/health: "):
+        stats.probe(found)
+    with pytest.raises(stats.ProbeError, match="/model_info: "):
+        stats.current_version(found)
+    with describing({**SGLANG, "GET /health": 503}) as url:
+        sick = found.model_copy(update={"url": url})
+        with pytest.raises(stats.ProbeError, match="/health: HTTP 503"):
+            stats.probe(sick)
+    with describing({"GET /health": "", "GET /model_info": "x"}) as url:
+        silent = found.model_copy(update={"url": url})
+        assert stats.probe(silent).running is None
+        assert stats.current_version(silent) is None
 
 
 NESTED = '{"data":' + "[" * 100_000
@@ -144,10 +143,10 @@ def test_a_server_that_answers_with_something_else_is_no_backend(models):
 @pytest.mark.parametrize("said", [None, 7, "", {"a": 1}, ["v"], "v" * 129, True])
 def test_a_version_that_is_none_is_not_told(said):
     lying = {**SGLANG, "GET /model_info": {**SGLANG["GET /model_info"], "weight_version": said}}
-    with describing(lying) as url, session(5) as http:
+    with describing(lying) as url:
         backend = describe(BackendRequest(url=url))
         assert backend.policy_version is None
-        assert stats.current_version(backend, http) is None
+        assert stats.current_version(backend) is None
 
 
 @pytest.mark.parametrize("info", [NESTED, '{"vllm_config": {"model_config": 7}}', "7", '{"dp_size": 1e999}'])
@@ -176,12 +175,12 @@ def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch)
             except OSError:
                 pass
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as server, session(5) as http:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         backend = described(SGLANG).model_copy(update={"url": f"http://127.0.0.1:{server.server_address[1]}"})
         began = time.monotonic()
         with pytest.raises(stats.ProbeError, match="longer than"):
-            stats.probe(backend, http, 1.0)
+            stats.probe(backend, 1.0)
         assert time.monotonic() - began < 10
         server.shutdown()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import pytest
 
 from rollout.policy import BackendUpdate, PolicyRequest, PolicyUpdate
 from rollout.schema import Backend
 from services.engines.control import ControlError, control_of
 from services.state.policy import identity_of, outcome
+from tests.helpers.described import describing
 from workers.exchange import Exchange
 
 SGLANG = Backend(
@@ -64,30 +64,30 @@ class Store:
         return lambda *args, **_: self.told.append((name, *args))
 
 
-def exchange(request: PolicyRequest, answer) -> tuple[list[tuple[str, object]], list[tuple], BackendUpdate]:
-    """An exchange with a server that answers by `answer(path)`: calls, words to placement, and the end."""
-    calls: list[tuple[str, object]] = []
-
-    def handle(call: httpx.Request) -> httpx.Response:
-        calls.append((call.url.path, json.loads(call.content or b"null")))
-        return answer(call.url.path)
-
-    store = Store()
-    with httpx.Client(transport=httpx.MockTransport(handle)) as http:
-        done = Exchange(store, SGLANG, request, http).run(lambda _: None)
+def exchange(
+    request: PolicyRequest, **answers
+) -> tuple[list[tuple[str, object]], list[tuple], BackendUpdate]:
+    """An exchange with an SGLang that does what it is told, or answers as given: calls, words to placement,
+    and the end."""
+    store, calls = Store(), []
+    with describing(FINE | {f"POST /{step}": answer for step, answer in answers.items()}, calls) as url:
+        done = Exchange(store, backend(url), request).run(lambda _: None)
     return calls, store.told, done
 
 
-def fine(path: str) -> httpx.Response:
-    if path == "/generate":
-        logprobs = [[None, 1, None], [-1.5, 2, None], [-2.5, 3, None]]
-        return httpx.Response(200, json={"meta_info": {"input_token_logprobs": logprobs}})
-    return httpx.Response(200, json={"success": True})
+def backend(url: str, **fields) -> Backend:
+    return SGLANG.model_copy(update={"url": url, **fields})
+
+
+VLLM = {"engine": "vllm", "api": "generate"}
+SCORES = {"meta_info": {"input_token_logprobs": [[None, 1, None], [-1.5, 2, None], [-2.5, 3, None]]}}
+STEPS = ("pause_generation", "update_weights_from_disk", "update_weight_version", "continue_generation")
+FINE = {"POST /generate": SCORES} | {f"POST /{step}": {"success": True} for step in (*STEPS, "flush_cache")}
 
 
 def test_sglang_is_paused_in_place_loaded_from_disk_continued_and_checked():
     canary = {"token_ids": [1, 2, 3], "logprobs": [-1.5, -2.5]}
-    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt", canary=canary), fine)
+    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt", canary=canary))
     assert (done.state, done.canary_max_error) == ("resumed", 0.0)
     assert calls[:4] == [
         ("/pause_generation", {"mode": "in_place"}),
@@ -108,14 +108,14 @@ def test_sglang_is_paused_in_place_loaded_from_disk_continued_and_checked():
 
 
 def test_sglang_lets_go_of_its_cache_when_it_is_to_be_reset():
-    calls, _, done = exchange(PolicyRequest(version="v1", path="/ckpt", reset_prefix_cache=True), fine)
+    calls, _, done = exchange(PolicyRequest(version="v1", path="/ckpt", reset_prefix_cache=True))
     assert done.state == "resumed"
     assert calls[0] == ("/pause_generation", {"mode": "retract"})
     assert "/flush_cache" in [path for path, _ in calls]
 
 
 def test_sglang_waits_for_calls_by_its_own_lock_and_is_not_paused_for_that():
-    calls, _, _ = exchange(PolicyRequest(version="v1", path="/ckpt", mode="wait"), fine)
+    calls, _, _ = exchange(PolicyRequest(version="v1", path="/ckpt", mode="wait"))
     assert [path for path, _ in calls] == [
         "/update_weights_from_disk",
         "/update_weight_version",
@@ -124,12 +124,9 @@ def test_sglang_waits_for_calls_by_its_own_lock_and_is_not_paused_for_that():
 
 
 def test_a_failed_reload_takes_the_backend_out_and_ends_its_calls():
-    def broken(path: str) -> httpx.Response:
-        if path == "/update_weights_from_disk":
-            return httpx.Response(400, json={"success": False, "message": "no such file"})
-        return fine(path)
-
-    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt"), broken)
+    missing = (400, {"success": False, "message": "no such file"})
+    request = PolicyRequest(version="v1", path="/ckpt")
+    calls, told, done = exchange(request, update_weights_from_disk=missing)
     assert done.state == "failed"
     assert "no such file" in done.error
     assert calls[-1] == ("/pause_generation", {"mode": "abort"})
@@ -137,10 +134,8 @@ def test_a_failed_reload_takes_the_backend_out_and_ends_its_calls():
 
 
 def test_a_failed_pause_leaves_the_old_weights_in_service():
-    def busy(path: str) -> httpx.Response:
-        return httpx.Response(500, text="busy") if path == "/pause_generation" else fine(path)
-
-    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt"), busy)
+    request = PolicyRequest(version="v1", path="/ckpt")
+    calls, told, done = exchange(request, pause_generation=(500, "busy"))
     assert done.state == "failed"
     assert [path for path, _ in calls] == ["/pause_generation", "/continue_generation"]
     assert [word[0] for word in told] == ["pause", "resume"]
@@ -148,34 +143,25 @@ def test_a_failed_pause_leaves_the_old_weights_in_service():
 
 def test_an_adapter_is_refused_where_the_engine_cannot_exchange_it():
     request = PolicyRequest(version="v1", path="/adapter", lora={"name": "policy"})
-    _, told, done = exchange(request, fine)
+    _, told, done = exchange(request)
     assert done.state == "failed"
     assert [word[0] for word in told] == ["pause", "resume"], "its weights are as they were"
     assert "SGLang cannot exchange adapter 'policy' in place" in done.error
 
 
 def test_vllm_loads_an_adapter_in_place_of_the_one_of_that_name():
-    bodies = []
-
-    def handle(call: httpx.Request) -> httpx.Response:
-        bodies.append((call.url.path, json.loads(call.content)))
-        return httpx.Response(200, text="Success")
-
-    vllm = SGLANG.model_copy(update={"engine": "vllm", "api": "generate"})
-    with httpx.Client(transport=httpx.MockTransport(handle)) as http:
-        control_of(vllm, http, 10).load_adapter("policy", "/adapter")
+    calls = []
+    with describing({"POST /v1/load_lora_adapter": "Success"}, calls) as url:
+        control_of(backend(url, **VLLM), 10).load_adapter("policy", "/adapter")
     body = {"lora_name": "policy", "lora_path": "/adapter", "load_inplace": True}
-    assert bodies == [("/v1/load_lora_adapter", body)]
+    assert calls == [("/v1/load_lora_adapter", body)]
 
 
 def test_a_route_that_is_missing_is_reported_with_the_remedy():
-    vllm = SGLANG.model_copy(update={"engine": "vllm", "api": "generate"})
-    transport = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "Not Found"}))
-    with httpx.Client(transport=transport) as http, pytest.raises(ControlError) as missing:
-        control_of(vllm, http, 10).pause("keep", reset=False)
-    assert "backend s: POST /pause: HTTP 404: Not Found; start vLLM with VLLM_SERVER_DEV_MODE=1" in str(
-        missing.value
-    )
+    with describing({}) as url, pytest.raises(ControlError) as missing:
+        control_of(backend(url, **VLLM), 10).pause("keep", reset=False)
+    message = "backend s: POST /pause: HTTP 404: no such route; start vLLM with VLLM_SERVER_DEV_MODE=1"
+    assert message in str(missing.value)
 
 
 CANARY = {
@@ -191,15 +177,14 @@ CANARY = {
 @pytest.mark.parametrize("value", CANARY.values(), ids=CANARY)
 def test_a_canarys_answer_that_is_no_log_prob_is_the_backends_failure(value):
     answer = {"meta_info": {"input_token_logprobs": [[None, 1, None], [value, 2, None]]}}
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=json.dumps(answer).encode()))
     with (
-        httpx.Client(transport=transport) as http,
+        describing({"POST /generate": json.dumps(answer)}) as url,
         pytest.raises(ControlError, match="canary was not answered"),
     ):
-        control_of(SGLANG, http, 5.0).score([1, 2])
+        control_of(backend(url), 5.0).score([1, 2])
 
 
 def test_an_engine_that_answers_a_step_without_end_has_failed_it():
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, content=b" " * (17 << 20)))
-    with httpx.Client(transport=transport) as http, pytest.raises(ControlError, match="more than"):
-        control_of(SGLANG, http, 5.0).resume()
+    endless = {"POST /continue_generation": " " * (17 << 20)}
+    with describing(endless) as url, pytest.raises(ControlError, match="more than"):
+        control_of(backend(url), 5.0).resume()

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollout.schema import Backend, Stage
-from services.engines.address import session
 from services.engines.stats import ProbeError, current_version, probe
 from services.state import keys
 from workers.chores.base import Chore
@@ -56,7 +55,6 @@ class Keeper(Chore):
         self._catch_up = services.weights.catch_up
         self._watched: dict[str, _Watch] = {}
         self._reconciled = time.monotonic()
-        self._http = session(PROBE_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="probe")
 
     @classmethod
@@ -65,7 +63,6 @@ class Keeper(Chore):
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._http.close()
 
     def tick(self) -> None:
         """Probe what is due, all at once."""
@@ -86,8 +83,8 @@ class Keeper(Chore):
         watch, bound = self._watched[backend.id], self.log.bind(backend=backend.id)
         away = not backend.reachable
         try:
-            stats = probe(backend, self._http)
-            version = current_version(backend, self._http)
+            stats = probe(backend, PROBE_TIMEOUT_S)
+            version = current_version(backend, PROBE_TIMEOUT_S)
         except ProbeError as error:
             watch.failures += 1
             watch.good_since = None
