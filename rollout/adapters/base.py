@@ -8,7 +8,7 @@ reward of its group, which shifts no baseline.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rollout.schema import Chain, FinishReason, Rollout, Trajectory
@@ -110,25 +110,26 @@ def neutral_reward(group: Iterable[Rollout]) -> float:
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
+def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Group id → what a dropped member of the group gets."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    return {group_id: neutral_reward(group) for group_id, group in groups.items()}
+
+
 def rewards(rollouts: Iterable[Rollout]) -> list[float]:
     """A reward for each; dropped ones get the mean of their group."""
     every = list(rollouts)
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in every:
-        groups.setdefault(rollout.group_id, []).append(rollout)
-    means = {name: neutral_reward(group) for name, group in groups.items()}
-    return [one.reward if usable(one) else means[one.group_id] for one in every]
+    means = _means(every)
+    return [rollout.reward if usable(rollout) else means[rollout.group_id] for rollout in every]
 
 
 def advantages(rollouts: Iterable[Rollout]) -> list[float]:
     """Each reward less the mean of its group; 0.0 for what may not be learned from."""
     every = list(rollouts)
-    given = rewards(every)
-    means: dict[str, float] = {}
-    for one in every:
-        if one.group_id not in means:
-            means[one.group_id] = neutral_reward(each for each in every if each.group_id == one.group_id)
-    return [reward - means[one.group_id] for one, reward in zip(every, given, strict=True)]
+    means = _means(every)
+    return [reward - means[rollout.group_id] for rollout, reward in zip(every, rewards(every), strict=True)]
 
 
 def step_of(version: str | None) -> int:

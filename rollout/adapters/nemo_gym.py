@@ -137,6 +137,3 @@ def _given(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
             role = message.role if message.role in ("user", "system") else "user"
             content = [{"type": "input_text", "text": message.text}]
             yield {"type": "message", "role": role, "status": "completed", "content": content}
-
-
-# -- many --------------------------------------------------------------------------------------

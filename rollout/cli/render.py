@@ -34,12 +34,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def mean_reward(rollouts: Iterable[Rollout]) -> float | None:
-    """Mean over the rollouts that have a reward; None when none has."""
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
-
-
 def number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +63,26 @@ class Look:
         }
 
 
+class Rates:
+    """What a second brings of counts that only grow, over the latest `WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, dict[str, int]]] = deque()
+
+    def add(self, at: float, counts: dict[str, int]) -> dict[str, float]:
+        """The rates, once two moments are known."""
+        if self._seen and any(counts.get(name, 0) < count for name, count in self._seen[-1][1].items()):
+            self._seen.clear()  # another Redis, or an engine that was started anew
+        if not self._seen or at > self._seen[-1][0]:
+            self._seen.append((at, counts))
+        while len(self._seen) > 2 and self._seen[1][0] <= at - WINDOW_S:
+            self._seen.popleft()
+        (first, before), (last, after) = self._seen[0], self._seen[-1]
+        if last <= first:
+            return {}
+        return {name: (count - before.get(name, 0)) / (last - first) for name, count in after.items()}
+
+
 class Watcher:
     """Looks at a service again and again."""
 
@@ -72,8 +91,8 @@ class Watcher:
         self._tenant: str | None = EVERYBODY
         self._cursor: str | None = None
         self._recent: deque[Rollout] = deque(maxlen=RECENT)
-        self._fleets: deque[Fleet] = deque()
-        self._tokens: dict[str, deque[tuple[float, int]]] = {}
+        self._stages, self._ends = Rates(), Rates()
+        self._tokens: dict[str, Rates] = {}
 
     def look(self) -> Look:
         """Ask for everything.
@@ -94,7 +113,6 @@ class Watcher:
             batches = self._client.batches.list(BATCHES)
         self._follow()
         backends = [Backend.model_validate(one) for one in status["backends"]]
-        first = self._keep(fleet)
         return Look(
             fleet=fleet,
             backends=backends,
@@ -103,8 +121,8 @@ class Watcher:
             tenant=None if self._tenant else status["tenant"]["name"],
             version=status["version"],
             flower=(status.get("flower") or {}).get("url"),
-            stages_per_s=_rates(first, fleet, _stage_counts),
-            ended_per_s=_rates(first, fleet, _end_counts),
+            stages_per_s=self._stages.add(fleet.at, _stage_counts(fleet)),
+            ended_per_s=self._ends.add(fleet.at, _end_counts(fleet)),
             tokens_per_s=self._sampled(backends),
         )
 
@@ -126,33 +144,19 @@ class Watcher:
         known = {rollout.id for rollout in self._recent}
         self._recent.extendleft(rollout for rollout in page.rollouts if rollout.id not in known)
 
-    def _keep(self, fleet: Fleet) -> Fleet:
-        """Remember a look; the one that rates are counted from."""
-        if self._fleets and fleet.states.get("completed", 0) < self._fleets[-1].states.get("completed", 0):
-            self._fleets.clear()  # another Redis
-        self._fleets.append(fleet)
-        while len(self._fleets) > 2 and self._fleets[1].at <= fleet.at - WINDOW_S:
-            self._fleets.popleft()
-        return self._fleets[0]
-
     def _sampled(self, backends: list[Backend]) -> dict[str, float]:
-        rates = {}
+        """Tokens a second, of the backends that say how many they have sampled."""
+        sampled: dict[str, float] = {}
         for backend in backends:
             stats = backend.stats
             if stats is None or stats.generation_tokens is None:
                 continue
-            seen = self._tokens.setdefault(backend.id, deque())
-            if seen and stats.generation_tokens < seen[-1][1]:
-                seen.clear()  # the engine was started anew
-            if not seen or stats.at > seen[-1][0]:
-                seen.append((stats.at, stats.generation_tokens))
-            while len(seen) > 2 and seen[1][0] <= stats.at - WINDOW_S:
-                seen.popleft()
-            (then, before), (now, after) = seen[0], seen[-1]
+            rates = self._tokens.setdefault(backend.id, Rates())
+            latest = rates.add(stats.at, {backend.id: stats.generation_tokens})
             # An engine that was not probed for long says nothing of now.
-            if now > then and time.time() - now < 2 * WINDOW_S:
-                rates[backend.id] = (after - before) / (now - then)
-        return rates
+            if time.time() - stats.at < 2 * WINDOW_S:
+                sampled |= latest
+        return sampled
 
 
 def _stage_counts(fleet: Fleet) -> dict[str, int]:
@@ -161,11 +165,3 @@ def _stage_counts(fleet: Fleet) -> dict[str, int]:
 
 def _end_counts(fleet: Fleet) -> dict[str, int]:
     return {state.value: fleet.states.get(state.value, 0) for state in State if state in TERMINAL_STATES}
-
-
-def _rates(first: Fleet, last: Fleet, counts: Callable[[Fleet], dict[str, int]]) -> dict[str, float]:
-    seconds = last.at - first.at
-    if seconds <= 0:
-        return {}
-    before = counts(first)
-    return {name: max(0, count - before.get(name, 0)) / seconds for name, count in counts(last).items()}

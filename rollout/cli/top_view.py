@@ -116,9 +116,7 @@ def _count(workers: int) -> str | Text:
 def _stages(look: Look) -> Sheet:
     columns = [
         Column("stage", lambda row: row[0]),
-        Column(
-            "workers", lambda row: str(row[1].workers) if row[1].workers else Text("0", "bold red"), True, 3
-        ),
+        Column("workers", lambda row: _count(row[1].workers), True, 3),
         Column("slots", lambda row: str(row[1].slots), True),
         Column("busy", lambda row: str(row[1].busy), True),
         Column(" ", lambda row: _bar(row[1].busy, row[1].slots), drop=1),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,6 +30,9 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 INITIAL_VERSION = "default"
 """vLLM's label of the weights a server started with."""
+
+LEAST_RUNNING = 0.75
+"""Share of rows that still run below which the others are dropped, though nobody takes their place."""
 
 PREFILL_TOKENS = 4096
 """Padded tokens of one prefill pass: bounds how long running sequences wait for newcomers."""
@@ -225,17 +229,11 @@ class Engine:
         return self._paused == "wait" and bool(self.running)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             async with self._between_steps:
                 if self._runnable():
-                    kept = [row for row, sequence in enumerate(self._rows) if not sequence.finished]
-                    running = [self._rows[row] for row in kept]
-                    admitted = self._admitted(running) if self._paused is None else []
-                    self._rows = running + admitted
                     try:
-                        draws = await loop.run_in_executor(self._thread, self._step, kept, running, admitted)
-                        self._apply(admitted, draws)
+                        await self._step()
                     except Exception as error:
                         # One bad step must not end the server: its requests are told, the next start clean.
                         log.exception("engine step failed")
@@ -245,6 +243,23 @@ class Engine:
             if not self._runnable():
                 self._work.clear()
                 await self._work.wait()
+
+    async def _step(self) -> None:
+        """The first token of those who are admitted, or else the next one of all that run."""
+        kept = [row for row, sequence in enumerate(self._rows) if not sequence.finished]
+        running = [self._rows[row] for row in kept]
+        admitted = self._admitted(running) if self._paused is None else []
+        if admitted:
+            self._rows = running + admitted
+            compute, sampled = partial(self._prefill, kept, admitted), admitted
+        else:
+            few = len(kept) < LEAST_RUNNING * len(self._rows)
+            if few:
+                self._rows = running
+            tokens = [None if s.finished else s.draws[-1].sampled[0] for s in self._rows]
+            compute, sampled = partial(self._decode, kept if few else None, tokens, running), running
+        draws = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        self._apply(sampled, draws)
 
     def _admitted(self, running: list[Sequence]) -> list[Sequence]:
         """Take from the queue what fits into one prefill pass beside the running sequences.
@@ -269,32 +284,30 @@ class Engine:
         return admitted
 
     @torch.inference_mode()
-    def _step(self, kept: list[int], running: list[Sequence], admitted: list[Sequence]) -> list[Draw]:
-        """One more token for each running sequence, and the first of each admitted one; in the thread."""
-        batch = self.batch
-        if len(kept) < len(batch.lengths):
-            batch.keep(kept)
-        logits: list[torch.Tensor] = []
-        if running:
-            logits.append(batch.decode([sequence.draws[-1].sampled[0] for sequence in running]))
-        if admitted:
-            hidden = batch.prefill([sequence.prompt_ids for sequence in admitted])
-            for sequence, states in zip(admitted, hidden, strict=True):
-                most = sequence.params.prompt_logprobs
-                if most is not None:
-                    sequence.prompt_logprobs = score_prompt(batch.head, states, sequence.prompt_ids, most)
-            logits.append(batch.head(torch.stack([states[-1] for states in hidden])))
-        sequences = running + admitted
-        return draw(torch.cat(logits), [s.params for s in sequences], [s.rng for s in sequences])
+    def _prefill(self, kept: list[int], admitted: list[Sequence]) -> list[Draw]:
+        hidden = self.batch.prefill(kept, [sequence.prompt_ids for sequence in admitted])
+        head = self.batch.head
+        for sequence, states in zip(admitted, hidden, strict=True):
+            most = sequence.params.prompt_logprobs
+            if most is not None:
+                sequence.prompt_logprobs = score_prompt(head, states, sequence.prompt_ids, most)
+        return _draw(admitted, head(torch.stack([states[-1] for states in hidden])))
 
-    def _apply(self, admitted: list[Sequence], draws: list[Draw]) -> None:
-        now = time.monotonic()
-        for sequence in admitted:
-            self.metrics.prompt_tokens.inc(len(sequence.prompt_ids))
-            self.metrics.prefix_queries.inc(len(sequence.prompt_ids))
-            self.metrics.first_token.observe(now - sequence.arrived)
+    @torch.inference_mode()
+    def _decode(
+        self, kept: list[int] | None, tokens: list[int | None], running: list[Sequence]
+    ) -> list[Draw]:
+        if kept is not None:
+            self.batch.keep(kept)
+        return _draw(running, self.batch.decode(tokens))
+
+    def _apply(self, sequences: list[Sequence], draws: list[Draw]) -> None:
         self.metrics.generation_tokens.inc(len(draws))
-        for sequence, drawn in zip(self._rows, draws, strict=True):
+        for sequence, drawn in zip(sequences, draws, strict=True):
+            if not sequence.draws:
+                self.metrics.prompt_tokens.inc(len(sequence.prompt_ids))
+                self.metrics.prefix_queries.inc(len(sequence.prompt_ids))
+                self.metrics.first_token.observe(time.monotonic() - sequence.arrived)
             if sequence.finished:  # aborted during the step
                 continue
             sequence.append(drawn, self.weight_version)
@@ -315,3 +328,8 @@ class Engine:
         sequence.finish_reason = reason
         self.metrics.ended(reason, time.monotonic() - sequence.arrived)
         sequence.progress.set()
+
+
+def _draw(sequences: list[Sequence], logits: torch.Tensor) -> list[Draw]:
+    """Sample a token for each sequence, row by row of `logits`."""
+    return draw(logits, [sequence.params for sequence in sequences], [sequence.rng for sequence in sequences])

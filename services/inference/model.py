@@ -64,7 +64,7 @@ class Batch:
     """Forward passes over rows that join and leave; knows token ids and lengths, nothing of requests.
 
     Invariant: row i holds `lengths[i]` positions, padded on the left, so that all rows end in the same column
-    of the cache; the longest row has no padding.
+    of the cache.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -75,46 +75,50 @@ class Batch:
         self.lengths: list[int] = []
         """Positions stored for each row."""
 
-    def prefill(self, prompts: list[list[int]]) -> list[torch.Tensor]:
-        """Append a row for each prompt; returns the hidden states of each, (tokens of the prompt, width)."""
+    def prefill(self, kept: list[int], prompts: list[list[int]]) -> list[torch.Tensor]:
+        """Begin a row for each prompt behind the rows to keep, which are numbered anew; drop the others.
+
+        Returns:
+            The hidden states of each prompt, (tokens of the prompt, width).
+        """
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         fresh = DynamicCache()
         hidden = self._forward(ids, lengths, fresh)
-        if self.lengths:
-            width = max(longest, *self.lengths)
+        self.lengths = [self.lengths[row] for row in kept] + lengths
+        if kept:
+            width = max(self.lengths)
             fresh = _cache(
-                tuple(
-                    torch.cat([_padded(old, width), _padded(new, width)])
-                    for old, new in zip(old_layer, new_layer, strict=True)
-                )
+                tuple(_joined(old[kept], new, width) for old, new in zip(old_layer, new_layer, strict=True))
                 for old_layer, new_layer in zip(_layers(self._cache), _layers(fresh), strict=True)
             )
         self._cache = fresh
-        self.lengths = self.lengths + lengths
         return [row[longest - length :] for row, length in zip(hidden, lengths, strict=True)]
 
-    def decode(self, token_ids: list[int]) -> torch.Tensor:
-        """Feed each row its newest token, (rows,); returns the next logits (rows, vocabulary)."""
-        self.lengths = [length + 1 for length in self.lengths]
-        hidden = self._forward(torch.tensor(token_ids).unsqueeze(1), self.lengths, self._cache)
-        return self.head(hidden[:, 0])
+    def decode(self, token_ids: list[int | None]) -> torch.Tensor:
+        """Feed each row its newest token, None to one that has ended; returns the next logits of the others.
 
-    def keep(self, rows: list[int]) -> None:
-        """Drop all rows but these, which stand in the given order from now on."""
-        self.lengths = [self.lengths[row] for row in rows]
-        if not rows:
-            self._cache = DynamicCache()
-            return
+        A row that has ended is computed for nothing until it is dropped: that would copy all the others.
+        """
+        # One position, its own newest, for a row that has ended: none at all would make it NaN.
+        self.lengths = [
+            1 if token is None else length + 1 for token, length in zip(token_ids, self.lengths, strict=True)
+        ]
+        hidden = self._forward(torch.tensor([[token or 0] for token in token_ids]), self.lengths, self._cache)
+        return self.head(hidden[[row for row, token in enumerate(token_ids) if token is not None], 0])
+
+    def keep(self, kept: list[int]) -> None:
+        """Drop all rows but these, which are numbered anew, and the columns that only the others had."""
+        self.lengths = [self.lengths[row] for row in kept]
         width = max(self.lengths)
         self._cache = _cache(
-            tuple(states[rows, :, -width:] for states in layer) for layer in _layers(self._cache)
+            tuple(states[kept, :, -width:] for states in layer) for layer in _layers(self._cache)
         )
 
     def _forward(self, ids: torch.Tensor, lengths: list[int], cache: DynamicCache) -> torch.Tensor:
         """Hidden states (rows, new columns, width); `lengths` counts the new tokens."""
-        columns = torch.arange(max(lengths))
+        columns = torch.arange(cache.get_seq_length() + ids.shape[1])
         padding = (len(columns) - torch.tensor(lengths)).unsqueeze(1)
         return self._body(
             input_ids=ids,
@@ -140,9 +144,14 @@ def _cache(layers: Iterable[Layer]) -> DynamicCache:
     return cache
 
 
-def _padded(states: torch.Tensor, width: int) -> torch.Tensor:
+def _joined(old: torch.Tensor, new: torch.Tensor, width: int) -> torch.Tensor:
+    """Old rows, then new ones, each with its last `width` columns, or with padding before what it has."""
     # Zeros, not garbage: a masked place has weight 0, and 0 times a stray NaN would still be NaN.
-    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
+    joined = new.new_zeros((len(old) + len(new), new.shape[1], width, new.shape[3]))
+    columns = min(width, old.shape[2])
+    joined[: len(old), :, width - columns :] = old[:, :, old.shape[2] - columns :]
+    joined[len(old) :, :, width - new.shape[2] :] = new
+    return joined
 
 
 def load_model(directory: Path, max_model_len: int | None) -> Model:
@@ -210,10 +219,10 @@ def self_check(model: Model) -> None:
     long = [i % model.vocab_size for i in range(1, 8)]
     short = long[2:5]
     batch = Batch(model.module)
-    batch.prefill([short[:-1], short])
-    batch.prefill([long[:-1]])
-    batch.keep([2, 0])
-    logits = batch.decode([long[-1], short[-1]])
+    batch.prefill([], [short[:-1], short])
+    batch.prefill([0, 1], [long[:-1]])
+    batch.keep([2, 1, 0])
+    logits = batch.decode([long[-1], None, short[-1]])
     for row, ids in enumerate((long, short)):
         expected = model.module(input_ids=torch.tensor([ids])).logits[0, -1].float()
         difference = (logits[row].float() - expected).abs().max().item()

@@ -54,7 +54,7 @@ def play(model, sequences, capacity=100_000, max_sequences=128, fail_at=None):
         decode = engine.batch.decode
 
         def watched(ids):
-            rows.append(len(ids))
+            rows.append(sum(token is not None for token in ids))
             if len(rows) == fail_at:
                 raise RuntimeError("out of memory")
             return decode(ids)
