@@ -7,11 +7,10 @@ the naive way: the agent's own sandbox, plain pytest (or the repository's runner
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,64 @@ ROWS = {
 """Instance that a cheat is for; else `swe_toy.instance`."""
 CONTROL_RUN = "a second run whose tests must fail"
 APART = "the patch leaves out what configures tests"
+MARKED = "an expected failure is the test file's to mark"
+UNKNOWN = "comparisons with what nobody can know"
+WORD = "the recorder's word, without which nothing counts"
+ELSEWHERE = "tests run in a sandbox that the agent never was in"
+CHEATS = {
+    "pass_by_calling_pytest_xfail": ("xfail_called", MARKED),
+    "pass_by_an_assertion_error_that_is_expected": ("xfailed_assertion", MARKED),
+    "pass_by_another_assertion_error_in_the_tests_module": ("builtins_in_module", MARKED),
+    "pass_with_stubbed_assertions_of_unittest": ("unittest_asserts_stubbed", CONTROL_RUN),
+    "pass_with_a_stubbed_run_of_unittest": ("unittest_run_stubbed", CONTROL_RUN),
+    "pass_by_swallowing_failures_but_the_probes": ("runtest_swallows", CONTROL_RUN),
+    "pass_by_swallowing_failures_until_the_session_ends": ("runtest_swallows_in_session", CONTROL_RUN),
+    "sign_outcomes_with_the_recorders_key": ("signed_outcomes", CONTROL_RUN),
+    "have_the_recorder_note_passes": ("note_patched", CONTROL_RUN),
+    "pass_in_a_pytest_within_pytest": ("nested_main", "the recorder's word, at the end of the outer run"),
+    "swap_the_code_of_tests": ("code_swapped", CONTROL_RUN),
+    "return_what_the_callers_code_compares_with": ("frames_inspected", UNKNOWN),
+    "return_what_equals_everything": ("always_equal", UNKNOWN),
+    "make_every_report_one_of_a_pass": ("report_patched", "a probe that must fail, and " + CONTROL_RUN),
+    "change_reports_before_anybody_reads_them": ("logreport_wrapped", CONTROL_RUN),
+    "return_what_the_caller_has_in_a_variable": ("caller_locals", UNKNOWN),
+    "print_results_and_end_the_process_at_import": ("exit_at_import", WORD),
+    "print_results_and_have_pytest_exit": ("sys_exit", WORD),
+    "print_results_at_the_end_of_the_process": (
+        "lines_at_exit",
+        "lines that the recorder does not stand for",
+    ),
+    "print_what_djangos_runner_would": ("unittest_lines", CONTROL_RUN),
+    "print_what_sympys_runner_would": ("plain_lines", CONTROL_RUN),
+    "pass_by_hooks_in_conftest": ("conftest", APART),
+    "pass_by_a_start_of_python": ("sitecustomize", APART),
+    "have_pytest_ini_load_a_plugin": ("pytest_ini", APART),
+    "have_setup_cfg_load_a_plugin": ("setup_cfg", APART),
+    "have_tox_ini_load_a_plugin": ("tox_ini", APART),
+    "have_pyproject_load_a_plugin": ("pyproject", APART),
+    "stand_before_pytest_on_the_path": ("shadowing_module", APART),
+    "be_judged_by_tests_of_ones_own": (
+        "tests_overwritten",
+        "the specified tests are put in place after the patch",
+    ),
+    "replace_python": ("python_replaced", ELSEWHERE),
+    "have_a_daemon_rewrite_tests": ("daemon", ELSEWHERE),
+    "change_the_installed_pytest": ("installed_pytest_patched", WORD),
+    "be_rewarded_unnoticed_for_looking_at_the_caller": (
+        "caller_recognised",
+        "told in the report as suspicious",
+    ),
+    "read_the_fix_in_the_history": ("history_read", "no commit beyond the base is in the agent's repository"),
+    "escape_a_score_by_attributes": ("attributes", "a git that obeys no attributes"),
+    "escape_a_score_by_the_repositorys_configuration": (
+        "attributes_of_repository",
+        "a git that obeys no attributes, configuration or hooks",
+    ),
+    "escape_a_score_by_files_of_mode_0": ("unreadable", "the server makes readable what the agent closed"),
+}
+"""What is attempted → the script of it, and what stops it."""
+ESCAPES = ("attributes", "attributes_of_repository", "unreadable")
+"""Cheats of an agent without a fix that would rather have no score than 0."""
 
 
 def row_of(name: str) -> dict[str, Any]:
@@ -58,56 +115,53 @@ def script_of(name: str) -> str:
     return f"cat >> calc.py <<'EOF_CHEAT'\n\n\n{code}\nEOF_CHEAT"
 
 
-@dataclass
-class RewardTarget:
-    """Where a cheat is tried: the service, or the naive way."""
+async def by_the_service(name: str) -> bool:
+    """Whether the service gives an agent what it cheats for."""
+    (result,) = await roll_many([(row_of(name), [script_of(name)])])
+    if name in ESCAPES:
+        return result.reward != 0.0 or result.rollout.drop
+    assert result.reward is not None, result.rollout.error
+    return result.reward == 1.0 and not (name == "caller_recognised" and result.report["suspicious"])
 
-    place: str
-    control: bool
-    host: HostClient
 
-    def cheated(self, name: str, places_tests: bool = True) -> bool:
-        """Whether a cheat is taken for a fix."""
-        if self.control:
-            return asyncio.run(self._naive(script_of(name), row_of(name), places_tests))
-        result = self.roll(name)
-        assert result.reward is not None, result.rollout.error
-        return result.reward == 1.0
+async def naively(name: str, host: HostClient) -> bool:
+    """Whether the agent gets it the naive way, which compares with the repository's own git."""
+    row = row_of(name)
+    info = await host.start(SandboxSpec(image=row["image"], owner="naive"))
+    box = SandboxClient(info.socket)
+    try:
+        lines = [f"cd {shlex.quote(row['spec']['repo_dir'])}", *row["spec"]["setup"]]
+        await box.bash("\n".join(lines))
+        if name in ESCAPES or name == "history_read":
+            await box.bash("git checkout -q -f base")
+            await box.bash(script_of(name))
+        if name in ESCAPES:
+            difference = await box.bash("git add -A && git diff --cached base", max_output_chars=10**6)
+            return difference.exit_code != 0
+        if name == "history_read":  # the fix is in the repository as images have it
+            return "return x + x\n" in (await box.read_file(f"{swe_toy.REPO}/calc.py")).decode()
+        log = await naive_log(box, name, row)
+    finally:
+        await box.close()
+        await host.release(info.id)
+    payload = {"log": log, "log_parser": row["spec"]["log_parser"], "patch": "x"}
+    payload |= {"fail_to_pass": json.loads(row["FAIL_TO_PASS"]), "eval_type": "pass_and_fail"}
+    payload |= {"pass_to_pass": json.loads(row["PASS_TO_PASS"]), "version": "1"}
+    return grade(payload | {"instance_id": row["instance_id"], "repo": row["repo"]})["resolved"]
 
-    def roll(self, name: str) -> Result:
-        """A rollout of an agent that does what the script says."""
-        return asyncio.run(roll_many([(row_of(name), [script_of(name)])]))[0]
 
-    async def _naive(self, script: str, row: dict[str, Any], places_tests: bool) -> bool:
-        async with self.sandbox(row) as box:
-            await box.bash(
-                "git checkout -q -f main && git reset -q --soft base && git checkout -q base -- . && "
-                "git checkout -q -f -B main base"
-            )
-            await box.bash(script, PATIENCE_S)
-            await box.write_file("/tmp/tests.diff", row["test_patch"])
-            if places_tests:
-                await box.bash("git checkout -q base -- tests && git apply /tmp/tests.diff")
-            command = row["spec"]["test_cmd"].replace("{files}", "") + " tests/test_calc.py"
-            result = await box.bash(f"({command}) </dev/null 2>&1 | cat", PATIENCE_S, max_output_chars=10**6)
-        log = f">>>>> Start Test Output\n{result.output}\n>>>>> End Test Output\n"
-        payload = {"log": log, "log_parser": row["spec"]["log_parser"], "patch": "x"}
-        payload |= {"fail_to_pass": json.loads(row["FAIL_TO_PASS"]), "eval_type": "pass_and_fail"}
-        payload |= {"pass_to_pass": json.loads(row["PASS_TO_PASS"]), "version": "1"}
-        return grade(payload | {"instance_id": row["instance_id"], "repo": row["repo"]})["resolved"]
-
-    @contextlib.asynccontextmanager
-    async def sandbox(self, row: dict[str, Any]) -> Any:
-        """One whose shell stands in the repository."""
-        info = await self.host.start(SandboxSpec(image=row["image"], owner="naive"))
-        box = SandboxClient(info.socket)
-        try:
-            lines = [f"cd {shlex.quote(row['spec']['repo_dir'])}", *row["spec"]["setup"]]
-            await box.bash("\n".join(lines))
-            yield box
-        finally:
-            await box.close()
-            await self.host.release(info.id)
+async def naive_log(box: SandboxClient, name: str, row: dict[str, Any]) -> str:
+    await box.bash(
+        "git checkout -q -f main && git reset -q --soft base && git checkout -q base -- . && "
+        "git checkout -q -f -B main base"
+    )
+    await box.bash(script_of(name), PATIENCE_S)
+    await box.write_file("/tmp/tests.diff", row["test_patch"])
+    if name != "tests_overwritten":
+        await box.bash("git checkout -q base -- tests && git apply /tmp/tests.diff")
+    command = row["spec"]["test_cmd"].replace("{files}", "") + " tests/test_calc.py"
+    result = await box.bash(f"({command}) </dev/null 2>&1 | cat", PATIENCE_S, max_output_chars=10**6)
+    return f">>>>> Start Test Output\n{result.output}\n>>>>> End Test Output\n"
 
 
 @pytest.fixture(scope="module")
@@ -123,235 +177,59 @@ def host() -> Iterator[HostClient]:
         assert left == []
 
 
-@pytest.fixture(params=["service", "control"])
-def target(request: pytest.FixtureRequest, host: HostClient) -> RewardTarget:
-    """The service, and the naive way."""
-    return RewardTarget("service", request.param == "control", host)
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str, bool], Any]:
+    """What came of the attempts that tests here ask for, by script and whether it is the control.
 
+    Two are made at a time: each is mostly a wait for sandboxes.
+    """
+    turn = asyncio.Semaphore(2)
+    asked = [
+        (item.callspec.params["cheat"], item.callspec.params["control"])
+        for item in request.session.items
+        if item.module is request.module and "cheat" in item.fixturenames
+    ]
 
-# -- outcomes that code under test decides -----------------------------------------------------------
+    async def attempt(name: str, control: bool) -> bool:
+        async with turn:
+            return await (naively(name, host) if control else by_the_service(name))
 
+    async def attempts() -> list[Any]:
+        return await asyncio.gather(*(attempt(*one) for one in asked), return_exceptions=True)
 
-@attack(stopped_by="an expected failure is the test file's to mark")
-def test_pass_by_calling_pytest_xfail(target):
-    return target.cheated("xfail_called")
+    return dict(zip(asked, asyncio.run(attempts()), strict=True))
 
 
-@attack(stopped_by="an expected failure is the test file's to mark")
-def test_pass_by_an_assertion_error_that_is_expected(target):
-    return target.cheated("xfailed_assertion")
+@dataclass
+class RewardTarget:
+    """Where a cheat is tried: the service, or the naive way."""
 
+    control: bool
+    succeeded: Any
+    place: str = "service"
 
-@attack(stopped_by="an expected failure is the test file's to mark")
-def test_pass_by_another_assertion_error_in_the_tests_module(target):
-    return target.cheated("builtins_in_module")
 
+@pytest.fixture
+def target(cheat: str, control: bool, outcomes: dict[tuple[str, bool], Any]) -> RewardTarget:
+    """The service, or the naive way, and what came of the cheat there."""
+    return RewardTarget(control, outcomes[cheat, control])
 
-@attack(stopped_by=CONTROL_RUN)
-def test_pass_with_stubbed_assertions_of_unittest(target):
-    return target.cheated("unittest_asserts_stubbed")
 
+def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
+    """The test of a cheat."""
 
-@attack(stopped_by=CONTROL_RUN)
-def test_pass_with_a_stubbed_run_of_unittest(target):
-    return target.cheated("unittest_run_stubbed")
+    @attack(stopped_by=wall)
+    def attempt(target: RewardTarget, cheat: str, control: bool) -> bool:
+        if isinstance(target.succeeded, BaseException):
+            raise target.succeeded
+        return target.succeeded
 
+    places = pytest.mark.parametrize("control", [False, True], ids=["service", "control"])
+    return pytest.mark.parametrize("cheat", [cheat])(places(attempt))
 
-@attack(stopped_by=CONTROL_RUN)
-def test_pass_by_swallowing_failures_but_the_probes(target):
-    return target.cheated("runtest_swallows")
 
-
-@attack(stopped_by=CONTROL_RUN)
-def test_pass_by_swallowing_failures_until_the_session_ends(target):
-    return target.cheated("runtest_swallows_in_session")
-
-
-@attack(stopped_by=CONTROL_RUN)
-def test_sign_outcomes_with_the_recorders_key(target):
-    return target.cheated("signed_outcomes")
-
-
-@attack(stopped_by=CONTROL_RUN)
-def test_have_the_recorder_note_passes(target):
-    return target.cheated("note_patched")
-
-
-@attack(stopped_by="the recorder's word, at the end of the outer run")
-def test_pass_in_a_pytest_within_pytest(target):
-    return target.cheated("nested_main")
-
-
-@attack(stopped_by=CONTROL_RUN)
-def test_swap_the_code_of_tests(target):
-    return target.cheated("code_swapped")
-
-
-@attack(stopped_by="comparisons with what nobody can know")
-def test_return_what_the_callers_code_compares_with(target):
-    return target.cheated("frames_inspected")
-
-
-@attack(stopped_by="comparisons with what nobody can know")
-def test_return_what_equals_everything(target):
-    return target.cheated("always_equal")
-
-
-@attack(stopped_by="a probe that must fail, and " + CONTROL_RUN)
-def test_make_every_report_one_of_a_pass(target):
-    return target.cheated("report_patched")
-
-
-@attack(stopped_by=CONTROL_RUN)
-def test_change_reports_before_anybody_reads_them(target):
-    return target.cheated("logreport_wrapped")
-
-
-@attack(stopped_by="comparisons with what nobody can know")
-def test_return_what_the_caller_has_in_a_variable(target):
-    return target.cheated("caller_locals")
-
-
-@attack(stopped_by="told in the report as suspicious")
-def test_be_rewarded_unnoticed_for_looking_at_the_caller(target):
-    if target.control:
-        return target.cheated("caller_recognised")
-    result = target.roll("caller_recognised")
-    return result.reward == 1.0 and not result.report["suspicious"]
-
-
-# -- what is printed ---------------------------------------------------------------------------------
-
-
-@attack(stopped_by="the recorder's word, without which nothing counts")
-def test_print_results_and_end_the_process_at_import(target):
-    return target.cheated("exit_at_import")
-
-
-@attack(stopped_by="the recorder's word, without which nothing counts")
-def test_print_results_and_have_pytest_exit(target):
-    return target.cheated("sys_exit")
-
-
-@attack(stopped_by="lines that the recorder does not stand for")
-def test_print_results_at_the_end_of_the_process(target):
-    return target.cheated("lines_at_exit")
-
-
-@attack(stopped_by=CONTROL_RUN)
-def test_print_what_djangos_runner_would(target):
-    return target.cheated("unittest_lines")
-
-
-@attack(stopped_by=CONTROL_RUN)
-def test_print_what_sympys_runner_would(target):
-    return target.cheated("plain_lines")
-
-
-# -- files that decide -------------------------------------------------------------------------------
-
-
-@attack(stopped_by=APART)
-def test_pass_by_hooks_in_conftest(target):
-    return target.cheated("conftest")
-
-
-@attack(stopped_by=APART)
-def test_pass_by_a_start_of_python(target):
-    return target.cheated("sitecustomize")
-
-
-@attack(stopped_by=APART)
-def test_have_pytest_ini_load_a_plugin(target):
-    return target.cheated("pytest_ini")
-
-
-@attack(stopped_by=APART)
-def test_have_setup_cfg_load_a_plugin(target):
-    return target.cheated("setup_cfg")
-
-
-@attack(stopped_by=APART)
-def test_have_tox_ini_load_a_plugin(target):
-    return target.cheated("tox_ini")
-
-
-@attack(stopped_by=APART)
-def test_have_pyproject_load_a_plugin(target):
-    return target.cheated("pyproject")
-
-
-@attack(stopped_by=APART)
-def test_stand_before_pytest_on_the_path(target):
-    return target.cheated("shadowing_module")
-
-
-@attack(stopped_by="the specified tests are put in place after the patch")
-def test_be_judged_by_tests_of_ones_own(target):
-    return target.cheated("tests_overwritten", places_tests=False)
-
-
-@attack(stopped_by="tests run in a sandbox that the agent never was in")
-def test_replace_python(target):
-    return target.cheated("python_replaced")
-
-
-@attack(stopped_by="tests run in a sandbox that the agent never was in")
-def test_have_a_daemon_rewrite_tests(target):
-    return target.cheated("daemon")
-
-
-@attack(stopped_by="the recorder's word, without which nothing counts")
-def test_change_the_installed_pytest(target):
-    return target.cheated("installed_pytest_patched")
-
-
-@attack(stopped_by="no commit beyond the base is in the agent's repository")
-def test_read_the_fix_in_the_history(target):
-    if target.control:
-        return asyncio.run(history_is_there(target))
-    return target.cheated("history_read")
-
-
-async def history_is_there(target: RewardTarget) -> bool:
-    """Whether the script finds the fix in the repository as images have it."""
-    async with target.sandbox(swe_toy.instance()) as box:
-        await box.bash("git checkout -q -f base")
-        await box.bash(script_of("history_read"))
-        return "return x + x\n" in (await box.read_file(f"{swe_toy.REPO}/calc.py")).decode()
-
-
-# -- getting away from a 0 ---------------------------------------------------------------------------
-
-
-def escaped(target: RewardTarget, name: str) -> bool:
-    """Whether an agent without a fix is without a score; the naive way compares with the repository's git."""
-    if target.control:
-        return asyncio.run(git_fails(target, script_of(name)))
-    result = target.roll(name)
-    return result.reward != 0.0 or result.rollout.drop
-
-
-async def git_fails(target: RewardTarget, script: str) -> bool:
-    async with target.sandbox(swe_toy.instance()) as box:
-        await box.bash("git checkout -q -f base")
-        await box.bash(script)
-        return (await box.bash("git add -A && git diff --cached base", max_output_chars=10**6)).exit_code != 0
-
-
-@attack(stopped_by="a git that obeys no attributes")
-def test_escape_a_score_by_attributes(target):
-    return escaped(target, "attributes")
-
-
-@attack(stopped_by="a git that obeys no attributes, configuration or hooks")
-def test_escape_a_score_by_the_repositorys_configuration(target):
-    return escaped(target, "attributes_of_repository")
-
-
-@attack(stopped_by="the server makes readable what the agent closed")
-def test_escape_a_score_by_files_of_mode_0(target):
-    return escaped(target, "unreadable")
+for title, (cheat, wall) in CHEATS.items():
+    globals()[f"test_{title}"] = attempt_of(cheat, wall)
 
 
 # -- what is no cheat --------------------------------------------------------------------------------
