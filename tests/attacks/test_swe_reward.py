@@ -27,6 +27,7 @@ from tests.helpers.swe_agents import Result, roll_many
 from tests.helpers.swe_instances import private_state
 from workers.scoring.swe_tests import grade
 
+pytestmark = pytest.mark.timeout(900)  # all rollouts that the tests of a session ask for are made at once
 HERE = Path(__file__).parent / "reward"
 PATIENCE_S = 120.0
 ROWS = {

@@ -17,7 +17,6 @@ from workers.handlers.swe import plain_git
 from workers.handlers.swe.falsifying import Falsified, falsify
 from workers.handlers.swe.placing import NotPlaced, Specified, place, take_specified
 from workers.handlers.swe.recording import (
-    Outcomes,
     Recorder,
     without_forgeries,
     without_marks,
@@ -168,6 +167,25 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)[:MAX_NAMED]) + more
 
 
+CHANGED = "a test that fails was reported as passed: code under test changed pytest"
+ENDED_EARLY = "the process of the tests ended before pytest did"
+NOT_STARTED = "pytest did not start; where it cannot load a plug-in, set spec.recorder to false"
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one run of the tests told."""
+
+    output: str
+    """As far as it is believed."""
+    log: str
+    """The same between the official marks."""
+    suspicious: list[str]
+    trouble: tuple[Status, str] | None
+    """Why nothing of it is believed."""
+    seconds: float
+
+
 class _Run:
     """One run of the specified tests in a fresh sandbox."""
 
@@ -185,18 +203,16 @@ class _Run:
         if applied_with is None:
             log = f"{NOT_APPLIED}:\n{without_marks(said)}\n"
             return Judgement("patch_not_applied", detail=said[-1000:], base_commit=base, log=log)
-        recorder = Recorder(f"{self._work}/recorder") if self._spec.recorder else None
         try:
-            result = await self._tests(recorder)
+            told = await self._tests()
         except NotPlaced as error:
-            judgement = _unfinished(
-                "tests_not_placed", f"the tests cannot be put on top of the patch: {error}"
-            )
-            result = None
+            detail = f"the tests cannot be put on top of the patch: {error}"
+            judgement = _unfinished("tests_not_placed", detail)
         else:
-            judgement = await self._graded(patch, result, recorder)
+            judgement = await self._graded(patch, told)
+            judgement.seconds["tests"] = told.seconds
         judgement.patch_applied, judgement.applied_with, judgement.base_commit = True, applied_with, base
-        judgement.seconds["tests"] = result.wall_s if result else 0.0
+        judgement.seconds.setdefault("tests", 0.0)
         return judgement
 
     async def passing(self, patch: str | None, falsified: Falsified) -> set[str] | None:
@@ -208,16 +224,13 @@ class _Run:
         await self._prepare()
         if patch is not None:
             await self._apply(patch)
-        recorder = Recorder(f"{self._work}/recorder") if self._spec.recorder else None
         try:
-            result = await self._tests(recorder, falsified)
+            told = await self._tests(falsified)
         except NotPlaced:
             return None
-        output, trouble, _ = await self._said(result, recorder)
-        if trouble is not None:
+        if told.trouble is not None:
             return None
-        log = _log(output, result)
-        report = await self._report(patch or "", output, log, falsified.must_fail)
+        report = await self._report(patch or "", told, falsified.must_fail)
         if report is None or not report["graded"]:
             return None
         status = report["tests_status"]
@@ -241,7 +254,12 @@ class _Run:
         result = await self._box.bash(script, timeout=GIT_S)
         return {0: "git apply", 10: "patch --fuzz=5"}.get(result.exit_code or 0), result.output
 
-    async def _tests(self, recorder: Recorder | None, falsified: Falsified | None = None) -> ExecResult:
+    async def _tests(self, falsified: Falsified | None = None) -> _Told:
+        """Put the tests in place, whatever else brought tests here, and run them.
+
+        Raises:
+            NotPlaced: They cannot be put there.
+        """
         spec, lines = self._spec, [f"cd {shlex.quote(self._spec.repo_dir)}", *self._spec.setup]
         if spec.install:
             state = f"{self._work}/state"
@@ -249,16 +267,17 @@ class _Run:
             await self._run("install", [*lines, *spec.install, keep], None)
             if spec.applies_test_patch:
                 lines = [f". {state}"]  # the script has set this environment up
-        # Whatever else brought tests here: code of the patch may have run before that.
+        # Only now: code of the patch may have run before.
         await place(self._box, spec, self.specified)
         for path, source in falsified.sources.items() if falsified else ():
             await self._box.write_file(f"{spec.repo_dir}/{path}", source)
+        recorder = Recorder(f"{self._work}/recorder") if spec.recorder else None
         if recorder is not None:
             lines += await recorder.install(self._box)
         result = await self._run("tests", [*lines, *spec.before_tests], spec.test_script, spec.test_timeout_s)
         if result.not_started and not spec.install:
             raise TaskError(f"{self._instance.instance_id}: the tests cannot be run: {result.not_started}")
-        return result
+        return await self._told(result, recorder)
 
     async def _run(
         self, name: str, lines: Sequence[str], script: str | None, most_s: float | None = None
@@ -281,64 +300,46 @@ class _Run:
             max_output_chars=MAX_LOG_CHARS,
         )
 
-    async def _said(
-        self, result: ExecResult, recorder: Recorder | None
-    ) -> tuple[str, tuple[Status, str] | None, Outcomes | None]:
-        """The output as far as it is believed, why it is not, and what pytest said itself."""
-        output, outcomes = without_marks(result.stdout), None
-        trouble = self._overrun(result)
-        if trouble is None and recorder is not None:
+    async def _told(self, result: ExecResult, recorder: Recorder | None) -> _Told:
+        """What the tests told, as far as it is believed."""
+        trouble: tuple[Status, str] | None = None
+        suspicious: list[str] = []
+        output = without_marks(result.stdout)
+        if result.timed_out:
+            trouble = "tests_timed_out", f"the tests did not end within {result.wall_s:.0f} s"
+        elif result.limit_exceeded or result.not_started:
+            trouble = "tests_not_finished", result.limit_exceeded or result.not_started or ""
+        elif recorder is not None:
             outcomes = await recorder.outcomes(self._box)
-            trouble = await self._distrust(recorder, outcomes)
-            if outcomes is not None:
+            if outcomes is None:
+                loaded = await recorder.was_loaded(self._box)
+                trouble = "tests_not_finished", ENDED_EARLY if loaded else NOT_STARTED
+            else:
+                suspicious = outcomes.suspicious
+                if outcomes.changed:
+                    trouble = "results_forged", CHANGED
                 output = await asyncio.to_thread(without_forgeries, output, outcomes.statuses)
         expected = self.specified.files.expects_failure
-        return await asyncio.to_thread(without_unmarked_failures, output, expected), trouble, outcomes
+        output = await asyncio.to_thread(without_unmarked_failures, output, expected)
+        return _Told(output, _log(output, result), suspicious, trouble, result.wall_s)
 
-    async def _graded(self, patch: str, result: ExecResult, recorder: Recorder | None) -> Judgement:
-        output, trouble, outcomes = await self._said(result, recorder)
-        suspicious = outcomes.suspicious if outcomes else []
-        log = _log(output, result)
-        if trouble is not None:
-            return _unfinished(*trouble, log, suspicious)
-        report = await self._report(patch, output, log)
+    async def _graded(self, patch: str, told: _Told) -> Judgement:
+        if told.trouble is not None:
+            return _unfinished(*told.trouble, told.log, told.suspicious)
+        report = await self._report(patch, told)
         if report is None:
             detail = "the output of the tests could not be read in time, though another could"
-            return _unfinished("tests_not_finished", detail, log, suspicious)
+            return _unfinished("tests_not_finished", detail, told.log, told.suspicious)
+        judgement = Judgement("tests_not_finished", log=told.log, suspicious=list(told.suspicious))
         if not report["graded"]:
-            detail = "no result of any test was found in the output"
-            return Judgement("tests_not_finished", detail=detail, log=log, suspicious=suspicious)
-        return Judgement(
-            "resolved" if report["resolved"] else "unresolved",
-            report["resolved"],
-            tests_status=report["tests_status"],
-            log=log,
-            suspicious=suspicious,
-        )
-
-    def _overrun(self, result: ExecResult) -> tuple[Status, str] | None:
-        if result.timed_out:
-            return "tests_timed_out", f"the tests did not end within {result.wall_s:.0f} s"
-        if result.limit_exceeded or result.not_started:
-            return "tests_not_finished", result.limit_exceeded or result.not_started or ""
-        return None
-
-    async def _distrust(self, recorder: Recorder, outcomes: Outcomes | None) -> tuple[Status, str] | None:
-        """Why the output is not believed."""
-        if outcomes is not None and outcomes.changed:
-            return (
-                "results_forged",
-                "a test that fails was reported as passed: code under test changed pytest",
-            )
-        if outcomes is not None:
-            return None
-        if await recorder.was_loaded(self._box):
-            return "tests_not_finished", "the process of the tests ended before pytest did"
-        why = "pytest did not start; where it cannot load a plug-in, set spec.recorder to false"
-        return "tests_not_finished", why
+            judgement.detail = "no result of any test was found in the output"
+            return judgement
+        judgement.resolved, judgement.tests_status = report["resolved"], report["tests_status"]
+        judgement.status = "resolved" if judgement.resolved else "unresolved"
+        return judgement
 
     async def _report(
-        self, patch: str, output: str, log: str, passing: Sequence[str] | None = None
+        self, patch: str, told: _Told, passing: Sequence[str] | None = None
     ) -> dict[str, Any] | None:
         """What grading says; None when what the tests printed keeps it from saying anything.
 
@@ -349,7 +350,7 @@ class _Run:
         if spec.log_parser == R2E_PARSER:
             grader = "workers.scoring.swe_tests:grade_expected"
             wanted = instance.expected if passing is None else dict.fromkeys(passing, "PASSED")
-            expected = {"log": output, "expected": wanted}
+            expected = {"log": told.output, "expected": wanted}
             return await score_or_blame(grader, expected, known=expected | {"log": ""}, timeout_s=GRADE_S)
         payload = {
             "instance_id": instance.instance_id,
@@ -360,7 +361,7 @@ class _Run:
             "log_parser": spec.log_parser,
             "eval_type": spec.eval_type if passing is None else "pass_and_fail",
             "patch": patch,
-            "log": log,
+            "log": told.log,
         }
         empty = payload | {"log": f"{START_MARK}\n{END_MARK}\n"}
         return await score_or_blame(

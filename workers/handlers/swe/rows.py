@@ -13,11 +13,12 @@ Whatever names a fix or a test stays here: the agent sees `problem_statement` an
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from workers.handlers.fields import JsonObject, parsed
 
 T = TypeVar("T")
 Source = Literal["swe-bench", "swe-gym", "swe-smith", "r2e-gym"]
@@ -31,6 +32,12 @@ Id = Annotated[
     WithJsonSchema({"type": ["string", "integer"]}),
 ]
 """A text, or a number, which is read as one."""
+TestNames = Annotated[
+    list[str],
+    BeforeValidator(parsed),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}),
+]
+"""A list of names, or one that JSON made a text of, as Parquet files of SWE-bench have it."""
 
 
 class SpecFields(BaseModel):
@@ -75,8 +82,8 @@ class SweTask(BaseModel):
     patch: str | None = None
     """The fix; in SWE-smith the bug."""
     test_patch: str | None = None
-    FAIL_TO_PASS: list[str] | str | None = None
-    PASS_TO_PASS: list[str] | str | None = None
+    FAIL_TO_PASS: TestNames | None = None
+    PASS_TO_PASS: TestNames | None = None
     image: str | None = None
     """Image of the sandbox: a name, a path, or a docker reference that `rollout images build` has fetched."""
     eval_script: str | None = None
@@ -87,8 +94,8 @@ class SweTask(BaseModel):
     """Image of R2E-Gym's; in rows of other sets the same as `image`."""
     repo_name: str | None = None
     commit_hash: str | None = None
-    expected_output_json: dict[str, str] | str | None = None
-    execution_result_content: dict[str, Any] | str | None = None
+    expected_output_json: JsonObject | None = None
+    execution_result_content: JsonObject | None = None
     modified_files: list[str] | None = None
     spec: SpecFields | None = None
 
@@ -127,12 +134,11 @@ class Instance:
     image: str
     """Name, path or docker reference."""
     problem_statement: str
-    base_commit: str | None
-    """Commit the agent starts from; None = where the image's repository stands."""
-    gold_patch: str
-    """The fix; "" where the data set has none as a diff. Only its file names are ever used."""
     gold_files: list[str]
-    test_patch: str
+    """Paths that the fix touches."""
+    base_commit: str | None = None
+    """Commit the agent starts from; None = where the image's repository stands."""
+    test_patch: str = ""
     bug_patch: str = ""
     """Applied before the agent comes (SWE-smith)."""
     fail_to_pass: list[str] = field(default_factory=list)
@@ -163,11 +169,10 @@ def _from_swe_bench(row: SweTask) -> Instance:
         image=row.image or row.docker_image or row.image_name or key,
         problem_statement=row.problem_statement,
         base_commit=row.base_commit,
-        gold_patch=row.patch or "",
         gold_files=files_of(row.patch or ""),
         test_patch=row.test_patch or "",
-        fail_to_pass=_some(_strings(row.FAIL_TO_PASS, "FAIL_TO_PASS"), "FAIL_TO_PASS"),
-        pass_to_pass=_strings(row.PASS_TO_PASS, "PASS_TO_PASS"),
+        fail_to_pass=_some(row.FAIL_TO_PASS, "FAIL_TO_PASS"),
+        pass_to_pass=row.PASS_TO_PASS or [],
         version=row.version or "",
         eval_script=row.eval_script,
         log_parser=row.log_parser,
@@ -184,13 +189,10 @@ def _from_swe_smith(row: SweTask) -> Instance:
         repo=str(row.repo),
         image=row.image or row.docker_image or str(row.image_name),
         problem_statement=row.problem_statement,
-        base_commit=None,
-        gold_patch="",
         gold_files=files_of(row.patch or ""),
-        test_patch="",
         bug_patch=row.patch or "",
-        fail_to_pass=_some(_strings(row.FAIL_TO_PASS, "FAIL_TO_PASS"), "FAIL_TO_PASS"),
-        pass_to_pass=_strings(row.PASS_TO_PASS, "PASS_TO_PASS"),
+        fail_to_pass=_some(row.FAIL_TO_PASS, "FAIL_TO_PASS"),
+        pass_to_pass=row.PASS_TO_PASS or [],
         spec=row.spec or SpecFields(),
     )
 
@@ -199,8 +201,8 @@ def _from_r2e_gym(row: SweTask) -> Instance:
     _require(
         row, "r2e-gym", "docker_image", "commit_hash", "expected_output_json", "execution_result_content"
     )
-    expected = _object(row.expected_output_json, "expected_output_json")
-    runs = _object(row.execution_result_content, "execution_result_content")
+    expected = _some(row.expected_output_json, "expected_output_json")
+    runs = row.execution_result_content or {}
     names, codes = runs.get("test_file_names"), runs.get("test_file_codes")
     if not (isinstance(names, list) and isinstance(codes, list) and names and len(names) == len(codes)):
         raise ValueError(
@@ -218,11 +220,8 @@ def _from_r2e_gym(row: SweTask) -> Instance:
         repo=repo,
         image=row.image or str(row.docker_image),
         problem_statement=row.problem_statement,
-        base_commit=None,
-        gold_patch="",
         gold_files=list(row.modified_files or []),
-        test_patch="",
-        expected={str(name): str(status) for name, status in _some(expected, "expected_output_json").items()},
+        expected={name: str(status) for name, status in expected.items()},
         hidden_tests=dict(zip(names, map(str, codes), strict=True)),
         fix_commit=row.commit_hash,
         spec=row.spec or SpecFields(),
@@ -266,30 +265,7 @@ def _require(row: SweTask, kind: str, *names: str) -> None:
             raise ValueError(f"{name}: {_MISSING.format(kind=kind)}")
 
 
-def _strings(value: list[str] | str | None, name: str) -> list[str]:
-    """A list, or a list that JSON made a string of, as Parquet files of SWE-bench have it."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {value[:80]!r} is neither a list nor a JSON list: {error}") from error
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{name}: must be a list of test names, or such a list as JSON")
-    return value
-
-
-def _some(value: T, name: str) -> T:
+def _some(value: T | None, name: str) -> T:
     if not value:
         raise ValueError(f"{name}: is empty; without a test that must pass, no patch can be judged")
-    return value
-
-
-def _object(value: dict[str, Any] | str | None, name: str) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: is no JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}: must be an object, or one as JSON")
     return value
