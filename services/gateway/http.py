@@ -141,6 +141,8 @@ class Operation:
     answers: Mapping[int, Schema]
     media: str
     arrays: bool
+    described: bool = False
+    """The view reads its call itself; what is said here is for the description alone."""
 
     def arguments(self, path: str) -> dict[str, Any]:
         """Arguments of the view, from the request under way.
@@ -148,6 +150,8 @@ class Operation:
         Raises:
             ApiProblem: They do not fit.
         """
+        if self.described:
+            return {}
         known = [name for name, query in self.query.items() if not query.header]
         unknown = [name for name in request.args if name not in known]
         if unknown and path.startswith("/v1/"):
@@ -180,6 +184,7 @@ def operation(
     answers: Mapping[int, Schema] | None = None,
     media: str = JSON,
     arrays: bool = False,
+    describes: type[BaseModel] | None = None,
 ) -> Callable[[F], F]:
     """Have a view called with what its signature names.
 
@@ -189,12 +194,13 @@ def operation(
         answers: Instead of that annotation, models by status.
         media: Media type of the answer.
         arrays: The answer comes as msgpack with typed arrays as well.
+        describes: Model of the body of a view that reads its call itself.
     """
 
     def declare(view: F) -> F:
         hints = get_type_hints(view, include_extras=True)
         marks = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) is Annotated}
-        body, given = hints.get("body"), hints.get("return")
+        body, given = describes or hints.get("body"), hints.get("return")
         if "body" in marks:
             body = get_args(body)[0]
         default = inspect.signature(view).parameters.get("body")
@@ -210,6 +216,7 @@ def operation(
             answers=answers or {status: model},
             media=media,
             arrays=arrays,
+            described=describes is not None,
         )
 
         @wraps(view)

@@ -15,7 +15,6 @@ import rollout
 from rollout.arrays import MEDIA_TYPE
 from rollout.schema import Problem
 from services.gateway.auth import scope_of
-from services.gateway.compat import openapi as openapi_compatible
 from services.gateway.http import JSON, STRING, Operation, Schema
 
 EXTENSION = "openapi"
@@ -126,7 +125,7 @@ def _document(app: Flask) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "rollout service", "version": rollout.__version__},
-        "paths": paths | openapi_compatible.paths(_operation, _body, _answer),
+        "paths": paths,
         # `{}`: without a key where none is configured, from the gateway's own machine.
         "security": [{"key": []}, {}],
         "components": {

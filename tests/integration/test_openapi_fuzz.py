@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from services.gateway import openapi
 from services.gateway.app import BLUEPRINTS
+from services.gateway.compat.app import BLUEPRINTS as COMPATIBLE
 from services.state.fleet import FleetStore
 from tests.helpers.keys import HEADERS
 from tests.helpers.long_forms import CHAOS
@@ -23,7 +24,7 @@ EXAMPLES = CHAOS("examples of an operation", short=6, long=100)
 NOBODY = "http://127.0.0.1:9"
 ENDLESS = {"/v1/completions/stream"}
 API = Flask("api")
-for blueprint in BLUEPRINTS:
+for blueprint in (*BLUEPRINTS, *COMPATIBLE):
     API.register_blueprint(blueprint)
 OPERATIONS = [
     (method.upper(), path)

@@ -25,6 +25,7 @@ log = structlog.get_logger("gateway")
 
 SERVERS = ("prorl.add_llm_server", "prorl.clear_llm_server")
 """Endpoints that change what all tenants share."""
+BLUEPRINTS = (prorl.blueprint, nemo_gym.blueprint)
 NOBODY = "compat"
 """Stands for the id of a key."""
 
@@ -35,8 +36,8 @@ def register(app: Flask) -> None:
     Raises:
         SettingsError: The port is set up by halves.
     """
-    app.register_blueprint(prorl.blueprint)
-    app.register_blueprint(nemo_gym.blueprint)
+    for blueprint in BLUEPRINTS:
+        app.register_blueprint(blueprint)
     compat = Compat.of(app.extensions[GATEWAY].settings)
     if compat is None:
         return
@@ -56,8 +57,8 @@ def _keyless(gateway: Flask, compat: Compat) -> Flask:
     gate = app.extensions[GATEWAY] = gateway.extensions[GATEWAY]
     app.config["MAX_CONTENT_LENGTH"] = gate.settings.max_body_bytes
     requests.register(app)
-    app.register_blueprint(prorl.blueprint)
-    app.register_blueprint(nemo_gym.blueprint)
+    for blueprint in BLUEPRINTS:
+        app.register_blueprint(blueprint)
     app.add_url_rule("/health", "service.health", service.health)
     problems.register(app)
     compress_answers(app)

@@ -18,9 +18,17 @@ from services.engines.address import root
 from services.gateway.auth import needs
 from services.gateway.bodies import body_json
 from services.gateway.compat import calls
-from services.gateway.compat.nemo_gym_answers import AggregateRequest, aggregate, answer, failed, response
+from services.gateway.compat.nemo_gym_answers import (
+    VERIFIED,
+    AggregateRequest,
+    aggregate,
+    answer,
+    failed,
+    response,
+)
 from services.gateway.compat.rows import HANDLERS, as_instance_problem, handler_of, task_of, there_are
 from services.gateway.context import gateway
+from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.settings import Settings
 from services.state.api_keys import Scope
@@ -163,15 +171,17 @@ Started = tuple[RunRequest, dict[str, Any], "calls.Call | ApiProblem"]
 
 @blueprint.get("/")
 @needs(None)
+@operation()
 def alive() -> Response:
-    """200 while the process lives."""
+    """NeMo Gym: 200 while the process lives."""
     return jsonify(status="ok")
 
 
 @blueprint.post("/run")
 @needs(Scope.SUBMIT)
+@operation(answers={200: VERIFIED}, describes=RunRequest)
 def run() -> Response:
-    """Submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
+    """NeMo Gym: submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
     row, params, call = calls.once(lambda: _begin(_object()))
     if isinstance(call, ApiProblem):
         return jsonify(_refused(row, params, call))
@@ -189,8 +199,9 @@ def run() -> Response:
 
 @blueprint.post("/v1/responses")
 @needs(Scope.SUBMIT)
+@operation(404, 429, describes=CreateParams)
 def responses() -> Response:
-    """The same without a score: the body is what `responses_create_params` of a row is."""
+    """NeMo Gym: `/run` without a score: the body is what `responses_create_params` of a row is."""
     _, params, call = calls.once(lambda: _begin({"responses_create_params": _object()}))
     if isinstance(call, ApiProblem):
         raise call
@@ -200,8 +211,9 @@ def responses() -> Response:
 
 @blueprint.post("/aggregate_metrics")
 @needs(Scope.READ)
+@operation(describes=AggregateRequest)
 def aggregate_metrics() -> Response:
-    """Numbers of many answers of `/run`. Nothing is read but the body."""
+    """NeMo Gym: numbers of many answers of `/run`. Nothing is read but the body."""
     try:
         asked = AggregateRequest.model_validate(body_json())
     except ValidationError as error:

@@ -23,6 +23,16 @@ MAX_NUMBERS = 1000
 """Of `metrics` or `reward_components` of a row."""
 MAX_NUMBER = 1e150
 """Of a row: its square is still a number."""
+VERIFIED = {
+    "type": "object",
+    "required": ["responses_create_params", "response", "reward"],
+    "properties": {
+        "response": {"type": "object"},
+        "reward": {"type": "number"},
+        "mask_sample": {"type": "boolean"},
+    },
+}
+"""JSON Schema of a verified response, as far as clients may count on it."""
 
 
 class AggregateRequest(BaseModel):

@@ -5,11 +5,11 @@ result object.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import structlog
 from flask import Blueprint, Response, jsonify
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from rollout.schema import BackendRequest, HandlerInfo, Limits, RolloutRequest, SamplingParams, State
 from rollout.schema.base import MAX_INT53
@@ -18,9 +18,10 @@ from services.gateway import metrics
 from services.gateway.auth import caller, needs
 from services.gateway.bodies import body_json
 from services.gateway.compat import calls
-from services.gateway.compat.prorl_result import Ids, result
+from services.gateway.compat.prorl_result import RESULT, Ids, result
 from services.gateway.compat.rows import DEFAULT_SOURCE, as_instance_problem, handler_of, task_of
 from services.gateway.context import gateway
+from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.gateway.routes.backends import register
 from services.settings import Settings
@@ -30,7 +31,6 @@ from services.state.prorl import ProrlStore
 
 log = structlog.get_logger("gateway")
 blueprint = Blueprint("prorl", __name__)
-M = TypeVar("M", bound=BaseModel)
 
 API = "prorl"
 TAG = "api:prorl"
@@ -68,9 +68,10 @@ def _not_empty(value: object) -> object:
     return value
 
 
-Name = Annotated[Any, AfterValidator(_name)]
+_NAME = {"type": ["string", "integer"], "maxLength": MAX_NAME}
+Name = Annotated[Any, AfterValidator(_name), WithJsonSchema(_NAME)]
 """Ids are numbers in some data sets, and are handed back as they came."""
-JobId = Annotated[Name, AfterValidator(_not_empty)]
+JobId = Annotated[Name, AfterValidator(_not_empty), WithJsonSchema({**_NAME, "minLength": 1})]
 
 
 class _Open(BaseModel):
@@ -123,7 +124,7 @@ class ProcessRequest(_Open):
     job_id: JobId | None = None
 
 
-class CancelRequest(BaseModel):
+class JobRequest(BaseModel):
     """Body of `POST /cancel`."""
 
     job_id: JobId
@@ -182,13 +183,6 @@ def _store() -> ProrlStore:
     return ProrlStore(gateway().redis)
 
 
-def _body(model: type[M]) -> M:
-    try:
-        return model.model_validate(body_json())
-    except ValidationError as error:
-        raise from_validation(error) from None
-
-
 def _job(job_id: str | int) -> str:
     """Where a job is kept: its id counts until the next `/stop`."""
     number = _store().run(caller().tenant.name).number
@@ -197,17 +191,19 @@ def _job(job_id: str | int) -> str:
 
 @blueprint.post("/start")
 @needs(Scope.SUBMIT)
-def start() -> tuple[Response, int]:
-    """Take jobs again after a `/stop`; 400 when that is so already, as the clients expect."""
+@operation(400)
+def start() -> Response:
+    """ProRL: take jobs again after a `/stop`; 400 when that is so already, as the clients expect."""
     if not _store().start(caller().tenant.name):
         raise ApiProblem(400, "Running already", "POST /stop ends what runs; nothing needs to be done")
-    return jsonify(status="started"), 200
+    return jsonify(status="started")
 
 
 @blueprint.post("/stop")
 @needs(Scope.SUBMIT)
+@operation()
 def stop() -> Response:
-    """Cancel the caller's jobs, and take none until the next `/start`."""
+    """ProRL: cancel the caller's jobs, and take none until the next `/start`."""
     gate, tenant = gateway(), caller().tenant.name
     jobs = _store().stop(tenant)
     words = [word for word, _ in gate.dispatcher.cancel_many(jobs, tenant)]
@@ -217,8 +213,9 @@ def stop() -> Response:
 
 @blueprint.post("/process")
 @needs(Scope.SUBMIT)
+@operation(404, 409, 429, answers={200: RESULT}, describes=ProcessRequest)
 def process() -> Response:
-    """Submit a rollout and answer when it has ended."""
+    """ProRL: submit a rollout and answer when it has ended."""
     call, ids = calls.once(_begin)
     rollout = calls.finish(call, replay_s=calls.REPLAY_S)
     _store().ended(call.tenant, call.rollout_id)
@@ -228,7 +225,10 @@ def process() -> Response:
 
 def _begin() -> tuple[calls.Call, Ids]:
     gate, tenant = gateway(), caller().tenant.name
-    body = _body(ProcessRequest)
+    try:
+        body = ProcessRequest.model_validate(body_json())
+    except ValidationError as error:
+        raise from_validation(error) from None
     run = _store().run(tenant)
     if run.running is False:
         raise ApiProblem(409, "Stopped", "POST /stop was called: POST /start first")
@@ -247,10 +247,11 @@ def _begin() -> tuple[calls.Call, Ids]:
 
 @blueprint.post("/cancel")
 @needs(Scope.SUBMIT)
-def cancel() -> Response:
-    """Cancel a job; its `/process` is answered. One that is unknown or has ended is no error."""
+@operation()
+def cancel(body: JobRequest) -> Response:
+    """ProRL: cancel a job; its `/process` is answered. One that is unknown or has ended is no error."""
     gate, tenant = gateway(), caller().tenant.name
-    job = _job(_body(CancelRequest).job_id)
+    job = _job(body.job_id)
     rollout_id = gate.jobs.find(job)
     if rollout_id is None:
         return jsonify(status="unknown")
@@ -262,10 +263,11 @@ def cancel() -> Response:
 
 
 @blueprint.post("/add_llm_server")
-def add_llm_server() -> Response:
-    """Register an LLM server for all rollouts of the service. Twice is harmless."""
+@operation()
+def add_llm_server(body: AddressRequest) -> Response:
+    """ProRL: register an LLM server for all rollouts of the service. Twice is harmless."""
     gate, tenant = gateway(), caller().tenant.name
-    address = _body(AddressRequest).address
+    address = body.address
     try:
         server = BackendRequest(url=address)
     except ValidationError as error:
@@ -280,8 +282,9 @@ def add_llm_server() -> Response:
 
 
 @blueprint.post("/clear_llm_server")
+@operation()
 def clear_llm_server() -> Response:
-    """Remove the LLM servers that were added so; rollouts under way wait for others."""
+    """ProRL: remove the LLM servers that were added so; rollouts under way wait for others."""
     gate = gateway()
     for backend_id in _store().clear_servers(caller().tenant.name):
         gate.backends.remove(backend_id)
@@ -289,8 +292,9 @@ def clear_llm_server() -> Response:
 
 
 @blueprint.get("/status")
+@operation()
 def status() -> Response:
-    """The caller's jobs, and how many rollouts of the service are where."""
+    """ProRL: the caller's jobs, and how many rollouts of the service are where."""
     gate, tenant = gateway(), caller().tenant.name
     jobs = _store().jobs(tenant)
     states = {job: gate.rollouts.state(job, tenant) for job in jobs}

@@ -12,6 +12,20 @@ from rollout.trajectory import Chain, FinishReason, Message
 
 Ids = Literal["sampled", "all", "compact"]
 """Which messages carry ids: those that were sampled, each with its prompt; all; all, and none its prompt."""
+RESULT = {
+    "type": "object",
+    "required": ["success", "filter", "resolved", "reward", "messages", "tools", "critical_error", "timing"],
+    "properties": {
+        "success": {"type": "boolean"},
+        "filter": {"type": "boolean"},
+        "resolved": {"type": "boolean"},
+        "reward": {"type": ["number", "null"]},
+        "messages": {"type": "array", "items": {"type": "object"}},
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "timing": {"type": "object"},
+    },
+}
+"""JSON Schema of a result object, as far as clients may count on it."""
 
 
 def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids) -> dict[str, Any]:
