@@ -158,9 +158,8 @@ def _run(
     else:
         arguments = dict(arguments)
         if source.kind is Kind.DEFINITION:
-            assert source.path is not None
-            user = _builder(source.path)
-            reference = str(_prepared_definition(source.path, arguments, work, user))
+            user = _builder(Path(reference))
+            reference = str(_prepared_definition(Path(reference), arguments, work, user))
         elif source.kind is Kind.DIRECTORY:
             reference = str(_own_copy(Path(reference), work / "from", None))
         if user is not None:
@@ -270,7 +269,7 @@ def _hint(source: Source, message: str) -> str:
             "is the registry reachable from here, is the reference right, do you need `apptainer registry "
             "login`? Without a registry: `docker save IMAGE -o IMAGE.tar` elsewhere, and build from that file"
         )
-    if source.kind is not Kind.DEFINITION or source.path is None or not has_post(source.path):
+    if source.kind is not Kind.DEFINITION or not has_post(Path(source.reference)):
         return ""
     hints = []
     if (user := paths.sandbox_user()) is not None and "permission denied" in message.lower():
@@ -323,8 +322,6 @@ class Source:
     kind: Kind
     reference: str
     """As Apptainer is told: an absolute path or a URI."""
-    path: Path | None = None
-    """None for a registry."""
 
 
 def recognise(text: str) -> Source:
@@ -343,11 +340,11 @@ def recognise(text: str) -> Source:
     if path.is_dir():
         if not any((path / name).is_dir() for name in ("usr", "bin")):
             raise ImageError(f"source {text!r} is a directory without usr and bin: no root file system")
-        return Source(Kind.DIRECTORY, str(path), path)
+        return Source(Kind.DIRECTORY, str(path))
     if path.suffix == ".def":
-        return Source(Kind.DEFINITION, str(path), path)
+        return Source(Kind.DEFINITION, str(path))
     if tarfile.is_tarfile(path):
-        return Source(Kind.ARCHIVE, f"{_archive_kind(path)}:{path}", path)
+        return Source(Kind.ARCHIVE, f"{_archive_kind(path)}:{path}")
     try:
         squashfs.squashfs_offset(path)
     except ImageError as error:
@@ -355,7 +352,7 @@ def recognise(text: str) -> Source:
             f"source {text!r} is no definition file (*.def), directory, docker archive, SIF or squashfs "
             f"file: {error}"
         ) from error
-    return Source(Kind.FILE, str(path), path)
+    return Source(Kind.FILE, str(path))
 
 
 def _archive_kind(path: Path) -> str:
