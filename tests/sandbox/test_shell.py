@@ -226,4 +226,4 @@ def test_a_nul_character_and_an_unknown_operation_are_refused(shell):
     with pytest.raises(SandboxRequestError, match="NUL"):
         shell.bash("echo \0")
     with pytest.raises(SandboxRequestError, match="unknown operation"):
-        exchange(shell._path, {"op": "nonsense"}, 5)
+        exchange(shell._address, {"op": "nonsense"}, 5)
