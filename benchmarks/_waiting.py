@@ -49,8 +49,8 @@ def wait_under(stack: Stack, worker: str, seconds: float) -> dict[str, Any]:
         before_mb = memory_mb([process.pid], "pss")
         made = client.submit([RolloutRequest(handler="noop", n=POLLS, tags=[worker])])
         paths = [f"/v1/rollouts/{new.id}?wait=60&include=summary" for new in made]
-        paths += ["/v1/completions?cursor=$&wait=60&tag=nobody-s"] * CURSORS
-        paths += ["/v1/completions/stream?cursor=$&tag=nobody-s"] * STREAMS
+        paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * CURSORS
+        paths += ["/v1/results/stream?cursor=$&tag=nobody-s"] * STREAMS
         with Waiters("127.0.0.1", port, paths) as clients:
             wait_until(lambda: waiters(gateway) == len(paths), PATIENCE_S, "all clients to wait", process)
             cpu_s = cpu_seconds([process.pid])

@@ -107,8 +107,8 @@ def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
     before_mb = memory_mb([stack.gateway.pid], "pss")
     made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=["waited-for"])])
     paths = [f"/v1/rollouts/{new.id}?wait=60&include=summary" for new in made]
-    paths += ["/v1/completions?cursor=$&wait=60&tag=nobody-s"] * CURSORS
-    paths += ["/v1/completions/stream?cursor=$&tag=nobody-s"] * STREAMS
+    paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * CURSORS
+    paths += ["/v1/results/stream?cursor=$&tag=nobody-s"] * STREAMS
     with Waiters("127.0.0.1", stack.port, paths) as clients:
         wait_until(lambda: waiters(stack) == len(paths), PATIENCE_S, "all clients to wait")
         cpu_s = cpu_seconds([stack.gateway.pid])

@@ -33,7 +33,6 @@ from rollout.schema import (
     MAX_ROLLOUTS_PER_CALL,
     AckResponse,
     BatchRequest,
-    CompletionPage,
     Group,
     Rollout,
     RolloutPage,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout")
 
 PAGE = 50
-"""Rollouts asked for at once from the stream of completions; a long trajectory is 1 MB of JSON."""
+"""Rollouts asked for at once from the stream of results; a long trajectory is 1 MB of JSON."""
 SILENCE_S = 60.0
 """Seconds without news of a pending rollout after which some are asked for by id: the stream of completions
 is trimmed, and a caller that fell behind it must not wait for ever. Also the seconds without even a comment
@@ -178,7 +177,7 @@ class AsyncClient(AsyncService):
 
     # ------------------------------------------------------------------------------ results
 
-    async def completions(
+    async def results(
         self,
         cursor: str | None = None,
         wait: float | None = None,
@@ -186,7 +185,7 @@ class AsyncClient(AsyncService):
         tag: str | None = None,
         include: Include = "trajectory",
         tenant: str | None = None,
-    ) -> CompletionPage:
+    ) -> ResultPage:
         """What ended after `cursor`, in that order.
 
         Args:
@@ -195,7 +194,9 @@ class AsyncClient(AsyncService):
             tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
         """
         params = given(cursor=cursor, wait=wait, limit=limit, tag=tag, tenant=tenant)
-        return await self.fetch_rollouts(CompletionPage, "/v1/completions", params, include, wait or 0.0)
+        return await self.fetch_rollouts(ResultPage, "/v1/results", params, include, wait or 0.0)
+
+    completions = results
 
     async def stream(
         self,
@@ -305,7 +306,7 @@ class AsyncClient(AsyncService):
 
     async def _cursor_now(self) -> str:
         """The cursor after everything that has ended so far."""
-        return (await self.completions("$", limit=1, include="summary")).cursor
+        return (await self.results("$", limit=1, include="summary")).cursor
 
     async def _follow(
         self,
@@ -324,7 +325,7 @@ class AsyncClient(AsyncService):
         """
         heard = time.monotonic()
         while pending is None or pending:
-            page = await self.completions(cursor, polls.next(), PAGE, tag, include)
+            page = await self.results(cursor, polls.next(), PAGE, tag, include)
             cursor = page.cursor
             _warn_of_gaps(page.expired, page.missed)
             for rollout in page.rollouts:
@@ -355,7 +356,7 @@ class AsyncClient(AsyncService):
                 del pending[rollout_id]
                 yield rollout
 
-    async def stream_completions(
+    async def stream_results(
         self,
         cursor: str | None = None,
         tag: str | None = None,
@@ -372,7 +373,7 @@ class AsyncClient(AsyncService):
             cursor: None or "0" = from the beginning, "$" = from now on.
             timeout: Seconds after which the iterator ends; None = never.
         """
-        polls, call = Polls(timeout, SILENCE_S), "GET /v1/completions/stream"
+        polls, call = Polls(timeout, SILENCE_S), "GET /v1/results/stream"
         cursor = cursor or "0"
         failures, failing_since = 0, 0.0
         while not polls.over:
@@ -408,13 +409,15 @@ class AsyncClient(AsyncService):
             async for rollout in self.stream(None, tag, cursor, polls.left, include):
                 yield rollout
 
+    stream_completions = stream_results
+
     def _open_stream(self, cursor: str, tag: str | None, include: Include, polls: Polls) -> Any:
         headers = {"accept": "text/event-stream", "cache-control": "no-store"}
         if cursor != "$":  # the header is what goes on after a cut; "$" is only a place to begin
             headers["last-event-id"] = cursor
         return self._http.stream(
             "GET",
-            self.base_url + "/v1/completions/stream",
+            self.base_url + "/v1/results/stream",
             params=given(tag=tag, include=include_of(include), cursor=cursor),
             headers=self._headers(typed=False) | headers,
             timeout=httpx.Timeout(self.timeout, read=polls.next() + 0.05),
@@ -483,7 +486,7 @@ def _meter(progress: bool | None, requests: Requests) -> AbstractContextManager[
 def _warn_of_gaps(expired: Iterable[str], missed: bool) -> None:
     """Say what a reader that came too late does not get."""
     if missed:
-        log.warning("the cursor is older than what is kept: some completions are past their retention")
+        log.warning("the cursor is older than what is kept: some results are past their retention")
     for rollout_id in expired:
         log.warning("rollout %s ended, and is past its retention", rollout_id)
 

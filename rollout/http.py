@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout import account
 from rollout.errors import AddressError, ApiError, ApiKeyError, RolloutError, Unavailable
-from rollout.schema import CompletionPage, GroupPage, Problem, Rollout
+from rollout.schema import GroupPage, Problem, ResultPage, Rollout
 
 if TYPE_CHECKING:
     from rollout.arrays import Record
@@ -346,7 +346,7 @@ def read_rollouts(response: httpx.Response, model: type[M], *, arrays_only: bool
 def _rollouts_in(answer: BaseModel) -> Iterable[Rollout]:
     if isinstance(answer, Rollout):
         return [answer]
-    if isinstance(answer, CompletionPage):
+    if isinstance(answer, ResultPage):
         return answer.rollouts
     if isinstance(answer, GroupPage):
         return [rollout for group in answer.groups for rollout in group.rollouts]

@@ -1,4 +1,4 @@
-"""Server-sent events, as `/v1/completions/stream` gives them."""
+"""Server-sent events, as `/v1/results/stream` gives them."""
 
 from __future__ import annotations
 

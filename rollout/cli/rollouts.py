@@ -67,11 +67,11 @@ def show(rollout_id: str, timeline: bool, url: str | None) -> None:
 
 
 @click.command()
-@click.option("--tag", help="Only completions with this tag.")
+@click.option("--tag", help="Only results with this tag.")
 @click.option("--seconds", type=float, help="Stop after so many seconds. [default: until Ctrl-C]")
 @url_option
 def watch(tag: str | None, seconds: float | None, url: str | None) -> None:
-    """Follow the service: states, queues, backends, latest completions."""
+    """Follow the service: states, queues, backends, latest results."""
     from rich.live import Live
 
     end = None if seconds is None else time.monotonic() + seconds
@@ -80,7 +80,7 @@ def watch(tag: str | None, seconds: float | None, url: str | None) -> None:
         cursor = "$"
         try:
             while end is None or time.monotonic() < end:
-                page = client.completions(cursor, wait=1.0, limit=200, tag=tag, include="summary")
+                page = client.results(cursor, wait=1.0, limit=200, tag=tag, include="summary")
                 cursor = page.cursor
                 latest.extend(page.rollouts)
                 view = Group(

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.client import Client
 from rollout.errors import ApiError
-from rollout.schema import TERMINAL_STATES, Backend, Batch, CompletionPage, Fleet, Rollout, State
+from rollout.schema import TERMINAL_STATES, Backend, Batch, Fleet, ResultPage, Rollout, State
 
 WINDOW_S = 15.0
 """Rates are over so many seconds: steady enough to read, and the numbers of backends come every 5 s."""
@@ -126,21 +126,21 @@ class Watcher:
             tokens_per_s=self._sampled(backends),
         )
 
-    def _completions(self, cursor: str) -> CompletionPage:
-        return self._client.completions(cursor, limit=RECENT, include="summary", tenant=self._tenant)
+    def _results(self, cursor: str) -> ResultPage:
+        return self._client.results(cursor, limit=RECENT, include="summary", tenant=self._tenant)
 
     def _follow(self) -> None:
         """Add what ended since the last look."""
         if self._cursor is None:
             # Where to follow from is asked first, so that nothing falls between.
-            self._cursor = self._completions("$").cursor
+            self._cursor = self._results("$").cursor
             newest = self._client.list(limit=RECENT, tenant=self._tenant).rollouts
             ended = [rollout for rollout in newest if rollout.finished_at is not None]
             self._recent.extend(sorted(ended, key=lambda rollout: -(rollout.finished_at or 0.0)))
             return
-        page = self._completions(self._cursor)
+        page = self._results(self._cursor)
         # Where more ended than anybody reads, go on from now.
-        self._cursor = self._completions("$").cursor if len(page.rollouts) == RECENT else page.cursor
+        self._cursor = self._results("$").cursor if len(page.rollouts) == RECENT else page.cursor
         known = {rollout.id for rollout in self._recent}
         self._recent.extendleft(rollout for rollout in page.rollouts if rollout.id not in known)
 

@@ -307,7 +307,7 @@ class RolloutPage(BaseModel):
     """Pass it to get the next page; None = there is none."""
 
 
-class CompletionPage(BaseModel):
+class ResultPage(BaseModel):
     """Rollouts that ended, in the order in which they did."""
 
     rollouts: list[Rollout]
@@ -317,6 +317,10 @@ class CompletionPage(BaseModel):
     """Ids among these whose records are past their retention, or cannot be read."""
     missed: bool = False
     """True: the cursor asked for is older than what is kept; some before these are past their retention."""
+
+
+CompletionPage = ResultPage
+"""Another name of `ResultPage`, as `/v1/completions` is of `/v1/results`."""
 
 
 class AckRequest(Strict):

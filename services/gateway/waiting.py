@@ -1,24 +1,26 @@
-"""Requests that wait for completions: one reader of the stream for all of them, and a bounded number.
+"""Requests that wait for results: one reader of what ends for all of them, and a bounded number.
 
-A request that waits takes a `Ticket` that names what it waits for. The reader wakes those that an entry of
-the stream is about, and no others. Under `parking.ParkingWorker` a waiting request holds no thread: `Parked`
-unwinds it, and it is dispatched again once woken. Under any other server its thread waits.
+A request that waits is a `Waiter` in the `WaitingRoom`, with an `Interest`. The reader wakes those whom an entry
+is about, and no others. Under `parking.ParkingWorker` it holds no thread: `Parked` unwinds it, and it is
+dispatched again once woken. Under any other server its thread sleeps.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis
 import structlog
+from flask import request
 
+from services.gateway.auth import holder
 from services.gateway.problems import ApiProblem
-from services.gateway.streams import most_each
 from services.state import keys
 from services.state.redis import is_away
 from services.state.results import CompletionStore, matches
@@ -26,19 +28,18 @@ from services.state.results import CompletionStore, matches
 log = structlog.get_logger("gateway")
 
 WAITER = "rollout.waiter"
-"""Key of the `Waiter` in the WSGI environment of a server that can park requests."""
+"""Key of the `Waiter` in the WSGI environment; a server that can park requests puts one of its own there."""
 BLOCK_MS = 2000
 READ = 1000
 STREAMS = (keys.COMPLETIONS, keys.BATCHES_EVENTS)
-FULL_RETRY_S = 5
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Interest:
-    """What a request waits for: the end of one rollout, anything of one batch, or any completion of a tenant
-    and with a tag.
+    """What a request waits for: the end of one rollout, anything of one batch, or any result of a tenant and
+    with a tag.
     """
 
     rollout_id: str | None = None
@@ -46,6 +47,63 @@ class Interest:
     tenant: str | None = None
     """None = anybody's."""
     tag: str | None = None
+
+    @property
+    def name(self) -> tuple[str, str] | None:
+        """Of the one rollout or batch; None = any."""
+        if self.rollout_id is not None:
+            return "rollout", self.rollout_id
+        return None if self.batch_id is None else ("batch", self.batch_id)
+
+
+class Places:
+    """A bounded number of places, of which one tenant may have a share while there are others."""
+
+    def __init__(
+        self, limit: int, share: float, *, noun: str, verb: str, setting: str, remedy: str, retry_after_s: int
+    ) -> None:
+        """
+        Args:
+            noun, verb, setting, remedy, retry_after_s: What a refusal says.
+        """
+        self._limit, self._limit_each = limit, math.ceil(limit * share)
+        self._title, self._verb, self._setting = f"Too many {noun}", verb, setting
+        self._remedy, self._retry_after_s = remedy, retry_after_s
+        self._lock = threading.Lock()
+        self._taken: Counter[str | None] = Counter()
+        self.open = 0
+
+    def take(self, tenant: str | None) -> None:
+        """Take a place.
+
+        Args:
+            tenant: Whose it is; None = no matter.
+
+        Raises:
+            ApiProblem: 429; the tenant has as many as one may. 503; all are taken.
+        """
+        with self._lock:
+            taken = self._taken[tenant]
+            if tenant is not None and taken >= self._limit_each:
+                detail = f"{taken} of tenant {tenant!r} {self._verb}, as many as one tenant may have"
+                raise self._refusal(429, detail)
+            if self.open >= self._limit:
+                raise self._refusal(503, f"{self.open} {self._verb}, as many as {self._setting} allows")
+            self.open += 1
+            self._taken[tenant] += 1
+
+    def _refusal(self, status: int, detail: str) -> ApiProblem:
+        return ApiProblem(
+            status, self._title, f"{detail}; {self._remedy}", retry_after_s=self._retry_after_s
+        )
+
+    def free(self, tenant: str | None) -> None:
+        """Give a place back."""
+        with self._lock:
+            self.open -= 1
+            self._taken[tenant] -= 1
+            if not self._taken[tenant]:
+                del self._taken[tenant]
 
 
 class Parked(BaseException):
@@ -56,218 +114,174 @@ class Parked(BaseException):
         self.waiter = waiter
 
 
-class Ticket:
-    """A place among those who wait. Woken at most once between two calls of `rearm`."""
+class Waiter:
+    """A request that may wait, from its first dispatch to its end. This one holds its thread meanwhile.
 
-    def __init__(self, room: WaitingRoom, interest: Interest, holder: str | None = None) -> None:
-        self._room = room
-        self.interest = interest
-        self.holder = holder
-        """The tenant whose request it is; None = no matter."""
+    It is woken at most once between two calls of `rearm`.
+    """
+
+    parks = False
+    """Whether the server parks it: `pause` raises `Parked`, and a stream's body yields the waiter itself where
+    it has nothing to send for now."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.deadline = 0.0
+        """Monotonic time at which it goes on unless it is woken before."""
+        self.over = False
+        """The server stops: the request is to answer now with what is there."""
+        self.streams = False
+        """Its answer is a stream."""
+        self.on_hangup: Callable[[], None] | None = None
+        """Called once, from another thread, when the client has gone while the request was parked."""
+        self.interest = Interest()
+        self.tenant: str | None = None
+        """Whose place it has; None = no matter."""
+        self.room: WaitingRoom | None = None
+        """Where it has a place."""
+        self._memory: dict[str, Any] = {}
+        self._lock = threading.Lock()
         self._woken = False
         self._wake: Callable[[], None] | None = None
 
+    def remember(self, name: str, make: Callable[[], T]) -> T:
+        """What the first dispatch made, in all that follow."""
+        if name not in self._memory:
+            self._memory[name] = make()
+        return self._memory[name]
+
+    def need_body(self) -> None:
+        """To be called before the body is read: a server that has not got it yet raises `Parked`."""
+
     def rearm(self) -> None:
         """To be called before looking: what happens after it wakes."""
-        with self._room.lock:
+        with self._lock:
             self._woken, self._wake = False, None
 
     def on_wake(self, wake: Callable[[], None]) -> None:
         """Call this once when woken, at once where that has happened already. It must not block."""
-        with self._room.lock:
+        with self._lock:
             if not self._woken:
                 self._wake = wake
                 return
         wake()
 
-    def fire(self) -> None:
-        """Wake. Called by the room with its lock held."""
-        self._woken = True
-        wake, self._wake = self._wake, None
+    def wake(self) -> None:
+        """Called by the room when something happened that is of interest."""
+        with self._lock:
+            self._woken = True
+            wake, self._wake = self._wake, None
         if wake is not None:
             wake()
 
-    def sleep(self, timeout_s: float) -> bool:
-        """Hold the thread until woken; False when the time was up first."""
+    def pause(self) -> None:
+        """Wait until woken, or until the deadline."""
         woken = threading.Event()
         self.on_wake(woken.set)
-        return woken.wait(max(0.0, timeout_s))
-
-    def close(self) -> None:
-        """Give the place back. Twice is harmless."""
-        self._room.leave(self)
-
-
-@dataclass
-class Waiter:
-    """A request that a server can park, from its first dispatch to its end."""
-
-    began: float = field(default_factory=time.perf_counter)
-    ticket: Ticket | None = None
-    deadline: float = 0.0
-    """Monotonic time at which it is dispatched again unless it is woken before."""
-    over: bool = False
-    """The server stops: the request is to answer now with what is there."""
-    streams: bool = False
-    """Its answer is a stream, whose body yields the waiter itself where it has nothing to send for now."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    on_hangup: Callable[[], None] | None = None
-    """Called once, from another thread, when the client has gone while the request was parked."""
-
-    def remember(self, name: str, make: Callable[[], T]) -> T:
-        """What the first dispatch made, in all that follow."""
-        if name not in self.memory:
-            self.memory[name] = make()
-        return self.memory[name]
-
-    def need_body(self) -> None:
-        """To be called before the body is read: a server that has not got it yet raises `Parked`."""
+        woken.wait(max(0.0, self.deadline - time.monotonic()))
 
     def leave(self) -> None:
-        """The request has ended, however it did."""
-        if self.ticket is not None:
-            self.ticket.close()
+        """Give the place back. Twice is harmless."""
+        if self.room is not None:
+            self.room.leave(self)
+
+
+def waiter() -> Waiter:
+    """That of the request under way."""
+    return request.environ.setdefault(WAITER, Waiter())
 
 
 class WaitingRoom:
-    """All tickets of a process, and the thread that reads the stream of completions while there are any."""
+    """All waiters of a process, and the thread that reads what ends while there are any."""
 
     def __init__(
-        self,
-        connect: Callable[[], redis.Redis],
-        completions: CompletionStore,
-        most: int,
-        share: float = 1.0,
+        self, connect: Callable[[], redis.Redis], completions: CompletionStore, places: Places
     ) -> None:
-        """
-        Args:
-            most: Tickets at once.
-            share: Of them that one tenant may have.
-        """
         self._connect = connect
         self._completions = completions
-        self._most = most
-        self._most_each = most_each(most, share)
-        self._of: Counter[str | None] = Counter()
-        self.lock = threading.RLock()
-        self._someone = threading.Condition(self.lock)
-        self._by_name: dict[tuple[str, str], set[Ticket]] = {}
-        """Those who wait for one rollout or batch."""
-        self._feeds: set[Ticket] = set()
+        self._places = places
+        self._lock = threading.RLock()
+        self._someone = threading.Condition(self._lock)
+        self._by_name: dict[tuple[str, str] | None, set[Waiter]] = {}
+        """Those who wait for one rollout or batch; under None, for any."""
         self._after: dict[str, str] | None = None
         """Last entry of each stream that was read; None = nobody waits, and nothing is read."""
         self._thread: threading.Thread | None = None
-        self.open = 0
 
-    def take(self, interest: Interest, holder: str | None) -> Ticket:
-        """A ticket for what ends from now on.
+    @property
+    def open(self) -> int:
+        """Requests that wait."""
+        return self._places.open
 
-        Args:
-            holder: The tenant whose request waits, of which not all places may be; None = no matter.
+    def enter(self, waiter: Waiter, interest: Interest) -> None:
+        """Give a waiter a place; what happens from now on wakes it.
 
         Raises:
-            ApiProblem: 503; as many wait as may. 429; as many of the tenant's.
-            redis.RedisError: It cannot be said where the stream of completions ends.
+            ApiProblem: There is none; see `Places.take`.
+            redis.RedisError: It cannot be said where the streams end.
         """
-        ticket = Ticket(self, interest, holder)
-        with self.lock:
-            if holder is not None and self._of[holder] >= self._most_each:
-                raise ApiProblem(
-                    429,
-                    "Too many waiting requests",
-                    f"{self._of[holder]} of tenant {holder!r} wait here, as many as one tenant may have; one "
-                    "client with GET /v1/completions?cursor=…&wait=… can wait for all of its rollouts",
-                    retry_after_s=FULL_RETRY_S,
-                )
-            if self.open >= self._most:
-                raise ApiProblem(
-                    503,
-                    "Too many waiting requests",
-                    f"{self.open} wait here, as many as ROLLOUT_GATEWAY_WAITERS allows; one client "
-                    "with GET /v1/completions?cursor=…&wait=… can wait for all of its rollouts",
-                    retry_after_s=FULL_RETRY_S,
-                )
-            self.open += 1
-            self._of[holder] += 1
-            name = _name(interest)
-            if name is None:
-                self._feeds.add(ticket)
-            else:
-                self._by_name.setdefault(name, set()).add(ticket)
+        tenant = holder()
+        self._places.take(tenant)
+        with self._lock:
+            waiter.room, waiter.interest, waiter.tenant = self, interest, tenant
+            self._by_name.setdefault(interest.name, set()).add(waiter)
         try:
             self._read_on()
         except BaseException:
-            ticket.close()
+            self.leave(waiter)
             raise
-        return ticket
 
-    def leave(self, ticket: Ticket) -> None:
-        """Take a ticket back."""
-        with self.lock:
-            name = _name(ticket.interest)
-            place = self._feeds if name is None else self._by_name.get(name, set())
-            if ticket in place:
-                place.remove(ticket)
-                self.open -= 1
-                self._of[ticket.holder] -= 1
-                if not self._of[ticket.holder]:
-                    del self._of[ticket.holder]
-                if not place and name is not None:
-                    self._by_name.pop(name, None)
+    def leave(self, waiter: Waiter) -> None:
+        """Take a place back."""
+        with self._lock:
+            if waiter.room is None:
+                return
+            waiter.room = None
+            name = waiter.interest.name
+            self._by_name[name].remove(waiter)
+            if not self._by_name[name]:
+                del self._by_name[name]
+        self._places.free(waiter.tenant)
 
-    def wait(
-        self,
-        look: Callable[[], object],
-        wait_s: float,
-        interest: Interest,
-        waiter: Waiter | None,
-        holder: str | None,
-    ) -> Any:
+    def wait(self, look: Callable[[], object], wait_s: float, interest: Interest) -> Any:
         """Call `look` until it answers something true or the time is up; returns its last answer.
-
-        Args:
-            waiter: Of a server that parks requests; None: this thread waits.
-            holder: As of `take`.
 
         Raises:
             Parked: The request is to be dispatched again, and this to be called again.
-            ApiProblem: As of `take`.
+            ApiProblem: As of `enter`.
         """
-        ticket, deadline = waiter and waiter.ticket, time.monotonic() + wait_s
-        if ticket is None:
+        mine = waiter()
+        if mine.room is None:
             # Most answers are there already, and cost no place.
             answer = look()
             if answer or wait_s <= 0:
                 return answer
-            ticket = self.take(interest, holder)
-        else:
-            deadline = waiter.deadline
+            mine.deadline = time.monotonic() + wait_s
+            self.enter(mine, interest)
         parked = False
         try:
             while True:
-                ticket.rearm()
+                mine.rearm()
                 try:
                     answer = look()
                 except redis.RedisError as error:
                     # Whoever waits goes on: an outage shorter than the wait does not concern the client.
-                    if not is_away(error) or time.monotonic() >= deadline or (waiter and waiter.over):
+                    if not is_away(error) or time.monotonic() >= mine.deadline or mine.over:
                         raise
                     answer = None
-                if answer or time.monotonic() >= deadline or (waiter and waiter.over):
+                if answer or time.monotonic() >= mine.deadline or mine.over:
                     return answer
-                if waiter is not None:
-                    waiter.ticket, waiter.deadline, parked = ticket, deadline, True
-                    raise Parked(waiter)
-                ticket.sleep(deadline - time.monotonic())
+                parked = mine.parks
+                mine.pause()
         finally:
             if not parked:
-                ticket.close()
+                mine.leave()
 
     # -- the reader --------------------------------------------------------------------------
 
     def _read_on(self) -> None:
-        """See to it that entries from now on are read; the caller's ticket is in its place."""
-        with self.lock:
+        """See to it that entries from now on are read; the caller's waiter is in its place."""
+        with self._lock:
             if self._after is not None:
                 return
         tail = {stream: self._completions.tail(stream) for stream in STREAMS}
@@ -276,7 +290,7 @@ class WaitingRoom:
                 self._after = tail
             if self._thread is None:
                 # Not at construction: gunicorn forks after that.
-                self._thread = threading.Thread(target=self._run, name="completions", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="results", daemon=True)
                 self._thread.start()
             self._someone.notify()
 
@@ -285,7 +299,7 @@ class WaitingRoom:
         away = False
         while True:
             with self._someone:
-                if not self.open:
+                if not self._by_name:
                     self._after = None
                     self._someone.wait_for(lambda: self._after is not None)
                 after = dict(self._after or {})
@@ -293,15 +307,17 @@ class WaitingRoom:
                 reply = client.xread(after, block=BLOCK_MS, count=READ)
             except redis.RedisError as error:
                 if not away:
-                    log.warning("the stream of completions cannot be read", error=str(error))
+                    log.warning("the stream of results cannot be read", error=str(error))
                 away = True
                 time.sleep(1.0)
                 continue
-            if away:
-                # Perhaps another server, whose entries come before ours: they look for themselves.
-                away = False
-                self._wake_all()
-            with self.lock:
+            with self._lock:
+                if away:
+                    # Perhaps another server, whose entries come before ours: they look for themselves.
+                    away = False
+                    for waiters in self._by_name.values():
+                        for waiter in waiters:
+                            waiter.wake()
                 for stream, entries in reply or ():
                     after[stream] = entries[-1][0]
                     for _, entry in entries:
@@ -309,24 +325,10 @@ class WaitingRoom:
                 self._after = after
 
     def _wake_for(self, stream: str, entry: dict[str, str]) -> None:
-        if stream == keys.BATCHES_EVENTS:
-            for ticket in self._by_name.get(("batch", entry["batch"]), ()):
-                ticket.fire()
-            return
-        for ticket in self._by_name.get(("rollout", entry["id"]), ()):
-            ticket.fire()
-        for ticket in self._feeds:
-            if matches(entry, tag=ticket.interest.tag, tenant=ticket.interest.tenant):
-                ticket.fire()
-
-    def _wake_all(self) -> None:
-        with self.lock:
-            for place in (*self._by_name.values(), self._feeds):
-                for ticket in place:
-                    ticket.fire()
-
-
-def _name(interest: Interest) -> tuple[str, str] | None:
-    if interest.rollout_id is not None:
-        return "rollout", interest.rollout_id
-    return None if interest.batch_id is None else ("batch", interest.batch_id)
+        batch = stream == keys.BATCHES_EVENTS
+        name = ("batch", entry["batch"]) if batch else ("rollout", entry["id"])
+        for waiter in self._by_name.get(name, ()):
+            waiter.wake()
+        for waiter in () if batch else self._by_name.get(None, ()):
+            if matches(entry, tag=waiter.interest.tag, tenant=waiter.interest.tenant):
+                waiter.wake()

@@ -176,7 +176,7 @@ def test_store_what_nests_deeper_than_readers_go(target):
 @attack(stopped_by="a cursor is two numbers of 64 bits")
 def test_have_redis_refuse_a_cursor(target):
     target.without(result_routes, "is_cursor", lambda _: True)
-    paths = [f"/v1/completions?cursor={at}" for at in ("٣", "99999999999999999999", "1-99999999999999999999")]
+    paths = [f"/v1/results?cursor={at}" for at in ("٣", "99999999999999999999", "1-99999999999999999999")]
     return any(target.world.get(path, ATTACKER).status_code >= 500 for path in paths)
 
 
@@ -191,7 +191,7 @@ def test_hide_everybodys_completions_behind_a_bad_record(target):
     bad = damaged(target, ATTACKER)
     pages = [
         target.world.get(path, OPERATOR)
-        for path in ("/v1/completions?tenant=*", "/v1/rollouts?tenant=*", "/v1/completions?tenant=attacker")
+        for path in ("/v1/results?tenant=*", "/v1/rollouts?tenant=*", "/v1/results?tenant=attacker")
     ]
     if any(page.status_code != 200 for page in pages):
         return True

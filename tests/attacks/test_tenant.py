@@ -102,10 +102,10 @@ def test_read_what_a_stranger_completed_with_its_cursor(target):
     target.without(results, "matches", lambda *_, **__: True)
     target.submit(VICTIM, metadata={"secret": "of the victim"})
     target.end(VICTIM)
-    cursor = target.world.get("/v1/completions?cursor=0&limit=1", VICTIM).json["cursor"]
+    cursor = target.world.get("/v1/results?cursor=0&limit=1", VICTIM).json["cursor"]
     before = f"{int(cursor.split('-')[0]) - 1}"
-    found = [target.world.get(f"/v1/completions?cursor={at}", ATTACKER).text for at in ("0", before)]
-    stream = target.world.get(f"/v1/completions/stream?cursor={before}", ATTACKER)
+    found = [target.world.get(f"/v1/results?cursor={at}", ATTACKER).text for at in ("0", before)]
+    stream = target.world.get(f"/v1/results/stream?cursor={before}", ATTACKER)
     pieces = iter(stream.response)
     if target.control:
         found += [next(pieces).decode() for _ in range(2)]
@@ -200,9 +200,9 @@ def test_fill_redis_by_prompts_of_a_batch_that_never_starts(target):
 def crowd(target, **settings):
     """The attacker opens streams until there is no room for it; then the victim asks."""
     target.restart(gateway_tenant_share=1.0 if target.control else 0.75, **settings)
-    mine = [target.world.get("/v1/completions/stream?cursor=$", ATTACKER) for _ in range(10)]
-    stream = target.world.get("/v1/completions/stream?cursor=$", VICTIM)
-    waits = target.world.get("/v1/completions?cursor=$&wait=0.05", VICTIM)
+    mine = [target.world.get("/v1/results/stream?cursor=$", ATTACKER) for _ in range(10)]
+    stream = target.world.get("/v1/results/stream?cursor=$", VICTIM)
+    waits = target.world.get("/v1/results?cursor=$&wait=0.05", VICTIM)
     for answer in (*mine, stream):
         answer.close()
     return stream.status_code, waits.status_code

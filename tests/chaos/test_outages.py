@@ -107,7 +107,7 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
         )
 
     def stream():
-        url = f"{chaos.url}/v1/completions/stream?cursor=0-0"
+        url = f"{chaos.url}/v1/results/stream?cursor=0-0"
         with httpx.stream("GET", url, headers=HEADERS, timeout=PATIENCE_S) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data:") and rollout_id in line:

@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.submit(body)
         if (self.command, path) == ("POST", "/v1/rollouts/cancel"):
             return self.cancel_many(body)
-        if path == "/v1/completions":
+        if path == "/v1/results":
             return self.completions(query)
         if path == "/v1/rollouts/ack":
             counts = dict.fromkeys(("already_acknowledged", "not_ended", "unknown"), 0)

@@ -125,7 +125,7 @@ def test_ctrl_c_cancels_what_was_submitted(gateway):
     child.stdin.write('{"handler": "calculator", "n": 3}\n')
     child.stdin.close()
     deadline = time.monotonic() + 20
-    while len([c for c in gateway.calls if c[1] == "/v1/completions"]) < 2 and time.monotonic() < deadline:
+    while len([c for c in gateway.calls if c[1] == "/v1/results"]) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     assert child.wait(20) == 130

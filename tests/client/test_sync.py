@@ -210,7 +210,7 @@ def test_closing_ends_what_other_threads_wait_for(gateway):
     ]
     for waiter in waiters:
         waiter.start()
-    while sum(path in ("/v1/rollouts/a", "/v1/completions") for _, path in gateway.calls) < 2:
+    while sum(path in ("/v1/rollouts/a", "/v1/results") for _, path in gateway.calls) < 2:
         time.sleep(0.01)
     client.close()
     for waiter in waiters:
@@ -349,7 +349,7 @@ def test_ctrl_c_ends_a_call_and_the_client_goes_on(gateway, call):
         "except KeyboardInterrupt:\n    print(client.status()['version'])\n"
     )
     child = in_python(code, gateway.url)
-    path = "/v1/rollouts/a" if call == "wait" else "/v1/completions"
+    path = "/v1/rollouts/a" if call == "wait" else "/v1/results"
     deadline = time.monotonic() + 30
     # `rollouts` asks for the cursor first, and is not waiting yet.
     while [path for _, path in gateway.calls].count(path) < (1 if call == "wait" else 2):

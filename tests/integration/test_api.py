@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rollout.schema import CompletionPage, RolloutPage, RolloutRequest, State
+from rollout.schema import ResultPage, RolloutPage, RolloutRequest, State
 from services.gateway.app import create_app
 from services.settings import Settings
 from tests.helpers.idle import in_time
@@ -41,7 +41,7 @@ def test_a_long_poll_answers_with_what_is_there_when_the_wait_is_over(stack, cli
 
 
 def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack, client):
-    cursor = get(stack, "/v1/completions", cursor="$").json()["cursor"]
+    cursor = get(stack, "/v1/results", cursor="$").json()["cursor"]
     slow, fast, other = client.submit(
         [
             RolloutRequest(handler="noop", task={"run_s": 0.8}, tags=["order"]),
@@ -50,24 +50,24 @@ def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack,
         ]
     )
     client.wait(slow.id, timeout=20)
-    every = CompletionPage.model_validate(get(stack, "/v1/completions", cursor=cursor).json())
+    every = ResultPage.model_validate(get(stack, "/v1/results", cursor=cursor).json())
     assert [item.id for item in every.rollouts] == [fast.id, other.id, slow.id]
-    tagged = get(stack, "/v1/completions", cursor=cursor, tag="order").json()
+    tagged = get(stack, "/v1/results", cursor=cursor, tag="order").json()
     assert [item["id"] for item in tagged["rollouts"]] == [fast.id, slow.id]
-    first = get(stack, "/v1/completions", cursor=cursor, limit=1).json()
+    first = get(stack, "/v1/results", cursor=cursor, limit=1).json()
     assert [item["id"] for item in first["rollouts"]] == [fast.id]
-    rest = get(stack, "/v1/completions", cursor=first["cursor"]).json()
+    rest = get(stack, "/v1/results", cursor=first["cursor"]).json()
     assert [item["id"] for item in rest["rollouts"]] == [other.id, slow.id]
-    again = get(stack, "/v1/completions", cursor=cursor, limit=1).json()
+    again = get(stack, "/v1/results", cursor=cursor, limit=1).json()
     assert [item["id"] for item in again["rollouts"]] == [fast.id]
-    assert get(stack, "/v1/completions", cursor=every.cursor).json()["rollouts"] == []
+    assert get(stack, "/v1/results", cursor=every.cursor).json()["rollouts"] == []
 
 
 def test_a_waiting_reader_of_completions_is_woken(stack, client):
-    cursor = get(stack, "/v1/completions", cursor="$").json()["cursor"]
+    cursor = get(stack, "/v1/results", cursor="$").json()["cursor"]
     answers = []
     reader = threading.Thread(
-        target=lambda: answers.append(get(stack, "/v1/completions", cursor=cursor, wait=20).json())
+        target=lambda: answers.append(get(stack, "/v1/results", cursor=cursor, wait=20).json())
     )
     reader.start()
     time.sleep(0.5)
@@ -79,7 +79,7 @@ def test_a_waiting_reader_of_completions_is_woken(stack, client):
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "1-2-3", "(0"])
 def test_a_bad_cursor_is_refused(stack, cursor):
-    response = get(stack, "/v1/completions", cursor=cursor)
+    response = get(stack, "/v1/results", cursor=cursor)
     assert response.status_code == 400 and response.json()["errors"][0]["field"] == "cursor"
 
 

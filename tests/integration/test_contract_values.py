@@ -14,7 +14,7 @@ from rollout.policy import PolicyRequest
 from rollout.schema import (
     AckRequest,
     BackendRequest,
-    CompletionPage,
+    ResultPage,
     DrainRequest,
     RedeliverRequest,
     Rollout,
@@ -177,7 +177,7 @@ def readable(world, tmp_path) -> None:
         store.finish(store.claim(rollout_id, 1, Stage.RUN, "w"), Finish(State.EVALUATING, {}, Trajectory()))
         store.finish(store.claim(rollout_id, 1, Stage.EVAL, "w"), Finish(State.COMPLETED, {"reward": "1.0"}))
         Rollout.model_validate_json(world.get(f"/v1/rollouts/{rollout_id}", "a").data)
-    page = CompletionPage.model_validate_json(world.get("/v1/completions?cursor=0&limit=1000", "a").data)
+    page = ResultPage.model_validate_json(world.get("/v1/results?cursor=0&limit=1000", "a").data)
     listed = RolloutPage.model_validate_json(world.get("/v1/rollouts?limit=1000", "a").data)
     assert {one.id for one in page.rollouts} == {one.id for one in listed.rollouts} == set(ids)
     assert page.expired == []

@@ -22,7 +22,7 @@ from workers.handlers.noop import Noop
 EXAMPLES = CHAOS("examples of an operation", short=6, long=100)
 """Of each operation, in each mode."""
 NOBODY = "http://127.0.0.1:9"
-ENDLESS = {"/v1/completions/stream"}
+ENDLESS = {"/v1/results/stream", "/v1/completions/stream"}
 API = Flask("api")
 for blueprint in (*BLUEPRINTS, *COMPATIBLE):
     API.register_blueprint(blueprint)

@@ -44,7 +44,7 @@ def run(client, number, tag):
 def events(url, **options):
     """The stream's lines, decoded; closed at the end."""
     with httpx.Client(timeout=60, headers=HEADERS) as http:
-        request = http.build_request("GET", f"{url}/v1/completions/stream", **options)
+        request = http.build_request("GET", f"{url}/v1/results/stream", **options)
         # The gateway finds out with the next heartbeat that an earlier test's stream was left.
         response = wait_until(lambda: _opened(http, request), 60, "a free stream")
         try:
@@ -104,7 +104,7 @@ def test_a_silent_stream_sends_comments(gateway):
 def test_one_stream_too_many_is_refused_and_one_that_was_left_makes_room(gateway, client):
     with events(gateway) as first, events(gateway) as second:
         assert next(first) and next(second)
-        refused = http.get(f"{gateway}/v1/completions/stream", timeout=60)
+        refused = http.get(f"{gateway}/v1/results/stream", timeout=60)
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
         assert "ROLLOUT_SSE_STREAMS" in refused.json()["detail"]
         assert client.completions("$").rollouts == [], "other requests are answered"
@@ -114,7 +114,7 @@ def test_one_stream_too_many_is_refused_and_one_that_was_left_makes_room(gateway
         assert next(found).id == ids[0]
 
     def room():
-        with http.stream("GET", f"{gateway}/v1/completions/stream", timeout=60) as response:
+        with http.stream("GET", f"{gateway}/v1/results/stream", timeout=60) as response:
             return response.status_code == 200
 
     wait_until(room, 60, "a stream that was left to make room")
@@ -123,7 +123,7 @@ def test_one_stream_too_many_is_refused_and_one_that_was_left_makes_room(gateway
 @pytest.mark.parametrize("header, params", [("x", {}), ("1-2-3", {}), (None, {"cursor": "-1"})])
 def test_a_bad_place_to_begin_is_refused(gateway, header, params):
     headers = {"Last-Event-ID": header} if header else {}
-    answer = http.get(f"{gateway}/v1/completions/stream", params=params, headers=headers, timeout=60)
+    answer = http.get(f"{gateway}/v1/results/stream", params=params, headers=headers, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["errors"][0]["field"] == ("Last-Event-ID" if header else "cursor")
 
@@ -188,7 +188,7 @@ def test_a_large_answer_is_compressed_for_those_who_accept_it(gateway, client):
     def page(accept, limit):
         headers = {"Accept-Encoding": accept}
         params = {"tag": "gzip", "limit": limit}
-        with http.stream("GET", f"{gateway}/v1/completions", params=params, headers=headers) as response:
+        with http.stream("GET", f"{gateway}/v1/results", params=params, headers=headers) as response:
             return response.headers, b"".join(response.iter_raw())
 
     headers, packed = page("gzip", 100)

@@ -13,7 +13,7 @@ from rollout import arrays
 from rollout.batch import BatchRequest
 from rollout.client import AsyncClient, Client
 from rollout.errors import RolloutError, Unavailable
-from rollout.schema import CompletionPage, RolloutRequest
+from rollout.schema import ResultPage, RolloutRequest
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.settings import Settings
 from services.state import keys, payloads, reading
@@ -76,7 +76,7 @@ def test_arrays_alone_come_without_lists_and_can_be_turned_into_them(stack, as_j
 
 def test_pages_of_completions_are_the_same_over_both_wires(stack, as_json, done):
     typed = stack.client.completions(tag="typed")
-    assert isinstance(typed, CompletionPage) and typed == as_json.completions(tag="typed")
+    assert isinstance(typed, ResultPage) and typed == as_json.completions(tag="typed")
     arrays = stack.client.completions(tag="typed", include="arrays").rollouts[0].arrays
     assert arrays.response_ids.tolist() == done.trajectory.response_ids
     streamed = next(stack.client.stream_completions(tag="typed", include="arrays"))

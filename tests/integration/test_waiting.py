@@ -86,8 +86,8 @@ def end(process, tag):
 def test_many_that_wait_leave_the_gateway_to_others(usual):
     ids = submitted(usual, POLLS, "many")
     paths = [f"/v1/rollouts/{rollout_id}?{WAIT}" for rollout_id in ids]
-    paths += [f"/v1/completions?cursor=$&tag=many&limit=1&{WAIT}"] * CURSORS
-    paths += ["/v1/completions/stream?cursor=$&tag=others&include=summary"] * STREAMS
+    paths += [f"/v1/results?cursor=$&tag=many&limit=1&{WAIT}"] * CURSORS
+    paths += ["/v1/results/stream?cursor=$&tag=others&include=summary"] * STREAMS
     with wait_at(usual, paths) as waiters:
         until_waiting(usual, len(paths))
         (other,) = submitted(usual, 1, "others")
@@ -109,7 +109,7 @@ def test_many_that_wait_leave_the_gateway_to_others(usual):
 def test_a_client_that_hangs_up_frees_its_place_before_its_wait_is_over(usual):
     (rollout_id,) = submitted(usual, 1, "left")
     path = f"/v1/rollouts/{rollout_id}?{WAIT}"
-    with wait_at(usual, [path] * 40 + ["/v1/completions/stream?cursor=$"] * 10) as waiters:
+    with wait_at(usual, [path] * 40 + ["/v1/results/stream?cursor=$"] * 10) as waiters:
         until_waiting(usual, 50)
         waiters.leave(range(0, 50, 2))
         until_waiting(usual, 25)
@@ -168,8 +168,8 @@ def test_clients_that_come_and_go_get_what_they_ask_and_leave_nothing(usual):
         draw = random.Random(number)
         for _ in range(15):
             wait = f"wait={draw.uniform(0.001, 0.1):.3f}&include=summary"
-            paths = [f"/v1/rollouts/{rollout_id}?{wait}", f"/v1/completions?cursor=$&{wait}"]
-            path = draw.choice([*paths, "/v1/completions/stream?cursor=$&include=summary"])
+            paths = [f"/v1/rollouts/{rollout_id}?{wait}", f"/v1/results?cursor=$&{wait}"]
+            path = draw.choice([*paths, "/v1/results/stream?cursor=$&include=summary"])
             with wait_at(usual, [path]) as waiter:
                 if draw.random() < 0.4:
                     waiter.read(draw.uniform(0, 0.1))
@@ -193,7 +193,7 @@ def test_one_more_than_may_wait_is_told_to_come_back(small):
     path = f"/v1/rollouts/{rollout_id}?{WAIT}"
     with wait_at(small, [path] * 40) as waiters:
         until_waiting(small, 40)
-        for refused in (path, "/v1/completions/stream"):
+        for refused in (path, "/v1/results/stream"):
             answer = http.get(small.url + refused, timeout=PATIENCE_S)
             assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
             assert "ROLLOUT_GATEWAY_WAITERS" in answer.json()["detail"]
@@ -211,7 +211,7 @@ def test_one_more_than_may_wait_is_told_to_come_back(small):
 def test_a_reload_and_a_stop_answer_all_who_wait(small):
     """The last of the small gateway: it ends."""
     (rollout_id,) = submitted(small, 1, "stop")
-    paths = [f"/v1/rollouts/{rollout_id}?{WAIT}"] * 30 + ["/v1/completions/stream?cursor=$"] * 10
+    paths = [f"/v1/rollouts/{rollout_id}?{WAIT}"] * 30 + ["/v1/results/stream?cursor=$"] * 10
     for stop in (signal.SIGHUP, signal.SIGTERM):
         with wait_at(small, paths) as waiters:
             until_waiting(small, len(paths))

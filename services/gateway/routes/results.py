@@ -1,4 +1,7 @@
-"""`/v1/completions`, its stream, and `/v1/rollouts/ack`: what ended since a cursor, and that it arrived."""
+"""`/v1/results`, its stream, and `/v1/rollouts/ack`: what ended since a cursor, and that it arrived.
+
+The paths `/v1/completions` are other names of the first two.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import redis
 import structlog
 from flask import Blueprint, Response
 
-from rollout.schema import AckRequest, AckResponse, CompletionPage
+from rollout.schema import AckRequest, AckResponse, ResultPage
 from services.gateway.answers import Answer
 from services.gateway.auth import Caller, caller, holder, needs
 from services.gateway.context import Gateway, gateway, waiter
@@ -43,9 +46,10 @@ def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
     return raw
 
 
+@blueprint.get("/results")
 @blueprint.get("/completions")
-@operation(429, answers={200: CompletionPage}, arrays=True)
-def completions(
+@operation(429, answers={200: ResultPage}, arrays=True)
+def results(
     cursor: Cursor, wait: Wait, limit: Limit, tag: Tag, include: Include, tenant: Tenant
 ) -> Response:
     """Rollouts in the order in which they ended, since a cursor; with `wait`, at least one."""
@@ -63,7 +67,7 @@ def completions(
     answer = Answer()
     rollouts = answer.rollouts(page[0], trajectory=include == "trajectory")
     there = {item.id for item in rollouts}
-    found = CompletionPage(
+    page_of = ResultPage(
         rollouts=rollouts,
         cursor=page[1],
         expired=[rollout_id for rollout_id in page[0] if rollout_id not in there],
@@ -72,6 +76,7 @@ def completions(
     return answer.send(found)
 
 
+@blueprint.get("/results/stream")
 @blueprint.get("/completions/stream")
 @operation(429, answers={200: STRING}, media="text/event-stream")
 def stream(
@@ -87,7 +92,7 @@ def stream(
             429,
             "Too many streams",
             f"{full.count} of tenant {me!r} are open, as many as one tenant may have; "
-            "read GET /v1/completions?cursor=…&wait=… instead, or close some",
+            "read GET /v1/results?cursor=…&wait=… instead, or close some",
             retry_after_s=STREAMS_RETRY_S,
         ) from None
     if not room:
@@ -95,7 +100,7 @@ def stream(
             503,
             "Too many streams",
             "as many are open as ROLLOUT_SSE_STREAMS allows; "
-            "read GET /v1/completions?cursor=…&wait=… instead, or try again",
+            "read GET /v1/results?cursor=…&wait=… instead, or try again",
             retry_after_s=STREAMS_RETRY_S,
         )
     wanted = Interest(tenant=tenant, tag=tag)
@@ -135,7 +140,7 @@ def _events(
         return bool(ids)
 
     try:
-        yield ": completions\n\n"
+        yield ": results\n\n"
         if gate.completions.missed(cursor):
             yield "event: missed\ndata: {}\n\n"
         if parked is not None:
@@ -183,7 +188,7 @@ def _events(
                     yield parked
     except redis.RedisError as error:
         # Too late for a 503. The reader comes back with the last id, and is told then.
-        log.warning("stream of completions cut: Redis does not answer", error=str(error))
+        log.warning("stream of results cut: Redis does not answer", error=str(error))
 
 
 @blueprint.post("/rollouts/ack")

@@ -126,7 +126,7 @@ def test_each_route_needs_its_scope(world):
     assert open_ == {"/", "/health", "/ready", "/openapi.json"}
     assert submit == SUBMIT
     assert changed_by_readers == {"/v1/rollouts/ack", "/aggregate_metrics"}
-    readable = ("/v1/rollouts", "/v1/completions", "/v1/handlers", "/v1/status", "/v1/backends", "/v1/policy")
+    readable = ("/v1/rollouts", "/v1/results", "/v1/handlers", "/v1/status", "/v1/backends", "/v1/policy")
     assert [world.get(path, "reader").status_code for path in readable] == [200] * len(readable)
 
 
@@ -161,7 +161,7 @@ def test_keys_are_read_again_after_the_cache_s_time_and_not_before(server, monke
 def test_a_long_poll_does_not_answer_a_key_revoked_meanwhile(world):
     key, text = world.keys.create("a", [Scope.READ, Scope.SUBMIT])
     answers = []
-    path = "/v1/completions?cursor=$&wait=60"
+    path = "/v1/results?cursor=$&wait=60"
     reader = threading.Thread(target=lambda: answers.append(world.get(path, text)))
     reader.start()
     wait_until(lambda: world.gate.waiting.open, 30, "the reader to wait")
@@ -175,7 +175,7 @@ def test_a_long_poll_does_not_answer_a_key_revoked_meanwhile(world):
 def test_a_stream_ends_when_its_key_is_revoked(world):
     key, text = world.keys.create("a", [Scope.READ])
     world.app = world.start(sse_heartbeat_s=0.1)
-    stream = iter(world.get("/v1/completions/stream", text).response)
+    stream = iter(world.get("/v1/results/stream", text).response)
     assert next(stream)
     rest: list[bytes] = []
     reader = threading.Thread(target=lambda: rest.extend(stream), daemon=True)

@@ -32,8 +32,8 @@ def test_another_tenant_s_rollouts_do_not_exist(world):
     world.submit("b", group_id="g", tags=["t"])
     assert len(world.get("/v1/rollouts?group_id=g", "a").json["rollouts"]) == 2
     assert world.post("/v1/rollouts/cancel", "a", {"tag": "t"}).json["cancelled"] == 2
-    assert [one["tenant"] for one in world.get("/v1/completions", "a").json["rollouts"]] == ["a", "a"]
-    assert world.get("/v1/completions", "b").json["rollouts"] == []
+    assert [one["tenant"] for one in world.get("/v1/results", "a").json["rollouts"]] == ["a", "a"]
+    assert world.get("/v1/results", "b").json["rollouts"] == []
     acked = world.post("/v1/rollouts/ack", "b", {"ids": mine}).json
     assert acked["unknown"] == 2 and acked["acknowledged"] == 0
     assert world.get("/v1/rollouts?state=queued", "b").json["rollouts"][0]["group_id"] == "g"
@@ -46,8 +46,8 @@ def test_a_page_of_completions_is_full_however_many_others_ended(world):
         world.submit("b" if number % 10 else "a", tags=["t"])
     for who in ("a", "b"):
         world.post("/v1/rollouts/cancel", who, {"tag": "t"})
-    page = world.get("/v1/completions?limit=2", "a").json
-    rest = world.get(f"/v1/completions?limit=2&cursor={page['cursor']}", "a").json
+    page = world.get("/v1/results?limit=2", "a").json
+    rest = world.get(f"/v1/results?limit=2&cursor={page['cursor']}", "a").json
     assert [len(page["rollouts"]), len(rest["rollouts"])] == [2, 1]
 
 

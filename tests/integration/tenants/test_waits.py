@@ -34,7 +34,7 @@ def test_as_many_wait_as_may_and_one_more_is_told_to_come_back(world, gateway):
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(world.get, f"{path}?{WAIT}", "a") for _ in range(2)]
         wait_until(lambda: room.open == 2, PATIENCE_S, "both to wait")
-        for other in (f"/v1/rollouts/{ids['b']}?{WAIT}", f"/v1/completions?cursor=$&{WAIT}"):
+        for other in (f"/v1/rollouts/{ids['b']}?{WAIT}", f"/v1/results?cursor=$&{WAIT}"):
             refused = world.get(other, "b")
             assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
             assert "ROLLOUT_GATEWAY_WAITERS" in refused.json["detail"]
@@ -58,7 +58,7 @@ def test_a_tenant_has_its_share_of_those_places_and_leaves_the_rest_to_others(wo
     assert room.open == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/rollouts/{}", "/v1/completions?cursor=$"])
+@pytest.mark.parametrize("path", ["/v1/rollouts/{}", "/v1/results?cursor=$"])
 def test_a_wait_lasts_as_long_as_asked_and_no_longer_than_the_limit(world, gateway, path):
     ids, _ = gateway(max_wait_s=0.3)
     path = path.format(ids["a"])
