@@ -34,6 +34,7 @@ from rollout.schema import (
     AckResponse,
     BatchRequest,
     Group,
+    ResultPage,
     Rollout,
     RolloutPage,
     State,
@@ -50,7 +51,7 @@ log = logging.getLogger("rollout")
 PAGE = 50
 """Rollouts asked for at once from the stream of results; a long trajectory is 1 MB of JSON."""
 SILENCE_S = 60.0
-"""Seconds without news of a pending rollout after which some are asked for by id: the stream of completions
+"""Seconds without news of a pending rollout after which some are asked for by id: the stream of results
 is trimmed, and a caller that fell behind it must not wait for ever. Also the seconds without even a comment
 after which a connection of server-sent events counts as dead; the gateway sends one every 15."""
 PROBED = 16

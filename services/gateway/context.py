@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import redis
 from celery import Celery
-from flask import current_app, request
+from flask import current_app
 
 from services.dispatch import Dispatcher
 from services.gateway.auth import Guard
-from services.gateway.streams import StreamSlots
 from services.gateway.tasks import TaskChecker
-from services.gateway.waiting import WAITER, Waiter, WaitingRoom
+from services.gateway.waiting import Places, WaitingRoom
 from services.queues import make_celery
 from services.settings import Settings
 from services.state.api_keys import KeyStore
@@ -54,7 +53,7 @@ class Gateway:
     webhook_addresses: AllowedAddresses
     waiting: WaitingRoom
     """Requests that wait for completions, streams among them."""
-    streams: StreamSlots
+    streams: Places
     """One for each stream of completions that may be open."""
     dispatcher: Dispatcher
     tasks: TaskChecker
@@ -85,12 +84,27 @@ class Gateway:
             results=ResultStore(client, settings),
             webhooks=WebhookStore(client, settings.webhook_url),
             webhook_addresses=AllowedAddresses(settings.webhook_allow),
-            streams=StreamSlots(settings.sse_streams, settings.gateway_tenant_share),
+            streams=Places(
+                settings.sse_streams,
+                settings.gateway_tenant_share,
+                noun="streams",
+                verb="are open",
+                setting="ROLLOUT_SSE_STREAMS",
+                remedy="read GET /v1/results?cursor=…&wait=… instead, or close some",
+                retry_after_s=10,
+            ),
             waiting=WaitingRoom(
                 lambda: connect(settings.redis_url, max_connections=1),
                 completions,
-                settings.gateway_waiters,
-                settings.gateway_tenant_share,
+                Places(
+                    settings.gateway_waiters,
+                    settings.gateway_tenant_share,
+                    noun="waiting requests",
+                    verb="wait here",
+                    setting="ROLLOUT_GATEWAY_WAITERS",
+                    remedy="one client with GET /v1/results?cursor=…&wait=… can wait for all of its rollouts",
+                    retry_after_s=5,
+                ),
             ),
             dispatcher=Dispatcher(celery, rollouts),
             tasks=TaskChecker(fleet),
@@ -103,8 +117,3 @@ class Gateway:
 def gateway() -> Gateway:
     """The gateway of the request under way."""
     return current_app.extensions[EXTENSION]
-
-
-def waiter() -> Waiter | None:
-    """What the server parks the request under way by; None: waiting takes its thread."""
-    return request.environ.get(WAITER)

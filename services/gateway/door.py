@@ -18,7 +18,7 @@ from flask import Flask, current_app, request
 
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem
-from services.gateway.waiting import WAITER
+from services.gateway.waiting import waiter
 
 log = structlog.get_logger("gateway")
 
@@ -55,8 +55,8 @@ def register_bodies(app: Flask) -> None:
 
     @app.before_request
     def _whole() -> None:
-        waiter = request.environ.get(WAITER)
-        if request.endpoint is None or waiter is None:
+        mine = waiter()
+        if request.endpoint is None or not mine.parks:
             return  # another server has its own way to take it
         if "Transfer-Encoding" in request.headers:
             detail = "send a Content-Length: a body whose length nobody knows is not taken"
@@ -66,7 +66,7 @@ def register_bodies(app: Flask) -> None:
             detail = f"the body is larger than {most} bytes; send several calls"
             raise ApiProblem(413, "Request Entity Too Large", detail)
         if length:
-            waiter.need_body()
+            mine.need_body()
 
 
 def own_names(*hosts: str) -> set[str]:

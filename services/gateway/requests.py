@@ -11,7 +11,7 @@ from flask import Flask, Response, g, request
 
 from services.gateway import metrics
 from services.gateway.problems import MAX_FIELD, MAX_MESSAGE, short
-from services.gateway.waiting import WAITER
+from services.gateway.waiting import waiter
 
 log = structlog.get_logger("gateway")
 
@@ -33,14 +33,14 @@ def register(app: Flask) -> None:
 
     @app.before_request
     def _begin() -> None:
-        waiter = request.environ.get(WAITER)
         # A request that was parked is dispatched more than once, and is one request all the same.
-        g.started = waiter.began if waiter else time.perf_counter()
+        mine = waiter()
+        g.started = mine.began
         given = request.headers.get(REQUEST_ID, "")
         if _GIVEN_ID.fullmatch(given):
             g.request_id = given
         else:
-            g.request_id = waiter.remember("id", _new_id) if waiter else _new_id()
+            g.request_id = mine.remember("id", _new_id)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=g.request_id)
 

@@ -1,8 +1,8 @@
 """Requests that wait for results: one reader of what ends for all of them, and a bounded number.
 
-A request that waits is a `Waiter` in the `WaitingRoom`, with an `Interest`. The reader wakes those whom an entry
-is about, and no others. Under `parking.ParkingWorker` it holds no thread: `Parked` unwinds it, and it is
-dispatched again once woken. Under any other server its thread sleeps.
+A request that waits is a `Waiter` in the `WaitingRoom`, with an `Interest`. The reader wakes those whom an
+entry is about, and no others. Under `parking.ParkingWorker` it holds no thread: `Parked` unwinds it, and it
+is dispatched again once woken. Under any other server its thread sleeps.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ class Places:
             self._taken[tenant] += 1
 
     def _refusal(self, status: int, detail: str) -> ApiProblem:
-        return ApiProblem(
-            status, self._title, f"{detail}; {self._remedy}", retry_after_s=self._retry_after_s
-        )
+        return ApiProblem(status, self._title, f"{detail}; {self._remedy}", retry_after_s=self._retry_after_s)
 
     def free(self, tenant: str | None) -> None:
         """Give a place back."""
@@ -121,8 +119,8 @@ class Waiter:
     """
 
     parks = False
-    """Whether the server parks it: `pause` raises `Parked`, and a stream's body yields the waiter itself where
-    it has nothing to send for now."""
+    """Whether the server parks it: `pause` raises `Parked`, and a stream's body yields the waiter itself
+    where it has nothing to send for now."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()

@@ -14,9 +14,9 @@ from rollout.policy import PolicyRequest
 from rollout.schema import (
     AckRequest,
     BackendRequest,
-    ResultPage,
     DrainRequest,
     RedeliverRequest,
+    ResultPage,
     Rollout,
     RolloutPage,
     RolloutRequest,

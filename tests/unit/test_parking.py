@@ -6,25 +6,22 @@ import logging
 import selectors
 import socket
 import time
-from threading import RLock
 from types import SimpleNamespace
 
 import pytest
 from gunicorn.config import Config
-from gunicorn.workers.gthread import TConn
 
-from services.gateway.parking import ParkingWorker, Spot
-from services.gateway.waiting import Interest, Ticket
+from services.gateway.parking import Connection, ParkedWaiter, ParkingWorker
 
 
 class Room:
-    """As much of a waiting room as a ticket needs."""
+    """As much of a waiting room as a waiter needs."""
 
     def __init__(self):
-        self.lock, self.left = RLock(), []
+        self.left = []
 
-    def leave(self, ticket):
-        self.left.append(ticket)
+    def leave(self, waiter):
+        self.left.append(waiter)
 
 
 @pytest.fixture
@@ -44,12 +41,12 @@ def worker():
 @pytest.fixture
 def parked(worker):
     ours, client = socket.socketpair()
-    conn = TConn(worker.cfg, ours, ("127.0.0.1", 1), ("127.0.0.1", 2))
+    conn = Connection(worker, worker.cfg, ours, ("127.0.0.1", 1), ("127.0.0.1", 2))
     worker.nr_conns += 1
-    spot = Spot(SimpleNamespace())
-    spot.ticket, spot.deadline = Ticket(Room(), Interest(rollout_id="r")), float("inf")
-    worker._park(conn, spot)
-    yield SimpleNamespace(conn=conn, spot=spot, client=client)
+    waiter = ParkedWaiter(SimpleNamespace())
+    waiter.room, waiter.deadline = Room(), float("inf")
+    worker._park(conn, waiter)
+    yield SimpleNamespace(conn=conn, waiter=waiter, client=client)
     ours.close()
     client.close()
 
@@ -63,7 +60,7 @@ def hang_up(worker, parked):
 
 def test_a_wake_and_a_client_that_hangs_up_may_come_in_one_look_at_the_poller(worker, parked):
     events = hang_up(worker, parked)
-    worker._wake(parked.conn, parked.spot)
+    worker._wake(parked.conn, parked.waiter)
     for key, _ in events:
         key.data(key.fileobj)
     assert worker.enqueued == [parked.conn], "its thread will find that the client has gone"
@@ -73,8 +70,8 @@ def test_a_wake_and_a_client_that_hangs_up_may_come_in_one_look_at_the_poller(wo
 def test_a_wake_that_comes_after_the_client_has_gone_wakes_nobody(worker, parked):
     for key, _ in hang_up(worker, parked):
         key.data(key.fileobj)
-    assert worker.nr_conns == 0 and parked.spot.ticket._room.left == [parked.spot.ticket]
-    worker._wake(parked.conn, parked.spot)
+    assert worker.nr_conns == 0 and parked.waiter.room.left == [parked.waiter]
+    worker._wake(parked.conn, parked.waiter)
     assert worker.enqueued == []
 
 
@@ -91,27 +88,27 @@ def test_a_connection_that_lingers_may_be_given_up_in_the_look_that_finds_it_clo
 def test_timers_of_requests_that_have_ended_are_swept(worker, parked):
     for _ in range(5000):
         worker._unpark(parked.conn)
-        worker._park(parked.conn, parked.spot)
+        worker._park(parked.conn, parked.waiter)
     assert len(worker._timers) < 1000
 
 
 def test_who_is_parked_goes_on_when_its_time_is_up_and_not_before(worker, parked):
     worker._unpark(parked.conn)
-    parked.spot.deadline = time.monotonic() + 60.0
-    worker._park(parked.conn, parked.spot)
+    parked.waiter.deadline = time.monotonic() + 60.0
+    worker._park(parked.conn, parked.waiter)
     worker.wait_for_and_dispatch_events(0.0)
     assert worker.enqueued == []
     worker._unpark(parked.conn)
-    parked.spot.deadline = time.monotonic() + 0.1
-    worker._park(parked.conn, parked.spot)
+    parked.waiter.deadline = time.monotonic() + 0.1
+    worker._park(parked.conn, parked.waiter)
     began = time.monotonic()
     worker.wait_for_and_dispatch_events(30.0)
     assert 0.1 <= time.monotonic() - began < 15.0, "the poller sleeps no longer than whoever is next"
-    assert worker.enqueued == [parked.conn] and not parked.spot.over
+    assert worker.enqueued == [parked.conn] and not parked.waiter.over
     assert worker._parked == {}
 
 
 def test_a_stop_wakes_all_that_are_parked(worker, parked):
     worker.alive = False
     worker.wait_for_and_dispatch_events(0.0)
-    assert worker.enqueued == [parked.conn] and parked.spot.over
+    assert worker.enqueued == [parked.conn] and parked.waiter.over

@@ -15,11 +15,11 @@ import structlog
 
 from rollout.schema import FieldError, HandlerInfo, Rollout, RolloutRequest, new_id
 from services.dispatch import IdConflict
-from services.gateway.auth import caller, holder
-from services.gateway.context import Gateway, gateway, waiter
+from services.gateway.auth import caller
+from services.gateway.context import Gateway, gateway
 from services.gateway.problems import ApiProblem, over_quota
 from services.gateway.tasks import check_submission
-from services.gateway.waiting import Interest
+from services.gateway.waiting import Interest, waiter
 from services.state.jobs import JobStore, digest_of
 from services.state.tenants import QuotaExceeded
 
@@ -47,8 +47,7 @@ class Call:
 
 def once(make: Callable[[], T]) -> T:
     """What `make` answers at the first dispatch of the request under way, in all that follow."""
-    parked = waiter()
-    return parked.remember("call", make) if parked else make()
+    return waiter().remember("call", make)
 
 
 def begin(
@@ -99,18 +98,16 @@ def finish(call: Call, *, replay_s: float) -> Rollout:
         ApiProblem: 503 when the gateway stops, or has no room for another call that waits; 404 when the
             rollout is past its retention.
     """
-    gate, parked = gateway(), waiter()
-    if parked is not None and call.job is None:
-        parked.on_hangup = lambda: abandon(gate, call)
+    gate = gateway()
+    if call.job is None:
+        waiter().on_hangup = lambda: abandon(gate, call)
 
     def ended() -> bool:
         state = gate.rollouts.state(call.rollout_id, call.tenant)
         return state is None or state.terminal
 
     try:
-        over = gate.waiting.wait(
-            ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id), parked, holder()
-        )
+        over = gate.waiting.wait(ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id))
     except (ApiProblem, redis.RedisError):
         if call.job is None:
             abandon(gate, call)

@@ -19,8 +19,8 @@ from rollout.schema.batches import (
     PromptsResponse,
 )
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, holder, needs
-from services.gateway.context import gateway, waiter
+from services.gateway.auth import caller, needs
+from services.gateway.context import gateway
 from services.gateway.http import Cursor, Limit, Tenant, Wait, choice, operation, page_size
 from services.gateway.problems import ApiProblem, invalid, over_quota
 from services.gateway.tasks import check_submission
@@ -117,7 +117,7 @@ def get(batch_id: str, wait: Wait, tenant: Tenant) -> Batch:
         return _get(batch_id, tenant).state.ended
 
     if wait:
-        gateway().waiting.wait(ended, wait, Interest(batch_id=batch_id), waiter(), holder())
+        gateway().waiting.wait(ended, wait, Interest(batch_id=batch_id))
     return _get(batch_id, tenant)
 
 
@@ -161,7 +161,7 @@ def groups(
         return bool(page) or batch.state.ended
 
     try:
-        gate.waiting.wait(look, wait, Interest(batch_id=batch_id), waiter(), holder())
+        gate.waiting.wait(look, wait, Interest(batch_id=batch_id))
     except NoSuchBatch as error:
         raise _absent(error) from None
     if page and not batch.state.ended:

@@ -18,11 +18,10 @@ from flask import Blueprint, Response
 from rollout.schema import AckRequest, AckResponse, ResultPage
 from services.gateway.answers import Answer
 from services.gateway.auth import Caller, caller, holder, needs
-from services.gateway.context import Gateway, gateway, waiter
+from services.gateway.context import Gateway, gateway
 from services.gateway.http import STRING, Cursor, Include, Limit, Query, Tag, Tenant, Wait, operation
-from services.gateway.problems import ApiProblem, invalid
-from services.gateway.streams import TenantFull
-from services.gateway.waiting import Interest, Ticket, Waiter
+from services.gateway.problems import invalid
+from services.gateway.waiting import Interest, Waiter, waiter
 from services.state.api_keys import Scope
 from services.state.redis import is_away
 from services.state.results import is_cursor
@@ -35,7 +34,6 @@ AWAY_PAUSE_S = 2.0
 """Between two tries of a stream to read from a Redis that is away."""
 STREAM_PAGE = 16
 """Rollouts of a stream that are read at once: a long trajectory is 1 MB of JSON."""
-STREAMS_RETRY_S = 10
 
 
 def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
@@ -49,31 +47,30 @@ def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
 @blueprint.get("/results")
 @blueprint.get("/completions")
 @operation(429, answers={200: ResultPage}, arrays=True)
-def results(
-    cursor: Cursor, wait: Wait, limit: Limit, tag: Tag, include: Include, tenant: Tenant
-) -> Response:
+def results(cursor: Cursor, wait: Wait, limit: Limit, tag: Tag, include: Include, tenant: Tenant) -> Response:
     """Rollouts in the order in which they ended, since a cursor; with `wait`, at least one."""
-    gate, parked, asked = gateway(), waiter(), cursor
+    gate = gateway()
     # "$" is the end as it was when the call came, however often it is dispatched.
-    cursor = parked.remember("cursor", lambda: _cursor(gate, asked)) if parked else _cursor(gate, asked)
-    page: tuple[list[str], str] = ([], cursor)
+    begin = waiter().remember("cursor", lambda: _cursor(gate, cursor))
+    page: tuple[list[str], str] = ([], begin)
 
     def look() -> bool:
         nonlocal page
         page = gate.completions.since(page[1], limit=limit, tag=tag, tenant=tenant)
         return bool(page[0])
 
-    gate.waiting.wait(look, wait, Interest(tenant=tenant, tag=tag), parked, holder())
+    gate.waiting.wait(look, wait, Interest(tenant=tenant, tag=tag))
     answer = Answer()
     rollouts = answer.rollouts(page[0], trajectory=include == "trajectory")
     there = {item.id for item in rollouts}
-    page_of = ResultPage(
-        rollouts=rollouts,
-        cursor=page[1],
-        expired=[rollout_id for rollout_id in page[0] if rollout_id not in there],
-        missed=gate.completions.missed(cursor),
+    return answer.send(
+        ResultPage(
+            rollouts=rollouts,
+            cursor=page[1],
+            expired=[rollout_id for rollout_id in page[0] if rollout_id not in there],
+            missed=gate.completions.missed(begin),
+        )
     )
-    return answer.send(found)
 
 
 @blueprint.get("/results/stream")
@@ -83,59 +80,45 @@ def stream(
     cursor: Cursor, tag: Tag, include: Include, tenant: Tenant, last: Annotated[str | None, LAST]
 ) -> Response:
     """The same as server-sent events (completion, expired, missed), without end."""
-    gate, me = gateway(), holder()
+    gate, mine, who = gateway(), waiter(), holder()
     cursor = _cursor(gate, last, "Last-Event-ID") if last else _cursor(gate, cursor)
+    gate.streams.take(who)
     try:
-        room = gate.streams.acquire(me)
-    except TenantFull as full:
-        raise ApiProblem(
-            429,
-            "Too many streams",
-            f"{full.count} of tenant {me!r} are open, as many as one tenant may have; "
-            "read GET /v1/results?cursor=…&wait=… instead, or close some",
-            retry_after_s=STREAMS_RETRY_S,
-        ) from None
-    if not room:
-        raise ApiProblem(
-            503,
-            "Too many streams",
-            "as many are open as ROLLOUT_SSE_STREAMS allows; "
-            "read GET /v1/results?cursor=…&wait=… instead, or try again",
-            retry_after_s=STREAMS_RETRY_S,
-        )
-    wanted = Interest(tenant=tenant, tag=tag)
-    try:
-        ticket = gate.waiting.take(wanted, me)
+        gate.waiting.enter(mine, Interest(tenant=tenant, tag=tag))
     except BaseException:
-        gate.streams.release(me)
+        gate.streams.free(who)
         raise
-    parked = waiter()
-    if parked is not None:
-        parked.streams, parked.ticket = True, ticket
-    body = _events(gate, caller(), cursor, ticket, parked, include == "trajectory")
+    mine.streams = True
+    body = _events(gate, caller(), cursor, mine, include == "trajectory")
     response = Response(body, content_type="text/event-stream")
     # A proxy must not collect the events into larger pieces.
     response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
     # Not in the generator: one that was never begun runs no `finally`.
-    response.call_on_close(partial(gate.streams.release, me))
-    response.call_on_close(ticket.close)
+    response.call_on_close(partial(gate.streams.free, who))
+    response.call_on_close(mine.leave)
     return response
 
 
-def _events(
-    gate: Gateway, reader: Caller, cursor: str, ticket: Ticket, parked: Waiter | None, trajectory: bool
-) -> Iterator[str | Waiter]:
-    """Event after event, and a comment where nothing happens for long: it also finds out who has left.
+def _pause(mine: Waiter, seconds: float) -> Iterator[Waiter]:
+    """Wait until woken, at most so long; yields the waiter itself where the server is to park the stream."""
+    mine.deadline = time.monotonic() + seconds
+    if mine.parks:
+        yield mine
+    else:
+        mine.pause()
 
-    Yields the waiter itself where the server is to park the stream.
-    """
+
+def _events(
+    gate: Gateway, reader: Caller, cursor: str, mine: Waiter, trajectory: bool
+) -> Iterator[str | Waiter]:
+    """Event after event, and a comment where nothing happens for long: it also finds out who has left."""
     ids: list[str] = []
     after = cursor
-    tag, tenant = ticket.interest.tag, ticket.interest.tenant
+    tag, tenant = mine.interest.tag, mine.interest.tenant
 
     def look() -> bool:
         nonlocal ids, after
-        ticket.rearm()
+        mine.rearm()
         ids, after = gate.completions.since(after, limit=STREAM_PAGE, tag=tag, tenant=tenant)
         return bool(ids)
 
@@ -143,21 +126,15 @@ def _events(
         yield ": results\n\n"
         if gate.completions.missed(cursor):
             yield "event: missed\ndata: {}\n\n"
-        if parked is not None:
+        if mine.parks:
             # A stream is sent from the few threads that go on with what was parked, however much there is.
-            parked.deadline = 0.0
-            yield parked
-        while parked is None or not parked.over:
+            yield from _pause(mine, 0.0)
+        while not mine.over:
             try:
                 if not look():
-                    deadline = time.monotonic() + gate.settings.sse_heartbeat_s
-                    if parked is None:
-                        ticket.sleep(gate.settings.sse_heartbeat_s)
-                    else:
-                        parked.deadline = deadline
-                        yield parked
+                    yield from _pause(mine, gate.settings.sse_heartbeat_s)
                     if not look():
-                        if time.monotonic() < deadline and not (parked and parked.over):
+                        if time.monotonic() < mine.deadline and not mine.over:
                             continue  # what woke it was read before
                         yield ": nothing new\n\n"
                 if not gate.guard.holds(reader):  # its key was revoked, say
@@ -180,12 +157,8 @@ def _events(
                 # The stream goes on behind the last event sent once Redis is back.
                 ids, after = [], cursor
                 yield ": Redis is away\n\n"
-                if parked is None:
-                    ticket.sleep(AWAY_PAUSE_S)
-                else:
-                    ticket.rearm()
-                    parked.deadline = time.monotonic() + AWAY_PAUSE_S
-                    yield parked
+                mine.rearm()
+                yield from _pause(mine, AWAY_PAUSE_S)
     except redis.RedisError as error:
         # Too late for a 503. The reader comes back with the last id, and is told then.
         log.warning("stream of results cut: Redis does not answer", error=str(error))

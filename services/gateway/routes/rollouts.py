@@ -21,8 +21,8 @@ from rollout.schema import (
 from rollout.schema.base import Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, holder, needs
-from services.gateway.context import gateway, waiter
+from services.gateway.auth import caller, needs
+from services.gateway.context import gateway
 from services.gateway.http import (
     MAX_PAGE,
     STRING,
@@ -101,7 +101,7 @@ def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Respon
         return state is None or state.terminal
 
     if wait:
-        gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id), waiter(), holder())
+        gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id))
     answer = Answer()
     rollouts = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
     if not rollouts:
