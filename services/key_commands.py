@@ -47,56 +47,45 @@ def redis_option(command: F) -> F:
     )(command)
 
 
-class Duration(click.ParamType):
-    """`90s`, `15m`, `1h`, `30d`; in seconds."""
+class Parsed(click.ParamType):
+    """A text that a function makes a value of; its ValueError is what the user reads."""
 
-    name = "duration"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        found = re.fullmatch(r"(\d{1,9})([smhd])", value)
-        if found is None:
-            self.fail(f"{value!r} is no duration; write 90s, 15m, 1h or 30d", param, ctx)
-        return float(int(found[1]) * UNITS[found[2]])
-
-
-class Names(click.ParamType):
-    """`a,b,c` as a tuple; `any` = no limit."""
-
-    name = "names"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if not isinstance(value, str) or value == UNLIMITED:
-            return value
-        return tuple(name.strip() for name in value.split(",") if name.strip())
-
-
-class Count(click.ParamType):
-    """A number, or `any` = no limit."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if value == UNLIMITED or isinstance(value, int):
-            return value
-        if not re.fullmatch(r"[0-9]{1,15}", value):
-            self.fail(f"{value!r} is neither a number nor {UNLIMITED!r}", param, ctx)
-        return int(value)
-
-
-class Scopes(click.ParamType):
-    """`submit,read` as scopes."""
-
-    name = "scopes"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if not isinstance(value, str):
-            return value
         try:
-            return [Scope(name.strip()) for name in value.split(",")]
-        except ValueError:
-            self.fail(f"{value!r}: scopes are {', '.join(Scope)}, separated by commas", param, ctx)
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _duration(text: str) -> float:
+    parts = re.fullmatch(r"(\d{1,9})([smhd])", text)
+    if parts is None:
+        raise ValueError(f"{text!r} is no duration; write 90s, 15m, 1h or 30d")
+    return float(int(parts[1]) * UNITS[parts[2]])
+
+
+def _names(text: str) -> Any:
+    return text if text == UNLIMITED else tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _count(text: str) -> Any:
+    if text != UNLIMITED and not re.fullmatch(r"[0-9]{1,15}", text):
+        raise ValueError(f"{text!r} is neither a number nor {UNLIMITED!r}")
+    return text if text == UNLIMITED else int(text)
+
+
+def _scopes(text: str) -> list[Scope]:
+    try:
+        return [Scope(name.strip()) for name in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r}: scopes are {', '.join(Scope)}, separated by commas") from None
+
+
+DURATION, NAMES, COUNT = Parsed("duration", _duration), Parsed("names", _names), Parsed("number", _count)
+"""Seconds; several names, or a number, or `any` = no limit."""
 
 
 def limit_options(command: F) -> F:
@@ -107,13 +96,13 @@ def limit_options(command: F) -> F:
             type=click.FloatRange(0.01, 1000),
             help="Share of INIT while others wait as well. [default: 1]",
         ),
-        click.option("--mounts", type=Names(), help="Paths of nodes, or patterns, that sandboxes may show."),
-        click.option("--runtimes", type=Names(), help="Sandbox runtimes. [default: all that isolate]"),
-        click.option("--images", type=Names(), help="Sandbox images, or patterns such as swe-*."),
-        click.option("--handlers", type=Names(), help="Handlers, or patterns."),
-        click.option("--quota-bytes", type=Count(), help="Bytes of requests that may be kept at once."),
-        click.option("--per-minute", type=Count(), help="Rollouts that may be submitted a minute."),
-        click.option("--quota-live", type=Count(), help="Rollouts that may be under way at once."),
+        click.option("--mounts", type=NAMES, help="Paths of nodes, or patterns, that sandboxes may show."),
+        click.option("--runtimes", type=NAMES, help="Sandbox runtimes. [default: all that isolate]"),
+        click.option("--images", type=NAMES, help="Sandbox images, or patterns such as swe-*."),
+        click.option("--handlers", type=NAMES, help="Handlers, or patterns."),
+        click.option("--quota-bytes", type=COUNT, help="Bytes of requests that may be kept at once."),
+        click.option("--per-minute", type=COUNT, help="Rollouts that may be submitted a minute."),
+        click.option("--quota-live", type=COUNT, help="Rollouts that may be under way at once."),
     ):
         command = option(command)
     return command
@@ -182,11 +171,11 @@ def keys() -> None:
 @click.option(
     "--scope",
     "scopes",
-    type=Scopes(),
+    type=Parsed("scopes", _scopes),
     multiple=True,
     help="submit, read, metrics, admin (everything); several by commas. [default: submit,read]",
 )
-@click.option("--expires", type=Duration(), help="30d, 12h … from now. [default: never]")
+@click.option("--expires", type=DURATION, help="30d, 12h … from now. [default: never]")
 @click.option("--from-env", is_flag=True, help=f"Accept the key in {KEY_VARIABLE}, made elsewhere.")
 @limit_options
 @redis_option
@@ -221,21 +210,21 @@ def create(
 def list_(as_json: bool, redis_url: str | None) -> None:
     """Show all keys, never their secrets."""
     with _connected(redis_url) as client:
-        found = [_shown(key) for key in KeyStore(client).list()]
+        shown = [_shown(key) for key in KeyStore(client).list()]
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(shown))
         return
     table = Table("id", "tenant", "scopes", "state", "created", "expires", "replaced by", box=None)
-    for key in found:
+    for key in shown:
         times = (_when(key["created_at"]), _when(key["expires_at"]))
         scopes = " ".join(key["scopes"])
         table.add_row(key["id"], key["tenant"], scopes, key["state"], *times, key["replaced_by"] or "–")
-    out.print(table if found else "no key: the gateway refuses every call")
+    out.print(table if shown else "no key: the gateway refuses every call")
 
 
 @keys.command()
 @click.argument("key_id", metavar="ID")
-@click.option("--grace", type=Duration(), default="1h", show_default=True, help="How long the old one works.")
+@click.option("--grace", type=DURATION, default="1h", show_default=True, help="How long the old one works.")
 @redis_option
 def rotate(key_id: str, grace: float, redis_url: str | None) -> None:
     """Make a key with the rights of key ID, which ends after the grace."""
@@ -259,31 +248,19 @@ def tenants() -> None:
     """Show tenants, and set what each may use."""
 
 
-def _tenants_table(found: list[tuple[Tenant, int]]) -> Table:
-    names = (
-        "tenant",
-        "live",
-        "quota",
-        "a minute",
-        "bytes",
-        "weight",
-        "handlers",
-        "images",
-        "runtimes",
-        "mounts",
-    )
-    table = Table(*names, box=None)
-    for tenant, live in found:
+KINDS = ("handlers", "images", "runtimes", "mounts")
+"""What a tenant may be limited to."""
+
+
+def _tenants_table(rows: list[tuple[Tenant, int]]) -> Table:
+    table = Table("tenant", "live", "quota", "a minute", "bytes", "weight", *KINDS, box=None)
+    for tenant, live in rows:
         quotas = (tenant.quota_live, tenant.per_minute, tenant.quota_bytes)
         counts = [UNLIMITED if most is None else str(most) for most in quotas]
         lists = [
-            none if names is None else ", ".join(names)
-            for names, none in (
-                (tenant.handlers, UNLIMITED),
-                (tenant.images, UNLIMITED),
-                (tenant.runtimes, "isolating"),
-                (tenant.mounts, UNLIMITED),
-            )
+            ("isolating" if kind == "runtimes" else UNLIMITED) if names is None else ", ".join(names)
+            for kind in KINDS
+            for names in [getattr(tenant, kind)]
         ]
         table.add_row(tenant.name, str(live), *counts, f"{tenant.weight:g}", *lists)
     return table
@@ -298,11 +275,11 @@ def show(tenant: str | None, as_json: bool, redis_url: str | None) -> None:
     with _connected(redis_url) as client:
         store = TenantStore(client)
         chosen = [store.get(tenant)] if tenant else store.list()
-        found = [(one, store.live(one.name)) for one in chosen]
+        rows = [(each, store.live(each.name)) for each in chosen]
     if as_json:
-        click.echo(json.dumps([{**one.model_dump(mode="json"), "live": live} for one, live in found]))
+        click.echo(json.dumps([{**each.model_dump(mode="json"), "live": live} for each, live in rows]))
     else:
-        out.print(_tenants_table(found) if found else "no tenant has limits or rollouts")
+        out.print(_tenants_table(rows) if rows else "no tenant has limits or rollouts")
 
 
 @tenants.command("webhook-secret")
@@ -330,5 +307,5 @@ def set_(tenant: str, redis_url: str | None, **limits: Any) -> None:
         if changed is None:
             options = "--quota-live, --per-minute, --quota-bytes, --handlers, --images, --runtimes, --mounts"
             raise click.UsageError(f"give {options} or --weight")
-        found = [(changed, TenantStore(client).live(tenant))]
-    out.print(_tenants_table(found))
+        rows = [(changed, TenantStore(client).live(tenant))]
+    out.print(_tenants_table(rows))
