@@ -360,7 +360,7 @@ class Trainer:
     def _train(self) -> None:
         cursor = "0"
         while not self._stop.is_set():
-            page = self._client.completions(cursor=cursor, wait=1.0, tag=TAG, include="arrays")
+            page = self._client.results(cursor=cursor, wait=1.0, tag=TAG, include="arrays")
             cursor = page.cursor
             if not page.rollouts:
                 continue
@@ -425,8 +425,8 @@ def _waiting_paths(nodes: Nodes) -> list[str]:
     """What each of the clients asks for that wait: in vain for as long as is measured."""
     running = nodes.redis.zrange("rollouts:state:running", -POLLS, -1)
     paths = [f"/v1/rollouts/{rollout_id}?wait=60&include=summary" for rollout_id in running]
-    paths += ["/v1/completions?cursor=$&wait=60&tag=nobody-s"] * CURSORS
-    return paths + ["/v1/completions/stream?cursor=$&tag=nobody-s"] * STREAMS
+    paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * CURSORS
+    return paths + ["/v1/results/stream?cursor=$&tag=nobody-s"] * STREAMS
 
 
 def dispatch_p99_s(nodes: Nodes, ids: list[str], begin: float, end: float) -> dict[str, float]:

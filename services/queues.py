@@ -11,12 +11,12 @@ from typing import Any, NotRequired, TypedDict
 
 from celery import Celery, signals
 
+from rollout.schema import Stage
 from services import broker
 from services.settings import Settings
 from services.state import address
 
-INIT, RUN, EVAL = "init", "run", "eval"
-STAGES = (INIT, RUN, EVAL)
+STAGES = INIT, RUN, EVAL = tuple(stage.value for stage in Stage)
 
 TASK_INIT = "rollout.init"
 TASK_RUN = "rollout.run"

@@ -14,7 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.cli.sheet import Column, Sheet, or_dash
-from rollout.schema import Backend, Message, PolicyStatus, PolicyUpdate, Rollout, Segment, State, UpdateState
+from rollout.schema import (
+    Backend,
+    Message,
+    PolicyStatus,
+    PolicyUpdate,
+    Rollout,
+    Segment,
+    Stage,
+    State,
+    UpdateState,
+)
 
 STATE_STYLE = {
     State.COMPLETED: "green",
@@ -23,7 +33,7 @@ STATE_STYLE = {
     State.CANCELLED: "magenta",
 }
 ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
-STAGES = ("queued", "init", "run", "eval")
+STAGES = ("queued", *(stage.value for stage in Stage))
 MAX_SHOWN_CHARS = 4000
 """Of one message; the record itself is whole."""
 

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-STAGES = ("init", "run", "eval")
-INIT, RUN = "init", "run"
+from rollout.schema import Stage
+
+STAGES = INIT, RUN, _ = tuple(stage.value for stage in Stage)
 
 
 @dataclass(frozen=True)
