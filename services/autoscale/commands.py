@@ -13,9 +13,8 @@ import click
 import redis
 
 from services import logs
-from services.autoscale.actuators import Kind, LiveSlots, SlurmNodes
-from services.autoscale.loop import Autoscaler, Options
 from services.autoscale.policy import STAGES, Bounds, Goal
+from services.autoscale.scaler import Autoscaler, Kind, Options, SlurmNodes
 from services.launch import SlurmError, paths
 from services.launch.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.queues import make_celery
@@ -36,12 +35,12 @@ def _bounds(text: str, option: str) -> Bounds:
 
 
 def _kinds(nodes: str | None, stages: tuple[str, ...]) -> dict[Kind, Bounds]:
-    kinds = {Kind(): _bounds(nodes, "--nodes")} if nodes else {}
+    kinds: dict[Kind, Bounds] = {STAGES: _bounds(nodes, "--nodes")} if nodes else {}
     for text in stages:
         stage, _, bounds = text.partition("=")
         if stage not in STAGES:
             raise click.UsageError(f"--stage {text}: write {', '.join(STAGES)} = LEAST:MOST, such as run=0:8")
-        kinds[Kind((stage,))] = _bounds(bounds, f"--stage {stage}")
+        kinds[(stage,)] = _bounds(bounds, f"--stage {stage}")
     return kinds
 
 
@@ -106,7 +105,7 @@ def autoscale(
             with make_celery(settings) as app, connect(settings.redis_url) as client:
                 owner = f"{socket.gethostname()}/{os.getpid()}"
                 pool = SlurmNodes(stack, grace) if stack else None
-                scaler = Autoscaler(client, options, LiveSlots(app), pool, owner=owner, say=click.echo)
+                scaler = Autoscaler(client, options, app, pool, owner=owner, say=click.echo)
                 scaler.run(stopping, once)
             return
         except (SettingsError, SlurmError) as error:

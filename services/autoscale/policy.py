@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.schema import Stage
 
@@ -89,41 +89,10 @@ def shift_blame(loads: Mapping[str, Load]) -> dict[str, Load]:
     shifted = dict(loads)
     init, run = loads[INIT], loads[RUN]
     if init.blocked and init.waiting:
-        shifted[RUN] = Load(
-            waiting=run.waiting + init.waiting,
-            oldest_s=max(run.oldest_s, init.oldest_s),
-            busy=run.busy,
-            slots=run.slots,
-            service_s=run.service_s,
-            blocked=run.blocked,
+        shifted[RUN] = replace(
+            run, waiting=run.waiting + init.waiting, oldest_s=max(run.oldest_s, init.oldest_s)
         )
     return shifted
-
-
-class Held:
-    """The most of a value over the last `hold_s` seconds."""
-
-    def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
-        self._since: float | None = None
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, value: int) -> None:
-        """Take note of a value."""
-        if self._since is None:
-            self._since = now
-        # Only what may still become the most is kept.
-        while self._seen and self._seen[-1][1] <= value:
-            self._seen.pop()
-        self._seen.append((now, value))
-        while self._seen[0][0] < now - self._hold_s:
-            self._seen.popleft()
-
-    def most(self, now: float) -> int | None:
-        """None = it has not been watched for long enough."""
-        if self._since is None or now - self._since < self._hold_s:
-            return None
-        return max(value for _, value in self._seen)
 
 
 class Follower:
@@ -131,7 +100,9 @@ class Follower:
 
     def __init__(self, goal: Goal, bounds: Bounds) -> None:
         self._goal, self._bounds = goal, bounds
-        self._held = Held(goal.hold_s)
+        self._since: float | None = None
+        self._needs: deque[tuple[float, int]] = deque()
+        """Time and value of what was needed in the last `hold_s` seconds, where it may become the most."""
 
     def target(self, now: float, needed: int, have: int, in_use: int) -> int:
         """What there should be.
@@ -142,12 +113,11 @@ class Follower:
             have: What there is, what has been ordered included.
             in_use: What must stay, whatever the bounds are.
         """
-        self._held.add(now, needed)
+        most = self._most_needed(now, needed)
         if needed > have:
             return max(have, self._bounds.clamp(needed))
         if have < self._bounds.least:
             return self._bounds.least
-        most = self._held.most(now)
         if most is None:
             return have
         lower = max(self._bounds.clamp(most), in_use)
@@ -155,6 +125,16 @@ class Follower:
         if lower >= have or (have - lower <= self._goal.slack * have and have <= self._bounds.most):
             return have
         return lower
+
+    def _most_needed(self, now: float, needed: int) -> int | None:
+        """The most that was needed in the last `hold_s` seconds; None = they have not passed yet."""
+        self._since = now if self._since is None else self._since
+        while self._needs and self._needs[-1][1] <= needed:
+            self._needs.pop()
+        self._needs.append((now, needed))
+        while self._needs[0][0] < now - self._goal.hold_s:
+            self._needs.popleft()
+        return self._needs[0][1] if now - self._since >= self._goal.hold_s else None
 
 
 @dataclass(frozen=True)

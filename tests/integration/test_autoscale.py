@@ -10,10 +10,8 @@ from click.testing import CliRunner
 
 from rollout.cli import main
 from rollout.schema import RolloutRequest, Stage, State
-from services.autoscale.actuators import Kind, LiveSlots
-from services.autoscale.loop import BACK_OFF_S, SETTLE_S, Autoscaler, Options
-from services.autoscale.observe import Observer
-from services.autoscale.policy import Bounds, Goal, NodeState
+from services.autoscale.policy import STAGES, Bounds, Goal, NodeState
+from services.autoscale.scaler import BACK_OFF_S, SETTLE_S, Autoscaler, Observer, Options
 from services.dispatch import _expand
 from services.launch import SlurmError
 from services.queues import make_celery
@@ -27,7 +25,6 @@ from tests.helpers.stack import NODE, wait_until
 
 PATIENCE_S = 60
 GOAL = Goal(wait_s=10.0, spare=0.0, hold_s=100.0)
-NODES = Kind()
 PER_NODE = {"init": 4, "run": 8, "eval": 4}
 
 
@@ -54,7 +51,7 @@ class Pool:
     def look(self, kind, workers):
         if self.refuses:
             raise SlurmError("sbatch: error: Batch job submission failed")
-        return NodeState(self.up, self.coming, {stage: PER_NODE[stage] for stage in kind.stages})
+        return NodeState(self.up, self.coming, {stage: PER_NODE[stage] for stage in kind})
 
     def set(self, kind, target, workers):
         self.did.append(target)
@@ -71,7 +68,7 @@ def submit(store, count):
 
 def scaler(redis, pool=None, bounds="0:100", owner="one", **options):
     least, most = map(int, bounds.split(":"))
-    nodes = {NODES: Bounds(least, most)} if pool else {}
+    nodes = {STAGES: Bounds(least, most)} if pool else {}
     return Autoscaler(redis, Options(GOAL, nodes=nodes, **options), pool=pool, owner=owner)
 
 
@@ -178,7 +175,7 @@ def test_of_two_autoscalers_one_acts_and_hands_over_when_it_stops(redis, store):
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(redis, store):
     submit(store, 40)
     pool, said = Pool(), []
-    options = Options(GOAL, nodes={NODES: Bounds(0, 100)}, dry_run=True)
+    options = Options(GOAL, nodes={STAGES: Bounds(0, 100)}, dry_run=True)
     Autoscaler(redis, options, pool=pool, owner="dry", say=said.append).run(threading.Event(), once=True)
     assert pool.did == []
     assert said == ["nodes: 1 (0 coming) → 9, init: 40 wait, the longest for 0 s, 0 of 0 slots in use"]
@@ -201,7 +198,7 @@ def test_slots_of_a_real_worker_follow_the_queue_and_the_metrics_say_so(stack):
         "other tests' workers to end",
     )
     options = Options(Goal(wait_s=10.0, spare=0.0, hold_s=0.0), live=Bounds(2, 50))
-    one = Autoscaler(redis, options, LiveSlots(app), owner="live")
+    one = Autoscaler(redis, options, app, owner="live")
     most = slots()
     made = []
     try:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from services.autoscale.actuators import Kind, SlurmNodes
 from services.autoscale.policy import STAGES, NodeState
+from services.autoscale.scaler import SlurmNodes
 from services.launch import SlurmError
 from services.launch.slurm.plan import UpOptions
 from services.launch.slurm.rundir import UP, Member, Submitted
@@ -16,7 +16,6 @@ from services.launch.slurm.stack import SlurmStack
 from services.state.fleet import Worker
 
 SLOTS = {"init": 4, "run": 8, "eval": 4}
-KIND = Kind()
 
 
 @pytest.fixture
@@ -61,31 +60,31 @@ def workers(**held):
 
 def test_nodes_that_serve_are_told_from_those_on_their_way_and_from_other_kinds(stack):
     pool = SlurmNodes(stack)
-    assert pool.look(KIND, workers()) == NodeState(up=2, coming=1, slots=SLOTS)
+    assert pool.look(STAGES, workers()) == NodeState(up=2, coming=1, slots=SLOTS)
     # n2 runs already, but its worker of EVAL has not announced itself.
-    assert pool.look(KIND, workers()[:-1]) == NodeState(up=1, coming=2, slots=SLOTS)
-    assert pool.look(Kind(("run",)), workers()) == NodeState(up=0, coming=1, slots={"run": 8})
+    assert pool.look(STAGES, workers()[:-1]) == NodeState(up=1, coming=2, slots=SLOTS)
+    assert pool.look(("run",), workers()) == NodeState(up=0, coming=1, slots={"run": 8})
 
 
 def test_more_nodes_are_submitted_as_up_was_asked(stack, called):
-    assert SlurmNodes(stack).set(KIND, 5, workers()) == "submitted 2 (job 20)"
+    assert SlurmNodes(stack).set(STAGES, 5, workers()) == "submitted 2 (job 20)"
     (line,) = (called / "called").read_text().splitlines()
     assert line.startswith("sbatch ") and "--array=1-2" in line.split()
     assert line.endswith("init,run,eval")
 
 
 def test_jobs_that_wait_are_dropped_first_then_the_node_with_the_least_in_hand_is_drained(stack, called):
-    SlurmNodes(stack, grace_s=77).set(KIND, 1, workers(**{"n1-12": 1, "n2-13": 5}))
+    SlurmNodes(stack, grace_s=77).set(STAGES, 1, workers(**{"n1-12": 1, "n2-13": 5}))
     lines = (called / "called").read_text().splitlines()
     assert any(line.startswith("scancel") and "10_3" in line.split() for line in lines)
     assert stack.run.asked_to_drain("n1-12") == 77
     assert stack.run.asked_to_drain("n2-13") is None
     # It drains now, so it does not count any more.
     (called / "jobs").write_text("10_1|12|10|RUNNING|n1|None|1:00\n10_2|13|10|RUNNING|n2|None|1:00\n")
-    assert SlurmNodes(stack).look(KIND, workers()) == NodeState(up=1, coming=0, slots=SLOTS)
+    assert SlurmNodes(stack).look(STAGES, workers()) == NodeState(up=1, coming=0, slots=SLOTS)
 
 
 def test_what_slurm_refuses_is_passed_on(stack, called):
     (called / "bin" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
     with pytest.raises(SlurmError, match="no such partition"):
-        SlurmNodes(stack).set(KIND, 9, workers())
+        SlurmNodes(stack).set(STAGES, 9, workers())
