@@ -187,7 +187,7 @@ def test_a_job_that_carries_everything_notes_how_its_steps_end(service, tmp_path
         Step("node-7-n2", "node", "n2", 3, service.logs / "node-7-n2.log"),
     ]
     assert service.steps("77") == []
-    service.forget_steps()
+    service.forget_life()
     assert service.steps("7") == []
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from services.launch import SlurmError
+from services.launch.slurm import place as places
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import HEAD
 from services.launch.slurm.rundir import DRAINING, UP, Member, RunDir
@@ -74,11 +75,6 @@ class ServiceJob(ABC):
     def _start(self) -> None:
         """Start the programs; Interrupted when the job is to end meanwhile."""
 
-    def _spawn(self, part: Part, env: Mapping[str, str]) -> Child:
-        child = self.supervisor.start(part, env)
-        log.info("started", part=part.name, pid=part.pid, log=part.log)
-        return child
-
     def _serve(self) -> float | None:
         """Until the end is near. Seconds of grace if somebody asked for it, None for a signal."""
         while True:
@@ -104,6 +100,16 @@ class ServiceJob(ABC):
     @abstractmethod
     def _end(self) -> None:
         """End the programs and leave nothing, whatever was started."""
+
+    def _environment(self, *without: str) -> dict[str, str]:
+        """What the job's programs get of its environment."""
+        env = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        return {name: value for name, value in env.items() if name not in without}
+
+    def _spawn(self, part: Part, env: Mapping[str, str]) -> Child:
+        child = self.supervisor.start(part, env)
+        log.info("started", part=part.name, pid=part.pid, log=part.log)
+        return child
 
     def _asked(self) -> float | None:
         """Seconds of grace that `rollout slurm` gave this job to end; None = it was not asked to."""
@@ -173,8 +179,6 @@ class MemberJob(ServiceJob):
         with self._going_on():
             return self._asked() is None and self.run_dir.asked_to_drain(HEAD) is None
         return True
-
-    # -- end ---------------------------------------------------------------------------------
 
     def _drain(self, asked: float | None) -> None:
         if self.supervisor.ends_now:

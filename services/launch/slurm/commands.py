@@ -6,11 +6,11 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
@@ -27,7 +27,6 @@ from services.launch.slurm.stack import DOWN_GRACE_S, DRAIN_GRACE_S, SlurmStack
 from services.launch.slurm.view import Status
 from services.settings import SettingsError
 
-F = TypeVar("F", bound=Callable[..., Any])
 out = Console()
 STAGE_COUNT = re.compile(r"(init|run|eval)=([+-]?)(\d{1,4})")
 
@@ -63,34 +62,6 @@ def slurm() -> None:
     """Run the service on a Slurm cluster: a head job, and a job for each node."""
 
 
-def _sbatch_options(command: F) -> F:
-    for name, text in (
-        ("time", "Time limit of every job, as sbatch has it."),
-        ("qos", "Quality of service of every job."),
-        ("account", "Account of every job."),
-        ("partition", "Partition of every job; by role in the site file."),
-    ):
-        command = click.option(f"--{name}", help=text)(command)
-    return command
-
-
-def _engine_options(command: F) -> F:
-    for option in (
-        click.option(
-            "--engine-command", help="Instead of `vllm serve`; {model} {host} {port} {gpus} are filled in."
-        ),
-        click.option(
-            "--engine-gpus", type=click.IntRange(0), default=1, show_default=True, help="GPUs of one server."
-        ),
-        click.option("--engine-model", help="Model that `vllm serve` serves."),
-        click.option(
-            "--engine-nodes", type=click.IntRange(0), default=0, help="Nodes that carry LLM servers."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
 @slurm.command()
 @click.option(
     "--nodes", type=click.IntRange(0, plan.MOST_NODES), help="[default: 1, or all of the allocation]"
@@ -98,8 +69,16 @@ def _engine_options(command: F) -> F:
 @click.option("--slots-init", type=click.IntRange(1), help="Rollouts at once in INIT, a node. [default: 16]")
 @click.option("--slots-run", type=click.IntRange(1), help="… in RUN. [default: ROLLOUT_WORKER_SLOTS or 64]")
 @click.option("--slots-eval", type=click.IntRange(1), help="… in EVAL. [default: 16]")
-@_engine_options
-@_sbatch_options
+@click.option("--engine-nodes", type=click.IntRange(0), default=0, help="Nodes that carry LLM servers.")
+@click.option("--engine-model", help="Model that `vllm serve` serves.")
+@click.option(
+    "--engine-gpus", type=click.IntRange(0), default=1, show_default=True, help="GPUs of one server."
+)
+@click.option("--engine-command", help="Instead of `vllm serve`; {model} {host} {port} {gpus} are filled in.")
+@click.option("--partition", help="Partition of every job; by role in the site file.")
+@click.option("--account", help="Account of every job.")
+@click.option("--qos", help="Quality of service of every job.")
+@click.option("--time", help="Time limit of every job, as sbatch has it.")
 @click.option(
     "--site",
     "site_file",
@@ -126,43 +105,17 @@ def _engine_options(command: F) -> F:
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and change nothing.")
 @run_option
 def up(
-    nodes: int | None,
-    engine_nodes: int,
-    engine_model: str | None,
-    engine_gpus: int,
-    engine_command: str | None,
     site_file: Path | None,
-    data_dir: Path | None,
-    renew: bool,
-    one_job: bool,
-    attach: bool | None,
-    no_flower: bool,
     wait: bool,
     timeout: float | None,
     dry_run: bool,
     run_dir: Path | None,
-    **more: Any,
+    **asked: Any,
 ) -> None:
     """Submit the service: one head job, and an array of node jobs that join it."""
-    if attach is None:
-        attach = "SLURM_JOB_ID" in os.environ and not one_job and nodes is None
-    if attach and (one_job or nodes is not None):
-        raise click.UsageError("in an allocation all its nodes are used: leave out --nodes and --one-job")
-    nodes = 1 if nodes is None else nodes
     with _guarded():
         where = site.load(site_file or site.default_path(paths.home()))
-        options = UpOptions(
-            nodes=nodes,
-            slots={stage: more[f"slots_{stage}"] for stage in STAGES if more[f"slots_{stage}"]},
-            engines=Engines(engine_nodes, engine_model, engine_command, engine_gpus)
-            if engine_nodes
-            else None,
-            given={name: more[name] for name in ("partition", "account", "qos", "time") if more[name]},
-            data_dir=str(data_dir.absolute()) if data_dir else None,
-            renew=renew,
-            flower=not no_flower,
-            form=plan.ATTACHED if attach else plan.ONE_JOB if one_job else plan.SEPARATE,
-        )
+        options = _options(**asked)
         stack = _stack(run_dir)
         if dry_run:
             _show_plan(stack.run, where, options)
@@ -171,11 +124,36 @@ def up(
         if not wait:
             click.echo("not waiting; `rollout slurm status` shows how it goes")
             return
-        head = stack.wait(timeout, nodes=min(1, nodes))
+        head = stack.wait(timeout, nodes=min(1, options.nodes))
         click.echo(f"up on {head.node}, run directory {stack.run.path}")
         if head.flower_url:
             click.echo(f"Flower: {head.flower_url} on {head.node}, password in {stack.run.flower_auth}")
         click.echo(f"export ROLLOUT_URL={head.url} ROLLOUT_API_KEY=$(cat {stack.run.key_file})")
+
+
+def _options(
+    nodes: int | None, one_job: bool, attach: bool | None, data_dir: Path | None, **asked: Any
+) -> UpOptions:
+    """What `up` was asked, checked.
+
+    Raises:
+        SlurmError, click.UsageError: Options do not fit together.
+    """
+    if attach is None:
+        attach = "SLURM_JOB_ID" in os.environ and not one_job and nodes is None
+    if attach and (one_job or nodes is not None):
+        raise click.UsageError("in an allocation all its nodes are used: leave out --nodes and --one-job")
+    engines = {name.removeprefix("engine_"): asked[name] for name in asked if name.startswith("engine_")}
+    return UpOptions(
+        nodes=1 if nodes is None else nodes,
+        slots={stage: asked[f"slots_{stage}"] for stage in STAGES if asked[f"slots_{stage}"]},
+        engines=Engines(**engines) if engines["nodes"] else None,
+        given={name: asked[name] for name in ("partition", "account", "qos", "time") if asked[name]},
+        data_dir=str(data_dir.absolute()) if data_dir else None,
+        renew=asked["renew"],
+        flower=not asked["no_flower"],
+        form=plan.ATTACHED if attach else plan.ONE_JOB if one_job else plan.SEPARATE,
+    )
 
 
 def _show_plan(run: RunDir, where: site.Site, options: UpOptions) -> None:
@@ -186,8 +164,8 @@ def _show_plan(run: RunDir, where: site.Site, options: UpOptions) -> None:
     if options.form == plan.ATTACHED:
         click.echo(shlex.join(["bash", *plan.allocation_script(run)]))
         return
-    for one in plan.submissions(run, where, options):
-        click.echo(one.shown())
+    for submission in plan.submissions(run, where, options):
+        click.echo(shlex.join(submission.command))
 
 
 @slurm.command()
@@ -197,13 +175,16 @@ def status(as_json: bool, run_dir: Path | None) -> None:
     """Show the jobs, where they are, and what their workers do."""
     with _guarded():
         stack = _stack(run_dir)
-        found = stack.status()
+        now = stack.status()
         if as_json:
-            click.echo(json.dumps(asdict(found)))
+            click.echo(json.dumps(asdict(now)))
         else:
-            _show_status(found)
-            _show_failures(stack, found)
-    if found.head_job is None:
+            _show_status(now)
+            stack.tell(now.failures)
+            if now.head_job is None and not now.failures and stack.run.submitted():
+                # Slurm has forgotten it.
+                click.echo(f"what was submitted has ended. {stack.last_words()}")
+    if now.head_job is None:
         raise click.exceptions.Exit(1)
 
 
@@ -244,13 +225,6 @@ def _show_status(status: Status) -> None:
             out.print(escape(f"backend {backend['id']} {backend['url']}: {backend['model']}, {health}"))
 
 
-def _show_failures(stack: SlurmStack, status: Status) -> None:
-    stack.tell(status.failures)
-    if status.head_job is None and not status.failures and stack.run.submitted():
-        # Slurm has forgotten it.
-        click.echo(f"what was submitted has ended. {stack.last_words()}")
-
-
 def _short(sandbox: str) -> str:
     """Without what is not isolated, which the log of the node tells."""
     return sandbox if sandbox.startswith("NO ") else sandbox.partition(";")[0]
@@ -272,22 +246,22 @@ def scale(
     nodes: int | None, engines: int | None, stages: tuple[str, ...], grace: float, run_dir: Path | None
 ) -> None:
     """Have so many nodes: submit more, or drain some."""
-    wanted: list[tuple[str, int, str, list[str], str]] = []
+    changes: list[tuple[str, int, str, list[str], str]] = []
     if nodes is not None:
-        wanted.append(("nodes", nodes, "", list(STAGES), NODE))
+        changes.append(("nodes", nodes, "", list(STAGES), NODE))
     if engines is not None:
-        wanted.append(("engines", engines, "", list(STAGES), ENGINE))
+        changes.append(("engines", engines, "", list(STAGES), ENGINE))
     for text in stages:
-        found = STAGE_COUNT.fullmatch(text)
-        if found is None:
+        match = STAGE_COUNT.fullmatch(text)
+        if match is None:
             raise click.UsageError(f"--stage {text}: write run=4, run=+2 or eval=-1")
-        wanted.append((f"{found[1]} jobs", int(found[3]), found[2], [found[1]], NODE))
-    if not wanted:
+        changes.append((f"{match[1]} jobs", int(match[3]), match[2], [match[1]], NODE))
+    if not changes:
         raise click.UsageError("give --nodes, --engines or --stage")
     with _guarded():
         stack = _stack(run_dir)
-        for name, number, sign, chosen, role in wanted:
-            before = stack.count(chosen, role)
+        for name, number, sign, chosen, role in changes:
+            before = len(stack.active(role, chosen))
             target = {"+": before + number, "-": max(0, before - number)}.get(sign, number)
             change = stack.scale(target, chosen, role, grace)
             click.echo(f"{name}: {before} → {target}" if change else f"{name}: {before} already")

@@ -47,9 +47,7 @@ class EngineJob(MemberJob):
 
     def _start_programs(self) -> None:
         address = places.address(self.place.node)
-        env = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
-        for name in ("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_REDIS_URL"):
-            env.pop(name, None)
+        env = self._environment("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_REDIS_URL")
         # torch would make one in /tmp and leave it there.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.scratch.path / "torchinductor"))
         patience_s = float(os.environ.get("ROLLOUT_SLURM_ENGINE_START_S") or START_S)

@@ -56,7 +56,7 @@ class HeadJob(ServiceJob):
     def _start(self) -> None:
         before = self.run_dir.head()
         address = places.address(self.place.node)
-        base = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        base = self._environment()
         redis_port, redis_tls = self._start_redis(address, before, base)
         head = Head(
             job=self.place.job,

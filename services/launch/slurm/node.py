@@ -14,7 +14,6 @@ from kombu.exceptions import OperationalError
 from services.handback import hand_back
 from services.launch import parts, paths
 from services.launch.redis import ping
-from services.launch.slurm import place as places
 from services.launch.slurm.base import MemberJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import NODE
@@ -70,7 +69,7 @@ class NodeJob(MemberJob):
         Raises:
             Interrupted: The job is to end.
         """
-        said = ""
+        last_reason = ""
         while self.supervisor.signal is None and self._is_wanted():
             head = self.run_dir.head()
             reason = "it has not started yet" if head is None else f"it is {head.state}"
@@ -78,18 +77,15 @@ class NodeJob(MemberJob):
                 reason = ping(self.run_dir.redis_url(head)) or ""
                 if not reason:
                     return head
-            if reason != said:
+            if reason != last_reason:
                 log.info("waiting for the head", reason=reason)
-                said = reason
+                last_reason = reason
             self.supervisor.pause(LOOK_S)
         raise Interrupted
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, *without: str) -> dict[str, str]:
         root, sandboxes = self.scratch.root, self.scratch.path
-        env = places.clean(os.environ)
-        for name in ("ROLLOUT_URL", "ROLLOUT_API_KEY"):
-            env.pop(name, None)
-        env["PYTHONUNBUFFERED"] = "1"
+        env = super()._environment("ROLLOUT_URL", "ROLLOUT_API_KEY", *without)
         env["ROLLOUT_NODE"] = self.place.name
         env["ROLLOUT_SANDBOX_DIR"] = str(sandboxes)
         # It holds keys, logs and Redis' data: no sandbox shows it.
@@ -123,17 +119,17 @@ class NodeJob(MemberJob):
 
     def _note_check(self, check: subprocess.Popen[str]) -> None:
         try:
-            said = "".join(check.communicate(timeout=CHECK_S)).strip()
+            verdict = "".join(check.communicate(timeout=CHECK_S)).strip()
         except subprocess.TimeoutExpired:
             check.kill()
-            said = f"none has started within {CHECK_S:.0f} s"
+            verdict = f"none has started within {CHECK_S:.0f} s"
         if self._check is None:  # ended by `_stop`
             return
         if check.returncode == 0:
-            self.member.sandbox = said
-            log.info("sandboxes work", sandbox=said)
+            self.member.sandbox = verdict
+            log.info("sandboxes work", sandbox=verdict)
         else:
-            self.member.sandbox = f"{NO_SANDBOX}: {said}"
+            self.member.sandbox = f"{NO_SANDBOX}: {verdict}"
             log.error(self.member.sandbox)
         self._publish()
 
@@ -184,11 +180,11 @@ class NodeJob(MemberJob):
         app = make_celery(settings)
         try:
             # With a limit it returns when all have answered; without, always after the whole time.
-            asked = app.control.inspect(destination=names, timeout=ANSWER_S, limit=len(names))
-            said = asked.active() or {} if names else {}
+            inspect = app.control.inspect(destination=names, timeout=ANSWER_S, limit=len(names))
+            active = inspect.active() or {} if names else {}
         finally:
             app.close()
-        if set(said) != set(names) or any(said.values()):
+        if set(active) != set(names) or any(active.values()):
             return False
         with connect(settings.redis_url, max_connections=2) as client:
             waiting = sum(client.llen(queue_for(stage, self.place.name)) for stage in (RUN, EVAL))

@@ -104,27 +104,20 @@ class Submission:
     record: Submitted
     command: list[str]
 
-    def shown(self) -> str:
-        return shlex.join(self.command)
 
-
-def job_name(run: RunDir, role: str) -> str:
-    return f"rollout-{role}-{run.service}"
+def _sbatch(run: RunDir, role: str) -> list[str]:
+    name, output = f"rollout-{role}-{run.service}", f"{run.logs}/{role}-%j.log"
+    return ["sbatch", "--parsable", f"--job-name={name}", f"--output={output}"]
 
 
 def submission(
     run: RunDir, where: Site, options: UpOptions, role: str, count: int = 1, stages: tuple[str, ...] = STAGES
 ) -> Submission:
     """The call of sbatch for `count` jobs of a role."""
-    command = ["sbatch", "--parsable", f"--job-name={job_name(run, role)}"]
-    command.append(f"--output={run.logs}/{role}-%j.log")
-    if role == HEAD:
-        # Two heads would write into the same append-only file.
-        command.append("--dependency=singleton")
-    else:
-        command.append(f"--array=1-{count}")
-    alone = {} if role == HEAD else {"exclusive": True}
-    command += where.sbatch_options(role, options.given, alone)
+    command = _sbatch(run, role)
+    # Two heads would write into the same append-only file.
+    command.append("--dependency=singleton" if role == HEAD else f"--array=1-{count}")
+    command += where.sbatch_options(role, options.given, {} if role == HEAD else {"exclusive": True})
     command += [str(paths.deploy_file(f"slurm/{role}.sbatch")), str(run.path)]
     if role == NODE:
         command.append(",".join(stages))
@@ -139,8 +132,7 @@ def allocation_script(run: RunDir) -> list[str]:
 
 def allocation(run: RunDir, where: Site, options: UpOptions) -> Submission:
     """The call of sbatch for one job that carries everything; with engines, a heterogeneous one."""
-    command = ["sbatch", "--parsable", f"--job-name={job_name(run, ALLOCATION)}"]
-    command.append(f"--output={run.logs}/{ALLOCATION}-%j.log")
+    command = _sbatch(run, ALLOCATION)
     if not options.engines:
         # The components of a heterogeneous job would wait for each other.
         command.append("--dependency=singleton")
@@ -155,12 +147,8 @@ def submissions(run: RunDir, where: Site, options: UpOptions) -> list[Submission
     """Everything that `up` submits, in its order."""
     if options.form == ONE_JOB:
         return [allocation(run, where, options)]
-    found = [submission(run, where, options, HEAD)]
-    if options.nodes:
-        found.append(submission(run, where, options, NODE, options.nodes))
-    if options.engines:
-        found.append(submission(run, where, options, ENGINE, options.engines.nodes))
-    return found
+    counts = {HEAD: 1, NODE: options.nodes, ENGINE: options.engines.nodes if options.engines else 0}
+    return [submission(run, where, options, role, count) for role, count in counts.items() if count]
 
 
 def environment(
@@ -171,11 +159,8 @@ def environment(
     values = {
         name: value
         for name, value in environ.items()
-        if name.startswith("ROLLOUT_") and name not in _NOT_PASSED_ON
+        if (name.startswith("ROLLOUT_") or name in ("LANG", "SLURM_CONF")) and name not in _NOT_PASSED_ON
     }
-    for name in ("LANG", "SLURM_CONF"):
-        if name in environ:
-            values[name] = environ[name]
     search = [str(paths.REPO), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     values["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(search))
     values["ROLLOUT_PYTHON"] = sys.executable

@@ -153,8 +153,8 @@ class RunDir:
 
     def head(self) -> Head | None:
         """Where the head listens, as it last said; None = there has been none."""
-        found = self._read("head.json")
-        return Head(**found) if found else None
+        data = self._read("head.json")
+        return Head(**data) if data else None
 
     def write_head(self, head: Head) -> None:
         self._write("head.json", asdict(head))
@@ -193,10 +193,8 @@ class RunDir:
 
     def members(self) -> list[Member]:
         """What node and engine jobs last said of themselves; also those that were killed since."""
-        found = (
-            self._read(f"members/{path.name}") for path in sorted((self.path / "members").glob("*.json"))
-        )
-        return [Member(**one) for one in found if one]
+        paths = sorted((self.path / "members").glob("*.json"))
+        return [Member(**data) for path in paths if (data := self._read(f"members/{path.name}"))]
 
     def write_member(self, member: Member) -> None:
         self._write(f"members/{member.name}.json", asdict(member))
@@ -218,8 +216,8 @@ class RunDir:
 
     def asked_to_drain(self, name: str) -> float | None:
         """Seconds of grace that a member was given; None = it was not asked to end."""
-        found = self._read(f"control/{name}.json")
-        return float(found["drain_s"]) if found else None
+        data = self._read(f"control/{name}.json")
+        return float(data["drain_s"]) if data else None
 
     def job_ends(self, job: str) -> bool:
         """Whether the script of a job that carries the whole service was told that its time limit is near."""
@@ -228,22 +226,27 @@ class RunDir:
     def steps(self, job: str) -> list[Step]:
         """Steps of a job that carries the whole service, as its script notes them."""
         pattern = re.compile(rf"(\w+)-{re.escape(job)}(?:-(.+))?")
-        found = []
+        steps = []
         for path in sorted((self.path / "control").glob("*.step")):
             if name := pattern.fullmatch(path.stem):
                 text = path.read_text().strip()
                 log = self.logs / f"{path.stem}.log"
-                found.append(Step(path.stem, name[1], name[2] or "", int(text) if text else None, log))
-        return found
+                steps.append(Step(path.stem, name[1], name[2] or "", int(text) if text else None, log))
+        return steps
 
-    def forget_steps(self) -> None:
+    def forget_life(self) -> None:
+        """What was submitted has ended: nothing holds any more of what it said or was asked."""
+        for member in self.members():
+            self.forget_member(member.name)
+        self.forget_member("head")
         for path in (self.path / "control").glob("*.step"):
             path.unlink(missing_ok=True)
+        self.write_submitted([])
 
     # -- what was submitted ------------------------------------------------------------------
 
     def submitted(self) -> list[Submitted]:
-        return [Submitted(**one) for one in self._read("jobs.json") or []]
+        return [Submitted(**data) for data in self._read("jobs.json") or []]
 
     def write_submitted(self, jobs: list[Submitted]) -> None:
         self._write("jobs.json", [asdict(job) for job in jobs])
@@ -272,14 +275,13 @@ class RunDir:
         self.write_private(self.path / name, json.dumps(value, indent=1) + "\n")
 
     def _read(self, name: str) -> Any:
-        for left in reversed(range(_STALE_READS)):
+        for tries_left in reversed(range(_STALE_READS)):
             try:
                 return json.loads((self.path / name).read_text())
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except (OSError, ValueError) as error:
                 # On NFS a file that another node replaces while it is read.
-                if left and isinstance(error, OSError) and error.errno == errno.ESTALE:
-                    continue
-                raise SlurmError(f"{self.path / name} cannot be read: {error}; delete it") from None
+                if not (tries_left and isinstance(error, OSError) and error.errno == errno.ESTALE):
+                    raise SlurmError(f"{self.path / name} cannot be read: {error}; delete it") from None
         return None

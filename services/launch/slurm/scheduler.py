@@ -128,15 +128,15 @@ def submit(command: Sequence[str]) -> str:
 
 def jobs(base_ids: Iterable[str]) -> list[Job]:
     """Those of our jobs that Slurm knows, tasks of arrays one by one."""
-    wanted = set(base_ids)
-    if not wanted:
+    ids = set(base_ids)
+    if not ids:
         return []
     # Asked for by id, Slurm fails when one has long ended.
     lines = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--user={os.geteuid()}", f"--format={_FORMAT}"]
     ).splitlines()
-    found = (Job(*line.split("|")) for line in lines if line.count("|") == _FORMAT.count("|"))
-    return [job for job in found if job.base_id in wanted or job.het_id in wanted]
+    known = (Job(*line.split("|")) for line in lines if line.count("|") == _FORMAT.count("|"))
+    return [job for job in known if job.base_id in ids or job.het_id in ids]
 
 
 def cancel(ids: Iterable[str]) -> None:
@@ -150,9 +150,9 @@ def signal_script(ids: Iterable[str], name: str) -> None:
 
 
 def _scancel(ids: Iterable[str], options: list[str]) -> None:
-    if wanted := list(ids):
+    if jobs := list(ids):
         try:
-            call(["scancel", *options, *wanted])
+            call(["scancel", *options, *jobs])
         except SlurmError as error:
             if not any(sign in str(error) for sign in GONE):
                 raise

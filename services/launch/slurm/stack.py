@@ -7,16 +7,24 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from services.launch import SlurmError
 from services.launch.parts import STAGES
 from services.launch.slurm import plan, scheduler
-from services.launch.slurm.failures import LAST_LINES, Failure
 from services.launch.slurm.plan import ALLOCATION, ENGINE, HEAD, NODE, Submission, UpOptions
 from services.launch.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir, Submitted
 from services.launch.slurm.site import Site
-from services.launch.slurm.view import JobView, Status, job_views, missing, status_of
+from services.launch.slurm.view import (
+    LAST_LINES,
+    Failure,
+    JobView,
+    Status,
+    job_views,
+    missing,
+    status_of,
+)
 from services.launch.supervisor import tail
 
 POLL_S = 1.0
@@ -45,48 +53,44 @@ class SlurmStack:
         self._script: subprocess.Popen[bytes] | None = None
         """Of the allocation that we began steps in."""
 
+    def status(self) -> Status:
+        """What runs, as Slurm, the members and the gateway have it."""
+        return status_of(self.run)
+
     # -- up ----------------------------------------------------------------------------------
 
     def up(self, where: Site, options: UpOptions) -> None:
         """Submit everything, or begin it in the allocation we are in. The data of an earlier `up` is taken
         over."""
-        if found := job_views(self.run):
-            ids = ", ".join(sorted({one.job.base_id for one in found}))
+        if views := job_views(self.run):
+            ids = ", ".join(sorted({view.job.base_id for view in views}))
             raise SlurmError(
                 f"a service runs already from {self.run.path} (jobs {ids}): "
                 "`rollout slurm status` shows it, `scale` changes it, `down` ends it"
             )
         self.run.make()
-        self._forget_members()
+        self.run.forget_life()
         self.run.write_private(self.run.environment, plan.environment(self.run, where, options))
         self.run.write_options(options.to_json(where))
-        self.run.write_submitted([])
         if options.form == plan.ATTACHED:
             self._attach(options)
             return
         try:
-            for one in plan.submissions(self.run, where, options):
-                self._submit(one)
+            for submission in plan.submissions(self.run, where, options):
+                self._submit(submission)
         except SlurmError:
             # Half a service would wait for its other half.
             scheduler.cancel(job.id for job in self.run.submitted())
             self.run.write_submitted([])
             raise
 
-    def _forget_members(self) -> None:
-        for member in self.run.members():
-            self.run.forget_member(member.name)
-        self.run.forget_member(HEAD)
-        self.run.forget_steps()
-
-    def _submit(self, one: Submission) -> str:
-        job = scheduler.submit(one.command)
-        record = Submitted(job, one.record.role, one.record.count, one.record.stages)
+    def _submit(self, submission: Submission) -> str:
+        record = replace(submission.record, id=scheduler.submit(submission.command))
         self.run.write_submitted([*self.run.submitted(), record])
         what = f"{record.role} job" if record.count == 1 else f"{record.count} {record.role} jobs"
         stages = f" ({', '.join(record.stages)})" if record.stages and record.stages != list(STAGES) else ""
-        self.say(f"submitted {what}{stages}: {job}")
-        return job
+        self.say(f"submitted {what}{stages}: {record.id}")
+        return record.id
 
     def _attach(self, options: UpOptions) -> None:
         """Begin every part as a step of the allocation that this shell is in."""
@@ -120,7 +124,7 @@ class SlurmStack:
             SlurmError: Nothing can come of it, for the head or all nodes have ended; or the time is over.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        said, missed = "", 0
+        last_said, looks_without = "", 0
         told: set[str] = set()
         while True:
             status = self.status()
@@ -130,14 +134,14 @@ class SlurmStack:
                 assert status.head is not None
                 return status.head
             over = [role for role in (HEAD, NODE) if role in status.gone and (nodes or role == HEAD)]
-            missed = missed + 1 if over else 0
-            if missed >= GONE_LOOKS:
+            looks_without = looks_without + 1 if over else 0
+            if looks_without >= GONE_LOOKS:
                 raise SlurmError(self._why_gone(over[0], status))
             if self._script is not None and self._script.poll() is not None:
                 raise SlurmError(f"the steps in the allocation have ended. {self.last_words(ALLOCATION)}")
-            if lacking != said:
+            if lacking != last_said:
                 self.say(lacking)
-                said = lacking
+                last_said = lacking
             if deadline is not None and time.monotonic() > deadline:
                 raise SlurmError(
                     f"not up after {timeout_s:.0f} s: {lacking}. "
@@ -147,65 +151,56 @@ class SlurmStack:
 
     def _tell_news(self, status: Status, told: set[str]) -> None:
         """Say what failed since the last look."""
-        news = [one for one in status.failures if one.what not in told]
-        self.tell(news)
+        self.tell([failure for failure in status.failures if failure.what not in told])
+        told.update(failure.what for failure in status.failures)
         for member in (view.member for view in status.jobs if view.member):
             if member.sandbox.startswith(NO_SANDBOX) and member.name not in told:
                 self.say(f"{member.name}: {member.sandbox}")
                 told.add(member.name)
-        told.update(one.what for one in news)
 
     def tell(self, failures: list[Failure]) -> None:
         """Say what failed: of a few the end of the log, the others in a line."""
-        rest = []
-        for one in failures:
-            reason = one.reason()
+        others = []
+        for failure in failures:
+            reason = failure.reason()
             if reason in self._reasons or len(self._reasons) >= MOST_TOLD:
-                rest.append(one)
+                others.append(failure.shown())
             else:
                 self._reasons.add(reason)
-                self.say(one.told())
-        if rest:
-            self.say(f"and {len(rest)} more: {'; '.join(one.shown() for one in rest)}")
+                self.say(failure.told())
+        if others:
+            self.say(f"and {len(others)} more: {'; '.join(others)}")
 
     def _why_gone(self, role: str, status: Status) -> str:
         which = "the head's job has" if role == HEAD else f"all {role} jobs have"
         advice = "; `rollout slurm down` ends the others" if status.head_job or status.jobs else ""
-        if any(one.role in (role, ALLOCATION) for one in status.failures):
+        if any(failure.role in (role, ALLOCATION) for failure in status.failures):
             return f"{which} ended, as said above{advice}"
         return f"{which} ended{advice}. {self.last_words(role)}"
 
     def last_words(self, role: str = HEAD) -> str:
         """The end of the latest log of a role."""
-        found = [path for name in (role, ALLOCATION) for path in self.run.logs.glob(f"{name}-*.log")]
-        if not found:
+        logs = [path for name in (role, ALLOCATION) for path in self.run.logs.glob(f"{name}-*.log")]
+        if not logs:
             ids = ",".join(job.id for job in self.run.submitted())
             return (
                 f"It left no log in {self.run.logs}: do the nodes see that directory? "
                 f"`scontrol show job {ids}` or `sacct -j {ids}` may tell more"
             )
-        latest = max(found, key=lambda path: path.stat().st_mtime)
+        latest = max(logs, key=lambda path: path.stat().st_mtime)
         return f"The end of {latest}:\n{tail(latest, LAST_LINES)}"
-
-    def status(self) -> Status:
-        """What runs, as Slurm, the members and the gateway have it."""
-        return status_of(self.run)
 
     # -- scale -------------------------------------------------------------------------------
 
-    def count(self, stages: Iterable[str] = STAGES, role: str = NODE) -> int:
-        """Jobs of a kind that wait or run and were not asked to end."""
-        return len(self.active(role, list(stages)))
-
     def active(self, role: str, stages: list[str]) -> list[JobView]:
-        """Those jobs."""
+        """Jobs of a kind that wait or run and were not asked to end."""
         return [
-            one
-            for one in job_views(self.run)
-            if one.role == role
-            and (role != NODE or one.stages == stages)
-            and one.job.active
-            and not one.ends(self.run)
+            view
+            for view in job_views(self.run)
+            if view.role == role
+            and (role != NODE or view.stages == stages)
+            and view.job.active
+            and not view.ends(self.run)
         ]
 
     def add(self, count: int, stages: Iterable[str] = STAGES, role: str = NODE) -> str:
@@ -224,9 +219,7 @@ class SlurmStack:
             raise SlurmError(f"{count} jobs is not between 1 and {plan.MOST_NODES}")
         return self._submit(plan.submission(self.run, where, options, role, count, tuple(stages)))
 
-    def scale(
-        self, target: int, stages: Iterable[str] = STAGES, role: str = NODE, grace_s: float = DRAIN_GRACE_S
-    ) -> int:
+    def scale(self, target: int, stages: list[str], role: str = NODE, grace_s: float = DRAIN_GRACE_S) -> int:
         """Have `target` jobs of a kind: submit more, or drop waiting ones and drain the newest.
 
         Returns:
@@ -234,14 +227,13 @@ class SlurmStack:
         """
         if not 0 <= target <= plan.MOST_NODES:
             raise SlurmError(f"{target} is not between 0 and {plan.MOST_NODES}")
-        chosen = list(stages)
-        active = self.active(role, chosen)
+        active = self.active(role, stages)
         change = target - len(active)
         if change > 0:
-            self.add(change, chosen, role)
+            self.add(change, stages, role)
         elif change < 0:
             # Waiting ones cost nothing to drop; of those that run, the newest have the least to lose.
-            active.sort(key=lambda one: (not one.job.pending, -int(one.job.raw_id)))
+            active.sort(key=lambda view: (not view.job.pending, -int(view.job.raw_id)))
             self._drain(active[:-change], grace_s)
         return change
 
@@ -257,43 +249,40 @@ class SlurmStack:
         Returns:
             Those that were asked.
         """
-        views = [one for one in job_views(self.run) if one.role != HEAD]
+        views = [view for view in job_views(self.run) if view.role != HEAD]
         chosen: list[JobView] = []
         for name in names:
-            found = [one for one in views if name in one.names]
-            if not found:
-                there = (
-                    ", ".join(sorted(one.member.name if one.member else one.name for one in views)) or "none"
-                )
-                raise SlurmError(f"no job of the service is on {name!r}; there are: {there}")
-            chosen += [one for one in found if one not in chosen]
+            meant = [view for view in views if name in view.names]
+            if not meant:
+                known = ", ".join(sorted(view.shown for view in views)) or "none"
+                raise SlurmError(f"no job of the service is on {name!r}; there are: {known}")
+            chosen += [view for view in meant if view not in chosen]
         self._drain(chosen, grace_s)
-        if wait and (left := self._wait_gone(chosen, grace_s + END_S)):
-            raise SlurmError(
-                f"not ended yet: {', '.join(one.name for one in left)}; see `rollout slurm status`"
-            )
-        return [one.shown for one in chosen]
+        if wait and (late := self._wait_gone(chosen, grace_s + END_S)):
+            raise SlurmError(f"not ended yet: {_names(late)}; see `rollout slurm status`")
+        return [view.shown for view in chosen]
 
     def _drain(self, views: list[JobView], grace_s: float) -> None:
         # One that waits, or has just begun, has nothing to hand back, and nothing that would read the file.
-        scheduler.cancel(one.job.id for one in views if one.member is None)
-        asked = [one for one in views if one.member is not None]
-        for one in asked:
-            assert one.member is not None
-            self.run.ask_to_drain(one.member.name, grace_s)
-            self.say(f"draining {one.member.name} (job {one.job.id})")
+        scheduler.cancel(view.job.id for view in views if view.member is None)
+        for view in views:
+            if view.member is not None:
+                self.run.ask_to_drain(view.member.name, grace_s)
+                self.say(f"draining {view.member.name} (job {view.job.id})")
         # Only to wake them: over a network file system the file itself may take a while to be seen.
-        scheduler.signal_script((one.job.id for one in asked if one.job.running and not one.step), "USR1")
+        scheduler.signal_script(
+            (view.job.id for view in views if view.member and view.job.running and not view.step), "USR1"
+        )
 
     def _wait_gone(self, views: list[JobView], timeout_s: float) -> list[JobView]:
         """Wait until these have ended; those that have not in time."""
-        names = {one.name for one in views}
+        names = {view.name for view in views}
         deadline = time.monotonic() + timeout_s
-        while left := [one for one in job_views(self.run) if one.name in names]:
+        while late := [view for view in job_views(self.run) if view.name in names]:
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        return left
+        return late
 
     # -- down --------------------------------------------------------------------------------
 
@@ -308,35 +297,34 @@ class SlurmStack:
             What was ended.
         """
         views = job_views(self.run)
-        self._drain([one for one in views if one.role != HEAD], grace_s)
-        others = [one for one in views if one.role != HEAD]
-        if left := self._wait_gone(others, grace_s + END_S):
-            self.say(f"cancelling what has not ended: {', '.join(one.name for one in left)}")
-            scheduler.cancel(one.job.id for one in left if not one.step)
-        self._end_heads([one for one in views if one.role == HEAD])
-        if left := self._wait_gone(views, END_S):
-            raise SlurmError(f"{', '.join(one.name for one in left)} do not end; see `scontrol show job`")
-        self._forget_members()
-        self.run.write_submitted([])
+        members = [view for view in views if view.role != HEAD]
+        self._drain(members, grace_s)
+        if late := self._wait_gone(members, grace_s + END_S):
+            self.say(f"cancelling what has not ended: {_names(late)}")
+            scheduler.cancel(view.job.id for view in late if not view.step)
+        self._end_heads([view for view in views if view.role == HEAD])
+        if late := self._wait_gone(views, END_S):
+            raise SlurmError(f"{_names(late)} do not end; see `scontrol show job`")
+        self.run.forget_life()
         if delete_data:
             self._delete()
-        return [one.name for one in views]
+        return [view.name for view in views]
 
     def _end_heads(self, heads: list[JobView]) -> None:
         if heads:
             # Not only for steps: a head near its time limit would queue again.
             self.run.ask_to_drain(HEAD, 0.0)
         scheduler.cancel(
-            one.job.id for one in heads if not one.step or (one.job.pending and not one.attached)
+            view.job.id for view in heads if not view.step or (view.job.pending and not view.attached)
         )
-        steps = [one for one in heads if one.step and not one.job.pending]
+        steps = [view for view in heads if view.step and not view.job.pending]
         if not steps:
             return
         deadline = time.monotonic() + END_S
         while (head := self.run.head()) is not None and head.state != DOWN and time.monotonic() < deadline:
             time.sleep(POLL_S)
         # Its script ends with its last step, if nothing went wrong.
-        scheduler.cancel(one.job.id for one in self._wait_gone(steps, END_S) if not one.attached)
+        scheduler.cancel(view.job.id for view in self._wait_gone(steps, END_S) if not view.attached)
 
     def _delete(self) -> None:
         options = self.run.options()
@@ -344,3 +332,7 @@ class SlurmStack:
         shutil.rmtree(self.run.path, ignore_errors=True)
         if data:
             self.say(f"Redis' data is in {data}/rollout-redis-{self.run.service}, which is yours to delete")
+
+
+def _names(views: list[JobView]) -> str:
+    return ", ".join(view.name for view in views)

@@ -1,18 +1,42 @@
-"""What runs: jobs as Slurm has them, members as they describe themselves, the service as the gateway sees
-it."""
+"""What runs, as Slurm, its jobs and the gateway have it, and what ended although nobody asked it to."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rollout.client import Client, RolloutError
 from services.launch.parts import STAGES
-from services.launch.slurm import failures, scheduler
-from services.launch.slurm.failures import Failure
+from services.launch.slurm import scheduler
 from services.launch.slurm.plan import ALLOCATION, HEAD, NODE
 from services.launch.slurm.rundir import DOWN, STARTING, UP, Head, Member, RunDir, Submitted
 from services.launch.slurm.scheduler import Job
+from services.launch.supervisor import ended, part_log, tail
+
+LAST_LINES = 15
+"""Of a log that are shown: most of a traceback."""
+_IN_ORDER = ("COMPLETED", "CANCELLED")
+_HOW = {
+    "TIMEOUT": "ran into its time limit",
+    "NODE_FAIL": "lost its node",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "PREEMPTED": "was preempted",
+}
+_REASONS = {
+    "Resources": "until nodes are free",
+    "Priority": "others come first",
+    "Dependency": "an earlier head still ends",
+    "BeginTime": "Slurm's pause before a requeued job",
+    "PartitionConfig": "the partition does not have so many nodes",
+    "PartitionNodeLimit": "the partition does not give so many nodes to one job",
+    "PartitionTimeLimit": "--time is above the partition's limit",
+    "JobHeldUser": "held; `scontrol release` it",
+    "JobHeldAdmin": "held by the operators",
+    "launch failed requeued held": "it could not be started and is held; see its log",
+}
+"""Of Slurm's words those that say little by themselves."""
 
 
 @dataclass
@@ -41,14 +65,45 @@ class JobView:
     @property
     def names(self) -> set[str]:
         """What a user may call it."""
-        found = set() if self.step else {self.job.nodes, self.job.id, self.job.raw_id}
-        return found | {self.member.name, self.member.node} if self.member else found
+        names = set() if self.step else {self.job.nodes, self.job.id, self.job.raw_id}
+        return names | {self.member.name, self.member.node} if self.member else names
 
     def ends(self, run: RunDir) -> bool:
         """Whether it was asked to end, or does so."""
         return self.member is not None and (
             self.member.state != UP or run.asked_to_drain(self.member.name) is not None
         )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What of the service ended although nobody asked it to, or ends again and again."""
+
+    what: str
+    """`node job 12_3`; `node-12-n1` for a step; `run fleet of n1-12` for a program of a job."""
+    role: str
+    node: str
+    how: str
+    log: str
+    """Path of what it said."""
+    job: str = ""
+    """Of a job that has ended: its id as squeue shows it. The other one may stand for its whole array."""
+
+    def shown(self) -> str:
+        """In one line."""
+        return f"{self.what} {self.how}" + (f" on {self.node}" if self.node else "")
+
+    def reason(self) -> str:
+        """What it said last: where many failures say the same, one is worth telling."""
+        return tail(self.log, 1)
+
+    def told(self) -> str:
+        """With the exit status and the end of the log. Asks Slurm."""
+        status = scheduler.exit_status(self.job) if self.job else None
+        how = f" ({ended(status)})" if status else ""
+        if not Path(self.log).exists():
+            return f"{self.shown()}{how}. It left no log; do the nodes see {Path(self.log).parent}?"
+        return f"{self.shown()}{how}. The end of {self.log}:\n{tail(self.log, LAST_LINES)}"
 
 
 @dataclass
@@ -78,36 +133,32 @@ def job_views(run: RunDir) -> list[JobView]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    submitted = {one.id: one for one in run.submitted()}
+    submitted = {record.id: record for record in run.submitted()}
     return _views(run, submitted, scheduler.jobs(submitted))
 
 
-def _views(run: RunDir, submitted: dict[str, Submitted], jobs: list[Job]) -> list[JobView]:
-    members = run.members()
-    found: list[JobView] = []
+def _views(run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job]) -> list[JobView]:
+    members, views = run.members(), []
     for job in jobs:
         if job.ended:
             continue
-        one = submitted.get(job.base_id) or submitted[job.het_id]
-        if one.role != ALLOCATION:
-            mine = [one for one in members if (one.job, one.node) == (job.raw_id, job.nodes)]
-            found.append(JobView(job, one.role, one.stages, mine[0] if mine else None))
-        elif job.leads:
-            found += _steps(run, job, one, [member for member in members if member.job == job.raw_id])
-    return found
+        record = _record_of(job, submitted)
+        own = [member for member in members if member.job == job.raw_id]
+        if record.role != ALLOCATION:
+            member = next((member for member in own if member.node == job.nodes), None)
+            views.append(JobView(job, record.role, record.stages, member))
+        elif job.leads:  # its head as long as that lives, and its members
+            head = run.head()
+            # An allocation of the user's own goes on without us.
+            if not (record.attached and head and head.job == job.raw_id and head.state == DOWN):
+                views.append(JobView(job, HEAD, [], None, True, record.attached))
+            if not job.pending:
+                views += [JobView(job, one.role, one.stages, one, True, record.attached) for one in own]
+    return views
 
 
-def _steps(run: RunDir, job: Job, one: Submitted, members: list[Member]) -> list[JobView]:
-    """A job that carries the whole service: its head as long as that lives, and its members."""
-    head = run.head()
-    ours = head is not None and head.job == job.raw_id
-    # An allocation of the user's own goes on without us.
-    lives = not one.attached or not ours or (head is not None and head.state != DOWN)
-    first = [JobView(job, HEAD, [], None, True, one.attached)] if lives else []
-    if job.pending:
-        return first
-    rest = [JobView(job, member.role, member.stages, member, True, one.attached) for member in members]
-    return [*first, *rest]
+def _record_of(job: Job, submitted: Mapping[str, Submitted]) -> Submitted:
+    return submitted.get(job.base_id) or submitted[job.het_id]
 
 
 def status_of(run: RunDir) -> Status:
@@ -116,21 +167,20 @@ def status_of(run: RunDir) -> Status:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    submitted = {one.id: one for one in run.submitted()}
+    submitted = {record.id: record for record in run.submitted()}
     jobs = scheduler.jobs(submitted)
     views = _views(run, submitted, jobs)
     head_job = next((view.job for view in views if view.role == HEAD), None)
     head = run.head()
-    living = {view.member.name for view in views if view.member}
+    members = [view.member for view in views if view.member]
+    living = {member.name for member in members}
     status = Status(
         str(run.path),
         head,
         head_job,
         [view for view in views if view.role != HEAD],
         lost=[member.name for member in run.members() if member.name not in living],
-        failures=failures.of_jobs(run, submitted, jobs)
-        + failures.of_steps(run, submitted)
-        + failures.of_members(run, [view.member for view in views if view.member]),
+        failures=_failures(run, submitted, jobs, members),
         ended=[job for job in jobs if job.ended],
         gone=_gone(run, submitted, views),
     )
@@ -143,17 +193,40 @@ def status_of(run: RunDir) -> Status:
     return status
 
 
-def _gone(run: RunDir, submitted: dict[str, Submitted], views: list[JobView]) -> list[str]:
-    wanted = {one.role for one in submitted.values() if one.role != ALLOCATION}
+def _failures(
+    run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job], members: list[Member]
+) -> list[Failure]:
+    """Jobs that ended otherwise than in order while Slurm remembers them, steps, and programs of jobs that
+    keep ending."""
+    failures = []
+    for job in jobs:
+        if job.ended and job.leads and job.state not in _IN_ORDER:
+            role = _record_of(job, submitted).role
+            how, log = _HOW.get(job.state, job.state.lower()), run.logs / f"{role}-{job.raw_id}.log"
+            failures.append(Failure(f"{role} job {job.id}", role, job.nodes, how, str(log), job.id))
+    for record in submitted.values():
+        for step in run.steps(record.id) if record.role == ALLOCATION else ():
+            if step.status:
+                how = f"failed ({ended(step.status)})"
+                failures.append(Failure(step.name, step.role, step.node, how, str(step.log)))
+    for member in members:
+        for part, how in member.failing.items():
+            what, log = f"{part} of {member.name}", part_log(run.logs / member.name, part)
+            failures.append(Failure(what, member.role, member.node, f"keeps ending ({how})", str(log)))
+    return failures
+
+
+def _gone(run: RunDir, submitted: Mapping[str, Submitted], views: list[JobView]) -> list[str]:
+    expected = {record.role for record in submitted.values() if record.role != ALLOCATION}
     living = {view.role for view in views if not view.step}
-    for one in submitted.values():
-        if one.role == ALLOCATION:
-            steps = run.steps(one.id)
-            wanted |= {HEAD, *(step.role for step in steps)}
+    for record in submitted.values():
+        if record.role == ALLOCATION:
+            steps = run.steps(record.id)
+            expected |= {HEAD, *(step.role for step in steps)}
             if any(view.step for view in views):
                 # Its script notes its steps when it begins.
                 living |= {step.role for step in steps if step.status is None} if steps else {HEAD}
-    return sorted(wanted - living)
+    return sorted(expected - living)
 
 
 def missing(run: RunDir, status: Status, nodes: int) -> str:
@@ -173,26 +246,10 @@ def missing(run: RunDir, status: Status, nodes: int) -> str:
     ready = [view for view in carriers if _is_ready(view, status.service)]
     if len(ready) < nodes:
         waiting = sorted({_reason(view.job) for view in carriers if view.job.pending})
-        return f"{len(ready)} of {nodes} nodes are ready" + (
-            f", waiting: {', '.join(waiting)}" if waiting else ""
-        )
+        text = f"{len(ready)} of {nodes} nodes are ready"
+        return f"{text}, waiting: {', '.join(waiting)}" if waiting else text
     absent = [stage for stage in STAGES if nodes and not status.service["workers"][stage]]
     return f"no worker of {', '.join(absent)} yet" if absent else ""
-
-
-_REASONS = {
-    "Resources": "until nodes are free",
-    "Priority": "others come first",
-    "Dependency": "an earlier head still ends",
-    "BeginTime": "Slurm's pause before a requeued job",
-    "PartitionConfig": "the partition does not have so many nodes",
-    "PartitionNodeLimit": "the partition does not give so many nodes to one job",
-    "PartitionTimeLimit": "--time is above the partition's limit",
-    "JobHeldUser": "held; `scontrol release` it",
-    "JobHeldAdmin": "held by the operators",
-    "launch failed requeued held": "it could not be started and is held; see its log",
-}
-"""Of Slurm's words those that say little by themselves."""
 
 
 def _reason(job: Job) -> str:
