@@ -84,40 +84,21 @@ state_option = click.option(
 )
 @runtime_option
 @state_option
-def up(
-    foreground: bool,
-    backend_url: str | None,
-    no_backend: bool,
-    port: int | None,
-    no_flower: bool,
-    compat_port: int | None,
-    compat_tenant: str | None,
-    compat_host: str | None,
-    compat_servers: bool | None,
-    sandbox_runtime: str | None,
-    state_dir: Path | None,
-    **slots: int | None,
-) -> None:
+def up(foreground: bool, no_backend: bool, no_flower: bool, state_dir: Path | None, **asked: Any) -> None:
     """Start the whole service on this machine: Redis, gateway, three fleets, Flower, an LLM backend."""
-    if backend_url and no_backend:
+    if asked["backend_url"] and no_backend:
         raise click.UsageError("--backend and --no-backend exclude each other")
-    if compat_port and not compat_tenant:
+    if asked["compat_port"] and not asked["compat_tenant"]:
         raise click.UsageError("--compat-port needs no key, so say whose it is: --compat-tenant T")
-    if compat_tenant and not compat_port:
+    if asked["compat_tenant"] and not asked["compat_port"]:
         raise click.UsageError("--compat-tenant has no port: --compat-port P")
     _check_extras()
     options = Options(
         state_dir=(state_dir or paths.state_dir()).absolute(),
-        slots={stage: slots[f"slots_{stage}"] for stage in STAGES},
-        backend_url=backend_url,
+        slots={stage: asked.pop(f"slots_{stage}") for stage in STAGES},
         embedded_backend=not no_backend,
         flower=not no_flower,
-        port=port,
-        compat_port=compat_port,
-        compat_tenant=compat_tenant,
-        compat_host=compat_host,
-        compat_servers=compat_servers,
-        sandbox_runtime=sandbox_runtime,
+        **asked,
     )
     begun = time.monotonic()
     stack = Stack(options.state_dir, click.echo)

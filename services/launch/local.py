@@ -2,21 +2,15 @@
 
 Invariant: every process is in `stack.json` and carries the stack's mark in its environment before anybody
 waits for it, so that whatever happens to `up`, `down` finds and ends them all.
-
-`python -m services.launch.local DIRECTORY` is the process that `rollout up` leaves behind: it starts anew
-what ends of the stack. The parts are nobody's children or its own; should it end, they go on, and the next
-`rollout up` starts it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -24,10 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import structlog
 from redis import RedisError
 
 from rollout import account
@@ -37,21 +30,12 @@ from services import flower
 from services.gateway.compat.port import Compat
 from services.launch import StackError, parts, paths, redis
 from services.launch.parts import STAGES, answers
-from services.launch.supervisor import (
-    LOOK_S,
-    MARK,
-    SANDBOX_MARK,
-    Child,
-    Part,
-    Supervisor,
-    end_marked,
-)
+from services.launch.record import Record
+from services.launch.supervisor import MARK, SANDBOX_MARK, Child, Part, Supervisor, end_marked
 from services.settings import ENV_PREFIX, Settings
 from services.state.api_keys import KeyProblem, KeyStore, Scope, new_text
 from services.state.redis import connect
 from services.state.tenants import DEFAULT_TENANT
-
-log = structlog.get_logger("supervisor")
 
 START_TIMEOUT_S = 120.0
 """For one part to answer: importing torch from a cold disk takes half a minute."""
@@ -86,55 +70,6 @@ class Options:
     compat_servers: bool | None = None
     private_ports: bool = False
     """True: only free ports, so that the stack runs beside any other."""
-
-
-@dataclass
-class Record:
-    """The file `stack.json`, by which `down` ends exactly what runs; written anew at each change."""
-
-    mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    """In the environment of every process of the stack."""
-    url: str = ""
-    flower_url: str | None = None
-    flower_auth_file: str | None = None
-    """Holds `user:password` for it; only its owner can read it."""
-    backend_url: str | None = None
-    sandbox_dir: str | None = None
-    """Set if the stack has a sandbox host of its own to end."""
-    grace_s: float = 10.0
-    """Seconds that the fleets get to hand their rollouts back."""
-    node: str = ""
-    """Name under which its workers hold sandboxes."""
-    parts: list[Part] = field(default_factory=list)
-    supervisor: Part | None = None
-    """Starts the others anew; it is no part of what is counted."""
-
-    @property
-    def live(self) -> list[Part]:
-        return [part for part in self.parts if part.alive]
-
-    def save(self, path: Path) -> None:
-        """Write it for us alone: environments of parts hold the password of Redis."""
-        account.write_private(path, json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def load(cls, path: Path) -> Record | None:
-        """None when there is no such file.
-
-        Raises:
-            StackError: It cannot be read.
-        """
-        try:
-            data = json.loads(path.read_text())
-            data["parts"] = [Part(**part) for part in data["parts"]]
-            data["supervisor"] = Part(**data["supervisor"]) if data["supervisor"] else None
-            return cls(**data)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StackError(
-                f"{path} cannot be read ({error}); end its processes by hand and delete it"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -249,7 +184,7 @@ class Stack:
 
     def _leave_supervisor(self) -> None:
         """Have a process of its own, which outlives this one and its terminal, start anew what ends."""
-        command = [sys.executable, "-m", "services.launch.local", str(self.dir)]
+        command = [sys.executable, "-m", "services.launch.record", str(self.dir)]
         env = {**os.environ, MARK: self.record.mark, "PYTHONPATH": str(paths.REPO)}
         env.pop(KEY_VARIABLE, None)
         self.record.supervisor = part = Part("supervisor", command, env, str(self._logs / "supervisor.log"))
@@ -552,64 +487,3 @@ def _quiet_signals() -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-# ------------------------------------------------------------------------------ the process that `up` leaves
-
-
-def watch(state_dir: Path) -> None:
-    """Start anew what ends of the stack that is recorded here, until told to end or the stack is another's.
-
-    Raises:
-        FileNotFoundError: Nothing is recorded here.
-    """
-    file = state_dir / "stack.json"
-    record = Record.load(file)
-    if record is None:
-        raise FileNotFoundError(file)
-    supervisor = Supervisor(state_dir / "logs")
-    for part in record.parts:
-        supervisor.adopt(part)
-    supervisor.listen()
-    log.info("looks after the stack", parts=list(supervisor.children))
-    saved = asdict(record)["parts"]
-    while supervisor.signal is None:
-        supervisor.look()
-        try:
-            if not _is_current(record, file):
-                log.info("the stack has ended")
-                return
-            if (now := asdict(record)["parts"]) != saved:
-                record.save(file)
-                saved = now
-        except (StackError, OSError) as error:
-            # A full disk is no reason to let go of the stack, and may take no line of log either.
-            with contextlib.suppress(OSError):
-                log.warning("the record cannot be written; the next look tries again", error=str(error))
-        supervisor.pause(LOOK_S)
-
-
-def _is_current(record: Record, file: Path) -> bool:
-    """Whether the file is still that of this stack; `up` may have started its supervisor anew meanwhile."""
-    current = Record.load(file)
-    if current is None or current.mark != record.mark:
-        return False
-    record.supervisor = current.supervisor
-    return True
-
-
-def main() -> None:
-    """Look after a stack until TERM."""
-    os.umask(0o077)
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S"),
-            structlog.dev.ConsoleRenderer(colors=False),
-        ]
-    )
-    watch(Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

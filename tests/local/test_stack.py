@@ -23,8 +23,9 @@ from rollout import account
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
 from services.launch import StackError, parts
-from services.launch.local import Options, Record, Stack
+from services.launch.local import Options, Stack
 from services.launch.parts import pick_port
+from services.launch.record import Record
 from services.launch.supervisor import Part, marked
 from tests.helpers.idle import in_time
 from tests.helpers.stack import wait_until

@@ -226,22 +226,3 @@ def test_up_says_why_the_head_ends_at_once_and_does_not_wait_for_it(cluster):
     finally:
         service.slurm("down")
     assert cluster.squeue() == []
-
-
-@SLURM.only
-def test_one_heterogeneous_job_carries_the_whole_service(cluster):
-    service = SlurmService(cluster, "one")
-    try:
-        service.up(2, "--one-job")
-        members = service.wait_for_nodes(2)
-        (job,) = {member.split("-")[1] for member in members.values()}
-        assert {one.id for one in cluster.squeue()} == {f"{job}+0", f"{job}+1"}
-        gates = service.gates()
-        where = spread(service, gates, members.values())
-        service.open(gates)
-        service.require_exactly_once(list(where))
-    finally:
-        service.slurm("down")
-    assert cluster.squeue() == []
-    for node in cluster.addresses:
-        require_nothing_on(cluster, node)

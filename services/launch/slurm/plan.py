@@ -84,13 +84,13 @@ class UpOptions:
     def to_json(self, where: Site) -> dict[str, Any]:
         # What the environment of `up` decided holds for whoever submits more, or counts slots.
         slots = {stage: self.slots_of(stage) for stage in STAGES}
-        return {"up": asdict(self) | {"slots": slots}, "site": where.to_json()}
+        return {"up": asdict(self) | {"slots": slots}, "site": asdict(where)}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> tuple[UpOptions, Site]:
-        up = dict(data["up"])
-        up["engines"] = Engines(**up["engines"]) if up["engines"] else None
-        return UpOptions(**up), site.parse(data["site"])
+        up = data["up"]
+        engines = Engines(**up["engines"]) if up["engines"] else None
+        return UpOptions(**(up | {"engines": engines})), Site(**data["site"])
 
     def slots_of(self, stage: str) -> int:
         run = int(os.environ.get("ROLLOUT_WORKER_SLOTS") or 64)

@@ -69,15 +69,6 @@ class Site:
         merged = {**default, **self.common, **self.roles.get(role, {}), **given}
         return [_option(name, value) for name, value in merged.items() if value is not False]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "scratch": self.scratch,
-            "images": self.images,
-            "modules": list(self.modules),
-            "environment": self.environment,
-            "sbatch": {**self.common, **self.roles},
-        }
-
 
 def _option(name: str, value: str | int | float | bool) -> str:
     return f"--{name}" if value is True else f"--{name}={value}"
@@ -132,8 +123,9 @@ def parse(data: dict[str, Any]) -> Site:
             raise SlurmError(f"environment.{name} = {value!r} is no variable with a text or number")
     sbatch = dict(data.get("sbatch", {}))
     roles = {role: sbatch.pop(role) for role in ROLES if isinstance(sbatch.get(role), dict)}
-    for place, options in (("sbatch", sbatch), *((f"sbatch.{role}", found) for role, found in roles.items())):
-        check_options(place, options)
+    check_options("sbatch", sbatch)
+    for role, options in roles.items():
+        check_options(f"sbatch.{role}", options)
     return Site(
         scratch,
         images,
