@@ -31,8 +31,9 @@ PauseMode = Literal["abort", "wait", "keep"]
 INITIAL_VERSION = "default"
 """vLLM's label of the weights a server started with."""
 
-LEAST_RUNNING = 0.75
-"""Share of rows that still run below which the others are dropped, though nobody takes their place."""
+LEAST_USED = 0.75
+"""Share of the places in the cache that running rows need below which the others are given back, though
+nobody asks for them."""
 
 PREFILL_TOKENS = 4096
 """Padded tokens of one prefill pass: bounds how long running sequences wait for newcomers."""
@@ -253,11 +254,12 @@ class Engine:
             self._rows = running + admitted
             compute, sampled = partial(self._prefill, kept, admitted), admitted
         else:
-            few = len(kept) < LEAST_RUNNING * len(self._rows)
-            if few:
+            needed = len(kept) * max(self.batch.lengths[row] for row in kept)
+            wasteful = needed < LEAST_USED * self.batch.places
+            if wasteful:
                 self._rows = running
             tokens = [None if s.finished else s.draws[-1].sampled[0] for s in self._rows]
-            compute, sampled = partial(self._decode, kept if few else None, tokens, running), running
+            compute, sampled = partial(self._decode, kept if wasteful else None, tokens, running), running
         draws = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         self._apply(sampled, draws)
 

@@ -75,6 +75,11 @@ class Batch:
         self.lengths: list[int] = []
         """Positions stored for each row."""
 
+    @property
+    def places(self) -> int:
+        """Positions that the cache has memory for, padding and rows that have ended included."""
+        return len(self.lengths) * self._cache.get_seq_length()
+
     def prefill(self, kept: list[int], prompts: list[list[int]]) -> list[torch.Tensor]:
         """Begin a row for each prompt behind the rows to keep, which are numbered anew; drop the others.
 

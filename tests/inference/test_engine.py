@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.inference.engine import Engine, Sequence
-from services.inference.model import load_model
+from services.inference.model import Batch, load_model
 from services.inference.sampling import SamplingParams
 from tests.helpers import llm_reference
 from tests.helpers.llm_servers import DEMO_MODEL, ROOT, free_port
@@ -38,7 +38,7 @@ def sequence(prompt=(1, 2, 3), max_tokens=10, priority=0):
     )
 
 
-def play(model, sequences, capacity=100_000, max_sequences=128, fail_at=None):
+def play(model, sequences, capacity=100_000, max_sequences=128, fail_at=None, batch=None):
     """Run sequences to their end.
 
     Returns them in the order in which they ended, with the engine and the number of rows of each decoding.
@@ -51,6 +51,7 @@ def play(model, sequences, capacity=100_000, max_sequences=128, fail_at=None):
 
     async def main():
         engine = Engine(model, "test", max_sequences, capacity)
+        engine.batch = batch or engine.batch
         decode = engine.batch.decode
 
         def watched(ids):
@@ -93,6 +94,24 @@ def test_a_sequence_takes_the_width_of_the_widest_beside_it(model):
     ended, _, rows = play(model, options, capacity=200)
     assert max(rows) == 2
     assert [len(made.draws) for made in ended] == [5, 5, 97]
+    assert_exact(ended)
+
+
+def test_places_of_those_that_ended_are_given_back_though_nobody_asks_for_them(model):
+    """Of two rows the longer one ends first: with it go its row, and the columns that it alone had."""
+    places = []
+
+    class Watched(Batch):
+        def decode(self, token_ids):
+            logits = super().decode(token_ids)
+            places.append(self.places)
+            return logits
+
+    ended, _, rows = play(
+        model, [{"prompt": [5] * 200, "max_tokens": 3}, {"max_tokens": 12}], batch=Watched(model.module)
+    )
+    assert rows == [2, 2, *[1] * 9]
+    assert places == [2 * 201, 2 * 202, *range(6, 15)]
     assert_exact(ended)
 
 
