@@ -3,7 +3,7 @@
 Ours: HTTP submission in one call a thousand, record and state in Redis, claim and finish under a fence,
 timeline, result. Theirs: the same messages, and three workers of the same settings, with the best that we
 know of Celery and whatever the service has (no copies of messages in hand, threads, one message at a
-time, the same bundles of events and changes of kombu as long as there are any, messages sent in batches
+time, the same bundles of events and transport, messages sent in batches
 and without the building of signatures): what ours takes more is what the service adds. Both are timed
 from the first submission to the last end. Rounds are interleaved; a ratio is that of the medians beside
 it, its spread is taken round by round.

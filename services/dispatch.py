@@ -120,17 +120,17 @@ class Dispatcher:
 
     def cancel_many(self, rollout_ids: Sequence[str], tenant: str | None = None) -> list[tuple[str, str]]:
         """Cancel rollouts, thousands at once if need be; an answer for each, in their order."""
-        found = self._store.cancel_many(rollout_ids, tenant)
-        boxes = [
+        answers = self._store.cancel_many(rollout_ids, tenant)
+        sandboxes = [
             Ref(id=rollout_id, attempt=attempt, node=node)
-            for rollout_id, (word, _, node, attempt) in zip(rollout_ids, found, strict=True)
+            for rollout_id, (word, _, node, attempt) in zip(rollout_ids, answers, strict=True)
             if word == "cancelled" and node
         ]
-        if boxes:
+        if sandboxes:
             with self._app.producer_or_acquire() as producer, _batch(producer):
-                for ref in boxes:
+                for ref in sandboxes:
                     self._app.send_task(TASK_CLEANUP, args=(ref,), producer=producer)
-        return [(word, state) for word, state, _, _ in found]
+        return [(word, state) for word, state, _, _ in answers]
 
     def clean_up(self, rollout_id: str, node: str, attempt: int) -> None:
         """Have the sandbox of an attempt that ended outside a stage released on its node."""

@@ -61,13 +61,13 @@ def credentials(path: Path) -> list[str]:
         raise FlowerAuthError(
             f"{AUTH_VARIABLE}={path} can be read by others (mode {mode:o}): chmod 600 {path}"
         )
-    found = [line for line in lines if line and not line.startswith("#")]
+    entries = [line for line in lines if line and not line.startswith("#")]
     # Flower compares whole lines, and would take one without a password as one of an empty user.
-    if not found or not all(all(line.partition(":")[::2]) for line in found):
+    if not entries or not all(all(line.partition(":")[::2]) for line in entries):
         raise FlowerAuthError(
             f"{AUTH_VARIABLE}={path}: each line must be user:password, and there must be one"
         )
-    return found
+    return entries
 
 
 def command(port: int = PORT, address: str = "127.0.0.1") -> list[str]:

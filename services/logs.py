@@ -54,15 +54,15 @@ def secret_values(settings: Settings, environ: Mapping[str, str] | None = None) 
     """Every secret that this process was given, to be kept out of its lines wherever they turn up."""
     environ = os.environ if environ is None else environ
     parts = urlsplit(settings.redis_url)
-    found = {value for name, value in parse_qsl(parts.query) if name.endswith("password")}
+    secrets = {value for name, value in parse_qsl(parts.query) if name.endswith("password")}
     login = parts.netloc.rpartition("@")[0]
     if ":" in login:
         raw = login.partition(":")[2]
-        found |= {raw, unquote(raw)}
-    found |= {
+        secrets |= {raw, unquote(raw)}
+    secrets |= {
         value for name, value in environ.items() if name.startswith(ENV_PREFIX) and _SECRET_ENV.search(name)
     }
-    return frozenset(value for value in found if len(value) >= SHORTEST_SECRET)
+    return frozenset(value for value in secrets if len(value) >= SHORTEST_SECRET)
 
 
 class Redactor:
@@ -90,9 +90,9 @@ class Redactor:
         if depth <= 0:
             return self.text(repr(value)) if isinstance(value, dict | list | tuple | set) else value
         if isinstance(value, dict):
-            return {name: self._field(name, one, depth - 1) for name, one in value.items()}
+            return {name: self._field(name, item, depth - 1) for name, item in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
-            return [self._value(one, depth - 1) for one in value]
+            return [self._value(item, depth - 1) for item in value]
         return value
 
     def text(self, value: str) -> str:
