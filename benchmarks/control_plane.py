@@ -1,6 +1,6 @@
 """What losing nothing costs: clients that wait, CPU time a rollout, recovery of a killed worker's rollouts.
 
-Waiting: 800 long-polls of a rollout each, 100 of completions, 100 streams, all open at one gateway (a process
+Waiting: 800 long-polls of a rollout each, 100 of results, 100 streams, all open at one gateway (a process
 and gunicorn's master), which answers another client's requests meanwhile and did so alone before.
 
 CPU: that of gateway, workers, Redis and client for a no-op rollout, against a bare Celery chain that has all
@@ -46,7 +46,7 @@ from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
 
 POLLS, CURSORS, STREAMS = 800, 100, 100
-"""Long-polls of single rollouts, of the completions, and streams: 1,000 together."""
+"""Long-polls of single rollouts, of the results, and streams: 1,000 together."""
 PAUSE_S = 0.05
 """Between two rounds of other requests."""
 LONG_S, SHORT_S = 20.0, 1.0

@@ -60,6 +60,7 @@ def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack,
     assert [item["id"] for item in rest["rollouts"]] == [other.id, slow.id]
     again = get(stack, "/v1/results", cursor=cursor, limit=1).json()
     assert [item["id"] for item in again["rollouts"]] == [fast.id]
+    assert get(stack, "/v1/completions", cursor=cursor, limit=1).json() == again, "another name of it"
     assert get(stack, "/v1/results", cursor=every.cursor).json()["rollouts"] == []
 
 
