@@ -10,16 +10,21 @@ import pytest
 
 from rollout.schema import RolloutRequest, State
 from tests.helpers.sandboxes import stop_host
-from tests.helpers.stack import Stack, wait_until
+from tests.helpers.stack import Stack, stop_all, wait_until
 
 NEW = "tests.helpers.chaos_handlers:all_handlers,tests.helpers.handlers:all_handlers"
 
 
-@pytest.fixture
-def stack(tmp_path):
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """Its RUN and EVAL know the handler; each test has its own INIT."""
     with tempfile.TemporaryDirectory(prefix="ru-", dir="/tmp") as sandboxes:
         try:
-            with Stack(tmp_path, Path(sandboxes)) as stack:
+            with Stack(tmp_path_factory.mktemp("stack"), Path(sandboxes)) as stack:
+                stack.start_worker("run,eval", env={"ROLLOUT_HANDLERS": NEW})
+                wait_until(
+                    lambda: "gated" in {info.name for info in stack.client.handlers()}, 60, "the handler"
+                )
                 yield stack
         finally:
             stop_host(Path(sandboxes))
@@ -31,22 +36,19 @@ def submit(stack, **more):
 
 
 def test_a_rollout_goes_on_to_a_worker_that_knows_its_handler_without_using_up_an_attempt(stack):
-    # In the middle of it: the new RUN and EVAL workers are there, of INIT an old one.
-    stack.start_worker("run,eval", env={"ROLLOUT_HANDLERS": NEW})
+    # In the middle of an upgrade: the new RUN and EVAL workers are there, of INIT an old one.
     old = stack.start_worker("init", "old")
-    wait_until(lambda: "gated" in {one.name for one in stack.client.handlers()}, 60, "the handler")
     rollout_id = submit(stack)
     wait_until(lambda: "no handler 'gated'" in old.log.read_text(), 60, "the old worker to meet it", old)
     assert not stack.client.get(rollout_id, include="summary").state.terminal
-    stack.start_worker("init", "new", env={"ROLLOUT_HANDLERS": NEW})
+    new = stack.start_worker("init", "new", env={"ROLLOUT_HANDLERS": NEW})
     done = stack.client.wait(rollout_id, 60)
+    stop_all([old, new])
     assert (done.state, done.attempt, done.reward) == (State.COMPLETED, 1, 1.0)
 
 
 def test_one_that_no_worker_knows_fails_in_the_end_says_so_and_nobody_spins(stack):
-    announced = stack.start_worker("run,eval", env={"ROLLOUT_HANDLERS": NEW})
-    wait_until(lambda: "gated" in {one.name for one in stack.client.handlers()}, 60, "the handler", announced)
-    old = stack.start_worker("init", "old", env={"ROLLOUT_HANDLER_WAIT_S": "4"})
+    old = stack.start_worker("init", "impatient", env={"ROLLOUT_HANDLER_WAIT_S": "4"})
     began = time.monotonic()
     done = stack.client.wait(submit(stack), 90)
     assert (done.state, done.error.blame, done.error.type) == (
