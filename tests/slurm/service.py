@@ -183,22 +183,22 @@ class SlurmService:
             ]
 
     def require_exactly_once(self, ids: Sequence[str]) -> list[Rollout]:
-        """All complete with their reward, and each is in the stream of completions once; their records."""
+        """All complete with their reward, and each is in the stream of results once; their records."""
         records = self.wait_ended(ids)
         bad = [
             item for item in records if item.state is not State.COMPLETED or item.drop or item.reward != 1.0
         ]
         assert not bad, f"{bad[:3]}\n{self.logs()}"
         with self.client as client:
-            seen = Counter(one.id for one in _completions(client))
+            seen = Counter(one.id for one in _results(client))
         assert {rollout_id: seen[rollout_id] for rollout_id in ids} == dict.fromkeys(ids, 1)
         return records
 
 
-def _completions(client: Client) -> Iterator[Rollout]:
+def _results(client: Client) -> Iterator[Rollout]:
     cursor = "0"
     while True:
-        page = client.completions(cursor, limit=500, include="summary")
+        page = client.results(cursor, limit=500, include="summary")
         if not page.rollouts:
             return
         yield from page.rollouts
