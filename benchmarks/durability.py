@@ -27,7 +27,7 @@ from benchmarks.harness import (
 from rollout.schema import RolloutRequest, Stage, State, new_id
 from services.settings import Settings
 from services.state.redis import connect
-from services.state.rollouts import Claim, Finish, NewRollout, RolloutStore
+from services.state.rollouts.store import Claim, Finish, NewRollout, RolloutStore
 from tests.helpers.stack import RedisServer
 
 SETTINGS = ("everysec", "always")

@@ -40,8 +40,9 @@ from benchmarks.harness import make_parser, percentile, report, say, summary
 from rollout.schema import Backend, BackendRequest
 from services.engines.base import SampleRequest
 from services.engines.describe import describe
-from services.state.backends import BackendStore, PlacementPolicy, placed
+from services.state.backends.store import BackendStore, PlacementPolicy, placed
 from services.state.redis import connect
+from services.state.scripts import request
 from tests.helpers import virtual_time
 from tests.helpers.engine_cache import BLOCK
 from tests.helpers.engine_model import EngineModel, Timing
@@ -689,7 +690,7 @@ def _ask(seconds: float, together: int, number: int) -> list[float]:
         replies = store.many([store.acquire_args(name, tokens=TOKENS, group=group) for name in names])
         words = {placed(reply).word for reply in replies}
         times += [time.monotonic() - asked] * together
-        released = store.many([["release", name] for name in names])
+        released = store.many([request("release", rollout=name) for name in names])
         if words != {"ok"} or not all(released):
             raise RuntimeError(f"acquire answered {words} and release {released}, where all should succeed")
     return times

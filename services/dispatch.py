@@ -20,7 +20,7 @@ from kombu.exceptions import KombuError
 from rollout.schema import RolloutRequest, State, Submitted
 from services.queues import INIT, STAGE_TASK, STAGES, TASK_CLEANUP, Ref
 from services.state.requests import stored_form
-from services.state.rollouts import NewRollout, RolloutStore
+from services.state.rollouts.store import NewRollout, RolloutStore
 from services.state.tenants import Tenant
 
 log = structlog.get_logger("dispatch")

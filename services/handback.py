@@ -7,7 +7,7 @@ from services.queues import make_celery
 from services.settings import Settings
 from services.state.fleet import FleetStore
 from services.state.redis import connect
-from services.state.rollouts import RolloutStore
+from services.state.rollouts.store import RolloutStore
 
 
 def hand_back(settings: Settings, node: str) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from rollout.schema import State
 from rollout.trajectory import FinishReason, Trajectory
 from sandbox.errors import SandboxError, SandboxGone
-from services.state.payloads import PayloadError
-from services.state.rollouts import Claim, Finish
+from services.state.rollouts.payloads import PayloadError
+from services.state.rollouts.store import Claim, Finish
 from workers.errors import AgentFault, HandlerError, InfrastructureError, StageTimeout, time_limit
 from workers.handlers.base import AgentHandler, EvalContext, Reward, check_artifacts
 from workers.stage import StageRun, consult, outcome_fields

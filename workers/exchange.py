@@ -19,8 +19,8 @@ import structlog
 from rollout.policy import BackendUpdate, BackendUpdateState, Canary, PolicyRequest
 from rollout.schema import Backend
 from services.engines.control import Control, ControlError, control_of
-from services.state.backends import BackendStore
-from services.state.policy import LeaseLost
+from services.state.backends.store import BackendStore
+from services.state.policy.store import LeaseLost
 
 log = structlog.get_logger("updates")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.schema import State
-from services.state.rollouts import Finish
+from services.state.rollouts.store import Finish
 from workers.errors import StageTimeout, time_limit
 from workers.handlers.base import InitContext
 from workers.stage import StageRun, consult, outcome_fields

@@ -22,10 +22,10 @@ from rollout.trajectory import Trajectory
 from sandbox.host_client import HostClient
 from services.launch.paths import DEMO_CHECKPOINT
 from services.settings import Settings
-from services.state import payloads
-from services.state.backends import Placed
-from services.state.reading import rollout_of
-from services.state.rollouts import Claim
+from services.state.backends.store import Placed
+from services.state.rollouts import payloads
+from services.state.rollouts.reading import rollout_of
+from services.state.rollouts.store import Claim
 from services.state.tenants import DEFAULT_TENANT, Tenant
 from workers.agent.llm import session
 from workers.agent.placement import Placing, PromptSizes

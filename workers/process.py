@@ -22,7 +22,7 @@ from services import logs
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
-from services.state.rollouts import Claim
+from services.state.rollouts.store import Claim
 from services.state.startup import prepare
 from workers.agent.codec import preload
 from workers.chores import CHORES, Admission, Chore

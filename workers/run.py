@@ -7,7 +7,7 @@ import json
 from rollout.schema import State
 from rollout.trajectory import FinishReason, Trajectory
 from sandbox.errors import SandboxError
-from services.state.rollouts import Finish
+from services.state.rollouts.store import Finish
 from workers.agent.loop import AgentLoop
 from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError, time_limit
 from workers.handlers.base import RunContext, check_artifacts

@@ -23,7 +23,7 @@ from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.host_client import HostClient
 from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
 from services.settings import Settings
-from services.state.rollouts import Claim
+from services.state.rollouts.store import Claim
 from services.state.tenants import Tenant
 from workers.errors import AgentFault, TaskError, from_sandbox
 from workers.patience import ask

@@ -14,11 +14,11 @@ from rollout.schema import Stage
 from sandbox.host_client import HostClient
 from services.dispatch import Dispatcher
 from services.settings import Settings
-from services.state.backends import BackendStore, PlacementPolicy
+from services.state.backends.store import BackendStore, PlacementPolicy
 from services.state.fleet import FleetStore
-from services.state.policy import PolicyStore
+from services.state.policy.store import PolicyStore
 from services.state.redis import connect
-from services.state.rollouts import Claim, RolloutStore
+from services.state.rollouts.store import Claim, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from workers.agent.llm import session
 from workers.agent.placement import Placements, PromptSizes

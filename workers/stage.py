@@ -17,7 +17,7 @@ from rollout.trajectory import FinishReason
 from sandbox.client import SandboxClient
 from sandbox.errors import ImageError, RuntimeUnavailable, SandboxError
 from sandbox.spec import Fate
-from services.state.rollouts import ABSENT, Claim, Finish
+from services.state.rollouts.store import ABSENT, Claim, Finish
 from workers.agent.placement import PromptSizes
 from workers.agent.router import Router
 from workers.errors import (

@@ -20,7 +20,7 @@ from rollout.schema import TERMINAL_STATES, Stage, State
 from services import logs
 from services.queues import Ref
 from services.queues import describe as describe_ref
-from services.state.rollouts import Claim, Finish
+from services.state.rollouts.store import Claim, Finish
 from workers import events
 from workers import process as processes
 from workers.held import LOST, Held

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 
 import redis
 import structlog
+from redis.exceptions import LockError
+from redis.lock import Lock
 
 from rollout.policy import BackendUpdate, BackendUpdateState, Policy, UpdateState
 from rollout.schema import Backend
 from services.engines.control import GIVE_UP_S, ControlError, control_of
 from services.engines.stats import ProbeError, current_version
-from services.state import keys
-from services.state.backends import BackendStore
-from services.state.policy import Current, LeaseLost, PolicyStore, Work, outcome
+from services.state.backends.store import BackendStore
+from services.state.policy.store import Current, LeaseLost, PolicyStore, Work, outcome, release
 from workers.exchange import Exchange
 
 log = structlog.get_logger("updates")
@@ -38,19 +39,18 @@ LOCK_POLL_S = 0.05
 class _Leases:
     """Keeps leases alive from one thread, a third of their length apart."""
 
-    def __init__(self, store: PolicyStore, lease_s: float) -> None:
-        self._store = store
+    def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._held: dict[str, tuple[str, threading.Event]] = {}
+        self._held: dict[Lock, threading.Event] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def hold(self, key: str, token: str) -> Iterator[threading.Event]:
+    def hold(self, lease: Lock) -> Iterator[threading.Event]:
         """Extend a lease meanwhile; the event is set when it turns out to be lost."""
         lost = threading.Event()
         with self._lock:
-            self._held[token] = (key, lost)
+            self._held[lease] = lost
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="policy-leases", daemon=True)
                 self._thread.start()
@@ -58,19 +58,20 @@ class _Leases:
             yield lost
         finally:
             with self._lock:
-                del self._held[token]
+                del self._held[lease]
 
     def _run(self) -> None:
         while True:
             time.sleep(self._lease_s / 3)
             with self._lock:
                 held = list(self._held.items())
-            for token, (key, lost) in held:
+            for lease, lost in held:
                 try:
-                    if not self._store.extend(key, token, self._lease_s):
-                        lost.set()
+                    lease.reacquire()
+                except LockError:
+                    lost.set()
                 except redis.RedisError as error:
-                    log.warning("a lease could not be extended", lease=key, error=str(error))
+                    log.warning("a lease could not be extended", lease=lease.name, error=str(error))
 
 
 class WeightUpdates:
@@ -93,7 +94,7 @@ class WeightUpdates:
         self._backends = backends
         self._owner = owner
         self._lease_s = lease_s
-        self._leases = _Leases(store, lease_s)
+        self._leases = _Leases(lease_s)
         self._catching = threading.Lock()
         self._retries: dict[str, tuple[float, float]] = {}
         """Of each backend that had to catch up: when it may be tried again, and the pause before that."""
@@ -119,7 +120,7 @@ class WeightUpdates:
         writing = threading.Lock()
         rolling = 0 < request.concurrency < len(update.backends)
 
-        with self._leases.hold(keys.POLICY_LEASE, work.token) as lost:
+        with self._leases.hold(work.lease) as lost:
             self._store.save(work)
             if rolling:
                 # One by one, old and new weights must both take rollouts, or half of the fleet would idle.
@@ -216,8 +217,8 @@ class WeightUpdates:
             nothing to do or no way to do it: no policy was ever set, it has no path to load from, or an
             update or another worker has the backend in hand.
         """
-        lock = self._store.lock(backend.id, self._owner, self._lease_s)
-        if lock is None:
+        lock = self._store.lock(backend.id, self._lease_s)
+        if not lock.acquire(blocking=False):
             return None
         try:
             # Asked only under the lock: an update that begins now waits for it, and has the last word.
@@ -225,13 +226,13 @@ class WeightUpdates:
             if current is None or current.request.path is None:
                 return None
             progress = BackendUpdate()
-            with self._leases.hold(*lock):
+            with self._leases.hold(lock):
                 # Whoever noted its version may have asked before the last update ended.
                 if not self._serves(backend, current.policy.version):
                     exchange = Exchange(self._backends, backend, current.request)
                     progress = exchange.run(lambda _: None)
         finally:
-            self._store.release(*lock)
+            release(lock)
         log.info(
             "backend caught up" if progress.error is None else "backend did not catch up",
             backend=backend.id,
@@ -257,18 +258,16 @@ class WeightUpdates:
     @contextmanager
     def _alone(self, backend: Backend, patience_s: float) -> Iterator[None]:
         """Have a backend to oneself; a lock left by a dead worker runs out with its lease."""
-        deadline = time.monotonic() + patience_s + self._lease_s
-        while (lock := self._store.lock(backend.id, self._owner, self._lease_s)) is None:
-            if time.monotonic() > deadline:
-                log.warning("backend is locked; going on", backend=backend.id)
-                yield
-                return
-            time.sleep(LOCK_POLL_S)
+        lock = self._store.lock(backend.id, self._lease_s)
+        if not lock.acquire(blocking_timeout=patience_s + self._lease_s, sleep=LOCK_POLL_S):
+            log.warning("backend is locked; going on", backend=backend.id)
+            yield
+            return
         try:
-            with self._leases.hold(*lock):
+            with self._leases.hold(lock):
                 yield
         finally:
-            self._store.release(*lock)
+            release(lock)
 
     def _forgotten(self, known: Backend | None, progress: BackendUpdate) -> None:
         """A backend that was removed while a worker that died had it paused must not stay so."""

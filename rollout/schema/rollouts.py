@@ -29,7 +29,7 @@ MAX_ROLLOUTS_PER_CALL = 1000
 
 
 class State(StrEnum):
-    """Where a rollout is. The transition table is in `services/state/rollouts.py`."""
+    """Where a rollout is. The transition table is in `services/state/rollouts/store.py`."""
 
     QUEUED = "queued"
     INITIALIZING = "initializing"

@@ -9,7 +9,7 @@ import requests
 from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
 from services.engines.address import ask, json_object, root, text_of
 from services.engines.stats import MOST, WEIGHT_ROUTES, each_sample, version_in
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 
 TIMEOUT_S = 10.0
 """For each question."""

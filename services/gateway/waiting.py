@@ -23,7 +23,7 @@ from services.gateway.auth import holder
 from services.gateway.problems import ApiProblem
 from services.state import keys
 from services.state.redis import is_away
-from services.state.results import CompletionStore, matches
+from services.state.results.stream import CompletionStore, matches
 
 log = structlog.get_logger("gateway")
 

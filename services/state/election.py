@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import redis
 
-from services.state.redis import lua_source
+from services.state import scripts
 
 LOCK_S = 10.0
 """Another worker takes over when the elected one was silent for so long."""
@@ -37,7 +37,7 @@ class Election:
         self._key = key
         self._owner = owner
         self._millis = int(max(lock_s, 3 * interval_s) * 1000)
-        self._win = client.register_script(lua_source("full") + _WIN)
+        self._win = client.register_script(scripts.text("full") + _WIN)
         self._resign = client.register_script(_RESIGN)
 
     def won(self) -> bool:

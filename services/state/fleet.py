@@ -13,7 +13,8 @@ from rollout.schema import HandlerInfo
 from services.broker import binding_keys
 from services.queues import EVAL, RUN, STAGES, queue_for
 from services.state import keys
-from services.state.redis import lua_source, now
+from services.state.redis import now
+from services.state.scripts import Operations
 
 ANNOUNCE_EVERY_S = 5.0
 ALIVE_S = 3 * ANNOUNCE_EVERY_S
@@ -63,7 +64,7 @@ class FleetStore:
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
-        self._script = client.register_script(lua_source("full") + lua_source("fleet"))
+        self._do = Operations(client, "fleet")
 
     def announce(
         self,
@@ -82,12 +83,12 @@ class FleetStore:
             held: Rollouts that it works on.
         """
         most = slots if most_slots is None else most_slots
-        self._script(args=["announce", worker, 100 * ALIVE_S, *stages])
+        self._do("announce", worker=worker, forget_s=100 * ALIVE_S, stages=list(stages))
         self._say(keys.FLEET_SLOTS, worker, {"node": node, "slots": slots, "most": most, "held": held})
 
     def _say(self, place: str, name: str, what: dict[str, Any]) -> None:
         """Keep what somebody said with Redis' time, by which all ages are told."""
-        self._script(args=["say", place, name, json.dumps(what)])
+        self._do("say", place=place, name=name, fields=json.dumps(what))
 
     def leave(self, worker: str) -> None:
         """Take a worker that stops off the list."""

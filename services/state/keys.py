@@ -1,4 +1,4 @@
-"""Every Redis key of the service. The scripts in `lua/` build the same names: change both.
+"""Every Redis key of the service. Scripts have them from here, as `KEY.DUE` and `KEY.record(id)`.
 
 A rollout's own keys carry its id as the hash tag, so that they stay together on any layout.
 """
@@ -107,10 +107,16 @@ TENANTS = "tenants"
 ACCESS_VERSION = "access:version"
 """String: another one after each change of keys or tenants, so that gateways know when to read them again."""
 TENANTS_LIVE = "tenants:live"
-"""Hash: tenant → number of its rollouts that have not ended. `tenant:T:bucket` (hash): what is left of its
-submissions a minute."""
+"""Hash: tenant → number of its rollouts that have not ended."""
 TENANTS_BYTES = "tenants:bytes"
 """Hash: tenant → bytes of its requests that are kept, and of its batches' prompts that wait."""
+
+
+def bucket(tenant: str) -> str:
+    """Hash: what is left of the tenant's submissions a minute."""
+    return f"tenant:{tenant}:bucket"
+
+
 FAIR_TENANTS = "fair:tenants"
 """Sorted set: tenant with rollouts that wait for INIT → its virtual time, the least of which is next."""
 FAIR_CLOCK = "fair:clock"
@@ -167,7 +173,9 @@ BACKENDS = "backends"
 BACKEND_LOAD = "backends:load"
 """Sorted set, the min-heap: backend id by what its rollouts reserve."""
 BACKEND_CHOSEN = "backends:chosen"
-"""Sorted set: backend id by when it was chosen last (a counter, `backends:turn`), to break ties."""
+"""Sorted set: backend id by when it was chosen last, to break ties."""
+BACKEND_TURN = "backends:turn"
+"""String: the counter by which that is told."""
 BACKEND_PINS = "backends:pins"
 """Hash: rollout id → `<backend> <weight> <group>`."""
 BACKEND_GROUPS = "backends:groups"
@@ -181,7 +189,9 @@ BACKEND_SUSPECTS = "backends:suspects"
 KEEPER_LOCK = "keeper:lock"
 """String: the worker that probes the backends; expires with it."""
 BACKEND_ROOM_CHANNEL = "backends:room"
-"""Pub/sub: there may be room for a rollout that waits (`backends:waited` says that one does)."""
+"""Pub/sub: there may be room for a rollout that waits."""
+BACKEND_WAITED = "backends:waited"
+"""String: one has been refused for want of room a moment ago; expires."""
 BACKEND_DOWN_CHANNEL = "backends:down"
 """Pub/sub: id of a backend that turned out unusable: calls to it are given up."""
 

@@ -12,20 +12,16 @@ from dataclasses import dataclass, field
 import redis
 
 from rollout.schema import TERMINAL_STATES, State
-from services.queues import STAGES
 from services.state import keys
-from services.state.redis import lua_source
+from services.state.scripts import Operations
 
 BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 """Upper bounds: from a no-op stage to the longest deadline that is usual."""
 LIVE_STATES = tuple(state for state in State if state not in TERMINAL_STATES)
 MOST_LEASES = 10_000
 """Rollouts of a stage that one look goes through at most: Redis serves nobody else meanwhile."""
-
-
-def lua_buckets() -> str:
-    """The bounds as the scripts have them, in whole milliseconds."""
-    return f"local BUCKETS = {{{', '.join(str(round(bound * 1000)) for bound in BUCKETS_S)}}}\n"
+BUCKETS_MS = tuple(round(bound * 1000) for bound in BUCKETS_S)
+"""The same as the scripts have them."""
 
 
 @dataclass
@@ -77,7 +73,7 @@ class Observations:
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
-        self._ages = client.register_script(lua_source("ages"))
+        self._do = Operations(client, "ages")
 
     def histograms(self) -> dict[str, Histogram]:
         """By series: `stage_<stage>`, `queue_<stage>`, `total_<state>`."""
@@ -94,11 +90,10 @@ class Observations:
 
     def ages(self) -> Ages:
         """Look at everything that is live."""
-        lag, *rest = self._ages(args=[MOST_LEASES, *(state.value for state in LIVE_STATES)])
-        per_stage, per_state = rest[: 2 * len(STAGES)], rest[2 * len(STAGES) :]
+        ages = self._do("ages", most=MOST_LEASES, states=LIVE_STATES)
         return Ages(
-            reaper_lag=lag / 1000,
-            leases=dict(zip(STAGES, per_stage[::2], strict=True)),
-            lease_age={stage: age / 1000 for stage, age in zip(STAGES, per_stage[1::2], strict=True)},
-            oldest={state.value: age / 1000 for state, age in zip(LIVE_STATES, per_state, strict=True)},
+            reaper_lag=ages["reaper_lag"] / 1000,
+            leases=ages["leases"],
+            lease_age={stage: age / 1000 for stage, age in ages["lease_age"].items()},
+            oldest={state: age / 1000 for state, age in ages["oldest"].items()},
         )

@@ -1,9 +1,7 @@
-"""The one place where a connection to Redis and a Lua script are made."""
+"""The one place where a connection to Redis is made."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 import redis
@@ -74,9 +72,3 @@ def now(client: redis.Redis) -> float:
     """Seconds by Redis' clock, by which everything is decided that nodes must agree on."""
     seconds, micros = client.time()
     return seconds + micros / 1_000_000
-
-
-@lru_cache
-def lua_source(name: str) -> str:
-    """Text of `lua/<name>.lua`."""
-    return (resources.files("services.state") / "lua" / f"{name}.lua").read_text()

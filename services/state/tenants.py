@@ -1,7 +1,7 @@
 """Tenants: what each may use, and how many live rollouts it has.
 
 A tenant exists by being named: one without an entry of its own has no limits. Live rollouts are counted by
-`lua/rollouts.lua`, at submission and at every end, in the script that writes the state.
+`rollouts.lua`, at submission and at every end, in the script that writes the state.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import secrets
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from posixpath import normpath
+from typing import Any
 
 import redis
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -96,10 +97,10 @@ class QuotaExceeded(Exception):
         super().__init__(self._text())
 
     @classmethod
-    def of(cls, reply: list, tenant: str) -> QuotaExceeded:
-        """What a script answered."""
-        _, kind, limit, used, wait_ms, asked = reply
-        return cls(tenant, kind, limit, used, asked, None if wait_ms < 0 else wait_ms / 1000)
+    def of(cls, over: dict[str, Any], tenant: str) -> QuotaExceeded:
+        """What `over_quota` of a script answered."""
+        wait_ms = over.pop("wait_ms", None)
+        return cls(tenant, **over, wait_s=None if wait_ms is None else wait_ms / 1000)
 
     def _text(self) -> str:
         what = {"live": "live rollouts", "rate": "rollouts a minute", "bytes": "bytes of requests"}[self.kind]

@@ -14,7 +14,7 @@ from typing import Any
 import redis
 
 from services.state import keys
-from services.state.reading import Skipped, request_texts
+from services.state.rollouts.reading import Skipped, request_texts
 
 _READ = ("tenant", "digest")
 FAILURES_KEPT = 1000

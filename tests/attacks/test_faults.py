@@ -16,10 +16,10 @@ import redis
 from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.settings import Settings
-from services.state import backends, election, fleet, keys, memory, retention, rollouts
+from services.state import keys, memory, scripts
 from services.state.fleet import FleetStore
-from services.state.redis import connect, lua_source
-from services.state.rollouts import Finish, NewRollout, RolloutStore
+from services.state.redis import connect
+from services.state.rollouts.store import Finish, NewRollout, RolloutStore
 from tests.attacks import attack
 from tests.helpers.chores import services
 from tests.helpers.dying_fleet import DyingFleet
@@ -46,17 +46,13 @@ class Service:
         """In a control, change a script."""
         if not self.control:
             return
-        text = lua_source(script)
-        assert text.count(wall) == 1, f"{wall!r} is not in {script}.lua: the control would show nothing"
-        for module in (backends, election, fleet, retention, rollouts):
-            before = module.lua_source
-            self.patch.setattr(
-                module,
-                "lua_source",
-                lambda name, before=before: (
-                    before(name).replace(wall, hole) if name == script else before(name)
-                ),
-            )
+        before = scripts.text
+        assert before(script).count(wall) == 1, f"{wall!r} is not in {script}.lua: the control shows nothing"
+        self.patch.setattr(
+            scripts,
+            "text",
+            lambda name: before(name).replace(wall, hole) if name == script else before(name),
+        )
 
     def settings(self) -> Settings:
         return Settings(redis_url=self.url, lease_s=30.0)
@@ -100,8 +96,8 @@ def target(request, server, monkeypatch):
 
 @attack(stopped_by="two lost workers are free; then the suspect is alone")
 def test_cost_its_neighbours_their_attempts_by_ending_their_worker(target):
-    target.without("rollouts", "SPARED_DEATHS, ALONE_AGAIN_MS = 2,", "SPARED_DEATHS, ALONE_AGAIN_MS = 0,")
-    target.without("rollouts", "if other and other ~= id and get", "if false and get")
+    target.without("rollouts/record", "ALONE_AGAIN_MS = 2,", "ALONE_AGAIN_MS = 0,")
+    target.without("rollouts/record", "if other and other ~= id and field", "if false and field")
     workers, neighbours = DyingFleet(target.client, target.store()), [f"n{number}" for number in range(8)]
     workers.submit("poison", *neighbours)
     workers.live_out("poison", neighbours)

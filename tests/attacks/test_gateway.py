@@ -20,7 +20,7 @@ from services.gateway.app import create_app
 from services.gateway.routes import service as service_routes
 from services.settings import Settings
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope, _digest
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 from services.state.fleet import FleetStore
 from services.state.tenants import Tenant
 from tests.attacks import attack

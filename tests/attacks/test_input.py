@@ -24,12 +24,10 @@ from services.gateway.compat import nemo_gym, nemo_gym_answers
 from services.gateway.routes import results as result_routes
 from services.gateway.routes import rollouts as rollout_routes
 from services.settings import Settings
-from services.state import keys
-from services.state import rollouts as rollout_store
+from services.state import keys, scripts
 from services.state.fleet import FleetStore
-from services.state.reading import Skipped
-from services.state.redis import lua_source
-from services.state.rollouts import Claim, RolloutStore
+from services.state.rollouts.reading import Skipped
+from services.state.rollouts.store import Claim, RolloutStore
 from services.state.webhooks import WebhookStore
 from services.webhook_address import AllowedAddresses
 from tests.attacks import attack
@@ -252,10 +250,11 @@ def test_stop_webhooks_by_a_bad_record(target):
 
 @attack(stopped_by="attempts are in the record; the reaper reads no request")
 def test_stop_the_reaper_by_a_bad_record(target):
-    ours = "tonumber(get(id, 'most_attempts')[1])"
+    ours = "tonumber(field(id, 'most_attempts'))"
     before = "cjson.decode(request_of(id)).limits.max_attempts"
-    assert ours in lua_source("rollouts")
-    target.without(rollout_store, "lua_source", lambda name: lua_source(name).replace(ours, before))
+    assert ours in scripts.text("rollouts/record")
+    text = scripts.text
+    target.without(scripts, "text", lambda name: text(name).replace(ours, before))
     store = RolloutStore(target.world.redis, Settings(redis_url=target.world.url))
     (bad,) = target.submit(ATTACKER)
     (mine,) = target.submit(VICTIM)

@@ -13,9 +13,10 @@ from services import dispatch
 from services.gateway import auth, http
 from services.gateway.compat import calls
 from services.settings import Settings
-from services.state import batches, results
-from services.state.batches import BatchStore
+from services.state.batches import store as batches
+from services.state.batches.store import BatchStore
 from services.state.jobs import JobStore
+from services.state.results import stream as results
 from services.state.tenants import Tenant
 from services.state.webhooks import Delivery
 from tests.attacks import attack

@@ -10,7 +10,7 @@ import pytest
 from rollout.policy import PolicyRequest
 from rollout.schema import BackendRequest
 from services.engines.describe import describe
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 from tests.helpers import llm_reference
 from tests.helpers.checkpoints import canary
 from tests.helpers.llm_servers import DEMO_MODEL

@@ -6,8 +6,8 @@ from rollout.batch import Batch, BatchRequest
 from rollout.schema import RolloutRequest, Stage, State, Submitted, new_id
 from services.dispatch import _expand
 from services.settings import Settings
-from services.state.batches import BatchStore
-from services.state.rollouts import Finish, RolloutStore
+from services.state.batches.store import BatchStore
+from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import TenantStore
 from tests.helpers.chores import services
 from workers.chores.batches import Batcher

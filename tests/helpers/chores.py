@@ -11,8 +11,8 @@ from services.dispatch import Dispatcher
 from services.queues import make_celery
 from services.settings import Settings
 from services.state.fleet import FleetStore
-from services.state.policy import PolicyStore
-from services.state.rollouts import RolloutStore
+from services.state.policy.store import PolicyStore
+from services.state.rollouts.store import RolloutStore
 from services.state.tenants import TenantStore
 
 

@@ -6,7 +6,7 @@ import redis
 
 from rollout.schema import RolloutRequest, Stage, State
 from services.state import keys
-from services.state.rollouts import Claim, Finish, NewRollout, RolloutStore
+from services.state.rollouts.store import Claim, Finish, NewRollout, RolloutStore
 
 
 class DyingFleet:

@@ -1,4 +1,4 @@
-"""The order in which INIT takes rollouts, said again in plain Python: an oracle for `lua/fair.lua`.
+"""The order in which INIT takes rollouts, said again in plain Python: an oracle for `rollouts/fair.lua`.
 
 Written from docs/tenants.md and from what start-time fair queueing is, not from the script.
 """

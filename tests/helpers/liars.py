@@ -11,7 +11,7 @@ from aiohttp import web
 
 from rollout.schema import Backend, Rollout, RolloutRequest
 from rollout.trajectory import Message
-from services.state.backends import Placed
+from services.state.backends.store import Placed
 from tests.helpers.engine_model import EngineModel
 from tests.helpers.fake_engine import FakeEngine, create_app
 from tests.helpers.fake_language import FakeLanguage

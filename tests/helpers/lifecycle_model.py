@@ -1,4 +1,4 @@
-"""What `services/state/lua/rollouts.lua` promises, said again in plain Python: an oracle for its tests.
+"""What `services/state/rollouts/rollouts.lua` promises, said again in plain Python: an oracle for its tests.
 
 One rollout is a `Life`; `Lifecycle` holds all of them with the queue of what is due and the completions.
 Times are milliseconds of a clock that only `Lifecycle.now` moves. Written from the promises in

@@ -13,10 +13,11 @@ from rollout.schema import Blame, RolloutRequest, Stage, State
 from sandbox.errors import ImageError, NotAllowed, RuntimeUnavailable
 from sandbox.images import ImageStore
 from services.settings import Settings
-from services.state import keys, rollouts
+from services.state import keys
 from services.state.fleet import FleetStore
 from services.state.redis import connect
-from services.state.rollouts import NewRollout, RolloutStore
+from services.state.rollouts import store as rollouts
+from services.state.rollouts.store import NewRollout, RolloutStore
 from tests.helpers.chores import services
 from tests.helpers.sandboxes import require_apptainer, stop_host
 from tests.helpers.stack import NODE, Stack

@@ -21,7 +21,7 @@ from services.settings import Settings
 from services.state import keys
 from services.state.fleet import ANNOUNCE_EVERY_S
 from services.state.redis import connect
-from services.state.rollouts import Finish, RolloutStore
+from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.chores import Clock, services
 from tests.helpers.keys import http

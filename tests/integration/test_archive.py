@@ -15,7 +15,7 @@ from rollout.cli import main
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
-from services.state.rollouts import RolloutStore
+from services.state.rollouts.store import RolloutStore
 from tests.helpers.chores import services
 from tests.integration.test_retention import ended, submitted, trajectory
 from workers.chores import archive as writer

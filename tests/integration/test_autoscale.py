@@ -19,7 +19,7 @@ from services.settings import Settings
 from services.state.autoscale import AutoscaleStore
 from services.state.fleet import FleetStore, NodeAdmission
 from services.state.redis import connect
-from services.state.rollouts import Finish, RolloutStore
+from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.keys import http
 from tests.helpers.stack import NODE, wait_until
 

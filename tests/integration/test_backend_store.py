@@ -15,9 +15,9 @@ from rollout.schema import Backend, BackendStats, RolloutRequest, Stage
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys
-from services.state.backends import BackendStore, PlacementPolicy
+from services.state.backends.store import BackendStore, PlacementPolicy
 from services.state.redis import connect
-from services.state.rollouts import Finish, RolloutStore
+from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.stack import RedisServer
 
 
@@ -513,7 +513,7 @@ def test_calls_that_share_a_round_trip_survive_a_redis_that_forgot_the_script(he
     put(heap, "a")
     client.script_flush()
     replies = heap.many([heap.acquire_args(f"r{n}") for n in range(3)])
-    assert [reply[0] for reply in replies] == ["ok"] * 3 and loads(heap) == {"a": (3.0, 3)}
+    assert [reply["word"] for reply in replies] == ["ok"] * 3 and loads(heap) == {"a": (3.0, 3)}
 
 
 # -- against a model ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from services.state import keys
 from services.state.api_keys import Scope
 from services.state.fleet import FleetStore
 from services.state.requests import Unstorable, stored_form
-from services.state.rollouts import UNREADABLE, Finish
+from services.state.rollouts.store import UNREADABLE, Finish
 from tests.helpers.idle import in_time
 from tests.helpers.keys import KEY
 from tests.helpers.stack import Stack

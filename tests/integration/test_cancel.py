@@ -9,7 +9,7 @@ import pytest
 
 from rollout.schema import RolloutRequest, State
 from services.state import keys
-from services.state.rollouts import CANCEL_AT_ONCE
+from services.state.rollouts.store import CANCEL_AT_ONCE
 from tests.helpers.idle import in_time
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until

@@ -8,9 +8,10 @@ import pytest
 
 from rollout.schema import RolloutRequest, Stage
 from services.settings import Settings
-from services.state import keys, rollouts
+from services.state import keys
 from services.state.redis import connect
-from services.state.rollouts import NewRollout, RolloutStore
+from services.state.rollouts import store as rollouts
+from services.state.rollouts.store import NewRollout, RolloutStore
 from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer
 from tests.helpers.wrong_clock import WrongClock
@@ -99,7 +100,7 @@ def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
     if died:
         once = store._jump
         monkeypatch.setattr(rollouts, "MOVED_AT_ONCE", 1)
-        monkeypatch.setattr(store, "_jump", lambda args: once(args=args) and 0)
+        monkeypatch.setattr(store, "_jump", lambda *args, **ask: once(*args, **ask) and 0)
     reaper.clock_jumped(hours_s, 1.0)
     monkeypatch.undo()
     if not died:

@@ -30,7 +30,7 @@ from services.gateway.compat.nemo_gym_answers import AggregateRequest
 from services.gateway.routes.rollouts import CancelRequest
 from services.settings import Settings
 from services.state.api_keys import Scope
-from services.state.rollouts import Claim, Finish
+from services.state.rollouts.store import Claim, Finish
 from tests.helpers.chores import services
 from tests.helpers.long_forms import CHAOS
 from tests.helpers.tenants import World

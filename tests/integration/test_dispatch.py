@@ -14,7 +14,7 @@ from services.dispatch import Dispatcher, IdConflict
 from services.queues import TASK_CLEANUP, TASK_EVALUATE, TASK_INIT, TASK_RUN, Ref, make_celery
 from services.settings import Settings
 from services.state.redis import connect
-from services.state.rollouts import Finish, RolloutStore
+from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import Tenant
 
 _BOX = {"id": "s", "runtime": "r", "image": "i", "node": "n", "isolation_missing": []}

@@ -13,7 +13,7 @@ from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
-from services.state.rollouts import Claim, Finish, RolloutStore
+from services.state.rollouts.store import Claim, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.stack import wait_until
 

@@ -22,8 +22,8 @@ from services.state import keys
 from services.state.fleet import FleetStore
 from services.state.memory import COPIES, REFUSE_AT, Room, StoreFull
 from services.state.redis import connect
-from services.state.retention import ResultStore
-from services.state.rollouts import Finish, NewRollout, RolloutStore
+from services.state.results.store import ResultStore
+from services.state.rollouts.store import Finish, NewRollout, RolloutStore
 from tests.helpers.chores import services
 from tests.helpers.keys import keyed
 from workers import patience
@@ -213,7 +213,7 @@ def test_a_finished_stage_keeps_its_slot_no_longer_than_its_rollout_has(client, 
     store.overdue()  # the reaper's: Redis answers though it is full, and says that nobody wants the outcome
     thread.join(30)
     assert let_go == ["over"] and store.get("over").state is State.TIMED_OUT
-    store._script = Mock(side_effect=redis.ConnectionError("away"))
+    store._do = Mock(side_effect=redis.ConnectionError("away"))
     thread = start(dataclasses.replace(away, deadline_in_s=1.0))
     time.sleep(0.5)
     assert let_go == ["over"], "it waits for longer than is usual"

@@ -26,9 +26,9 @@ from rollout.schema import Backend, RolloutRequest, Stage, State
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys as names
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 from services.state.redis import connect
-from services.state.rollouts import MAX_REQUEUE_S, Finish, RolloutStore
+from services.state.rollouts.store import MAX_REQUEUE_S, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.fair_model import FairOrder
 from tests.helpers.lifecycle_model import WAITS_FOR, Lifecycle

@@ -12,7 +12,7 @@ from services.settings import Settings
 from services.state import keys
 from services.state.fleet import FleetStore
 from services.state.redis import connect
-from services.state.rollouts import Finish, NewRollout, RolloutStore
+from services.state.rollouts.store import Finish, NewRollout, RolloutStore
 from tests.helpers.chores import Clock, services
 from tests.helpers.stack import RedisServer
 from workers.chores.reaper import Reaper

@@ -21,10 +21,11 @@ from services import logs
 from services.dispatch import _expand
 from services.gateway.app import create_app
 from services.settings import Settings
+from services.state import scripts
 from services.state.fleet import FleetStore, NodeAdmission
-from services.state.observations import BUCKETS_S, Observations, lua_buckets
-from services.state.redis import connect, lua_source
-from services.state.rollouts import Finish, RolloutStore
+from services.state.observations import BUCKETS_MS, BUCKETS_S, Observations
+from services.state.redis import connect
+from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.keys import http, keyed
 from tests.helpers.stack import NODE, ROOT, Stack, free_port, wait_until
 
@@ -96,13 +97,15 @@ def test_times_fall_into_the_bucket_that_bounds_them(store, observations, server
     assert 42 <= histogram.sum_s < 60
 
 
-def test_a_time_at_a_bound_belongs_to_it(server, observations):
+def test_a_time_at_a_bound_belongs_to_it(server, observations, monkeypatch):
     client = connect(server.url)
     client.flushall()
-    script = lua_buckets() + lua_source("observations") + "observe('stage_init', tonumber(ARGV[1]))"
-    for bound in BUCKETS_S[:3]:
-        client.eval(script, 0, round(bound * 1000))
-    client.eval(script, 0, round(BUCKETS_S[-1] * 1000) + 1)
+    observe = "function operations.observe(ask) observe('stage_init', ask.ms) end"
+    text = scripts.text("observations") + observe
+    monkeypatch.setattr(scripts, "text", lambda name: text)
+    do = scripts.Operations(client, "observations", BUCKETS_MS=BUCKETS_MS)
+    for ms in (*BUCKETS_MS[:3], BUCKETS_MS[-1] + 1):
+        do("observe", ms=ms)
     expected = dict.fromkeys(BUCKETS_S[:3], 1) | {float("inf"): 1}
     assert observations.histograms()["stage_init"].counts == expected
 

@@ -18,7 +18,7 @@ from services.dispatch import _expand
 from services.settings import Settings
 from services.settings_table import table
 from services.state.redis import connect
-from services.state.rollouts import Finish, RolloutStore
+from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.stack import ROOT, RedisServer
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()

@@ -17,7 +17,7 @@ from rollout.schema import Backend
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.engines.base import SampleRequest
 from services.state import keys
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 from services.state.redis import connect
 from tests.helpers.llm_servers import free_port
 from workers import patience

@@ -8,7 +8,7 @@ from rollout.schema import State
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
-from services.state.rollouts import Finish, RolloutStore
+from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.dying_fleet import DyingFleet
 
 

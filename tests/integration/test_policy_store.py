@@ -7,11 +7,12 @@ import time
 
 import httpx
 import pytest
+from redis.exceptions import LockError
 
 from rollout.policy import PolicyRequest, UpdateState
 from rollout.schema import Backend
-from services.state.backends import BackendStore
-from services.state.policy import HISTORY, Current, LeaseLost, PolicyStore, UpdateConflict
+from services.state.backends.store import BackendStore
+from services.state.policy.store import HISTORY, Current, LeaseLost, PolicyStore, UpdateConflict
 from tests.helpers.stack import wait_until
 from workers.weights import WeightUpdates, _each, _Leases
 
@@ -52,8 +53,9 @@ def test_one_worker_at_a_time_has_an_update_and_its_successor_s_work_is_not_over
         store.save(first)
     with pytest.raises(LeaseLost):
         store.finish(first, None)
-    assert not store.extend("policy:lease", first.token, 30)
-    assert store.extend("policy:lease", second.token, 30)
+    with pytest.raises(LockError):
+        first.lease.reacquire()
+    assert second.lease.reacquire()
     assert store.get(second.record.update.id).started_at == 1.0
     assert store.under_way()
 
@@ -155,9 +157,10 @@ def test_a_backend_is_left_alone_while_an_update_is_under_way_or_another_has_it(
     updates = WeightUpdates(store, NoBackends(), "late")
     assert updates.bring_current(BACKEND) is None
     store.finish(work, current_of("v1", made.id))
-    lock = store.lock("b", "other", 30)
+    lock = store.lock("b", 30)
+    assert lock.acquire(blocking=False)
     assert updates.bring_current(BACKEND) is None
-    store.release(*lock)
+    lock.release()
     assert redis.get("policy:lock:b") is None
 
 
@@ -263,9 +266,10 @@ def test_a_worker_whose_lease_is_lost_writes_nothing_more_and_goes_to_no_further
 
 
 def test_leases_are_kept_while_they_are_held_and_their_loss_is_told(store, redis):
-    leases = _Leases(store, 3.0)
-    key, token = store.lock("b", "worker", 3.0)
-    with leases.hold(key, token) as lost:
+    leases, lease = _Leases(3.0), store.lock("b", 3.0)
+    key, _ = lease.name, lease.acquire()
+    token = redis.get(key)
+    with leases.hold(lease) as lost:
         redis.pexpire(key, 2900)
         wait_until(lambda: redis.pttl(key) > 2900, 10, "it to be extended")
         assert redis.get(key) == token and not lost.is_set()

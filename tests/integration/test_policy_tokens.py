@@ -10,7 +10,7 @@ import pytest
 from rollout.schema import BackendRequest
 from services.engines.base import SampleRequest
 from services.engines.describe import describe
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 from tests.helpers.stack import RedisServer
 from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter

@@ -17,7 +17,7 @@ from rollout.cli import main
 from rollout.client import ApiError
 from rollout.policy import Canary, PolicyUpdate
 from rollout.schema import Backend, Rollout, RolloutRequest, State
-from services.state.backends import BackendStore
+from services.state.backends.store import BackendStore
 from tests.helpers import llm_reference
 from tests.helpers.checkpoints import canary, endless_copy
 from tests.helpers.keys import http

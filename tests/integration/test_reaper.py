@@ -13,7 +13,7 @@ from services.state import keys
 from services.state.election import Election
 from services.state.fleet import ALIVE_S, FleetStore
 from services.state.redis import connect
-from services.state.rollouts import Finish, NewRollout
+from services.state.rollouts.store import Finish, NewRollout
 from tests.helpers.chores import services
 from tests.helpers.stack import RedisServer, wait_until
 from workers.chores.reaper import AT_ONCE, Reaper

@@ -18,8 +18,9 @@ from services import keys_table
 from services.gateway.app import create_app
 from services.queues import TASK_INIT, make_celery
 from services.settings import Settings
-from services.state import keys, payloads
+from services.state import keys
 from services.state.redis import connect
+from services.state.rollouts import payloads
 from services.state.startup import UnfitRedis, prepare, risks
 from tests.helpers.keys import http, keyed
 from tests.helpers.sentinel import PASSWORD, RedisGroup

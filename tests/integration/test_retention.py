@@ -11,11 +11,12 @@ from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.dispatch import _expand
 from services.settings import Settings
-from services.state import keys, payloads
+from services.state import keys
 from services.state.redis import connect
-from services.state.results import CompletionStore
-from services.state.retention import ResultStore
-from services.state.rollouts import Finish, RolloutStore
+from services.state.results.store import ResultStore
+from services.state.results.stream import CompletionStore
+from services.state.rollouts import payloads
+from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import DEFAULT_TENANT
 from tests.helpers.stack import wait_until
 

@@ -18,7 +18,7 @@ from services.dispatch import _expand
 from services.queues import make_celery
 from services.settings import Settings
 from services.state import keys
-from services.state.rollouts import Finish
+from services.state.rollouts.store import Finish
 from workers import process as processes
 from workers.errors import InfrastructureError
 from workers.evaluate import evaluate

@@ -14,7 +14,7 @@ from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
-from services.state.rollouts import MAX_REQUEUE_S, TRANSITIONS, Finish, RolloutStore
+from services.state.rollouts.store import MAX_REQUEUE_S, TRANSITIONS, Finish, RolloutStore
 from services.state.tenants import Tenant
 
 

@@ -16,9 +16,10 @@ from rollout.errors import RolloutError, Unavailable
 from rollout.schema import ResultPage, RolloutRequest
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.settings import Settings
-from services.state import keys, payloads, reading
-from services.state.reading import RolloutReader
+from services.state import keys
 from services.state.redis import connect
+from services.state.rollouts import payloads, reading
+from services.state.rollouts.reading import RolloutReader
 from tests.helpers.keys import http
 
 MSGPACK = {"Accept": "application/msgpack"}

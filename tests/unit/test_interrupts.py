@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout.schema import Stage
-from services.state.rollouts import Finish
+from services.state.rollouts.store import Finish
 from workers import task as task_module
 from workers.held import CANCEL, SHUTDOWN, Held
 from workers.process import WorkerProcess

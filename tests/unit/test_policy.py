@@ -9,7 +9,7 @@ import pytest
 from rollout.policy import BackendUpdate, PolicyRequest, PolicyUpdate
 from rollout.schema import Backend
 from services.engines.control import ControlError, control_of
-from services.state.policy import identity_of, outcome
+from services.state.policy.store import identity_of, outcome
 from tests.helpers.described import describing
 from workers.exchange import Exchange
 

@@ -15,7 +15,8 @@ from contextvars import Context
 from typing import Any
 
 from rollout.trajectory import Trajectory
-from services.state.backends import BackendStore, Placed, placed
+from services.state.backends.store import BackendStore, Placed, placed
+from services.state.scripts import request
 from workers.clocks import stopped
 from workers.patience import ask
 
@@ -129,7 +130,7 @@ class Placements(Placing):
         return placed(await self._ask(self._store.extend_args(rollout_id, tokens, **options)))
 
     async def release(self, rollout_id: str) -> bool:
-        return bool(await self._ask(["release", rollout_id]))
+        return bool(await self._ask(request("release", rollout=rollout_id)))
 
     async def suspect(self, backend_id: str) -> None:
         await ask(self._store.suspect, backend_id)

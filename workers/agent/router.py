@@ -12,7 +12,7 @@ import structlog
 
 from rollout.schema import Backend
 from services.engines.base import Completion, SampleRequest
-from services.state.backends import Placed
+from services.state.backends.store import Placed
 from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient
 from workers.agent.placement import Placing
 from workers.errors import InfrastructureError, ModelError

@@ -17,7 +17,7 @@ import redis
 
 from rollout.archive import OPEN_SUFFIX, SUFFIX, members
 from services.state import keys
-from services.state.results import CompletionStore
+from services.state.results.stream import CompletionStore
 from workers.chores.base import Chore
 from workers.services import WorkerServices
 

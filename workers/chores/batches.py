@@ -1,7 +1,7 @@
 """Moves batches on: starts groups where there is room, decides those that have ended, ends what is redundant.
 
 Runs in every worker; what is to be done is taken from Redis under a lease, so no worker is needed and none is
-in the way. Each step is written once, by `lua/batches.lua`, and may be done again by another worker.
+in the way. Each step is written once, by `batches.lua`, and may be done again by another worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import redis
 from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from rollout.schema import Rollout, RolloutRequest
 from services.state import keys
-from services.state.batches import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
+from services.state.batches.store import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
 from services.state.tenants import QuotaExceeded, Tenant
 from workers.chores.base import Chore
 from workers.chores.filters import Decision, Filters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.schema import Stage
-from services.state.policy import LeaseLost
+from services.state.policy.store import LeaseLost
 from workers.chores.base import Chore
 from workers.services import WorkerServices
 

@@ -8,8 +8,8 @@ from services.queues import Ref
 from services.state import keys
 from services.state.election import LOCK_S
 from services.state.fleet import ALIVE_S
-from services.state.retention import ResultStore
-from services.state.rollouts import Overdue
+from services.state.results.store import ResultStore
+from services.state.rollouts.store import Overdue
 from workers.chores.base import Chore
 from workers.chores.steadiness import Steadiness
 from workers.services import WorkerServices

@@ -26,9 +26,9 @@ from services.gateway.problems import ApiProblem, invalid, over_quota
 from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
-from services.state.batches import BatchConflict, BatchEnded, BatchRuns, Decided, NoSuchBatch
+from services.state.batches.store import BatchConflict, BatchEnded, BatchRuns, Decided, NoSuchBatch
 from services.state.requests import stored_form
-from services.state.results import is_cursor
+from services.state.results.stream import is_cursor
 from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("batches", __name__, url_prefix="/v1")

@@ -9,7 +9,7 @@ from rollout.schema.policy import PolicyRequest, PolicyStatus, PolicyUpdate
 from services.gateway.context import gateway
 from services.gateway.http import Wait, operation, reply
 from services.gateway.problems import ApiProblem, invalid
-from services.state.policy import UpdateConflict
+from services.state.policy.store import UpdateConflict
 
 blueprint = Blueprint("policy", __name__, url_prefix="/v1")
 

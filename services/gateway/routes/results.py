@@ -24,7 +24,7 @@ from services.gateway.problems import invalid
 from services.gateway.waiting import Interest, Waiter, waiter
 from services.state.api_keys import Scope
 from services.state.redis import is_away
-from services.state.results import is_cursor
+from services.state.results.stream import is_cursor
 
 log = structlog.get_logger("gateway")
 blueprint = Blueprint("results", __name__, url_prefix="/v1")

@@ -22,7 +22,7 @@ from services.launch.supervisor import LOOK_S, Interrupted
 from services.queues import EVAL, INIT, RUN, make_celery, queue_for
 from services.settings import Settings
 from services.state.redis import connect
-from services.state.rollouts import RolloutStore
+from services.state.rollouts.store import RolloutStore
 
 log = structlog.get_logger("slurm")
 

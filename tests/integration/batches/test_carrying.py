@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rollout.batch import BatchState
-from services.state.batches import BatchRuns, NoSuchBatch
+from services.state.batches.store import BatchRuns, NoSuchBatch
 from tests.helpers.batch_world import balanced
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.schema import Limits, RolloutRequest, State, new_id
-from services.state.batches import BatchConflict, NoSuchBatch, Todo
+from services.state.batches.store import BatchConflict, NoSuchBatch, Todo
 from tests.helpers.batch_world import balanced
 
 BATCH = new_id()
@@ -30,7 +30,7 @@ def test_the_same_batch_twice_is_one_and_another_body_is_refused(world):
 
 
 def test_a_worker_that_dies_before_it_submits_leaves_the_group_to_another(world, monkeypatch):
-    monkeypatch.setattr("services.state.batches.LEASE_S", 0.05)
+    monkeypatch.setattr("services.state.batches.store.LEASE_S", 0.05)
     world.desk.dies = 1
     with pytest.raises(KeyboardInterrupt):
         world.create(id=BATCH, n=2, groups=2, prompts=2)

@@ -7,7 +7,7 @@ import pytest
 from rollout.batch import BatchState, Verdict
 from rollout.schema import RolloutRequest
 from services.dispatch import _expand
-from services.state.batches import BatchEnded, BatchStore
+from services.state.batches.store import BatchEnded, BatchStore
 from services.state.tenants import QuotaExceeded, Tenant
 from tests.helpers.batch_world import balanced
 

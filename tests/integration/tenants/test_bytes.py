@@ -8,7 +8,7 @@ from rollout.batch import BatchRequest
 from rollout.schema import RolloutRequest, Stage, new_id
 from services.state import keys
 from services.state.api_keys import Scope
-from services.state.rollouts import Claim, Finish
+from services.state.rollouts.store import Claim, Finish
 from services.state.tenants import Tenant
 from tests.helpers.chores import services
 from workers.chores.batches import Batcher

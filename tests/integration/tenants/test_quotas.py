@@ -8,7 +8,7 @@ import pytest
 
 from rollout.schema import Stage, State
 from services.state import keys as names
-from services.state.rollouts import Finish
+from services.state.rollouts.store import Finish
 from services.state.tenants import Tenant
 
 

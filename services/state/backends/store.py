@@ -16,7 +16,7 @@ import redis
 
 from rollout.schema import Backend, BackendStats
 from services.state import keys
-from services.state.redis import lua_source
+from services.state.scripts import Operations, request
 
 _LIVE_FIELDS = {
     "healthy",
@@ -88,10 +88,8 @@ class BackendStore:
     def __init__(self, client: redis.Redis, policy: PlacementPolicy | None = None) -> None:
         self._redis = client
         self._policy = policy or PlacementPolicy()
-        self._limited = "1" if self._policy.weigh == "tokens" else "0"
-        self._script = client.register_script(
-            "".join(map(lua_source, ("full", "timeline", "backends", "backends_ops")))
-        )
+        self._do = Operations(client, "backends/backends")
+        self._place = Operations(client, "backends/placement")
 
     @staticmethod
     def id_of(url: str) -> str:
@@ -102,23 +100,19 @@ class BackendStore:
 
     def put(self, backend: Backend) -> Backend:
         """Add a backend, or replace its description; load, drain and pause stay, an error is forgotten."""
-        described = backend.model_dump_json(exclude=_LIVE_FIELDS)
-        version = backend.policy_version or ""
-        self._script(
-            args=[
-                "put",
-                backend.id,
-                described,
-                backend.capacity_tokens or 0,
-                backend.max_rollouts or 0,
-                version,
-            ]
+        self._do(
+            "put",
+            backend=backend.id,
+            described=backend.model_dump_json(exclude=_LIVE_FIELDS),
+            capacity=backend.capacity_tokens or 0,
+            most=backend.max_rollouts or 0,
+            version=backend.policy_version or "",
         )
         return self.get(backend.id) or backend
 
     def remove(self, backend_id: str) -> bool:
         """Forget a backend. Its rollouts move to others at their next call. False: there was none."""
-        return bool(self._script(args=["remove", backend_id]))
+        return self._do("remove", backend=backend_id)
 
     def get(self, backend_id: str) -> Backend | None:
         """One backend, or None."""
@@ -143,7 +137,7 @@ class BackendStore:
         return [_backend(described[name], load, its) for (name, load), its in zip(known, live, strict=True)]
 
     def _set(self, backend_id: str, field: str, value: str) -> bool:
-        return bool(self._script(args=["set", backend_id, field, value]))
+        return self._do("set", backend=backend_id, field=field, value=value)
 
     def drain(self, backend_id: str, drain: bool = True) -> bool:
         """Let a backend take no new rollouts, or again some. False: no such backend (also below)."""
@@ -182,12 +176,11 @@ class BackendStore:
 
     def suspect(self, backend_id: str) -> None:
         """Have a backend probed at once: a call to it failed."""
-        self._script(args=["suspect", backend_id])
+        self._do("suspect", backend=backend_id)
 
     def take_suspects(self) -> dict[str, int]:
         """Those entered since this was asked last, with their number of failed calls."""
-        found = self._script(args=["suspects"])
-        return {name: int(count) for name, count in zip(found[::2], found[1::2], strict=True)}
+        return self._do("suspects")
 
     def want_version(self, version: str | None) -> None:
         """Let only backends with these weights take new rollouts; None = any."""
@@ -211,63 +204,37 @@ class BackendStore:
 
         Args and answer: see `acquire_args`.
         """
-        return placed(self._script(args=self.acquire_args(rollout_id, **options)))
+        return placed(self._place.send(self.acquire_args(rollout_id, **options)))
 
     def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
         """Set what a rollout reserves, before each call; the answer may be another backend.
 
         Args and answer: see `extend_args`.
         """
-        return placed(self._script(args=self.extend_args(rollout_id, tokens, **options)))
+        return placed(self._place.send(self.extend_args(rollout_id, tokens, **options)))
 
     def release(self, rollout_id: str) -> bool:
         """Give the rollout's reservation back. False: there was none."""
-        return bool(self._script(args=["release", rollout_id]))
+        return self._place("release", rollout=rollout_id)
 
-    def acquire_args(
-        self,
-        rollout_id: str,
-        *,
-        tokens: int = 1,
-        fence: int | None = None,
-        group: str | None = None,
-        policy_version: str | None = None,
-        exclude: tuple[str, ...] = (),
-    ) -> list[str | int | float]:
-        """Arguments of the script for `acquire`, so that many calls can share a round trip.
+    def acquire_args(self, rollout_id: str, *, group: str | None = None, **options: Any) -> list[Any]:
+        """`acquire`, so that `many` can do several in a round trip.
 
         Args:
-            tokens: Context that the rollout is expected to need.
+            group: Rollouts that share a prompt; they share a backend until it is loaded.
+            tokens: Context that the rollout is expected to need; 1 if nothing is said.
             fence: Of the caller's claim, so that a stalled worker cannot reserve for a rollout it lost;
                 None = unchecked.
-            group: Rollouts that share a prompt; they share a backend until it is loaded.
             policy_version: Only backends with these weights; None = those that the fleet wants.
             exclude: Ids not to be used, because they just failed this rollout.
         """
         policy = self._policy
-        return [
-            "acquire",
-            rollout_id,
-            "" if fence is None else fence,
-            group or "-",
-            self._weight(tokens),
-            policy_version or "",
-            ",".join(exclude),
-            self._limited,
-            policy.admit,
-            policy.group_slack,
-        ]
+        admit = policy.admit if policy.weigh == "tokens" else None
+        more = {"group": group or "-", "admit": admit, "group_slack": policy.group_slack}
+        return self._call("acquire", rollout_id, more, **options)
 
-    def extend_args(
-        self,
-        rollout_id: str,
-        tokens: int,
-        *,
-        fence: int | None = None,
-        policy_version: str | None = None,
-        exclude: tuple[str, ...] = (),
-    ) -> list[str | int | float]:
-        """Arguments of the script for `extend`.
+    def extend_args(self, rollout_id: str, tokens: int, **options: Any) -> list[Any]:
+        """`extend`, so that `many` can do several in a round trip.
 
         A rollout under way is never refused for want of room. It moves when its backend is gone, unhealthy or
         excluded, and when that one is over its capacity while another has room. Without a place to move to
@@ -275,50 +242,47 @@ class BackendStore:
 
         Args:
             tokens: Context now, the call's own room included.
+            options: `fence`, `policy_version` and `exclude`, as for `acquire_args`.
         """
         policy = self._policy
-        return [
-            "extend",
-            rollout_id,
-            "" if fence is None else fence,
-            self._weight(tokens),
-            policy_version or "",
-            ",".join(exclude),
-            self._limited,
-            policy.spill_at,
-            policy.spill_to,
-            policy.spill_gap,
-        ]
+        more = {
+            "limited": policy.weigh == "tokens",
+            "spill_at": policy.spill_at,
+            "spill_to": policy.spill_to,
+            "spill_gap": policy.spill_gap,
+        }
+        return self._call("extend", rollout_id, more, tokens=tokens, **options)
 
-    def _weight(self, tokens: int) -> int:
-        return max(1, int(tokens)) if self._policy.weigh == "tokens" else 1
+    def _call(
+        self,
+        operation: str,
+        rollout_id: str,
+        more: dict[str, Any],
+        *,
+        tokens: int = 1,
+        fence: int | None = None,
+        policy_version: str | None = None,
+        exclude: tuple[str, ...] = (),
+    ) -> list[Any]:
+        return request(
+            operation,
+            rollout=rollout_id,
+            fence=None if fence is None else str(fence),
+            weight=max(1, int(tokens)) if self._policy.weigh == "tokens" else 1,
+            version=policy_version or None,
+            exclude=exclude,
+            **more,
+        )
 
-    def many(self, calls: list[list[str | int | float]]) -> list[Any]:
-        """Raw answers to several of the script's calls in one round trip, in order (see `placed`).
-
-        An answer may be a `redis.ResponseError` instead.
-        """
-        replies = self._evaluate(calls)
-        # A Redis that was restarted has forgotten the script, and has done none of these.
-        missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]
-        if missing:
-            self._redis.script_load(self._script.script)
-            again = self._evaluate([calls[i] for i in missing])
-            for i, reply in zip(missing, again, strict=True):
-                replies[i] = reply
-        return replies
-
-    def _evaluate(self, calls: list[list[str | int | float]]) -> list[Any]:
-        with self._redis.pipeline(transaction=False) as pipe:
-            for args in calls:
-                pipe.evalsha(self._script.sha, 0, *args)
-            return pipe.execute(raise_on_error=False)
+    def many(self, calls: list[list[Any]]) -> list[Any]:
+        """Answers to several of these calls in one round trip, in order (see `placed`)."""
+        return self._place.many(calls)
 
     # -- upkeep ------------------------------------------------------------------------------
 
     def reconcile(self) -> Corrections:
         """Make the counters what the live rollouts say. Cheap enough for every half minute."""
-        return Corrections(*self._script(args=["reconcile"]))
+        return Corrections(**self._do("reconcile"))
 
     def totals(self) -> dict[str, int]:
         """Sums for /metrics: `placed`, `placed_group`, `moved_spill`, `moved_failover`, `refused_full` …"""
@@ -330,13 +294,20 @@ def _described(raw: str) -> Backend:
     return Backend.model_validate_json(raw)
 
 
-def placed(reply: list[str]) -> Placed:
-    """The script's answer to `acquire` and `extend`."""
-    word, backend_id, described, version, why = reply
+def placed(answer: dict[str, str] | Exception) -> Placed:
+    """The answer to `acquire` and `extend`.
+
+    Raises:
+        redis.ResponseError: It is an error.
+    """
+    if isinstance(answer, Exception):
+        raise answer
     backend = None
-    if backend_id:
-        backend = _described(described).model_copy(update={"policy_version": version or None})
-    return Placed(word, backend, why)  # type: ignore[arg-type]
+    if "backend" in answer:
+        backend = _described(answer["described"]).model_copy(
+            update={"policy_version": answer["version"] or None}
+        )
+    return Placed(answer["word"], backend, answer["why"])  # type: ignore[arg-type]
 
 
 def _backend(described: str, load: float, live: dict[str, str]) -> Backend:

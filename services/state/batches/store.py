@@ -1,4 +1,4 @@
-"""Batches in Redis: what is wanted, what is under way, and what somebody has to do. See `lua/batches.lua`."""
+"""Batches in Redis: what is wanted, what is under way, and what somebody has to do. See `batches.lua`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rollout.batch import Batch, BatchRequest, BatchState, Verdict
 from services.settings import Settings
 from services.state import keys
 from services.state.memory import Room
-from services.state.redis import lua_source
 from services.state.requests import stored_form
+from services.state.scripts import Operations
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded
 
 LEASE_S = 20.0
@@ -114,13 +114,8 @@ class BatchStore:
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
         self._redis = client
         self._room = Room(client)
-        self._script = client.register_script(
-            "".join(map(lua_source, ("batch_hooks", "requests", "batches")))
-        )
+        self._do = Operations(client, "batches/batches")
         self._retention_ms = int(settings.retention_s * 1000)
-
-    def _call(self, *args: object) -> object:
-        return self._script(args=args)
 
     # -- the caller's side -------------------------------------------------------------------
 
@@ -149,33 +144,33 @@ class BatchStore:
         source = request.carry_from
         if source is not None and not self.get(source, tenant).state.ended:
             raise BatchRuns(f"batch {source} has not ended; its groups are its own until then")
-        word = self._call(
+        answer = self._do(
             "create",
-            batch_id,
-            hashlib.sha256(body.encode()).hexdigest(),
-            tenant,
-            request.model_copy(update={"prompts": []}).model_dump_json(),
-            request.groups,
-            request.n,
-            request.slots,
-            request.open_limit,
-            # Prompts that another batch left come on top, so it is not closed before they are here.
-            "0" if source else str(int(request.closed)),
-            _salt(batch_id),
-            "" if quota_bytes is None else quota_bytes,
             *map(stored_form, request.prompts),
+            batch=batch_id,
+            digest=hashlib.sha256(body.encode()).hexdigest(),
+            tenant=tenant,
+            config=request.model_copy(update={"prompts": []}).model_dump_json(),
+            wanted=request.groups,
+            n=request.n,
+            slots=request.slots,
+            most_open=request.open_limit,
+            # Prompts that another batch left come on top, so it is not closed before they are here.
+            closed=request.closed and source is None,
+            salt=_salt(batch_id),
+            most_bytes=quota_bytes,
         )
-        if isinstance(word, list):
-            raise QuotaExceeded.of(word, tenant)
-        if word == "conflict":
+        if answer["word"] == "over":
+            raise QuotaExceeded.of(answer["over"], tenant)
+        if answer["word"] == "conflict":
             raise BatchConflict(f"batch {batch_id!r} is there with another body, or is somebody else's")
         if source is not None:
             most = 10**9 if request.max_carried is None else request.max_carried
             # Also when the batch was there: whoever wrote it may have died before this.
-            self._call("adopt", batch_id, source, most)
+            self._do("adopt", **{"batch": batch_id, "from": source, "most": most})
             if request.closed:
-                self._call("extend", batch_id, "1", "", "")
-        return word == "new"
+                self._do("extend", batch=batch_id, closed=True)
+        return answer["word"] == "new"
 
     def extend(
         self,
@@ -201,28 +196,28 @@ class BatchStore:
         if prompts:
             self._room.require(sum(map(len, prompts)))
         owner = self.get(batch_id, tenant).tenant
-        said = "" if closed is None else str(int(closed))
-        most = "" if quota_bytes is None else quota_bytes
-        reply = self._call("extend", batch_id, said, part or "", most, *prompts)
-        if reply[0] == "over":
-            raise QuotaExceeded.of(reply, owner)
-        word, waiting = reply
+        answer = self._do(
+            "extend", *prompts, batch=batch_id, closed=closed, part=part or None, most_bytes=quota_bytes
+        )
+        word = answer["word"]
+        if word == "over":
+            raise QuotaExceeded.of(answer["over"], owner)
         if word == "closed":
             raise BatchEnded(f"batch {batch_id} is closed: it was to take no more prompts")
         if word != "ok":
             raise BatchEnded(f"batch {batch_id} has ended ({word})")
-        return waiting
+        return answer["waiting"]
 
     def pause(self, batch_id: str, paused: bool, tenant: str | None) -> Batch:
         """Start no more groups, or go on; what runs goes on. Raises NoSuchBatch."""
         self.get(batch_id, tenant)
-        self._call("pause", batch_id, int(paused))
+        self._do("pause", batch=batch_id, paused=paused)
         return self.get(batch_id, tenant)
 
     def cancel(self, batch_id: str, tenant: str | None) -> Batch:
         """End it, with all that is under way. Harmless when it has ended. Raises NoSuchBatch."""
         self.get(batch_id, tenant)
-        self._call("cancel", batch_id)
+        self._do("cancel", batch=batch_id)
         return self.get(batch_id, tenant)
 
     # -- reading -----------------------------------------------------------------------------
@@ -327,36 +322,29 @@ class BatchStore:
 
     def take(self, limit: int = 16) -> list[Todo]:
         """What is to be done; it is the caller's for `LEASE_S`."""
-        flat = self._call("take", limit, int(LEASE_S * 1000))
-        found = []
-        for what, token in zip(flat[::2], flat[1::2], strict=True):
-            kind, _, subject = what.partition(" ")
-            found.append(Todo(kind, subject, token))
-        return found
+        things = self._do("take", limit=limit, lease=int(LEASE_S * 1000))
+        return [Todo(*thing["what"].split(" ", 1), thing["token"]) for thing in things]
 
     def through(self, todo: Todo) -> None:
         """It is done."""
-        self._call("through", f"{todo.kind} {todo.subject}", todo.token)
+        self._do("through", what=f"{todo.kind} {todo.subject}", token=todo.token)
 
     def later(self, todo: Todo, delay_s: float) -> None:
         """It cannot be done now."""
-        self._call("later", f"{todo.kind} {todo.subject}", int(delay_s * 1000))
+        self._do("later", what=f"{todo.kind} {todo.subject}", delay=int(delay_s * 1000))
 
     def fill(self, batch_id: str) -> list[Starting]:
         """What there is room for, marked, so that somebody submits it even if the caller dies."""
-        flat = iter(self._call("fill", batch_id, FILL_AT_ONCE, int(LEASE_S * 1000)))
-        return [
-            Starting(group, int(first), int(count), int(size), prompt)
-            for group, first, count, size, prompt in zip(flat, flat, flat, flat, flat, strict=True)
-        ]
+        pieces = self._do("fill", batch=batch_id, limit=FILL_AT_ONCE, lease=int(LEASE_S * 1000))
+        return [Starting(**piece) for piece in pieces]
 
     def started(self, piece: Starting) -> bool:
         """These rollouts of a group are submitted. True: their batch has ended."""
-        return self._call("started", piece.group_id, piece.first, piece.count) == 1
+        return self._do("started", group=piece.group_id, first=piece.first, count=piece.count)
 
     def cut(self, group_id: str) -> None:
         """Submit no more members of a group."""
-        self._call("cut", group_id)
+        self._do("cut", group=group_id)
 
     def decide(
         self, group_id: str, verdict: Verdict, reason: str | None, scored: int, dropped: int
@@ -365,18 +353,20 @@ class BatchStore:
 
         A group whose batch has ended stays undecided, for the next batch, unless it was cancelled.
         """
-        state, batch_state = self._call(
-            "decide", group_id, verdict.value, reason or "", scored, dropped, self._retention_ms
+        states = self._do(
+            "decide",
+            group=group_id,
+            verdict=verdict.value,
+            reason=reason or "",
+            scored=scored,
+            dropped=dropped,
+            retention=self._retention_ms,
         )
-        return state, batch_state
+        return states["group"], states["batch"]
 
     def expire(self, batch_id: str, groups: Iterable[str]) -> None:
         """Have a batch that has ended forgotten with its rollouts' retention."""
-        self._call("expire", batch_id, self._retention_ms)
-        with self._redis.pipeline(transaction=False) as pipe:
-            for group in groups:
-                pipe.pexpire(keys.batch_group(group), self._retention_ms)
-            pipe.execute()
+        self._do("expire", batch=batch_id, groups=list(groups), retention=self._retention_ms)
 
 
 def _salt(batch_id: str) -> str:

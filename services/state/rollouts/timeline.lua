@@ -5,8 +5,7 @@ local MAX_NOTES, MAX_NOTE_BYTES = 64, 400
 
 -- The record must exist.
 local function tell(id, attempt, fence, text)
-  local key = 'rollout:{' .. id .. '}'
-  local told = redis.call('HINCRBY', key, 'notes', 1)
+  local told = redis.call('HINCRBY', KEY.record(id), 'notes', 1)
   if told > MAX_NOTES then return end
   if told == MAX_NOTES then text = 'further notes are left out' end
   text = text:gsub('%s+', ' ')
@@ -14,7 +13,5 @@ local function tell(id, attempt, fence, text)
     -- A character that is cut in half would make the whole list unreadable.
     text = text:sub(1, MAX_NOTE_BYTES):gsub('[\192-\255]?[\128-\191]*$', '') .. '…'
   end
-  local clock = redis.call('TIME')
-  local at = clock[1] * 1000 + math.floor(clock[2] / 1000)
-  redis.call('RPUSH', key .. ':timeline', 'note ' .. at .. ' ' .. attempt .. ' ' .. fence .. ' ' .. text)
+  redis.call('RPUSH', KEY.timeline(id), 'note ' .. now .. ' ' .. attempt .. ' ' .. fence .. ' ' .. text)
 end

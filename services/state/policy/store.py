@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import redis
 from pydantic import BaseModel
+from redis.exceptions import LockError
+from redis.lock import Lock
 
 from rollout.policy import (
     BackendUpdate,
@@ -24,7 +28,7 @@ from rollout.policy import (
 )
 from rollout.schema import Backend, new_id
 from services.state import keys
-from services.state.redis import lua_source
+from services.state.scripts import Operations
 
 HISTORY = 20
 """Updates that are remembered."""
@@ -33,9 +37,6 @@ NOT_VERIFIED = (
 )
 _BLOCK_MS = 5000
 """Longest single wait for Redis; well below the socket's time limit."""
-
-_EXTEND = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end"
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
 
 
 class UpdateConflict(Exception):
@@ -75,6 +76,7 @@ class Current(BaseModel):
 class Work:
     """A claimed update."""
 
+    lease: Lock
     token: str
     """Of the lease: whoever writes shows it."""
     record: Record
@@ -92,9 +94,7 @@ class PolicyStore:
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
-        self._script = client.register_script(lua_source("policy"))
-        self._extend = client.register_script(_EXTEND)
-        self._release = client.register_script(_RELEASE)
+        self._do = Operations(client, "policy/policy")
 
     # -- the gateway's side ------------------------------------------------------------------
 
@@ -122,13 +122,13 @@ class PolicyStore:
             targets={backend.id: backend for backend in targets},
             update=update,
         )
-        word, raw = self._script(
-            args=["create", update.id, record.identity, record.model_dump_json(), HISTORY]
+        answer = self._do(
+            "create", id=update.id, identity=record.identity, record=record.model_dump_json(), kept=HISTORY
         )
-        known = Record.model_validate_json(raw).update
-        if word == "busy":
+        known = Record.model_validate_json(answer["record"]).update
+        if answer["word"] == "busy":
             raise UpdateConflict(known)
-        return known, word == "created"
+        return known, answer["word"] == "created"
 
     def get(self, update_id: str) -> PolicyUpdate | None:
         """One update; None when there is none, or it is older than the last `HISTORY` ones."""
@@ -193,9 +193,18 @@ class PolicyStore:
 
     def claim(self, owner: str, lease_s: float) -> Work | None:
         """The update under way, if nobody works on it."""
-        token = f"{owner}/{uuid.uuid4().hex}"
-        raw = self._script(args=["claim", token, int(lease_s * 1000)])
-        return Work(token, Record.model_validate_json(raw)) if raw else None
+        if not self.under_way():
+            return None
+        lease, token = self._lock(keys.POLICY_LEASE, lease_s), f"{owner}/{uuid.uuid4().hex}"
+        if not lease.acquire(blocking=False, token=token):
+            return None
+        # Asked once more: it may have ended meanwhile.
+        active = self._redis.get(keys.POLICY_ACTIVE)
+        raw = self._redis.hget(keys.POLICY_UPDATES, active) if active else None
+        if raw is None:
+            release(lease)
+            return None
+        return Work(lease, token, Record.model_validate_json(raw))
 
     def save(self, work: Work) -> None:
         """Write how far an update has come.
@@ -203,8 +212,7 @@ class PolicyStore:
         Raises:
             LeaseLost: It is not the caller's any more.
         """
-        record = work.record
-        self._written(["save", work.token, record.update.id, record.model_dump_json()], work)
+        self._write("save", work)
 
     def finish(self, work: Work, current: Current | None) -> None:
         """Write an update's end, and with it the policy that is current from now on (None: as before).
@@ -213,42 +221,33 @@ class PolicyStore:
             LeaseLost: It is not the caller's any more.
         """
         update = work.record.update
-        seconds = (update.finished_at or 0.0) - (update.started_at or 0.0)
-        raw = current.model_dump_json() if current else ""
-        self._written(
-            [
-                "finish",
-                work.token,
-                update.id,
-                work.record.model_dump_json(),
-                raw,
-                update.state.value,
-                seconds,
-            ],
+        self._write(
+            "finish",
             work,
+            current=current.model_dump_json() if current else None,
+            version=current.policy.version if current else None,
+            outcome=update.state.value,
+            seconds=(update.finished_at or 0.0) - (update.started_at or 0.0),
         )
 
-    def _written(self, args: list[str | float], work: Work) -> None:
-        if not self._script(args=args):
-            raise LeaseLost(f"update {work.record.update.id}: the lease ran out, another worker goes on")
+    def _write(self, operation: str, work: Work, **more: Any) -> None:
+        update, record = work.record.update, work.record.model_dump_json()
+        if not self._do(operation, token=work.token, id=update.id, record=record, **more):
+            raise LeaseLost(f"update {update.id}: the lease ran out, another worker goes on")
 
-    def lock(self, backend_id: str, owner: str, lease_s: float) -> tuple[str, str] | None:
-        """Take a backend for oneself; None when another has it.
+    def lock(self, backend_id: str, lease_s: float) -> Lock:
+        """The lock under which a backend is worked on, not taken yet; it expires with its worker."""
+        return self._lock(keys.policy_lock(backend_id), lease_s)
 
-        Returns:
-            The key and the token that `extend` and `release` want.
-        """
-        key, token = keys.policy_lock(backend_id), f"{owner}/{uuid.uuid4().hex}"
-        taken = self._redis.set(key, token, nx=True, px=int(lease_s * 1000))
-        return (key, token) if taken else None
+    def _lock(self, key: str, lease_s: float) -> Lock:
+        # One thread extends what others have taken.
+        return self._redis.lock(key, timeout=lease_s, thread_local=False)
 
-    def extend(self, key: str, token: str, lease_s: float) -> bool:
-        """Keep a lease. False: it is lost."""
-        return bool(self._extend(keys=[key], args=[token, int(lease_s * 1000)]))
 
-    def release(self, key: str, token: str) -> None:
-        """Give a lease back, if it is still one's own."""
-        self._release(keys=[key], args=[token])
+def release(lease: Lock) -> None:
+    """Give a lease back, if it is still one's own."""
+    with suppress(LockError):
+        lease.release()
 
 
 def outcome(update: PolicyUpdate) -> UpdateState:

@@ -22,11 +22,12 @@ from rollout.schema import (
 )
 from rollout.trajectory import FinishReason, Trajectory
 from services.settings import Settings
-from services.state import keys, payloads
+from services.state import keys
 from services.state.memory import Room
-from services.state.observations import lua_buckets
-from services.state.reading import RolloutReader, first_line
-from services.state.redis import lua_source
+from services.state.observations import BUCKETS_MS
+from services.state.rollouts import payloads
+from services.state.rollouts.reading import RolloutReader, first_line
+from services.state.scripts import Operations, request
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
 
 _ENDS = {State.FAILED, State.CANCELLED, State.TIMED_OUT}
@@ -44,20 +45,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 """From each state, the states that may follow. Back to QUEUED is a new attempt from INIT."""
 
-_LUA = (
-    *(
-        "full",
-        "observations",
-        "timeline",
-        "backends",
-        "fair",
-        "ahead",
-        "batch_hooks",
-        "retention_account",
-        "requests",
-    ),
-    "rollouts",
-)
 ABSENT = "absent:"
 """How the fields of a record begin that name nodes which could not start its image; of `Finish.fields` of an
 `elsewhere` or `again` with the reason, in the record with the time."""
@@ -70,19 +57,6 @@ MOVED_AT_ONCE = 1000
 """Rollouts whose times one script moves: Redis answers nobody else meanwhile."""
 MAX_REQUEUE_S = 600.0
 """Longest pause between two messages for a rollout that merely waits in a queue."""
-
-
-def _lua_table() -> str:
-    rows = (
-        f"{state} = {{{', '.join(f'{to} = true' for to in sorted(following))}}}"
-        for state, following in TRANSITIONS.items()
-    )
-    return f"local ALLOWED = {{{', '.join(rows)}}}\nlocal ABSENT_MS = {int(ABSENT_S * 1000)}\n"
-
-
-def _sendable(value: Any) -> Any:
-    """A text as UTF-8: a model, a sandbox or a handler may have written half a character into it."""
-    return value.encode(errors="replace") if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -148,9 +122,9 @@ class Finish:
     """Seconds before the reaper looks at the rollout; None = the requeue time."""
 
     @cached_property
-    def stored_trajectory(self) -> bytes | str:
+    def stored_trajectory(self) -> bytes | None:
         """The trajectory as it is stored: encoded once, however often it is sent to a Redis that is full."""
-        return payloads.encode_trajectory(self.trajectory) if self.trajectory else ""
+        return payloads.encode_trajectory(self.trajectory) if self.trajectory else None
 
 
 @dataclass(frozen=True)
@@ -162,22 +136,32 @@ class Overdue:
     rollout_id: str
     attempt: int
     stage: str
-    node: str | None
+    node: str | None = None
 
 
 class RolloutStore(RolloutReader):
-    """Records in Redis. Every change goes through `lua/rollouts.lua`."""
+    """Records in Redis. Every change goes through `rollouts.lua`."""
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
         super().__init__(client)
         self._settings = settings
-        self._script = client.register_script(_lua_table() + lua_buckets() + "".join(map(lua_source, _LUA)))
-        self._jump = client.register_script(lua_source("full") + lua_source("jump"))
+        self._lease_ms = int(settings.lease_s * 1000)
+        self._retention_ms = int(settings.retention_s * 1000)
+        self._do = Operations(
+            client,
+            "rollouts/rollouts",
+            ALLOWED={state.value: {to.value: True for to in TRANSITIONS[state]} for state in TRANSITIONS},
+            BUCKETS_MS=BUCKETS_MS,
+            ABSENT_MS=int(ABSENT_S * 1000),
+            LEASE_MS=self._lease_ms,
+            PATIENCE_MS=int(settings.stop_patience_s * 1000),
+            REQUEUE_MS=int(settings.requeue_s * 1000),
+            LONGEST_REQUEUE_MS=int(max(MAX_REQUEUE_S, settings.requeue_s) * 1000),
+            ELSEWHERE_MS=int(settings.handler_wait_s * 1000),
+            RETENTION_MS=self._retention_ms,
+        )
+        self._jump = Operations(client, "rollouts/jump")
         self._room = Room(client)
-        self._retention = str(int(settings.retention_s * 1000))
-
-    def _call(self, *args: Any) -> Any:
-        return self._script(args=[_sendable(value) for value in args])
 
     def submit(self, rollouts: Sequence[NewRollout], tenant: Tenant | None = None) -> list[str]:
         """Write records, all or none.
@@ -193,39 +177,42 @@ class RolloutStore(RolloutReader):
             QuotaExceeded: The tenant may not have so many more; nothing was written.
             StoreFull: Redis has no room for new work; nothing was written.
         """
-        self._room.require(sum({new.digest: len(new.request_json) for new in rollouts}.values()))
         tenant = tenant or Tenant(name=DEFAULT_TENANT)
-        bodies: dict[str, int] = {}
-        requests: list[Any] = []
-        members: list[Any] = []
-        for new in rollouts:
-            if new.digest not in bodies:
-                bodies[new.digest] = len(bodies) + 1
-                limits = new.request.limits
-                requests += [
-                    new.request_json,
-                    new.digest,
-                    new.request.handler,
-                    ",".join(new.request.tags),
-                    int(limits.deadline_s * 1000),
-                    int(new.request.priority * self._settings.priority_step_s * 1000),
-                    limits.max_attempts,
-                ]
-            members += [new.id, new.group_id, new.index, bodies[new.digest], new.batch_group]
-        quotas = (tenant.quota_live, tenant.per_minute, tenant.quota_bytes)
-        words = self._call(
+        first_of = {new.digest: new for new in reversed(rollouts)}
+        self._room.require(sum(len(new.request_json) for new in first_of.values()))
+        numbers = {digest: number for number, digest in enumerate(first_of, 1)}
+        answer = self._do(
             "submit",
-            int(self._settings.requeue_s * 1000),
-            tenant.name,
-            *("" if most is None else most for most in quotas),
-            len(bodies),
-            len(rollouts),
-            *requests,
-            *members,
+            *(new.request_json.encode(errors="replace") for new in first_of.values()),
+            tenant=tenant.name,
+            most_live=tenant.quota_live,
+            per_minute=tenant.per_minute,
+            most_bytes=tenant.quota_bytes,
+            requests=[
+                {
+                    "digest": digest,
+                    "handler": new.request.handler,
+                    "tags": new.request.tags,
+                    "deadline": int(new.request.limits.deadline_s * 1000),
+                    "lift": int(new.request.priority * self._settings.priority_step_s * 1000),
+                    "most_attempts": new.request.limits.max_attempts,
+                }
+                for digest, new in first_of.items()
+            ],
+            rollouts=[
+                {
+                    "id": new.id,
+                    "group": new.group_id,
+                    "index": new.index,
+                    "request": numbers[new.digest],
+                    **({"batch_group": new.batch_group} if new.batch_group else {}),
+                }
+                for new in rollouts
+            ],
         )
-        if words and words[0] == "over":
-            raise QuotaExceeded.of(words, tenant.name)
-        return words
+        if "over" in answer:
+            raise QuotaExceeded.of(answer["over"], tenant.name)
+        return list(answer["words"])
 
     def claim(
         self, rollout_id: str, attempt: int, stage: Stage, owner: str, token: str | None = None
@@ -237,11 +224,11 @@ class RolloutStore(RolloutReader):
             token: The same one again gives the same answer again; None makes one for this call, which
                 the connection's own retries then repeat.
         """
-        lease = int(self._settings.lease_s * 1000)
         token = token or secrets.token_hex(8)
-        return self._claimed(
-            self._call("claim", rollout_id, attempt, stage.value, owner, lease, token), stage
+        answer = self._do(
+            "claim", id=rollout_id, attempt=attempt, stage=stage.value, owner=owner, token=token
         )
+        return self._claimed(answer, stage)
 
     def claim_next(
         self,
@@ -254,7 +241,7 @@ class RolloutStore(RolloutReader):
     ) -> Claim | str:
         """Take INIT of the rollout whose turn it is.
 
-        The order is that of `lua/fair.lua`: weighted between tenants; within one by priority and age.
+        The order is that of `fair.lua`: weighted between tenants; within one by priority and age.
 
         Args:
             node: Where INIT takes place; the rollout counts there until RUN takes it.
@@ -267,63 +254,51 @@ class RolloutStore(RolloutReader):
             whose image the node could not start, `full`: INIT is far enough ahead of RUN, or
             `stale`: what this token had claimed is lost by now.
         """
-        lease = int(self._settings.lease_s * 1000)
-        bounds = ["" if most is None else most for most in (most_on_node, most_without_sandbox)]
         while True:
-            token = token or secrets.token_hex(8)
-            reply = self._call("claim_next", owner, lease, token, node, *bounds)
-            claim = self._claimed(reply, Stage.INIT)
+            answer = self._do(
+                "claim_next",
+                owner=owner,
+                token=token or secrets.token_hex(8),
+                node=node,
+                most_on_node=most_on_node,
+                most_without_sandbox=most_without_sandbox,
+            )
+            claim = self._claimed(answer, Stage.INIT)
             if claim != UNREADABLE:
                 return claim
             token = None  # that one has ended; somebody else may wait
 
-    def _claimed(self, reply: list[Any], stage: Stage) -> Claim | str:
-        if reply[0] != "ok":
-            return reply[0]
-        (
-            _,
-            rollout_id,
-            attempt,
-            fence,
-            now,
-            deadline,
-            request,
-            sandbox,
-            node,
-            error,
-            finish_reason,
-            index,
-            group,
-            metrics,
-            tenant,
-        ) = reply
+    def _claimed(self, answer: dict[str, Any], stage: Stage) -> Claim | str:
+        if answer["word"] != "ok":
+            return answer["word"]
+        rollout_id = answer["id"]
         try:
-            box = json.loads(sandbox) if sandbox else None
+            box = json.loads(answer.get("sandbox") or "null")
+            error = answer.get("error")
+            stored = payloads.get(self._redis, keys.trajectory(rollout_id)) if stage is Stage.EVAL else None
             return Claim(
                 rollout_id=rollout_id,
-                group_id=group,
-                index=int(index),
-                attempt=int(attempt),
+                group_id=answer["group"],
+                index=int(answer["index"]),
+                attempt=int(answer["attempt"]),
                 stage=stage,
-                fence=int(fence),
-                deadline_in_s=(int(deadline) - int(now)) / 1000,
-                request=RolloutRequest.model_validate_json(request),
+                fence=int(answer["fence"]),
+                deadline_in_s=(int(answer["deadline"]) - answer["now"]) / 1000,
+                request=RolloutRequest.model_validate_json(answer["request"]),
                 sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
                 sandbox_socket=box["socket"] if box else None,
-                node=node or None,
-                tenant=tenant,
+                node=answer.get("node") or None,
+                tenant=answer["tenant"],
                 error=ErrorInfo.model_validate_json(error) if error else None,
-                finish_reason=finish_reason or None,
-                metrics=json.loads(metrics) if metrics else {},
-                stored_trajectory=payloads.get(self._redis, keys.trajectory(rollout_id))
-                if stage is Stage.EVAL
-                else None,
+                finish_reason=answer.get("finish_reason") or None,
+                metrics=json.loads(answer.get("metrics") or "{}"),
+                stored_trajectory=stored,
             )
         except (ValueError, KeyError, TypeError) as unreadable:
-            self._end_unreadable(rollout_id, fence, stage, unreadable)
+            self._end_unreadable(rollout_id, int(answer["fence"]), stage, unreadable)
             return UNREADABLE
 
-    def _end_unreadable(self, rollout_id: str, fence: str, stage: Stage, cause: Exception) -> None:
+    def _end_unreadable(self, rollout_id: str, fence: int, stage: Stage, cause: Exception) -> None:
         """Fail a rollout that was claimed and that nobody can work on: given back it would come again."""
         self.skipped.tell(rollout_id, cause)
         error = ErrorInfo(
@@ -340,10 +315,7 @@ class RolloutStore(RolloutReader):
             "reward": "",
             "finish_reason": FinishReason.ERROR.value,
         }
-        flat = [value for pair in fields.items() for value in pair]
-        self._call(
-            "finish", rollout_id, fence, stage.value, State.FAILED.value, 0, 0, self._retention, 0, "", *flat
-        )
+        self._finish(rollout_id, fence, stage, Finish(State.FAILED, fields))
 
     def absent_on(self, rollout_id: str) -> set[str]:
         """The nodes that could not start a rollout's image when they tried."""
@@ -352,20 +324,12 @@ class RolloutStore(RolloutReader):
 
     def heartbeat(self, held: Iterable[tuple[str, int]]) -> list[str]:
         """Extend leases. One word each: `ok`, `lost`, `cancel` or `overdue`."""
-        pairs = [str(value) for pair in held for value in pair]
-        if not pairs:
-            return []
-        return self._call(
-            "heartbeat",
-            int(self._settings.lease_s * 1000),
-            int(self._settings.stop_patience_s * 1000),
-            *pairs,
-        )
+        pairs = list(held)
+        return self._do("heartbeat", held=pairs) if pairs else []
 
     def note(self, rollout_id: str, fence: int, fields: dict[str, str] | None = None, text: str = "") -> bool:
         """Write facts of a running stage, and a line for its timeline. False: it is not ours any more."""
-        flat = [value for pair in (fields or {}).items() for value in pair]
-        return self._call("note", rollout_id, fence, text, *flat) == "ok"
+        return self._do("note", id=rollout_id, fence=fence, fields=fields or {}, text=text)
 
     def finish(self, claim: Claim, outcome: Finish) -> str:
         """End a stage. Idempotent under one fence.
@@ -373,21 +337,26 @@ class RolloutStore(RolloutReader):
         Returns:
             The state that the rollout entered, or `lost` when the fence is not ours any more.
         """
-        settings = self._settings
-        delay = settings.requeue_s if outcome.delay_s is None else outcome.delay_s
-        flat = [value for pair in outcome.fields.items() for value in pair]
-        return self._call(
+        return self._finish(claim.rollout_id, claim.fence, claim.stage, outcome)
+
+    def _finish(self, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> str:
+        delay = self._settings.requeue_s if outcome.delay_s is None else outcome.delay_s
+        stored = outcome.stored_trajectory
+        absent = [
+            {"node": name.removeprefix(ABSENT), "why": why}
+            for name, why in outcome.fields.items()
+            if name.startswith(ABSENT)
+        ]
+        return self._do(
             "finish",
-            claim.rollout_id,
-            claim.fence,
-            claim.stage.value,
-            outcome.next,
-            int(delay * 1000),
-            claim.request.limits.max_attempts,
-            self._retention,
-            int(settings.handler_wait_s * 1000),
-            outcome.stored_trajectory,
-            *flat,
+            *([] if stored is None else [stored]),
+            id=rollout_id,
+            fence=fence,
+            stage=stage.value,
+            next=outcome.next,
+            delay=int(delay * 1000),
+            fields={name: text for name, text in outcome.fields.items() if not name.startswith(ABSENT)},
+            absent=absent[0] if absent else None,
         )
 
     def cancel(self, rollout_id: str, tenant: str | None = None) -> tuple[str, str, str | None, int]:
@@ -405,18 +374,18 @@ class RolloutStore(RolloutReader):
         self, rollout_ids: Sequence[str], tenant: str | None = None
     ) -> list[tuple[str, str, str | None, int]]:
         """As `cancel`, for each: a few hundred in one round trip, between which others are served."""
-        found: list[tuple[str, str, str | None, int]] = []
+        ends: list[tuple[str, str, str | None, int]] = []
         for first in range(0, len(rollout_ids), CANCEL_AT_ONCE):
             ids = rollout_ids[first : first + CANCEL_AT_ONCE]
-            with self._redis.pipeline(transaction=False) as pipe:
-                for rollout_id in ids:
-                    self._script(args=("cancel", self._retention, rollout_id, tenant or ""), client=pipe)
-                replies = pipe.execute()
-            pairs = zip(ids, replies, strict=True)
-            if held := [rollout_id for rollout_id, (word, *_) in pairs if word == "cancelling"]:
+            answers = self._do.many([request("cancel", id=rollout_id, tenant=tenant) for rollout_id in ids])
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            pairs = zip(ids, answers, strict=True)
+            if held := [rollout_id for rollout_id, answer in pairs if answer["word"] == "cancelling"]:
                 self._redis.publish(keys.CANCEL_CHANNEL, " ".join(held))
-            found += [(word, state, node or None, int(attempt)) for word, state, node, attempt in replies]
-        return found
+            ends += [(one["word"], one["state"], one.get("node"), one["attempt"]) for one in answers]
+        return ends
 
     def overdue(self, limit: int = 200, latest: float | None = None) -> list[Overdue] | None:
         """Judge what is due; the state changes are made, the messages are the caller's to send.
@@ -424,21 +393,21 @@ class RolloutStore(RolloutReader):
         Args:
             latest: By Redis' clock, in seconds: if it is later, nothing is judged and the answer is None.
         """
-        settings = self._settings
-        rows = self._call(
-            "overdue",
-            limit,
-            int(settings.requeue_s * 1000),
-            int(max(MAX_REQUEUE_S, settings.requeue_s) * 1000),
-            self._retention,
-            "" if latest is None else int(latest * 1000),
-        )
-        if rows == ["jumped"]:
-            return None
-        return [
-            Overdue(action, rollout_id, int(attempt), stage, node or None)
-            for action, rollout_id, attempt, stage, node in rows
-        ]
+        answer = self._do("overdue", limit=limit, latest=None if latest is None else int(latest * 1000))
+        return None if "jumped" in answer else [Overdue(**thing) for thing in answer["todo"]]
+
+    def vacate(self, nodes: Iterable[str], *, lost: bool) -> list[Overdue]:
+        """Have the rollouts begin anew that wait for workers of these nodes, where none will come.
+
+        Those that a worker holds are its own until their leases run out.
+
+        Args:
+            lost: The nodes did not end in order; each rollout uses up an attempt.
+
+        Returns:
+            What is to be done, as `overdue` has it.
+        """
+        return [Overdue(**thing) for thing in self._do("vacate", nodes=list(nodes), lost=lost)["todo"]]
 
     def moved(self) -> int:
         """By how many ms all jumps of Redis' clock together have moved the times of rollouts."""
@@ -452,44 +421,26 @@ class RolloutStore(RolloutReader):
             within_s: No longer ago; what was submitted since is right already.
             known_ms: What `moved` said before it jumped.
         """
-        token, lease = secrets.token_hex(8), int(self._settings.lease_s * 1000)
-        args = [int(seconds * 1000), token, lease, MOVED_AT_ONCE, int(within_s * 1000), known_ms]
-        while self._jump(args=args):
+        jump = {
+            "ms": int(seconds * 1000),
+            "token": secrets.token_hex(8),
+            "longest_lease": self._lease_ms,
+            "limit": MOVED_AT_ONCE,
+            "within": int(within_s * 1000),
+            "known": known_ms,
+        }
+        while self._jump("move", **jump):
             pass
-
-    def vacate(self, nodes: Iterable[str], *, lost: bool) -> list[Overdue]:
-        """Have the rollouts begin anew that wait for workers of these nodes, where none will come.
-
-        Those that a worker holds are its own until their leases run out.
-
-        Args:
-            lost: The nodes did not end in order; each rollout uses up an attempt.
-
-        Returns:
-            What is to be done, as `overdue` has it.
-        """
-        settings = self._settings
-        rows = self._call(
-            "vacate",
-            "lost" if lost else "",
-            int(settings.requeue_s * 1000),
-            self._retention,
-            *nodes,
-        )
-        return [
-            Overdue(action, rollout_id, int(attempt), stage, node or None)
-            for action, rollout_id, attempt, stage, node in rows
-        ]
 
     def trim(self) -> None:
         """Drop index entries of records that have expired."""
         seconds, micros = self._redis.time()
         # A record may have lived for its whole deadline (a week at most) before retention began.
-        horizon = seconds * 1000 + micros // 1000 - int(self._retention) - 8 * 86400 * 1000
+        horizon = seconds * 1000 + micros // 1000 - self._retention_ms - 8 * 86400 * 1000
         names = [keys.CREATED, *(keys.by_state(state) for state in TERMINAL_STATES)]
         names.append(keys.BATCHES)
         for tenant in self._redis.hkeys(keys.TENANTS_BYTES):
-            self._call("forget", tenant)
+            self._do("forget", tenant=tenant)
         for pattern in (keys.by_tag("*", "*"), keys.by_tenant("*"), keys.batches_of("*")):
             names += list(self._redis.scan_iter(pattern, count=1000))
         with self._redis.pipeline(transaction=False) as pipe:

@@ -1,6 +1,6 @@
 """How long results are kept: acknowledgement, and retention by age and by size.
 
-Only ended rollouts are in the account of `lua/retention_account.lua`, so a live one is never touched.
+Only ended rollouts are in the account of `account.lua`, so a live one is never touched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import redis
 
 from services.settings import Settings
 from services.state import keys, memory
-from services.state.redis import lua_source
+from services.state.scripts import Operations
 
 SWEEP_LIMIT = 500
 """Results that one call of the script frees at most: Redis does nothing else meanwhile."""
@@ -34,12 +34,10 @@ class ResultStore:
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
         self._redis = client
-        self._keep_acked_ms = int(settings.keep_acked_s * 1000) if settings.keep_acked_s >= 0 else -1
+        self._keep_acked_ms = int(settings.keep_acked_s * 1000) if settings.keep_acked_s >= 0 else None
         self._most_bytes = settings.results_max_bytes
         self._retention_ms = int(settings.retention_s * 1000)
-        self._script = client.register_script(
-            "".join(map(lua_source, ("full", "retention_account", "retention")))
-        )
+        self._do = Operations(client, "results/results")
 
     def acknowledge(self, rollout_ids: Iterable[str], tenant: str | None = None) -> list[str]:
         """Note that the trainer has them; one word each: `acknowledged`, `already`, `live`, `unknown`.
@@ -47,7 +45,7 @@ class ResultStore:
         Args:
             tenant: Those of others are `unknown`; None = everybody's.
         """
-        return self._script(args=["ack", tenant or "", *rollout_ids])
+        return list(self._do("acknowledge", ids=list(rollout_ids), tenant=tenant))
 
     def sweep(self) -> list[Dropped]:
         """Free acknowledged trajectories whose time is over, then the oldest beyond the limit of bytes.
@@ -60,14 +58,11 @@ class ResultStore:
             most = int(memory.RESULTS_SHARE * found.limit)
         if found.scarce:
             keep_acked = 0
-        rows = self._script(args=["sweep", keep_acked, most, SWEEP_LIMIT])
-        return [
-            Dropped(rollout_id, reason, int(size), bool(acked)) for rollout_id, reason, size, acked in rows
-        ]
+        return [Dropped(**row) for row in self._do("sweep", keep=keep_acked, most=most, limit=SWEEP_LIMIT)]
 
     def trim(self) -> int:
         """Forget completions that are past their rollouts' retention; how many there were."""
-        return self._script(args=["trim", self._retention_ms])
+        return self._do("trim", retention=self._retention_ms)
 
     def stored_bytes(self) -> int:
         """Bytes of ended rollouts' trajectories, as stored."""

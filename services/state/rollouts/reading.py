@@ -20,7 +20,8 @@ from rollout.schema import (
     SandboxRecord,
     State,
 )
-from services.state import keys, payloads
+from services.state import keys
+from services.state.rollouts import payloads
 from services.state.tenants import DEFAULT_TENANT
 
 log = structlog.get_logger("state")

@@ -4,11 +4,9 @@
 
 local function exact(number) return string.format('%.17g', number) end
 
-local function waiting_of(tenant) return 'fair:waiting:' .. tenant end
-
 -- Read at every claim, so that another weight holds from the next one on.
 local function weight_of(tenant)
-  local raw = redis.call('HGET', 'tenants', tenant)
+  local raw = redis.call('HGET', KEY.TENANTS, tenant)
   local read, limits = pcall(cjson.decode, raw or '{}')
   local weight = read and type(limits) == 'table' and tonumber(limits.weight)
   return weight and weight > 0 and weight or 1
@@ -16,26 +14,26 @@ end
 
 -- Times of submission for `count` rollouts: those of one millisecond follow each other, so that the members of a
 -- group stay neighbours. Answers the first; each next one is a 1024th of a millisecond later.
-local function submission_times(count, now)
-  local first = math.max(now, tonumber(redis.call('GET', 'fair:order') or '0') + 1 / 1024)
-  redis.call('SET', 'fair:order', exact(first + (count - 1) / 1024))
+local function submission_times(count)
+  local first = math.max(now, tonumber(redis.call('GET', KEY.FAIR_ORDER) or '0') + 1 / 1024)
+  redis.call('SET', KEY.FAIR_ORDER, exact(first + (count - 1) / 1024))
   return first
 end
 
 -- A tenant that had nobody waiting starts at the present virtual time: what it left unused is not saved up. What it
 -- was served just before still counts, else one that submits singly would take a turn between all others.
 local function queue_up(id, tenant, rank)
-  if redis.call('ZADD', waiting_of(tenant), rank, id) == 0 then return end
-  if redis.call('ZSCORE', 'fair:tenants', tenant) then return end
-  local start = math.max(tonumber(redis.call('GET', 'fair:clock') or '0'),
-    tonumber(redis.call('HGET', 'fair:served', tenant) or '0'))
-  redis.call('ZADD', 'fair:tenants', exact(start), tenant)
+  if redis.call('ZADD', KEY.fair_waiting(tenant), rank, id) == 0 then return end
+  if redis.call('ZSCORE', KEY.FAIR_TENANTS, tenant) then return end
+  local start = math.max(tonumber(redis.call('GET', KEY.FAIR_CLOCK) or '0'),
+    tonumber(redis.call('HGET', KEY.FAIR_SERVED, tenant) or '0'))
+  redis.call('ZADD', KEY.FAIR_TENANTS, exact(start), tenant)
 end
 
 local function leave_queue(id, tenant)
-  local waiting = waiting_of(tenant)
+  local waiting = KEY.fair_waiting(tenant)
   if redis.call('ZREM', waiting, id) == 1 and redis.call('EXISTS', waiting) == 0 then
-    redis.call('ZREM', 'fair:tenants', tenant)
+    redis.call('ZREM', KEY.FAIR_TENANTS, tenant)
   end
 end
 
@@ -45,26 +43,26 @@ local MOST_PASSED_OVER = 1000
 local function first_in_order(passed_over)
   local passed, tenants = 0, 0
   while true do
-    local tenant = redis.call('ZRANGE', 'fair:tenants', tenants, tenants)[1]
+    local tenant = redis.call('ZRANGE', KEY.FAIR_TENANTS, tenants, tenants)[1]
     if not tenant then return nil, passed > 0 end
     local place = 0
     while true do
-      local id = redis.call('ZRANGE', waiting_of(tenant), place, place)[1]
+      local id = redis.call('ZRANGE', KEY.fair_waiting(tenant), place, place)[1]
       if not id then break end
       if not passed_over(id) then return id, tenant end
       place, passed = place + 1, passed + 1
       if passed >= MOST_PASSED_OVER then return nil, true end
     end
-    if place == 0 then redis.call('ZREM', 'fair:tenants', tenant) else tenants = tenants + 1 end
+    if place == 0 then redis.call('ZREM', KEY.FAIR_TENANTS, tenant) else tenants = tenants + 1 end
   end
 end
 
 -- Books one claim, whatever it goes on to cost: before it has run nobody knows.
 local function charge(tenant)
-  local start = redis.call('ZSCORE', 'fair:tenants', tenant)
+  local start = redis.call('ZSCORE', KEY.FAIR_TENANTS, tenant)
   local finish = exact(tonumber(start) + 1 / weight_of(tenant))
-  redis.call('SET', 'fair:clock', start)
-  redis.call('ZADD', 'fair:tenants', 'XX', finish, tenant)
-  redis.call('HSET', 'fair:served', tenant, finish)
-  redis.call('HINCRBY', 'fair:claims', tenant, 1)
+  redis.call('SET', KEY.FAIR_CLOCK, start)
+  redis.call('ZADD', KEY.FAIR_TENANTS, 'XX', finish, tenant)
+  redis.call('HSET', KEY.FAIR_SERVED, tenant, finish)
+  redis.call('HINCRBY', KEY.FAIR_CLAIMS, tenant, 1)
 end

@@ -1,0 +1,1 @@
+"""Batches: groups of rollouts, filtered, refilled and carried over."""

@@ -1,0 +1,1 @@
+"""The policy: which weights are current, and the one update that may be under way."""

@@ -1,0 +1,88 @@
+-- needs: full results/account
+-- Acknowledgement and retention of results.
+
+local TERMINAL = {completed = true, failed = true, cancelled = true, timed_out = true}
+
+-- Ids of the stream are compared by their two numbers.
+local function not_after(one, other)
+  local a, b = one:match('^(%d+)'), other:match('^(%d+)')
+  if a ~= b then return tonumber(a) < tonumber(b) end
+  return tonumber(one:match('-(%d+)$') or 0) <= tonumber(other:match('-(%d+)$') or 0)
+end
+
+-- Frees one trajectory and leaves a mark in the record. A live rollout is refused, whatever the account says.
+local function drop(id, reason, dropped)
+  local state = redis.call('HGET', KEY.record(id), 'state')
+  if state and not TERMINAL[state] then
+    forget_result(id)
+    return
+  end
+  redis.call('DEL', KEY.trajectory(id))
+  local acknowledged = redis.call('ZSCORE', KEY.RESULTS_ACKED, id) ~= false
+  local size = forget_result(id)
+  if not state then return end
+  redis.call('HSET', KEY.record(id), 'trajectory_dropped', reason)
+  redis.call('HDEL', KEY.record(id), 'record_bytes')
+  redis.call('HINCRBY', KEY.RESULTS_TOTALS, 'dropped_' .. reason, 1)
+  redis.call('HINCRBY', KEY.RESULTS_TOTALS, 'bytes_' .. reason, size)
+  dropped[#dropped + 1] = {rollout_id = id, reason = reason, bytes = size, acknowledged = acknowledged}
+end
+
+-- acknowledged, already, live or unknown
+local function acknowledge(id, tenant)
+  local r = redis.call('HMGET', KEY.record(id), 'state', 'acked', 'tenant')
+  if not r[1] or (tenant and tenant ~= r[3]) then return 'unknown' end
+  if not TERMINAL[r[1]] then return 'live' end
+  if r[2] then return 'already' end
+  redis.call('HSET', KEY.record(id), 'acked', now)
+  redis.call('HINCRBY', KEY.RESULTS_TOTALS, 'acknowledged', 1)
+  if redis.call('HEXISTS', KEY.RESULTS_SIZES, id) == 1 then redis.call('ZADD', KEY.RESULTS_ACKED, now, id) end
+  return 'acknowledged'
+end
+
+-- {ids, tenant}: a word for each; tenant may be missing
+function operations.acknowledge(ask)
+  local words = {}
+  though_full()
+  for i, id in ipairs(ask.ids) do words[i] = acknowledge(id, ask.tenant) end
+  return words
+end
+
+-- {keep, most, limit}: ms for which acknowledged ones are kept, missing = no less than others; most bytes, 0 = any.
+-- Answers what was dropped.
+function operations.sweep(ask)
+  local dropped = {}
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEY.RESULTS_ENDED, '-inf', now, 'LIMIT', 0, ask.limit)) do
+    -- Past its retention: Redis has deleted the record by itself.
+    if redis.call('EXISTS', KEY.record(id)) == 0 then forget_result(id) end
+  end
+  if ask.keep then
+    local archived = redis.call('GET', KEY.ARCHIVE_CURSOR)
+    for _, id in ipairs(
+        redis.call('ZRANGEBYSCORE', KEY.RESULTS_ACKED, '-inf', now - ask.keep, 'LIMIT', 0, ask.limit)) do
+      local entry = redis.call('HGET', KEY.record(id), 'completion')
+      -- What the archive has not read yet stays until it has.
+      if not (archived and entry) or not_after(entry, archived) then drop(id, 'acknowledged', dropped) end
+    end
+  end
+  if ask.most > 0 then
+    for _ = 1, ask.limit do
+      if tonumber(redis.call('GET', KEY.RESULTS_BYTES) or 0) <= ask.most then break end
+      local id = redis.call('ZRANGE', KEY.RESULTS_ACKED, 0, 0)[1] or redis.call('ZRANGE', KEY.RESULTS_ENDED, 0, 0)[1]
+      if not id then break end
+      drop(id, 'size', dropped)
+    end
+  end
+  return dropped
+end
+
+-- {retention} in ms: forgets completions whose records are gone; how many
+function operations.trim(ask)
+  local before = now - ask.retention
+  though_full()
+  local oldest = redis.call('XRANGE', KEY.COMPLETIONS, '-', '+', 'COUNT', 1)[1]
+  if not oldest or tonumber(oldest[1]:match('^(%d+)')) >= before then return 0 end
+  -- Readers compare their cursor with it, to learn that they have missed something.
+  redis.call('SET', KEY.COMPLETIONS_TRIMMED, before)
+  return redis.call('XTRIM', KEY.COMPLETIONS, 'MINID', before)
+end

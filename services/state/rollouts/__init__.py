@@ -1,0 +1,1 @@
+"""Rollouts: their records, and the only way in which these change their state."""

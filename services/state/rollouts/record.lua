@@ -1,0 +1,213 @@
+-- needs: full observations rollouts/timeline backends/pins rollouts/fair rollouts/ahead batches/hooks results/account requests
+-- A rollout's record and its states: the only code that writes a state. Takes `ALLOWED` (the transition table of
+-- store.py), `RETENTION_MS` and `ABSENT_MS`.
+
+local TERMINAL = {completed = true, failed = true, cancelled = true, timed_out = true}
+local WAITS_FOR = {queued = 'init', ready = 'run', evaluating = 'eval'}
+local STAGE_IN = {initializing = 'init', running = 'run', evaluating = 'eval'}
+
+local function field(id, name) return redis.call('HGET', KEY.record(id), name) or nil end
+
+-- A rollout: what a change of its state needs, and further fields of its record. Without a `state` there is none.
+local function read(id, ...)
+  local names = {'state', 'attempt', 'fence', 'owner', 'created', 'tenant', ...}
+  local values, r = redis.call('HMGET', KEY.record(id), unpack(names)), {id = id}
+  for i, name in ipairs(names) do r[name] = values[i] or nil end
+  return r
+end
+
+local function write(id, fields)
+  local flat = {}
+  for name, value in pairs(fields) do
+    flat[#flat + 1] = name
+    flat[#flat + 1] = value
+  end
+  if #flat > 0 then redis.call('HSET', KEY.record(id), unpack(flat)) end
+end
+
+local function forget(id, ...) redis.call('HDEL', KEY.record(id), ...) end
+
+local function count(name) redis.call('HINCRBY', KEY.TOTALS, name, 1) end
+
+-- To be asked before anything is written: an error does not undo what a script has written already.
+local function require_transition(r, to)
+  if not (ALLOWED[r.state] and ALLOWED[r.state][to]) then
+    error('rollout ' .. r.id .. ': no transition from ' .. r.state .. ' to ' .. to)
+  end
+end
+
+-- Moves a rollout to a state, and tells everybody who keeps count. `by`: the worker that did it, '-' = none.
+local function enter(r, to, by)
+  require_transition(r, to)
+  local id, from = r.id, r.state
+  r.state = to
+  write(id, {state = to, updated = now})
+  redis.call('RPUSH', KEY.timeline(id), to .. ' ' .. now .. ' ' .. r.attempt .. ' ' .. r.fence .. ' ' .. by)
+  if from == to then return end
+  if from == 'queued' then leave_queue(id, r.tenant) end
+  if from == 'initializing' or from == 'ready' then move_ahead(id, to) end
+  redis.call('HINCRBY', KEY.COUNTS, from, -1)
+  redis.call('HINCRBY', KEY.COUNTS, to, 1)
+  redis.call('ZREM', KEY.by_state(from), id)
+  redis.call('ZADD', KEY.by_state(to), r.created, id)
+  redis.call('XADD', KEY.EVENTS, 'MAXLEN', '~', 100000, '*', 'id', id, 'state', to, 'attempt', r.attempt)
+end
+
+-- Adds the time since the rollout was claimed, or since it began to wait, to its account and to a histogram.
+local function book(id, name, since, series)
+  local spent = math.max(0, now - tonumber(since))
+  redis.call('HINCRBY', KEY.record(id), 'ms_' .. name, spent)
+  observe(series, spent)
+end
+
+-- -- waiting --------------------------------------------------------------------------------------
+
+local function look_at(id, at) redis.call('ZADD', KEY.DUE, at, id) end
+
+local function wait_again(id, delay)
+  forget(id, 'owner', 'lease')
+  write(id, {since = now, kicks = 0})
+  look_at(id, now + delay)
+end
+
+-- Has a queued rollout wait for INIT, if it does not yet.
+local function wait_for_turn(r) queue_up(r.id, r.tenant, field(r.id, 'rank')) end
+
+-- What an attempt wrote of how it went.
+local function forget_failure(id) forget(id, 'error', 'blame', 'drop', 'drop_reason', 'finish_reason') end
+
+-- Another attempt: of the one before nothing counts any more.
+local function next_attempt(r, blame)
+  r.attempt = redis.call('HINCRBY', KEY.record(r.id), 'attempt', 1)
+  count('retries')
+  count('retry_' .. blame)
+end
+
+-- Begins again from INIT, once it is its turn; with a delay only after that. What RUN did to the sandbox cannot be
+-- undone, so nothing is left of what it did.
+local function restart(r, by, delay, takes_its_turn)
+  forget_failure(r.id)
+  forget(r.id, 'sandbox', 'node', 'policy_versions')
+  redis.call('DEL', KEY.trajectory(r.id))
+  release_backend(r.id)
+  enter(r, 'queued', by)
+  wait_again(r.id, delay)
+  if takes_its_turn then wait_for_turn(r) end
+end
+
+-- -- the end --------------------------------------------------------------------------------------
+
+-- A reason may name a class of a handler's own; beyond so many they are counted as one.
+local MOST_TOTALS = 200
+local function count_drop(reason)
+  local name = 'drop_' .. reason
+  if redis.call('HEXISTS', KEY.TOTALS, name) == 0 and redis.call('HLEN', KEY.TOTALS) >= MOST_TOTALS then
+    name = 'drop_other'
+  end
+  count(name)
+end
+
+-- Enters a state in which it stays.
+local function finish_rollout(r, to, by)
+  enter(r, to, by)
+  local id = r.id
+  forget(id, 'owner', 'lease')
+  redis.call('ZREM', KEY.DUE, id)
+  release_backend(id)
+  local its = read(id, 'tags', 'group', 'blame', 'drop', 'drop_reason', 'digest')
+  redis.call('HINCRBY', KEY.TENANTS_LIVE, r.tenant, -1)
+  -- Not trimmed by length: a reader's cursor must hold for as long as the records do (results.lua trims by age).
+  local entry = redis.call('XADD', KEY.COMPLETIONS, '*', 'id', id, 'tags', its.tags, 'group', its.group,
+    'tenant', r.tenant)
+  write(id, {finished = now, completion = entry})
+  count_result(id, now + RETENTION_MS)
+  if its.blame then count('blame_' .. its.blame) end
+  if its.drop == '1' then count_drop(its.drop_reason or 'unknown') end
+  count('attempts_' .. r.attempt)
+  observe('total_' .. to, math.max(0, now - tonumber(r.created)))
+  for _, key in ipairs({KEY.record(id), KEY.timeline(id), KEY.trajectory(id), KEY.group(r.tenant, its.group)}) do
+    redis.call('PEXPIRE', key, RETENTION_MS)
+  end
+  release_request(r.tenant, its.digest, RETENTION_MS)
+  batch_rollout_ended(id)
+end
+
+local function lay_blame(id, blame, kind, message, drop_reason, finish_reason)
+  write(id, {blame = blame, drop = '1', drop_reason = drop_reason, finish_reason = finish_reason,
+    error = cjson.encode({blame = blame, stage = cjson.null, type = kind, message = message})})
+end
+
+local function mark_cancelled(id)
+  write(id, {drop = '1', drop_reason = 'cancelled', finish_reason = 'cancelled'})
+end
+
+-- An attempt's error: the record keeps only that of the last one.
+local function tell_error(r, encoded)
+  local decodes, e = pcall(cjson.decode, encoded)
+  if not decodes or type(e) ~= 'table' then return end
+  local stage = type(e.stage) == 'string' and e.stage .. ': ' or ''
+  tell(r.id, r.attempt, r.fence, stage .. tostring(e.blame) .. ' is blamed: ' .. tostring(e.type) .. ': ' ..
+    tostring(e.message))
+end
+
+-- -- what happened to it ---------------------------------------------------------------------------
+
+-- Whether a node is to pass a rollout over, for it could not start its image a while ago. A time that is yet to come
+-- is of before the clock went back.
+local function is_absent(id, node)
+  local at = tonumber(field(id, 'absent:' .. node) or '')
+  return at and at <= now and now - at < ABSENT_MS
+end
+
+local function forget_absence(id)
+  for _, name in ipairs(redis.call('HKEYS', KEY.record(id))) do
+    if name:sub(1, 7) == 'absent:' then forget(id, name) end
+  end
+end
+
+-- The request of a rollout (JSON); '' = it is not there.
+local function request_of(id)
+  return redis.call('HGET', KEY.request(field(id, 'tenant'), field(id, 'digest')), 'body') or ''
+end
+
+-- Attempts that a rollout may have.
+local function most_attempts(id) return tonumber(field(id, 'most_attempts')) end
+
+-- Whether there is no attempt left. Those that a lost worker cost nothing are in the number of the attempt, which keeps
+-- old messages and sandboxes apart, and are taken off here.
+local function is_last_attempt(r)
+  return tonumber(r.attempt) - tonumber(field(r.id, 'spared') or '0') >= most_attempts(r.id)
+end
+
+-- A rollout that saw so many workers end while they held it may be what ended them. It is carried alone among its
+-- kind: one such rollout a worker at once. Before that no attempt is counted, for the many that a worker took along
+-- did nothing; from then on each worker lost costs one. Who may be tried once only is not tried again for nothing.
+local SPARED_DEATHS, ALONE_AGAIN_MS = 2, 1000
+
+-- Whether the owner carries another suspect, beside which this one is not to be in the stage in which it saw them end.
+local function crowded(id, stage, owner)
+  if tonumber(field(id, 'deaths') or '0') < SPARED_DEATHS or field(id, 'deaths_in') ~= stage then return false end
+  local other = redis.call('HGET', KEY.SUSPECTS, owner)
+  if other and other ~= id and field(other, 'owner') == owner then return true end
+  redis.call('HSET', KEY.SUSPECTS, owner, id)
+  return false
+end
+
+-- It went through the stage, so it was not what ended the workers.
+local function clear_suspicion(id, stage, owner)
+  if field(id, 'deaths_in') ~= stage then return end
+  forget(id, 'deaths', 'deaths_in')
+  if redis.call('HGET', KEY.SUSPECTS, owner) == id then redis.call('HDEL', KEY.SUSPECTS, owner) end
+end
+
+-- Books a lost worker; how many there have been in that stage.
+local function count_death(id, stage)
+  if field(id, 'deaths_in') ~= stage then forget(id, 'deaths') end
+  write(id, {deaths_in = stage})
+  local deaths = redis.call('HINCRBY', KEY.record(id), 'deaths', 1)
+  -- Of three stages, each of which may come again.
+  if deaths <= SPARED_DEATHS and most_attempts(id) > 1 and tonumber(field(id, 'spared') or '0') < 3 * SPARED_DEATHS then
+    redis.call('HINCRBY', KEY.record(id), 'spared', 1)
+  end
+  return deaths
+end

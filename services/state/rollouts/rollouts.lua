@@ -1,0 +1,425 @@
+-- needs: rollouts/record
+-- What is asked of rollouts; see store.py. Takes the times of the settings in ms: `LEASE_MS`, `PATIENCE_MS`,
+-- `REQUEUE_MS`, `LONGEST_REQUEUE_MS`, `ELSEWHERE_MS`.
+
+-- -- submission ------------------------------------------------------------------------------------
+
+-- Whether a tenant's quota has room for so many rollouts: takes it and answers nil, or takes nothing and says which
+-- quota has none.
+local function take_quota(ask, n)
+  local tenant, per_minute = ask.tenant, ask.per_minute
+  local live = tonumber(redis.call('HGET', KEY.TENANTS_LIVE, tenant) or '0')
+  if ask.most_live and live + n > ask.most_live then return over_quota('live', ask.most_live, live, n) end
+  if per_minute then
+    -- A bucket that holds a minute's worth and is refilled steadily; a full one needs no key.
+    local b = redis.call('HMGET', KEY.bucket(tenant), 'left', 'at')
+    local left = per_minute
+    if b[1] then left = math.min(left, tonumber(b[1]) + (now - tonumber(b[2])) * per_minute / 60000) end
+    if n > left then
+      return over_quota('rate', per_minute, math.floor(left), n, math.ceil((n - left) * 60000 / per_minute))
+    end
+    redis.call('HSET', KEY.bucket(tenant), 'left', left - n, 'at', now)
+    redis.call('PEXPIRE', KEY.bucket(tenant), 60000)
+  end
+  redis.call('HINCRBY', KEY.TENANTS_LIVE, tenant, n)
+end
+
+-- Of each rollout: new, the state that it is in, or conflict. And how many new ones there are of each request.
+local function judge_submission(ask)
+  local words, new, digests, conflict = {}, {}, {}, false
+  for i, one in ipairs(ask.rollouts) do
+    local digest = ask.requests[one.request].digest
+    local known = redis.call('HMGET', KEY.record(one.id), 'digest', 'state', 'tenant')
+    local as = known[1] or digests[one.id]
+    if as and (as ~= digest or (known[3] or ask.tenant) ~= ask.tenant) then
+      words[i], conflict = 'conflict', true
+    else
+      words[i] = known[2] or (digests[one.id] and 'queued') or 'new'
+      if words[i] == 'new' then new[one.request] = (new[one.request] or 0) + 1 end
+    end
+    digests[one.id] = digest
+  end
+  return words, new, conflict
+end
+
+local function write_rollout(one, request, tenant, at)
+  local id, rank = one.id, exact(at - request.lift)
+  write(id, {tenant = tenant, group = one.group, index = one.index, handler = request.handler, digest = request.digest,
+    tags = table.concat(request.tags, ','), most_attempts = request.most_attempts, state = 'queued', attempt = 1,
+    fence = 0, kicks = 0, created = now, updated = now, since = now, deadline = now + request.deadline, rank = rank,
+    batch_group = one.batch_group})
+  queue_up(id, tenant, rank)
+  redis.call('RPUSH', KEY.timeline(id), 'queued ' .. now .. ' 1 0 -')
+  redis.call('SADD', KEY.group(tenant, one.group), id)
+  redis.call('ZADD', KEY.CREATED, now, id)
+  redis.call('ZADD', KEY.by_tenant(tenant), now, id)
+  redis.call('ZADD', KEY.by_state('queued'), now, id)
+  look_at(id, now + REQUEUE_MS)
+  redis.call('HINCRBY', KEY.COUNTS, 'queued', 1)
+  for _, tag in ipairs(request.tags) do redis.call('ZADD', KEY.by_tag(tenant, tag), now, id) end
+end
+
+-- {tenant, most_live, per_minute, most_bytes, requests, rollouts} and the requests' bodies; quotas may be missing.
+-- A request is {digest, handler, tags, deadline, lift, most_attempts}, `lift` being ms of waiting that its priority is
+-- worth; a rollout {id, group, index, request, batch_group}, its request by number. All or nothing.
+function operations.submit(ask)
+  local words, new, conflict = judge_submission(ask)
+  if conflict or not next(new) then return {words = words} end
+  local n, bytes = 0, 0
+  for k, members in pairs(new) do
+    n = n + members
+    if redis.call('EXISTS', KEY.request(ask.tenant, ask.requests[k].digest)) == 0 then bytes = bytes + #ARGV[2 + k] end
+  end
+  local over = over_bytes(ask.tenant, bytes, ask.most_bytes) or take_quota(ask, n)
+  if over then return {over = over} end
+  for k, members in pairs(new) do hold_request(ask.tenant, ask.requests[k].digest, ARGV[2 + k], members) end
+  local at = submission_times(n)
+  for i, one in ipairs(ask.rollouts) do
+    if words[i] == 'new' then
+      write_rollout(one, ask.requests[one.request], ask.tenant, at)
+      at = at + 1 / 1024
+    end
+  end
+  return {words = words}
+end
+
+-- {tenant}: takes off its account what has expired
+function operations.forget(ask) forget_requests(ask.tenant) end
+
+-- -- a stage ---------------------------------------------------------------------------------------
+
+local ENTERS = {init = 'initializing', run = 'running', eval = 'evaluating'}
+
+-- What whoever holds a rollout must know of it.
+local function claimed(id)
+  local claim = read(id, 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics')
+  claim.word, claim.now, claim.request = 'ok', now, request_of(id)
+  return claim
+end
+
+-- Gives a waiting rollout to an owner.
+local function take(r, stage, ask)
+  require_transition(r, ENTERS[stage])
+  r.fence = redis.call('HINCRBY', KEY.record(r.id), 'fence', 1)
+  write(r.id, {owner = ask.owner, token = ask.token, lease = now + LEASE_MS, claimed = now})
+  look_at(r.id, now + LEASE_MS)
+  book(r.id, 'queued', field(r.id, 'since'), 'queue_' .. stage)
+  enter(r, ENTERS[stage], ask.owner)
+  return claimed(r.id)
+end
+
+-- The same claim again, from a client that got no answer, perhaps long after: it holds the rollout from now.
+local function renew(id)
+  write(id, {lease = now + LEASE_MS})
+  look_at(id, now + LEASE_MS)
+  return claimed(id)
+end
+
+-- {id, attempt, stage, owner, token}
+-- The token makes a repeated claim harmless: a client that got no answer sends the same one again.
+function operations.claim(ask)
+  local r = read(ask.id, 'token', 'deadline')
+  if not r.state then return {word = 'gone'} end
+  if TERMINAL[r.state] then return {word = 'ended'} end
+  if r.owner and r.token == ask.token then
+    though_full()
+    return renew(r.id)
+  end
+  if tonumber(r.attempt) ~= ask.attempt or WAITS_FOR[r.state] ~= ask.stage or r.owner then return {word = 'stale'} end
+  if now >= tonumber(r.deadline) then
+    look_at(r.id, now)
+    return {word = 'overdue'}
+  end
+  though_full()
+  if crowded(r.id, ask.stage, ask.owner) then
+    look_at(r.id, now + ALONE_AGAIN_MS)
+    return {word = 'crowded'}
+  end
+  return take(r, ask.stage, ask)
+end
+
+-- {owner, token, node, most_on_node, most_without_sandbox}, of which the bounds may be missing
+-- INIT of whoever's turn it is.
+function operations.claim_next(ask)
+  local noted = KEY.fair_claim(ask.token)
+  local before = redis.call('GET', noted)
+  if before then
+    local r = read(before, 'token')
+    if not (r.owner and r.token == ask.token) then return {word = 'stale'} end
+    return renew(before)
+  end
+  if is_full(ask.node, ask.most_on_node) or is_full(KEY.NO_SANDBOX, ask.most_without_sandbox) then
+    return {word = 'full'}
+  end
+  -- What cannot be claimed leaves the order; in one call not without end, for nobody else is served meanwhile.
+  for _ = 1, 1000 do
+    local id, tenant = first_in_order(function(waiting) return is_absent(waiting, ask.node) end)
+    if not id then return {word = tenant and 'passed over' or 'nobody'} end
+    local r = read(id, 'deadline')
+    if r.state ~= 'queued' or r.owner then
+      leave_queue(id, tenant)
+    elseif now >= tonumber(r.deadline) then
+      look_at(id, now)
+      leave_queue(id, tenant)
+    elseif crowded(id, 'init', ask.owner) then
+      -- The reaper rings for it again.
+      look_at(id, now + ALONE_AGAIN_MS)
+      leave_queue(id, tenant)
+    else
+      charge(tenant)
+      -- An outage of Redis may lie between a claim and its repetition.
+      redis.call('SET', noted, id, 'PX', LEASE_MS + 120000)
+      begin_ahead(id, ask.node)
+      return take(r, 'init', ask)
+    end
+  end
+  return {word = 'nobody'}
+end
+
+-- A handler may ignore that it is to stop: the lease is not extended past the deadline, or past a cancel, by more than
+-- the patience. Then the reaper ends the rollout.
+local function beat(id, fence)
+  local r = read(id, 'cancel', 'deadline')
+  if tonumber(r.fence) ~= fence or not r.owner then return 'lost' end
+  local deadline = tonumber(r.deadline)
+  local lease = math.min(now + LEASE_MS, math.min(deadline, tonumber(r.cancel or deadline)) + PATIENCE_MS)
+  write(id, {lease = lease, beat = now})
+  look_at(id, lease)
+  return r.cancel and 'cancel' or now >= deadline and 'overdue' or 'ok'
+end
+
+-- {held}: pairs of id and fence; answers one word each: ok, lost, cancel, overdue
+function operations.heartbeat(ask)
+  local words = {}
+  though_full()
+  for i, pair in ipairs(ask.held) do words[i] = beat(pair[1], pair[2]) end
+  return words
+end
+
+-- {id, fence, fields, text}: facts learnt during a stage (the sandbox, before it is used), and a line for the timeline;
+-- false: it is not the caller's any more
+function operations.note(ask)
+  local r = read(ask.id)
+  if tonumber(r.fence) ~= ask.fence or not r.owner then return false end
+  though_full()
+  write(r.id, ask.fields)
+  if ask.text ~= '' then tell(r.id, r.attempt, r.fence, ask.text) end
+  return true
+end
+
+-- What becomes of a rollout whose stage ends with `next`, and after which delay.
+local function judge_finish(r, ask)
+  local to, delay = ask.next, ask.delay
+  if r.cancel and not TERMINAL[to] then to = 'cancelled' end
+  if to == 'again' and is_last_attempt(r) then to = 'failed' end
+  if to == 'elsewhere' then
+    -- A live node that has not tried to start the image may only be busy: the deadline ends that wait.
+    if not ask.absent and r.elsewhere_since and now - tonumber(r.elsewhere_since) >= ELSEWHERE_MS then
+      to = 'failed'
+    else
+      -- Ever more rarely: where one worker of many knows how, it is found soon; where none does, nobody spins.
+      delay = math.min(delay * 2 ^ tonumber(r.elsewhere or '0'), 30000)
+    end
+  end
+  return to, delay
+end
+
+-- The node could not start the image.
+local function note_absence(r, absent, to)
+  local why = 'node ' .. absent.node .. ' cannot start its image: ' .. absent.why
+  if field(r.id, 'unstarted') ~= why then tell(r.id, r.attempt, r.fence, why) end
+  -- All have tried: another attempt goes round the nodes again, and this one comes last.
+  if to == 'again' then forget_absence(r.id) end
+  write(r.id, {['absent:' .. absent.node] = now, unstarted = why})
+end
+
+-- {id, fence, stage, next, delay, fields, absent} and the trajectory, if there is one; `absent`, {node, why}, may be
+-- missing.
+-- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker
+-- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
+-- failed with the given fields once nobody could for so long; at once, and for as long as it takes, where its node
+-- cannot start the image and another one has yet to try). The answer is the state entered, or `lost`. The same finish
+-- again, from a client that got no answer, gets the same answer.
+function operations.finish(ask)
+  local r = read(ask.id, 'claimed', 'cancel', 'ended_fence', 'ended_in', 'elsewhere_since', 'elsewhere')
+  local id, stage, owner, trajectory = ask.id, ask.stage, r.owner, ARGV[3]
+  if tonumber(r.ended_fence) == ask.fence then return r.ended_in end
+  if not r.state or TERMINAL[r.state] or tonumber(r.fence) ~= ask.fence or not owner then return 'lost' end
+  local to, delay = judge_finish(r, ask)
+  local back = to == 'handback' or to == 'elsewhere'
+  local enters = to
+  if to == 'again' or back then enters = back and stage == 'eval' and 'evaluating' or 'queued' end
+  require_transition(r, enters)
+  -- A trajectory waits until there is room.
+  if not trajectory then though_full() end
+  write(id, {ended_fence = ask.fence, ended_in = enters})
+  book(id, stage, r.claimed, 'stage_' .. stage)
+  write(id, ask.fields)
+  local handed_on = 0
+  if to == 'elsewhere' then
+    if not ask.absent then redis.call('HSETNX', KEY.record(id), 'elsewhere_since', now) end
+    handed_on = redis.call('HINCRBY', KEY.record(id), 'elsewhere', 1)
+  elseif not back then
+    forget(id, 'elsewhere_since', 'elsewhere')
+    if to ~= 'again' then clear_suspicion(id, stage, owner) end
+  end
+  if ask.fields.error and handed_on < 2 then tell_error(r, ask.fields.error) end
+  if ask.absent then note_absence(r, ask.absent, to) end
+  if to == 'handback' then tell(id, r.attempt, r.fence, 'handed back: worker ' .. owner .. ' stops') end
+  if trajectory then redis.call('SET', KEY.trajectory(id), trajectory) end
+  if to == 'cancelled' then
+    mark_cancelled(id)
+    -- What the stage met before it heard of the cancel is nobody's failure.
+    forget(id, 'error', 'blame')
+  end
+  if to == 'again' then next_attempt(r, field(id, 'blame') or 'unknown') end
+  if enters == 'queued' then
+    -- Another attempt waits for its turn only once its delay is over and the reaper rings for it.
+    restart(r, owner, delay, to == 'handback' or to == 'elsewhere' and ask.absent)
+  elseif TERMINAL[enters] then
+    finish_rollout(r, enters, owner)
+  else
+    if to == 'elsewhere' then forget_failure(id) end
+    enter(r, enters, owner)
+    wait_again(id, delay)
+  end
+  return enters
+end
+
+-- {id, tenant}: tenant may be missing; {word, state, node, attempt}
+function operations.cancel(ask)
+  local r = read(ask.id, 'node')
+  if not r.state or (ask.tenant and ask.tenant ~= r.tenant) then return {word = 'gone', state = '', attempt = 0} end
+  local answer = {word = 'cancelled', state = r.state, node = r.node, attempt = tonumber(r.attempt)}
+  though_full()
+  if TERMINAL[r.state] then
+    answer.word, answer.node = 'ended', nil
+  elseif r.owner then
+    answer.word = 'cancelling'
+    if redis.call('HSETNX', KEY.record(r.id), 'cancel', now) == 1 then
+      tell(r.id, r.attempt, r.fence, 'cancel asked for; worker ' .. r.owner .. ' is told')
+    end
+  else
+    mark_cancelled(r.id)
+    finish_rollout(r, 'cancelled', '-')
+    answer.state = 'cancelled'
+  end
+  return answer
+end
+
+-- -- upkeep ----------------------------------------------------------------------------------------
+
+-- Something the caller has to do: `send` a message, `restart` from INIT, clean up after one that `ended`.
+local function to_do(action, r, stage)
+  return {action = action, rollout_id = r.id, attempt = tonumber(r.attempt), stage = stage, node = r.node}
+end
+
+local function fail(r, kind, message, drop_reason)
+  lay_blame(r.id, 'infrastructure', kind, message, drop_reason, 'error')
+  finish_rollout(r, 'failed', '-')
+  return to_do('ended', r, '')
+end
+
+-- The lease ran out: whoever held the rollout is dead, stopped or cut off.
+local function bury(r)
+  local stage, owner, state = STAGE_IN[r.state], r.owner, r.state
+  count('lost_' .. stage)
+  local deaths = count_death(r.id, stage)
+  if is_last_attempt(r) then
+    return fail(r, 'WorkerLost', 'worker ' .. owner .. ' was lost in state ' .. state .. ' at attempt ' .. r.attempt ..
+      '; workers lost while they held it: ' .. deaths, 'worker lost')
+  end
+  tell(r.id, r.attempt, r.fence, 'worker ' .. owner .. ' was lost in state ' .. state .. ': the next attempt')
+  next_attempt(r, 'infrastructure')
+  if state ~= 'evaluating' then
+    restart(r, '-', REQUEUE_MS, true)
+    return to_do('restart', r, 'init')
+  end
+  -- EVAL can be done again on what RUN left.
+  enter(r, 'evaluating', '-')
+  wait_again(r.id, REQUEUE_MS)
+  return to_do('send', r, 'eval')
+end
+
+-- It merely waits. The message may be lost or the queue may be long: send it again, ever rarer.
+local function ring_again(r, rung)
+  local kicks = redis.call('HINCRBY', KEY.record(r.id), 'kicks', 1)
+  if r.state == 'queued' then wait_for_turn(r) end
+  if kicks == 1 then tell(r.id, r.attempt, r.fence, 'still waits: its message is sent again') end
+  look_at(r.id, now + math.min(REQUEUE_MS * 2 ^ kicks, LONGEST_REQUEUE_MS))
+  if not (r.state == 'queued' and rung) then return to_do('send', r, WAITS_FOR[r.state]) end
+end
+
+-- What is to be done about a rollout that is due; nil: nothing.
+local function judge_due(id, rung)
+  local r = read(id, 'lease', 'deadline', 'node', 'cancel')
+  if not r.state or TERMINAL[r.state] then
+    redis.call('ZREM', KEY.DUE, id)
+  elseif r.owner and tonumber(r.lease) > now then
+    look_at(id, r.lease)
+  elseif now >= tonumber(r.deadline) then
+    local why = r.state == 'queued' and field(id, 'unstarted')
+    lay_blame(id, 'timeout', 'Deadline', 'the deadline of the rollout passed' .. (why and '; ' .. why or ''),
+      'deadline', 'time_limit')
+    finish_rollout(r, 'timed_out', '-')
+    return to_do('ended', r, '')
+  elseif r.cancel then
+    mark_cancelled(id)
+    finish_rollout(r, 'cancelled', '-')
+    return to_do('ended', r, '')
+  elseif r.owner then
+    return bury(r)
+  else
+    return ring_again(r, rung)
+  end
+end
+
+-- {limit, latest}: what the reaper has to do, as `todo`. Nothing is judged, and the answer is `jumped`, where it is
+-- later than the reaper's own clock can explain (`latest`, may be missing): Redis' time jumped, or stood still with the
+-- call, and nobody could extend a lease.
+function operations.overdue(ask)
+  if ask.latest and now > ask.latest then return {jumped = true} end
+  though_full()
+  local todo = {}
+  -- Once for all: each rollout that waits for INIT has its message, and needs no second one.
+  local rung = redis.call('LLEN', 'init') >= redis.call('ZCARD', KEY.by_state('queued'))
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEY.DUE, '-inf', now, 'LIMIT', 0, ask.limit)) do
+    todo[#todo + 1] = judge_due(id, rung)
+  end
+  return {todo = todo}
+end
+
+-- A rollout waits for workers of a node on which nobody will come for it.
+local function vacate(r, lost)
+  if lost and is_last_attempt(r) then
+    return fail(r, 'NodeLost',
+      'node ' .. r.node .. ' was lost with its sandbox in state ' .. r.state .. ' at attempt ' .. r.attempt, 'node lost')
+  end
+  if lost then
+    tell(r.id, r.attempt, r.fence, 'node ' .. r.node .. ' was lost with its sandbox: the next attempt')
+    next_attempt(r, 'infrastructure')
+  else
+    tell(r.id, r.attempt, r.fence, 'handed back: node ' .. r.node .. ' ends')
+  end
+  restart(r, '-', REQUEUE_MS, true)
+  return to_do('restart', r, 'init')
+end
+
+-- {nodes, lost}: rollouts that wait for workers of these nodes begin anew. `lost`: an attempt is used up, for nobody
+-- can tell what the node still does and a message of the old attempt must not count; else the node ends in order.
+function operations.vacate(ask)
+  local todo, gone = {}, {}
+  though_full()
+  local candidates = redis.call('ZRANGE', KEY.by_state('evaluating'), 0, -1)
+  for _, node in ipairs(ask.nodes) do
+    gone[node] = true
+    for _, id in ipairs(redis.call('SMEMBERS', KEY.ahead(node))) do candidates[#candidates + 1] = id end
+  end
+  for _, id in ipairs(candidates) do
+    local r = read(id, 'node')
+    if (r.state == 'ready' or r.state == 'evaluating') and not r.owner and gone[r.node or ''] then
+      todo[#todo + 1] = vacate(r, ask.lost)
+    end
+  end
+  return {todo = todo}
+end

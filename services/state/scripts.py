@@ -1,0 +1,145 @@
+"""Lua in Redis: named operations, each of which is done whole or not at all.
+
+A file of Lua lies beside the Python of its structure. Its first line may name the files that it builds on
+(`-- needs: full rollouts/fair`), which are put before it, each once. Keys are spelled in `keys.py` alone: Lua
+has them as `KEY.DUE` and `KEY.record(id)`.
+
+    local function lift(weight) … end
+    function operations.put(ask) … return {load = lift(ask.weight)} end
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import redis
+from pydantic_core import PydanticSerializationError, from_json, to_json
+
+from services.state import keys
+
+_KEY = re.compile(r"\bKEY\.(\w+)")
+_NEEDS = re.compile(r"-- needs: (.*)\n")
+_BEGIN = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local operations = {}
+"""
+_END = """
+local answer = operations[ARGV[1]](cjson.decode(ARGV[2]))
+return cjson.encode(answer)
+"""
+
+
+@cache
+def text(name: str) -> str:
+    """What is in a file of Lua, by its path below `services/state` without `.lua`."""
+    return (resources.files("services.state") / f"{name}.lua").read_text()
+
+
+def source(name: str) -> str:
+    """A file of Lua, after the keys that it speaks of and the files that it needs."""
+    files: dict[str, str] = {}
+    _gather(name, files)
+    # Keys that are always the same are put in their places: a script is run for each call.
+    body = _KEY.sub(_constant, "".join(files.values()))
+    makers = (f"{key} = {_maker(key)}" for key in sorted(set(_KEY.findall(body))))
+    return f"local KEY = {{{', '.join(makers)}}}\n{body}"
+
+
+def _gather(name: str, files: dict[str, str]) -> None:
+    """Put a file behind those that it needs."""
+    needs = _NEEDS.match(text(name))
+    for needed in needs[1].split() if needs else ():
+        if needed not in files:
+            _gather(needed, files)
+    files[name] = text(name)
+
+
+def _constant(spoken: re.Match[str]) -> str:
+    key = getattr(keys, spoken[1])
+    return _literal(key) if isinstance(key, str) else spoken[0]
+
+
+def _maker(name: str) -> str:
+    """A function of Lua that makes a key."""
+    key = getattr(keys, name)
+    names = list(inspect.signature(key).parameters)
+    parts = key(*(f"\0{parameter}\0" for parameter in names)).split("\0")
+    pieces = [part if at % 2 else _literal(part) for at, part in enumerate(parts) if part]
+    return f"function({', '.join(names)}) return {' .. '.join(pieces)} end"
+
+
+def _literal(value: Any) -> str:
+    """Texts, numbers, and lists and dicts of them as Lua writes them."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {_literal(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"{{{', '.join(map(_literal, value))}}}"
+    return json.dumps(value)
+
+
+class Operations:
+    """What a file of Lua defines as `operations.NAME(ask)`, to be called by name.
+
+    Lua has `now`, the time (ms) of Redis' own clock, so that nodes need not agree on theirs.
+    """
+
+    def __init__(self, client: redis.Redis, name: str, **constants: Any) -> None:
+        """
+        Args:
+            constants: Values that the file takes from Python, under these names.
+        """
+        given = "".join(f"local {name} = {_literal(value)}\n" for name, value in constants.items())
+        self.client = client
+        self.script = client.register_script(_BEGIN + given + source(name) + _END)
+
+    def __call__(self, operation: str, *blobs: bytes | str, **ask: Any) -> Any:
+        """Do an operation; its answer, of which an empty list may come as an empty dict.
+
+        Args:
+                blobs: Large values, or bytes that are no JSON: `ARGV[3]` and on.
+        """
+        return self.send(request(operation, *blobs, **ask))
+
+    def send(self, request: list[Any]) -> Any:
+        """The answer to a `request`."""
+        return from_json(self.script(args=request))
+
+    def many(self, requests: list[list[Any]]) -> list[Any]:
+        """Answers to several `request`s in one round trip, in order; of one that failed the error.
+
+        Others are served between them.
+        """
+        replies = self._send(requests)
+        # A Redis that was restarted has forgotten the script, and has done none of these.
+        missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]
+        if missing:
+            self.client.script_load(self.script.script)
+            for i, reply in zip(missing, self._send([requests[i] for i in missing]), strict=True):
+                replies[i] = reply
+        return [reply if isinstance(reply, Exception) else from_json(reply) for reply in replies]
+
+    def _send(self, requests: list[list[Any]]) -> list[Any]:
+        with self.client.pipeline(transaction=False) as pipe:
+            for args in requests:
+                pipe.evalsha(self.script.sha, 0, *args)
+            return pipe.execute(raise_on_error=False)
+
+
+def request(operation: str, *blobs: bytes | str, **ask: Any) -> list[Any]:
+    """The arguments of a script for an operation.
+
+    What is None is left out. A model, a sandbox or a handler may have written half a character into a text:
+    `?` stands for it.
+    """
+    given = {name: value for name, value in ask.items() if value is not None}
+    try:
+        encoded = to_json(given)
+    except PydanticSerializationError:
+        encoded = json.dumps(given, ensure_ascii=False).encode(errors="replace")
+    return [operation, encoded, *blobs]
