@@ -12,9 +12,8 @@ from typing import Any, NotRequired, TypedDict
 from celery import Celery, signals
 
 from rollout.schema import Stage
-from services import broker
+from services import broker, redis_address
 from services.settings import Settings
-from services.state import address
 
 STAGES = INIT, RUN, EVAL = tuple(stage.value for stage in Stage)
 
@@ -71,7 +70,7 @@ def make_celery(settings: Settings) -> Celery:
     """The Celery application, the same for those who send and those who work."""
     broker.register()
     app = Celery("rollout", set_as_current=True)
-    broker_url, broker_options = address.parse(settings.redis_url).broker()
+    broker_url, broker_options = redis_address.parse(settings.redis_url).broker()
     app.conf.update(
         broker_url=broker_url,
         result_backend=None,

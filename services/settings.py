@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from services.state import address
+from services import redis_address
 from services.webhook_address import AllowedAddresses
 
 ENV_PREFIX = "ROLLOUT_"
 
 
 def _check_redis_url(url: str) -> str:
-    address.parse(url)
+    redis_address.parse(url)
     return url
 
 
@@ -313,7 +313,7 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = ENV_PREFIX + str(first["loc"][0]).upper()
-            shown = address.hide_password(str(first["input"]))
+            shown = redis_address.hide_password(str(first["input"]))
             raise SettingsError(f"{name}={shown!r}: {first['msg']}") from None
 
 

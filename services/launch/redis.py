@@ -20,8 +20,8 @@ from urllib.parse import quote
 from sandbox.room import memory_limit
 from services.launch import StackError
 from services.launch.paths import deploy_file
+from services.redis_address import hide_password
 from services.settings import Settings
-from services.state.address import hide_password
 
 URL_VARIABLE = "ROLLOUT_REDIS_URL"
 LEAST_MB = 128

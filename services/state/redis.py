@@ -9,7 +9,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from services.state.address import RedisAddress, parse
+from services.redis_address import RedisAddress, parse
 
 MAX_CONNECTIONS = 64
 """Per process. Callers wait for one rather than open more in a burst."""

@@ -3,11 +3,10 @@
 import pytest
 from kombu.transport import TRANSPORT_ALIASES
 
+from docs.make_tables import pages
 from services import broker
 from services.queues import TASK_CLEANUP, TASK_EVALUATE, TASK_INIT, TASK_RUN, make_celery, route
 from services.settings import Settings, SettingsError
-from services.settings_table import table
-from tests.helpers.stack import ROOT
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,9 @@ def test_a_bad_setting_names_its_variable():
     assert Settings.from_env({"ROLLOUT_LEASE_S": "5", "ROLLOUT_URL": "http://x"}).lease_s == 5.0
 
 
-def test_the_page_of_settings_is_the_one_the_code_makes():
-    assert (ROOT / "docs" / "settings.md").read_text() == table(), "run python -m services.settings_table"
+def test_the_pages_of_settings_and_keys_are_those_the_code_makes():
+    for page, text in pages().items():
+        assert page.read_text() == text, "run python -m docs.make_tables"
 
 
 @pytest.mark.parametrize(

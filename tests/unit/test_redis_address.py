@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.queues import make_celery
+from services.redis_address import AddressError, hide_password, parse
 from services.settings import Settings, SettingsError
-from services.state.address import AddressError, hide_password, parse
 
 SENTINEL = "sentinel://a:1,b/mine/3?username=u&password=p%26w%2F&sentinel_password=s"
 

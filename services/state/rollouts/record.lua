@@ -137,9 +137,7 @@ local function lay_blame(id, blame, kind, message, drop_reason, finish_reason)
     error = cjson.encode({blame = blame, stage = cjson.null, type = kind, message = message})})
 end
 
-local function mark_cancelled(id)
-  write(id, {drop = '1', drop_reason = 'cancelled', finish_reason = 'cancelled'})
-end
+local function mark_cancelled(id) write(id, {drop = '1', drop_reason = 'cancelled', finish_reason = 'cancelled'}) end
 
 -- An attempt's error: the record keeps only that of the last one.
 local function tell_error(r, encoded)

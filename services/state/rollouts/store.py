@@ -11,20 +11,13 @@ from typing import Any
 
 import redis
 
-from rollout.schema import (
-    TERMINAL_STATES,
-    Blame,
-    ErrorInfo,
-    RolloutRequest,
-    SandboxRecord,
-    Stage,
-    State,
-)
+from rollout.schema import TERMINAL_STATES, Blame, ErrorInfo, RolloutRequest, SandboxRecord, Stage, State
 from rollout.trajectory import FinishReason, Trajectory
 from services.settings import Settings
 from services.state import keys
 from services.state.memory import Room
 from services.state.observations import BUCKETS_MS
+from services.state.redis import now
 from services.state.rollouts import payloads
 from services.state.rollouts.reading import RolloutReader, first_line
 from services.state.scripts import Operations, request
@@ -146,7 +139,6 @@ class RolloutStore(RolloutReader):
         super().__init__(client)
         self._settings = settings
         self._lease_ms = int(settings.lease_s * 1000)
-        self._retention_ms = int(settings.retention_s * 1000)
         self._do = Operations(
             client,
             "rollouts/rollouts",
@@ -158,7 +150,7 @@ class RolloutStore(RolloutReader):
             REQUEUE_MS=int(settings.requeue_s * 1000),
             LONGEST_REQUEUE_MS=int(max(MAX_REQUEUE_S, settings.requeue_s) * 1000),
             ELSEWHERE_MS=int(settings.handler_wait_s * 1000),
-            RETENTION_MS=self._retention_ms,
+            RETENTION_MS=int(settings.retention_s * 1000),
         )
         self._jump = Operations(client, "rollouts/jump")
         self._room = Room(client)
@@ -434,11 +426,9 @@ class RolloutStore(RolloutReader):
 
     def trim(self) -> None:
         """Drop index entries of records that have expired."""
-        seconds, micros = self._redis.time()
         # A record may have lived for its whole deadline (a week at most) before retention began.
-        horizon = seconds * 1000 + micros // 1000 - self._retention_ms - 8 * 86400 * 1000
-        names = [keys.CREATED, *(keys.by_state(state) for state in TERMINAL_STATES)]
-        names.append(keys.BATCHES)
+        horizon = 1000 * (now(self._redis) - self._settings.retention_s - 8 * 86400)
+        names = [keys.CREATED, keys.BATCHES, *(keys.by_state(state) for state in TERMINAL_STATES)]
         for tenant in self._redis.hkeys(keys.TENANTS_BYTES):
             self._do("forget", tenant=tenant)
         for pattern in (keys.by_tag("*", "*"), keys.by_tenant("*"), keys.batches_of("*")):

@@ -1,0 +1,63 @@
+"""Makes the tables of docs/redis.md and docs/settings.md from the source: `python -m docs.make_tables`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from services.settings import ENV_PREFIX, Settings
+from services.state import keys
+
+BEGIN, END = "<!-- made by python -m docs.make_tables -->\n", "<!-- end of what is made -->"
+
+
+def described_keys() -> dict[str, str]:
+    """Each key as a pattern with its parameters in capitals, and what it holds.
+
+    Raises:
+        ValueError: A key has no docstring; the message names it.
+    """
+    texts = {}
+    body = ast.parse(inspect.getsource(keys)).body
+    for node, following in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.FunctionDef):
+            make = getattr(keys, node.name)
+            key, text = make(*map(str.upper, inspect.signature(make).parameters)), ast.get_docstring(node)
+        elif isinstance(node, ast.Assign):
+            key = getattr(keys, node.targets[0].id)
+            text = ast.get_docstring(ast.Module([following], []))
+        else:
+            continue
+        if not text:
+            raise ValueError(f"services/state/keys.py: {key} has no docstring that says what the key holds")
+        texts[key] = " ".join(text.split())
+    return texts
+
+
+def _settings() -> list[str]:
+    rows = ["| variable | default | |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = field.default.get_secret_value() if isinstance(field.default, SecretStr) else field.default
+        shown = "the host name" if field.default_factory else "none" if default == "" else f"`{default}`"
+        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {shown} | {field.description} |")
+    return rows
+
+
+def pages() -> dict[Path, str]:
+    """Each page with its table made anew."""
+    of_keys = [f"| `{key}` | {text} |" for key, text in sorted(described_keys().items())]
+    tables = {"redis": ["| key | type: what it holds |", "|---|---|", *of_keys], "settings": _settings()}
+    paths = {Path(__file__).with_name(f"{name}.md"): table for name, table in tables.items()}
+    made = {}
+    for path, table in paths.items():
+        before, rest = path.read_text().split(BEGIN)
+        made[path] = before + BEGIN + "\n".join(table) + "\n" + END + rest.split(END)[1]
+    return made
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text)
