@@ -22,8 +22,8 @@ def finish_message(trajectory: Trajectory) -> str | None:
     """What the last turn called `finish` with; None: it did not, or with nothing."""
     for message in reversed(trajectory.messages):
         if message.role == "assistant":
-            said = [call.arguments.get("message") for call in message.tool_calls if call.name in _FINISH]
-            return next((text.strip() for text in said if isinstance(text, str) and text.strip()), None)
+            texts = [call.arguments.get("message") for call in message.tool_calls if call.name in _FINISH]
+            return next((text.strip() for text in texts if isinstance(text, str) and text.strip()), None)
     return None
 
 

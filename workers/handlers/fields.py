@@ -89,11 +89,13 @@ OBJECT = {"type": ["object", "string"]}
 
 def _as_texts(value: object) -> object:
     values = value if isinstance(value, list) else [value]
-    return [str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one for one in values]
+    return [
+        str(item) if isinstance(item, int | float) and not isinstance(item, bool) else item for item in values
+    ]
 
 
 def _not_blank(values: list[str]) -> list[str]:
-    if not all(one.strip() for one in values):
+    if not all(item.strip() for item in values):
         raise ValueError("an answer is empty")
     return values
 
@@ -131,4 +133,6 @@ def tell_of_rows(schema: dict[str, Any]) -> None:
         need = {"required": [name], "properties": {name: own}}
         schema["allOf"].append({"if": {"anyOf": others_given}, "else": need})
         schema["required"].remove(name)
-    schema["properties"] = {name: {"anyOf": [told, NULL]} for name, told in properties.items()} | within
+    schema["properties"] = {
+        name: {"anyOf": [described, NULL]} for name, described in properties.items()
+    } | within

@@ -48,8 +48,8 @@ class Math(AgentHandler[MathTask]):
         """
         require("math_verify", extra="math", handler=self.name)
         gold = ctx.task.answer
-        found = await score_or_blame(CHECK, {"gold": gold}, known={"gold": ["1"]}, timeout_s=SCORE_S)
-        unreadable = gold if found is None else found["unreadable"]
+        verdict = await score_or_blame(CHECK, {"gold": gold}, known={"gold": ["1"]}, timeout_s=SCORE_S)
+        unreadable = gold if verdict is None else verdict["unreadable"]
         if unreadable:
             raise TaskError(
                 f"task.answer: math-verify cannot read {unreadable[0]!r}; give it as LaTeX or a plain value"
@@ -66,10 +66,12 @@ class Math(AgentHandler[MathTask]):
             return Reward(0.0, {"correct": 0.0, "answered": 0.0})
         gold = ctx.task.answer
         known = {"answer": gold[0], "gold": gold[:1], "as_formulas": True}
-        found = await score_or_blame(JUDGE, {"answer": answer, "gold": gold}, known=known, timeout_s=SCORE_S)
-        if found is None:
+        verdict = await score_or_blame(
+            JUDGE, {"answer": answer, "gold": gold}, known=known, timeout_s=SCORE_S
+        )
+        if verdict is None:
             ctx.log.info("an answer that math-verify cannot finish is wrong", answer=repr(answer[:200]))
-        correct = float(found is not None and found["correct"])
+        correct = float(verdict is not None and verdict["correct"])
         return Reward(correct, {"correct": correct, "answered": 1.0})
 
 

@@ -111,27 +111,27 @@ class ReasoningGym(AgentHandler[ReasoningGymTask]):
         return made["question"]
 
     async def evaluate(self, ctx: EvalContext[ReasoningGymTask]) -> Reward:
-        said = finish_message(ctx.trajectory)
-        tagged = _TAGGED.findall(said or last_words(ctx.trajectory))
-        answer = (tagged[-1] if tagged else said or "").strip()
+        message = finish_message(ctx.trajectory)
+        tagged = _TAGGED.findall(message or last_words(ctx.trajectory))
+        answer = (tagged[-1] if tagged else message or "").strip()
         if not answer:
             return Reward(0.0, {"correct": 0.0, "score": 0.0, "answered": 0.0})
         source = ctx.task.source()
         asked = ctx.trajectory.chains[0].segments[0].messages[0].text
-        found = await score_or_blame(
+        verdict = await score_or_blame(
             JUDGE,
             {"task": source, "answer": answer, "asked": asked},
             known={"task": source, "answer": None, "asked": None},
             timeout_s=SCORE_S,
         )
-        if found is not None and "other" in found:
+        if verdict is not None and "other" in verdict:
             raise InfrastructureError(
                 f"reasoning-gym makes another entry {ctx.task.index} of {ctx.task.dataset!r} here than in "
                 "RUN: have all workers the same release of it?"
             )
-        if found is None:
+        if verdict is None:
             ctx.log.info("an answer that its scorer cannot finish is wrong", answer=repr(answer[:200]))
-        value = 0.0 if found is None else found["score"]
+        value = 0.0 if verdict is None else verdict["score"]
         correct = float(value >= CORRECT)
         reward = value if ctx.task.partial_credit else correct
         return Reward(reward, {"correct": correct, "score": value, "answered": 1.0})

@@ -20,8 +20,8 @@ def _load(target: str) -> list[type[AgentHandler]]:
     module, _, attribute = target.partition(":")
     if not attribute:
         raise HandlerError(f"ROLLOUT_HANDLERS: {target!r} is not of the form 'module:Class'")
-    found = getattr(importlib.import_module(module), attribute)
-    return found if isinstance(found, list) else [found]
+    loaded = getattr(importlib.import_module(module), attribute)
+    return loaded if isinstance(loaded, list) else [loaded]
 
 
 class Registry:

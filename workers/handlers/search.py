@@ -89,23 +89,23 @@ def load_search(config: Settings) -> SearchTool | None:
     Raises:
         HandlerError: There is no such search, or it is none.
     """
-    wanted = config.search_tool
-    if not wanted:
+    name = config.search_tool
+    if not name:
         return None
-    module, _, attribute = wanted.partition(":")
+    module, _, attribute = name.partition(":")
     if attribute:
         try:
-            found = getattr(import_module(module), attribute)
+            chosen = getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise HandlerError(f"ROLLOUT_SEARCH_TOOL={wanted!r} cannot be imported: {error}") from error
+            raise HandlerError(f"ROLLOUT_SEARCH_TOOL={name!r} cannot be imported: {error}") from error
     else:
         points = {point.name: point for point in entry_points(group=GROUP)}
-        if wanted not in points:
+        if name not in points:
             known = ", ".join(sorted(points)) or "none"
             raise HandlerError(
-                f"ROLLOUT_SEARCH_TOOL={wanted!r}: no package here has it in {GROUP!r} (there are: {known})"
+                f"ROLLOUT_SEARCH_TOOL={name!r}: no package here has it in {GROUP!r} (there are: {known})"
             )
-        found = points[wanted].load()
-    if not (isinstance(found, type) and issubclass(found, Search)):
-        raise HandlerError(f"ROLLOUT_SEARCH_TOOL={wanted!r} is no subclass of workers.handlers.search.Search")
-    return SearchTool(found())
+        chosen = points[name].load()
+    if not (isinstance(chosen, type) and issubclass(chosen, Search)):
+        raise HandlerError(f"ROLLOUT_SEARCH_TOOL={name!r} is no subclass of workers.handlers.search.Search")
+    return SearchTool(chosen())

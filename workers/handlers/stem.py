@@ -143,9 +143,9 @@ class Stem(AgentHandler[StemTask]):
         HandlerError: pint is not installed.
         """
         require("pint", extra="stem", handler=self.name)
-        found = await score(CHECK, ctx.task.judged(""), timeout_s=SCORE_S)
-        if found["problem"]:
-            raise TaskError(f"task.answer: {found['problem']}")
+        verdict = await score(CHECK, ctx.task.judged(""), timeout_s=SCORE_S)
+        if verdict["problem"]:
+            raise TaskError(f"task.answer: {verdict['problem']}")
         await super().init(ctx)
 
     def prompt(self, task: StemTask) -> list[Message]:
@@ -157,8 +157,10 @@ class Stem(AgentHandler[StemTask]):
         if answer is None:
             return Reward(0.0, {"correct": 0.0, "answered": 0.0})
         known = ", ".join(task.answer) if len(task.answer) > 1 else task.answer[0]
-        found = await score_or_blame(JUDGE, task.judged(answer), known=task.judged(known), timeout_s=SCORE_S)
-        correct = float(found is not None and found["correct"])
+        verdict = await score_or_blame(
+            JUDGE, task.judged(answer), known=task.judged(known), timeout_s=SCORE_S
+        )
+        correct = float(verdict is not None and verdict["correct"])
         return Reward(correct, {"correct": correct, "answered": 1.0})
 
 
@@ -192,8 +194,8 @@ class StemTools(Stem):
 
     def __init__(self) -> None:
         search = load_search(settings())
-        found: Sequence[Tool] = (search,) if search else ()
-        self.tools = (ExecuteIPythonCell(), ExecuteBash(), *found, Think(), Finish())
+        searches: Sequence[Tool] = (search,) if search else ()
+        self.tools = (ExecuteIPythonCell(), ExecuteBash(), *searches, Think(), Finish())
 
     def prompt(self, task: StemTask) -> list[Message]:
         how = (

@@ -96,8 +96,10 @@ class Code(CodeText):
 
 def _report(results: list[Result]) -> str:
     """A line for each kind of result, and what the first failure had to say. Shows no hidden test."""
-    lines = [f"{status}: {count}" for status, count in Counter(one.status for one in results).most_common()]
-    failed = next((one for one in results if not one.passed), None)
+    lines = [
+        f"{status}: {count}" for status, count in Counter(result.status for result in results).most_common()
+    ]
+    failed = next((result for result in results if not result.passed), None)
     if failed is not None:
         number = results.index(failed) + 1
         lines.append(f"the first that failed: case {number}, {failed.status} after {failed.seconds:g} s")

@@ -10,12 +10,12 @@ TOLERANCE = 1e-6
 """Absolute or relative, where the expected number is not an integer."""
 
 
-def same_output(said: str, wanted: str) -> bool:
+def same_output(given: str, expected: str) -> bool:
     """Printed text: equal line by line but for spaces; fractional numbers may differ by a millionth.
 
     Case counts, and so does the order of lines.
     """
-    ours, theirs = _lines(said), _lines(wanted)
+    ours, theirs = _lines(given), _lines(expected)
     if ours == theirs:
         return True
     if len(ours) != len(theirs):
@@ -30,35 +30,35 @@ def _lines(text: str) -> list[list[str]]:
     return lines
 
 
-def _same_line(said: list[str], wanted: list[str]) -> bool:
-    return len(said) == len(wanted) and all(map(_same_word, said, wanted))
+def _same_line(given: list[str], expected: list[str]) -> bool:
+    return len(given) == len(expected) and all(map(_same_word, given, expected))
 
 
-def _same_word(said: str, wanted: str) -> bool:
-    if said == wanted:
+def _same_word(given: str, expected: str) -> bool:
+    if given == expected:
         return True
     try:
-        ours, theirs = Decimal(said), Decimal(wanted)
+        ours, theirs = Decimal(given), Decimal(expected)
     except InvalidOperation:
         return False
     if not (ours.is_finite() and theirs.is_finite()):
         return False
-    if wanted.lstrip("+-").isdigit():  # an integer is exact, however it is written
+    if expected.lstrip("+-").isdigit():  # an integer is exact, however it is written
         return ours == theirs
     return math.isclose(float(ours), float(theirs), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def same_value(said: Any, wanted: Any) -> bool:
+def same_value(given: Any, expected: Any) -> bool:
     """What a function returned, as JSON carries it: tuples are lists, keys are text."""
-    if isinstance(wanted, bool) or isinstance(said, bool):
-        return said is wanted
-    if isinstance(wanted, int | float) and isinstance(said, int | float):
-        if isinstance(wanted, int) and isinstance(said, int):
-            return said == wanted
-        return math.isclose(said, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    if isinstance(wanted, list) and isinstance(said, list):
-        return len(said) == len(wanted) and all(map(same_value, said, wanted))
-    if isinstance(wanted, dict) and isinstance(said, dict):
-        theirs = {str(key): value for key, value in wanted.items()}
-        return said.keys() == theirs.keys() and all(same_value(said[key], theirs[key]) for key in said)
-    return type(said) is type(wanted) and said == wanted
+    if isinstance(expected, bool) or isinstance(given, bool):
+        return given is expected
+    if isinstance(expected, int | float) and isinstance(given, int | float):
+        if isinstance(expected, int) and isinstance(given, int):
+            return given == expected
+        return math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(expected, list) and isinstance(given, list):
+        return len(given) == len(expected) and all(map(same_value, given, expected))
+    if isinstance(expected, dict) and isinstance(given, dict):
+        theirs = {str(key): value for key, value in expected.items()}
+        return given.keys() == theirs.keys() and all(same_value(given[key], theirs[key]) for key in given)
+    return type(given) is type(expected) and given == expected

@@ -96,8 +96,8 @@ async def _cases(box: SandboxClient, task: CodeTask, solution: str) -> list[Resu
 
 
 async def _run(box: SandboxClient, here: str, task: CodeTask, case: Case) -> ExecResult:
-    wanted = json.dumps([case.expected, case.any_of]) if case.is_call else case.stdout or ""
-    output = max(LEAST_OUTPUT, OUTPUT_FACTOR * len(wanted.encode("utf-8", "replace")))
+    expected = json.dumps([case.expected, case.any_of]) if case.is_call else case.stdout or ""
+    output = max(LEAST_OUTPUT, OUTPUT_FACTOR * len(expected.encode("utf-8", "replace")))
     if case.is_call:
         argv = [PYTHON, f"{here}/call.py", f"{here}/solution.py", str(task.fn_name)]
         given = json.dumps(case.args)
@@ -135,5 +135,5 @@ def _verdict(done: ExecResult, case: Case) -> Result:
             status, detail = "error", "the function gave no result, or none that JSON carries"
         else:
             accepted = [case.expected, *(case.any_of or [])]
-            status = "passed" if any(same_value(value, one) for one in accepted) else "wrong"
+            status = "passed" if any(same_value(value, option) for option in accepted) else "wrong"
     return Result(status, round(done.wall_s, 3), detail[-DETAIL_CHARS:])

@@ -55,7 +55,9 @@ def _any_form(schema: dict[str, Any]) -> None:
         schema["properties"][name] = {"title": name, "description": schema["properties"][name]["description"]}
     schema.pop("required")
     schema["allOf"] = [{"anyOf": [{"required": [name]} for name in names]} for names in (PROMPTS, TESTS)]
-    schema["properties"] = {name: {"anyOf": [told, NULL]} for name, told in schema["properties"].items()}
+    schema["properties"] = {
+        name: {"anyOf": [described, NULL]} for name, described in schema["properties"].items()
+    }
 
 
 class CodeTask(RowTask):
@@ -133,8 +135,8 @@ def _from_input_output(tests: Any) -> dict[str, Any]:
         return {"fn_name": fn_name, "tests": [_call(*pair) for pair in zip(inputs, outputs, strict=True)]}
     return {
         "tests": [
-            {"stdin": _lines(given), "stdout": _lines(wanted)}
-            for given, wanted in zip(inputs, outputs, strict=True)
+            {"stdin": _lines(given), "stdout": _lines(expected)}
+            for given, expected in zip(inputs, outputs, strict=True)
         ]
     }
 
@@ -143,18 +145,18 @@ def _lines(text: Any) -> str:
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
-def _call(given: Any, wanted: Any) -> dict[str, Any]:
+def _call(given: Any, expected: Any) -> dict[str, Any]:
     # The published graders of APPS accept a result in a list of its own.
-    more = [wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else []
-    return {"args": given if isinstance(given, list) else [given], "expected": wanted, "any_of": more}
+    more = [expected[0]] if isinstance(expected, list) and len(expected) == 1 else []
+    return {"args": given if isinstance(given, list) else [given], "expected": expected, "any_of": more}
 
 
 def _from_columns(column: Any) -> list[dict[str, Any]]:
     if not column:
         return []
     return [
-        {"stdin": given, "stdout": wanted}
-        for given, wanted in zip(column["input"], column["output"], strict=True)
+        {"stdin": given, "stdout": expected}
+        for given, expected in zip(column["input"], column["output"], strict=True)
     ]
 
 
