@@ -15,9 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks._harness import cpu_seconds, make_parser, memory_mb, percentile, report, say, summary
-from benchmarks._service import PATIENCE_S, service
 from benchmarks.control_plane import CURSORS, POLLS, STREAMS, Others, waiters
+from benchmarks.harness import (
+    PATIENCE_S,
+    cpu_seconds,
+    make_parser,
+    memory_mb,
+    percentile,
+    report,
+    say,
+    service,
+    summary,
+)
 from rollout.client import Client
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
