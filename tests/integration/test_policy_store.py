@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 import time
+from unittest import mock
+from urllib.parse import urlsplit
 
-import httpx
 import pytest
+import urllib3
 from redis.exceptions import LockError
+from requests.adapters import HTTPAdapter
 
 from rollout.policy import PolicyRequest, UpdateState
 from rollout.schema import Backend
@@ -177,12 +182,31 @@ class Engines:
         self.busy = self.most_busy = 0
         self._lock, self._first = threading.Lock(), threading.Barrier(at_once)
 
-    def answer(self, call):
-        loads = call.url.path == "/update_weights_from_disk"
+    def answer(self, name, path):
+        """The status and the body."""
+        loads = path == "/update_weights_from_disk"
         if loads:
-            self._load(call.url.host)
-        fails = loads and call.url.host in self.refuse
-        return httpx.Response(400 if fails else 200, json={"success": not fails, "message": "no such file"})
+            self._load(name)
+        fails = loads and name in self.refuse
+        return 400 if fails else 200, {"success": not fails, "message": "no such file"}
+
+    def __enter__(self):
+        """They answer instead of the network."""
+
+        def send(adapter, call, **_):
+            url = urlsplit(call.url)
+            status, body = self.answer(url.hostname, url.path)
+            raw = io.BytesIO(json.dumps(body).encode())
+            return adapter.build_response(
+                call, urllib3.HTTPResponse(raw, status=status, preload_content=False)
+            )
+
+        self._patched = mock.patch.object(HTTPAdapter, "send", send)
+        self._patched.start()
+        return self
+
+    def __exit__(self, *_):
+        self._patched.stop()
 
     def _load(self, name):
         with self._lock:
@@ -215,9 +239,8 @@ def sglang(name):
 def updated(store, fleet, engines, **request):
     """An update to `v1`, carried out."""
     made, _ = store.create(PolicyRequest(version="v1", path="/ckpt", **request), fleet.list())
-    updates = WeightUpdates(store, fleet, "worker")
-    updates._http = httpx.Client(transport=httpx.MockTransport(engines.answer))
-    updates.carry_out(store.claim("worker", 30))
+    with engines:
+        WeightUpdates(store, fleet, "worker").carry_out(store.claim("worker", 30))
     return store.get(made.id)
 
 
@@ -254,9 +277,9 @@ def test_a_worker_whose_lease_is_lost_writes_nothing_more_and_goes_to_no_further
     engines = Engines(fleet)
     answer = engines.answer
 
-    def taken_over(call):
+    def taken_over(*call):
         redis.set("policy:lease", "another", px=30_000)
-        return answer(call)
+        return answer(*call)
 
     engines.answer = taken_over
     with pytest.raises(LeaseLost):
@@ -319,7 +342,7 @@ def test_a_backend_that_does_not_catch_up_is_tried_ever_more_rarely(store, fleet
 def test_a_backend_is_free_again_once_it_has_the_current_weights(store, fleet, redis):
     store.create(PolicyRequest(version="v1", path="/a"), [BACKEND])
     end(store, current=current_of("v1"))
-    updates, engines = WeightUpdates(store, fleet, "worker"), Engines(fleet, refuse="b")
-    updates._http = httpx.Client(transport=httpx.MockTransport(engines.answer))
-    assert [updates.bring_current(sglang(name)) for name in "ab"] == [True, False]
+    updates = WeightUpdates(store, fleet, "worker")
+    with Engines(fleet, refuse="b"):
+        assert [updates.bring_current(sglang(name)) for name in "ab"] == [True, False]
     assert redis.keys("policy:lock:*") == []
