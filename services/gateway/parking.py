@@ -15,7 +15,7 @@ socket readable, and frees its place at once.
 All this is behind gunicorn's private door, so its version is capped (setup.cfg). Measured with the same
 selective wake-up (`python -m benchmarks._waiting`, medians of 3 rounds on 2 busy cores), 1,000 who wait add
 15 MB here (116 in all), 51 MB to gunicorn's thread worker with a thread each (128), and 74 MB to its gevent
-worker (159); p99 of others (20, 20 and 25 ms) and of a wake-up (50, 43 and 44 ms) hardly tell them apart. What
+worker (159); p99 of others (20, 20 and 25 ms) and of a wake-up (50, 43 and 44 ms) hardly differ. What
 those two have no door for is the rest: half-sent requests that hold no thread, a bound on bodies that come, a
 client that hangs up while its request waits, and an answer to all who wait when the worker stops.
 """
