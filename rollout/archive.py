@@ -6,10 +6,12 @@ it held is in the next file. A rollout may be in the archive twice, with the sam
 
 from __future__ import annotations
 
+import io
 import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from rollout.schema import Rollout
 
@@ -31,13 +33,23 @@ def files(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is no directory; give the one that ROLLOUT_ARCHIVE_DIR names")
-    return sorted([*directory.glob(f"*{SUFFIX}"), *directory.glob(f"*{OPEN_SUFFIX}")])
+    # The open one first: one that is closed meanwhile is then listed twice, and never not at all.
+    return sorted([*directory.glob(f"*{OPEN_SUFFIX}"), *directory.glob(f"*{SUFFIX}")])
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, by its last name where it was closed since it was listed. An empty one is removed then."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        closed = path.with_name(path.name.removesuffix(OPEN_SUFFIX) + SUFFIX)
+        return closed.open("rb") if closed.exists() else io.BytesIO()
 
 
 def members(path: Path) -> Iterator[tuple[int, bytes]]:
     """Whole members of a file: where each ends, and its text. A member that was cut is left out."""
     end = 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         rest = b""
         while True:
             unpack, pieces, taken = zlib.decompressobj(_GZIP), [], 0

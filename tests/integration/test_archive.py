@@ -141,6 +141,19 @@ def test_a_full_disk_moves_no_cursor_and_leaves_no_torn_end(client, store, tmp_p
     assert ids(tmp_path) == [first, second]
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_file_that_is_closed_while_the_archive_is_read_is_read_to_its_end(tmp_path, empty):
+    """A successor closes the file of a writer that died, and removes one without a word."""
+    file = tmp_path / f"rollouts-1{archive.OPEN_SUFFIX}"
+    file.write_bytes(b"" if empty else gzip.compress(b"text"))
+    (listed,) = archive.files(tmp_path)
+    if empty:
+        file.unlink()
+    else:
+        file.rename(tmp_path / f"rollouts-1{archive.SUFFIX}")
+    assert [text for _, text in archive.members(listed)] == ([] if empty else [b"text"])
+
+
 def test_one_who_is_not_elected_writes_nothing(client, store, tmp_path):
     done = ended(store, ids=20)
     look(archiver(client, tmp_path, owner="first"))

@@ -13,11 +13,9 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from services.gateway import openapi
 from services.gateway.app import BLUEPRINTS
 from services.gateway.compat.app import BLUEPRINTS as COMPATIBLE
-from services.state.fleet import FleetStore
 from tests.helpers.keys import HEADERS
 from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import Stack
-from workers.handlers.noop import Noop
 
 EXAMPLES = CHAOS("examples of an operation", short=6, long=100)
 """Of each operation, in each mode."""
@@ -36,10 +34,10 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    """A gateway that knows a handler, and no worker: what is accepted stays queued."""
+    """A gateway and a worker: calls of the compatible wires wait until their rollout has ended."""
     directory = tmp_path_factory.mktemp("fuzz")
     with Stack(directory, directory / "sbx") as stack:
-        FleetStore(stack.redis.client).put_handlers([Noop().info()])
+        stack.start_worker("init,run,eval", "all")
         yield stack, schemathesis.openapi.from_url(f"{stack.url}/openapi.json")
 
 
