@@ -36,7 +36,8 @@ LEAST_USED = 0.75
 nobody asks for them."""
 
 PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill pass: bounds how long running sequences wait for newcomers."""
+"""Padded tokens of one prefill pass, or one longer prompt: running sequences wait for no more of newcomers
+between two of their tokens."""
 
 
 class EngineError(Exception):
@@ -132,6 +133,8 @@ class Engine:
         self.batch = Batch(model.module)
         self._rows: list[Sequence] = []
         """Row i of the batch is that of `_rows[i]`; some may have ended since the last step."""
+        self._prefilled = False
+        """The last step admitted somebody; those who run come next."""
         self._queue: list[Sequence] = []
         self._paused: PauseMode | None = None
         self._work = asyncio.Event()
@@ -246,10 +249,15 @@ class Engine:
                 await self._work.wait()
 
     async def _step(self) -> None:
-        """The first token of those who are admitted, or else the next one of all that run."""
+        """The first token of those who are admitted, or else the next one of all that run.
+
+        While somebody runs, no two steps in a row admit: many newcomers would hold up all the others.
+        """
         kept = [row for row, sequence in enumerate(self._rows) if not sequence.finished]
         running = [self._rows[row] for row in kept]
-        admitted = self._admitted(running) if self._paused is None else []
+        admitting = self._paused is None and not (running and self._prefilled)
+        admitted = self._admitted(running) if admitting else []
+        self._prefilled = bool(admitted)
         if admitted:
             self._rows = running + admitted
             compute, sampled = partial(self._prefill, kept, admitted), admitted

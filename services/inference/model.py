@@ -5,7 +5,6 @@ Invariant: the weights in use are either all old or all new; a checkpoint that d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +93,11 @@ class Batch:
         self.lengths = [self.lengths[row] for row in kept] + lengths
         if kept:
             width = max(self.lengths)
-            fresh = _cache(
-                tuple(_joined(old[kept], new, width) for old, new in zip(old_layer, new_layer, strict=True))
-                for old_layer, new_layer in zip(_layers(self._cache), _layers(fresh), strict=True)
-            )
+            for layer in fresh.layers:
+                # Dropped as soon as it is copied: two whole caches would take twice the memory allowed.
+                old = self._cache.layers.pop(0)
+                layer.keys = _joined(old.keys[kept], layer.keys, width)
+                layer.values = _joined(old.values[kept], layer.values, width)
         self._cache = fresh
         return [row[longest - length :] for row, length in zip(hidden, lengths, strict=True)]
 
@@ -117,9 +117,9 @@ class Batch:
         """Drop all rows but these, which are numbered anew, and the columns that only the others had."""
         self.lengths = [self.lengths[row] for row in kept]
         width = max(self.lengths)
-        self._cache = _cache(
-            tuple(states[kept, :, -width:] for states in layer) for layer in _layers(self._cache)
-        )
+        for layer in self._cache.layers:
+            layer.keys = layer.keys[kept, :, -width:]
+            layer.values = layer.values[kept, :, -width:]
 
     def _forward(self, ids: torch.Tensor, lengths: list[int], cache: DynamicCache) -> torch.Tensor:
         """Hidden states (rows, new columns, width); `lengths` counts the new tokens."""
@@ -134,23 +134,11 @@ class Batch:
         ).last_hidden_state
 
 
-Layer = tuple[torch.Tensor, ...]
-"""Keys and values of one layer, each (rows, heads, columns, head dim)."""
-
-
-def _layers(cache: DynamicCache) -> list[Layer]:
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-def _cache(layers: Iterable[Layer]) -> DynamicCache:
-    cache = DynamicCache()
-    for index, (keys, values) in enumerate(layers):
-        cache.update(keys, values, index)
-    return cache
-
-
 def _joined(old: torch.Tensor, new: torch.Tensor, width: int) -> torch.Tensor:
-    """Old rows, then new ones, each with its last `width` columns, or with padding before what it has."""
+    """Old rows, then new ones, each with its last `width` columns, or with padding before what it has.
+
+    All are keys or values of one layer, (rows, heads, columns, head dim).
+    """
     # Zeros, not garbage: a masked place has weight 0, and 0 times a stray NaN would still be NaN.
     joined = new.new_zeros((len(old) + len(new), new.shape[1], width, new.shape[3]))
     columns = min(width, old.shape[2])

@@ -8,11 +8,11 @@ import logging
 import time
 import uuid
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, Strict, ValidationError
 
 from services.inference import control
 from services.inference.control import ENGINE, RequestError, read_object
@@ -77,7 +77,7 @@ def _error(message: str, status: int, param: str | None = None) -> web.Response:
 class StreamOptions(BaseModel):
     """`stream_options` of both routes."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class Envelope(BaseModel):
@@ -94,21 +94,26 @@ class Envelope(BaseModel):
     priority: int | None = Field(0, ge=-(2**63), lt=2**63)
 
 
+Unserved = Annotated[list[Any] | dict[str, Any] | None, Field(max_length=0)]
+"""What this backend does not do: nothing may be asked for."""
+
+
 class GenerateBody(Envelope):
     """Body of POST /inference/v1/generate."""
 
     token_ids: list[NonNegativeInt] = Field(min_length=1)
     sampling_params: SamplingParams
     output_mode: Literal["tokens"] = "tokens"
-    features: None = None
-    content_parts: None = None
-    kv_transfer_params: None = None
+    features: Unserved = None
+    content_parts: Unserved = None
+    kv_transfer_params: Unserved = None
 
 
 class CompletionBody(Envelope, SamplingParams):
     """Body of POST /v1/completions with one prompt, as ids or text."""
 
-    prompt: str | list[NonNegativeInt] | tuple[list[NonNegativeInt]]
+    # JSON has no tuples: a strict one would refuse the list of one prompt.
+    prompt: str | list[NonNegativeInt] | Annotated[tuple[list[NonNegativeInt]], Strict(False)]
     add_special_tokens: bool = True
     user: Any = None
     session_id: Any = None

@@ -125,6 +125,28 @@ def test_closing_the_connection_cancels_the_request(embedded, streaming):
     assert run(embedded, ask)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[9, 8, 7]]}),
+        ("/v1/completions", {"prompt": [9, 8, 7], "stream_options": {"include_usage": None}}),
+        ("/inference/v1/generate", {"token_ids": [9, 8, 7], "features": [], "content_parts": []}),
+        ("/inference/v1/generate", {"token_ids": [9, 8, 7], "kv_transfer_params": {}}),
+    ],
+)
+def test_every_form_of_the_same_request_is_served(embedded, path, body):
+    params = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    sampling = params if path == "/v1/completions" else {"sampling_params": params}
+
+    async def ask(client):
+        plain = await llm_client.generate(client, [9, 8, 7], **params)
+        reply = await llm_client.post(client, path, {**body, **sampling, "return_token_ids": True})
+        return plain["choices"][0]["token_ids"], reply["choices"][0]["token_ids"]
+
+    expected, token_ids = run(embedded, ask)
+    assert token_ids == expected
+
+
 BAD_GENERATE = [
     ({"sampling_params": {}}, "token_ids"),
     ({"token_ids": [], "sampling_params": {}}, "token_ids"),
@@ -142,6 +164,7 @@ BAD_GENERATE = [
     ({"token_ids": [1], "sampling_params": {"tempreature": 1}}, "sampling_params.tempreature"),
     ({"token_ids": [1], "sampling_params": {}, "cache_salt": ""}, "cache_salt"),
     ({"token_ids": [1], "sampling_params": {}, "stream": "yes"}, "stream"),
+    ({"token_ids": [1], "sampling_params": {}, "features": {"image": 1}}, "features"),
     ([1, 2], "body"),
 ]
 
@@ -165,6 +188,7 @@ def test_other_refusals(embedded):
         for path, body in [
             ("/v1/completions", {"prompt": [1] * 20, "max_tokens": 2049}),
             ("/v1/completions", {"prompt": 5}),
+            ("/v1/completions", {"prompt": [[1], [2]]}),
             ("/v1/completions", {"model": "nobody", "prompt": [1]}),
             ("/pause?mode=maybe", None),
             ("/update_weight_version", {"new_version": ""}),
@@ -177,4 +201,4 @@ def test_other_refusals(embedded):
             answers.append((reply.status, (await reply.json())["error"]["code"]))
         return answers
 
-    assert run(embedded, ask) == [(s, s) for s in (400, 400, 404, 400, 400, 400, 404, 400)]
+    assert run(embedded, ask) == [(s, s) for s in (400, 400, 400, 404, 400, 400, 400, 404, 400)]

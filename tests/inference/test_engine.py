@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ import httpx
 import pytest
 import torch
 
-from services.inference.engine import Engine, Sequence
+from services.inference import model as inference_model
+from services.inference.engine import PREFILL_TOKENS, Engine, Sequence
 from services.inference.model import Batch, load_model
 from services.inference.sampling import SamplingParams
 from tests.helpers import llm_reference
@@ -120,6 +122,39 @@ def test_the_batch_never_exceeds_max_num_seqs_and_priority_goes_first(model):
     ended, _, rows = play(model, options, max_sequences=1)
     assert [made.priority for made in ended] == [1, 1, 2, 3]
     assert max(rows) == 1
+
+
+def test_those_who_run_get_a_token_between_two_passes_over_newcomers(model):
+    """Two of these prompts fill a pass."""
+    ended, _, rows = play(model, [{"prompt": [5] * (PREFILL_TOKENS // 2 - 100), "max_tokens": 3}] * 5)
+    assert rows == [2, 4, 3, 1]
+    assert_exact(ended)
+
+
+def test_rows_that_join_need_no_second_cache_beside_the_first(model, monkeypatch):
+    """Only one layer at a time has an old version beside its new one."""
+    peaks = []
+
+    def cached():
+        states = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.ndim == 4]
+        return sum(x.nbytes for x in states)
+
+    def noted(*args):
+        peaks.append(cached() - before)
+        return joined(*args)
+
+    joined = inference_model._joined
+    monkeypatch.setattr(inference_model, "_joined", noted)
+    gc.collect()
+    before = cached()
+    batch = Batch(model.module)
+    batch.prefill([], [[5] * 400] * 4)
+    whole = cached() - before
+    assert whole == 4 * 400 * model.kv_bytes_per_token
+    batch.prefill([0, 1, 2, 3], [[5] * 10])
+    layers = model.module.config.num_hidden_layers
+    assert len(peaks) == 2 * layers
+    assert max(peaks) < (1 + 2 / layers) * whole
 
 
 def test_a_failed_step_fails_its_requests_and_the_next_ones_are_served(model):
