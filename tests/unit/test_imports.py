@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import graphlib
+import re
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,23 @@ FORBIDDEN = {
     "services/launch/slurm": {"workers", "flask", "services.gateway"},
     "workers": {"flask"},
 }
+
+EXTRAS = [
+    ("services/engines", ["gateway"]),
+    ("services/engines", ["worker"]),
+    ("services/gateway", ["gateway"]),
+    ("services/inference", ["inference"]),
+    ("services/state", ["gateway"]),
+    ("services/state", ["worker"]),
+    # Only the processes that score load what needs the last three.
+    ("workers", ["worker", "math", "reasoning-gym", "stem"]),
+]
+"""These extras, together, install all that a folder imports when it is loaded."""
+
+PARTS = {"pydantic-core": "pydantic", "redis": "celery", "sympy": "reasoning-gym", "werkzeug": "flask"}
+"""Distributions that come with another one, which our bound on that other one covers."""
+
+OWN = {"rollout", "services", "workers", "sandbox"}
 
 
 def imported(path: Path) -> set[str]:
@@ -69,3 +90,33 @@ def test_modules_of_workers_import_each_other_in_no_circle():
     graph = {name: modules_imported(path, modules) for name, path in modules.items()}
     assert len(graph["workers.process"]) > 2
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(("package", "extras"), EXTRAS)
+def test_what_a_package_imports_is_installed_with_its_extras(package, extras):
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    values = [config["options.extras_require"][extra] for extra in extras]
+    lines = "\n".join([config["options"]["install_requires"], *values]).split("\n")
+    declared = {normal(re.match(r"[\w-]+", line)[0]) for line in lines if line}
+    declared |= {part for part, whole in PARTS.items() if whole in declared}
+    distributions = packages_distributions()
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for name in loaded(path) - sys.stdlib_module_names - OWN:
+            sources = {normal(source) for source in distributions.get(name, [name])}
+            assert sources & declared, f"{path.relative_to(ROOT)} imports {name}, which {extras} lack"
+
+
+def loaded(path: Path) -> set[str]:
+    """The packages that a module imports when it is loaded itself."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def normal(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
