@@ -30,6 +30,7 @@ from workers.scoring import (
     score_or_blame,
 )
 from workers.scoring.pool import close
+from workers.scoring.process import Scorer
 
 MODULE = "tests.helpers.scorers"
 PATIENCE_S = 120.0
@@ -262,6 +263,19 @@ async def test_an_idle_process_that_died_costs_the_next_call_nothing():
             if known:
                 await asyncio.sleep(0.05)
             assert (await add(pool))["pid"] != pid
+
+
+def test_the_number_of_a_dead_process_stays_its_own_until_its_group_is_killed():
+    scorer = Scorer(1024)
+    try:
+        os.kill(scorer.pid, signal.SIGKILL)
+        wait_until(lambda: scorer.gone, PATIENCE_S, "it to have ended")
+        time.sleep(0.2)  # in which its listener could have collected it
+        assert Path(f"/proc/{scorer.pid}").exists()
+    finally:
+        scorer.end()
+    wait_until(lambda: not Path(f"/proc/{scorer.pid}").exists(), PATIENCE_S, "it to be collected")
+    assert scorer.gone
 
 
 @asynchronous

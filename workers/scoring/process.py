@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,14 @@ class Scorer:
         self.pid = self._popen.pid
         metrics.PROCESSES.inc()
         self._tail, self._room, self._context = "", OUTPUT_PER_CALL, contextvars.Context()
-        self._listener = threading.Thread(target=self._listen, name=f"scorer-{self.pid}", daemon=True)
-        self._listener.start()
+        self._ended, self._group_killed = threading.Event(), threading.Event()
+        threading.Thread(target=self._listen, name=f"scorer-{self.pid}", daemon=True).start()
 
     def _listen(self) -> None:
-        """Read what it prints, into the log up to a limit, and take it from the process table at its end."""
+        """Read what it prints, into the log up to a limit; once `kill` is through, collect the process.
+
+        Until then its number, which is its group's, too, is nobody else's.
+        """
         assert self._popen.stdout is not None
         with self._popen.stdout as stdout:
             while part := os.read(stdout.fileno(), 1 << 16):
@@ -147,12 +151,25 @@ class Scorer:
                 if shown := text[: self._room].rstrip("\n"):
                     self._context.run(log.info, "scorer prints", scorer_pid=self.pid, output=shown)
                 self._room = max(0, self._room - len(text))
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self._ended.set()
+        self._group_killed.wait()
         self._popen.wait()
 
     @property
     def gone(self) -> bool:
         """Whether the process has ended."""
-        return self._popen.poll() is not None
+        return self._status() is not None
+
+    def _status(self) -> int | None:
+        """Its exit status or, below 0, the signal that ended it; None while it lives."""
+        try:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # the listener has collected it
+            return self._popen.wait()
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def call(
         self, function: str, payload: Any, timeout_s: float, context: contextvars.Context | None = None
@@ -204,8 +221,8 @@ class Scorer:
 
     def _obituary(self) -> str:
         """How it died, with the last of what it printed."""
-        self._listener.join(DEATH_PATIENCE_S)
-        code = self._popen.poll()
+        self._ended.wait(DEATH_PATIENCE_S)
+        code = self._status()
         if code is None:
             how = "closed its connection"
         elif code < 0:
@@ -222,15 +239,13 @@ class Scorer:
                 return
             self._killed = True
         metrics.PROCESSES.dec()
-        with suppress(ProcessLookupError, PermissionError):
-            if not self.gone:
-                # Stopped first, it can start no more while its descendants are looked for; some may have
-                # left the group for a session of their own.
-                os.kill(self.pid, signal.SIGSTOP)
-                for pid in _descendants(self.pid):
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGKILL)
-            os.killpg(self.pid, signal.SIGKILL)
+        # Stopped first, it can start no more while its descendants are looked for; some may have left the
+        # group for a session of their own.
+        _signal(os.kill, self.pid, signal.SIGSTOP)
+        for pid in _descendants(self.pid):
+            _signal(os.kill, pid, signal.SIGKILL)
+        _signal(os.killpg, self.pid, signal.SIGKILL)
+        self._group_killed.set()
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
 
@@ -238,6 +253,11 @@ class Scorer:
         """Kill it, where no call of it is under way."""
         self.kill()
         self._channel.close()
+
+
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        send(pid, number)
 
 
 def _descendants(pid: int) -> list[int]:
