@@ -67,9 +67,13 @@ def boot() -> str:
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read, as a whole."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    draft.replace(path)
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        draft.replace(path)
+    except BaseException:  # a full disk, say
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_private(path: Path) -> str | None:

@@ -140,6 +140,12 @@ def test_half_a_file_is_passed_over(listener):
     assert sent(Client()) == KEY
 
 
+def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path):
+    with pytest.raises(UnicodeEncodeError):  # as a full disk does, between the draft's making and its end
+        account.write_private(tmp_path / "stack.json", "\ud800")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_who_listens_is_told_by_user(listener):
     assert account.owners(("http", "127.0.0.1", listener)) == {os.geteuid()}
     assert account.owners(("http", "localhost", listener)) == {os.geteuid()}
