@@ -103,6 +103,26 @@ def test_an_instance_becomes_a_task_of_its_handler(source, handler, instance, ta
         assert read.instance().image == instance.get("docker_image", OFFICIAL)
 
 
+@pytest.mark.parametrize(
+    ("handler", "fields", "task"),
+    [
+        (Code(), {"question": "Q?"}, {"question": "Q?"}),
+        (Code(), {"problem": "P?", "prompt": "S?"}, {"problem": "P?", "prompt": "S?"}),
+        (Code(), {}, {"prompt": "Say it."}),
+        (Math(), {"problem": "P?"}, {"problem": "P?"}),
+        (None, {"question": "Q?"}, {"question": "Q?", "prompt": "Say it."}),
+    ],
+)
+def test_the_input_of_a_gym_row_is_its_prompt_where_it_has_no_problem(handler, fields, task):
+    name = handler.name if handler else "own"
+    row = nemo_gym.RunRequest.model_validate(
+        {"handler": name, "responses_create_params": {"input": "Say it."}, "answer": "1"} | fields
+    )
+    info = handler.info() if handler else HandlerInfo(name="own")
+    asked_for = nemo_gym.rollout_request(row, {name: info}, Settings.from_env({}))
+    assert asked_for.handler == name and asked_for.task == task | {"answer": "1"}
+
+
 def test_a_deployment_adds_data_sources_and_any_handler_is_its_own():
     settings = Settings.from_env({"ROLLOUT_DATA_SOURCES": "Mine=noop, deepscaler = math_tools"})
     more = settings.data_source_handlers

@@ -126,9 +126,10 @@ def rollout_request(
     }
     instance = {**(params.metadata or {}), **fields}
     text = params.input if isinstance(params.input, str) else user_text(params.input)
-    if text:
-        instance.setdefault("prompt", text)
     handler = _handler(row, instance, handlers, settings)
+    # The problem of a published set goes before its wording as a request; a handler of yours gets both.
+    if text and not (handler in HANDLERS.values() and {"problem", "question"} & instance.keys()):
+        instance.setdefault("prompt", text)
     given = {"temperature": params.temperature, "top_p": params.top_p, "max_tokens": params.max_output_tokens}
     try:
         sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
