@@ -168,6 +168,17 @@ class Part:
         process = self.process
         return process is not None and is_alive(process)
 
+    @property
+    def orphans(self) -> list[psutil.Process]:
+        """What lives on of its group when nobody saw it end; of its pid and its mark, the mark is its own."""
+        mark = self.env.get(MARK)
+        members = []
+        for process in marked(mark) if mark and self.pid else ():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self.pid:
+                    members.append(process)
+        return members
+
     def start(self, before_exec: Callable[[], None] | None = None) -> psutil.Process:
         """Start it, in a session of its own.
 
@@ -209,6 +220,11 @@ class Child:
     @property
     def alive(self) -> bool:
         return self.process is not None and is_alive(self.process)
+
+    @property
+    def group(self) -> list[psutil.Process]:
+        """Members of its group, itself left out."""
+        return self.part.orphans if self.process is None else _group(self.process)
 
 
 class Supervisor:
@@ -331,8 +347,8 @@ class Supervisor:
         if child.process is not None:
             with contextlib.suppress(psutil.TimeoutExpired):  # somebody else's child, not collected yet
                 part.exit = child.process.wait(0)
-            # What it left behind may hold its port.
-            _send(_group(child.process), signal.SIGKILL)
+        # What it left behind may hold its port.
+        _send(child.group, signal.SIGKILL)
         with contextlib.suppress(OSError):  # the disk of the log may be full
             log.error(
                 "ended by itself and will be started anew",
@@ -388,8 +404,8 @@ class Supervisor:
         for child in chosen:
             if child.alive:
                 log.error("cannot be killed", part=child.part.name, pid=child.part.pid)
-            elif child.process is not None:
-                _send(_group(child.process), signal.SIGKILL)
+            else:
+                _send(child.group, signal.SIGKILL)
         return [child.part for child in living]
 
     def stop_all(self, grace_s: float) -> list[Part]:

@@ -77,6 +77,30 @@ def test_a_zombie_counts_as_ended(watched):
 
 
 @pytest.mark.parametrize("do", ["look", "stop"])
+def test_what_a_part_left_that_ended_unseen_goes_too(watched, tmp_path, do):
+    def member(mark):
+        """What is left of a part that ended while nobody looked after it."""
+        script = "sleep 61 >/dev/null & echo $!"
+        leader = subprocess.Popen(
+            ["sh", "-c", script], env={MARK: mark}, start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        output, _ = leader.communicate()
+        return leader.pid, psutil.Process(int(output))
+
+    (pid, ours), (_, other) = member("a1b2"), member("c3")
+    try:
+        watched.adopt(Part("part", ["/bin/true"], env={MARK: "a1b2"}, log=str(tmp_path / "log"), pid=pid))
+        if do == "look":
+            watched.look()
+        else:
+            assert watched.stop_all(0.1) == []
+        wait_until(lambda: not is_alive(ours), 10, "the member to be gone")
+        assert is_alive(other)
+    finally:
+        other.kill()
+
+
+@pytest.mark.parametrize("do", ["look", "stop"])
 def test_who_has_a_dead_parts_pid_now_is_left_alone(watched, tmp_path, do):
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
