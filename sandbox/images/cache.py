@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -298,11 +299,14 @@ class ImageCache:
 
     def _describe(self, key: str, in_use: str | None) -> Cached:
         notes = read_json(self._file(key, "json"))
+        if not isinstance(notes.get("bytes"), int):  # the notes were lost or damaged
+            notes["bytes"], _ = trees.usage(self.tree(key), sys.maxsize, sys.maxsize)
+            write_json(self._file(key, "json"), notes)
         try:
             last_used = self._file(key, "lease").stat().st_mtime
         except FileNotFoundError:
             last_used = 0.0
-        return Cached(key, self.tree(key), int(notes.get("bytes", 0)), notes.get("source"), last_used, in_use)
+        return Cached(key, self.tree(key), notes["bytes"], notes.get("source"), last_used, in_use)
 
     def _keys(self) -> list[str]:
         return [entry.name for entry in os.scandir(self.directory) if KEY.fullmatch(entry.name)]

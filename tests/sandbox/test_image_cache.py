@@ -212,6 +212,22 @@ def test_pruning_stops_at_the_quota_and_a_dry_run_removes_nothing(images: dict[s
     assert small.cache.prune() == []
 
 
+@pytest.mark.parametrize("notes", [None, "{", '{"bytes": "many"}'])
+def test_an_image_whose_notes_were_lost_is_measured_and_counts(
+    store: ImageStore, images: dict[str, str], notes: str | None
+):
+    a = store.rootfs(images["a"])
+    file = a.with_name(f"{a.name}.json")
+    file.unlink()
+    if notes is not None:
+        file.write_text(notes)
+    (entry,) = store.cache.entries()
+    assert MB <= entry.bytes < 1.2 * MB and cache.read_json(file)["bytes"] == entry.bytes
+    store.rootfs(images["b"])
+    store.rootfs(images["c"])
+    assert not a.is_dir()
+
+
 def test_pruning_clears_away_lock_files_of_images_that_are_gone(store: ImageStore, images: dict[str, str]):
     store.rootfs(images["a"])
     store.cache.prune(everything=True)
