@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sandbox import connection, transfer
@@ -14,9 +15,7 @@ from sandbox.connection import Address, BlockingConnection
 from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
 
 REPLY_GRACE_S = 15.0
-"""Beyond a command's own limit: the server's escalation of signals and a new shell take at most about half of
-it.
-"""
+"""Beyond a command's own limit: the server's signals and a new shell take at most about half of it."""
 EXEC_GRACE_S = 30.0
 """Beyond a program's own limit: all processes are ended before it and after it."""
 REQUEST_TIMEOUT_S = 30.0
@@ -27,6 +26,8 @@ TRUSTED_PYTHON = "@python"
 """As first argument of `exec`: the Python that runs the sandbox's own server, mounted read-only. Only the
 standard library is there: no module of the working directory, of a user or of the environment is found.
 """
+TRANSFER_THREADS = ThreadPoolExecutor(64, "transfer")
+"""A sandbox may be silent for long, which the few threads of the event loop shall not wait for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +395,7 @@ class SandboxClient:
             with line:
                 return function(line.ask, *arguments)
 
-        return await connection.in_thread(move, on_cancel=line.hang_up)
+        return await connection.in_thread(move, on_cancel=line.hang_up, threads=TRANSFER_THREADS)
 
     async def _ask_aside(
         self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import re
 import secrets
 import socket
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -136,12 +138,16 @@ async def exchange(address: str | Address, request: dict[str, Any], timeout: flo
 
 
 async def in_thread(
-    function: Callable[..., T], *args: Any, on_cancel: Callable[[], None] = lambda: None
+    function: Callable[..., T],
+    *args: Any,
+    on_cancel: Callable[[], None] = lambda: None,
+    threads: Executor | None = None,
 ) -> T:
-    """Run a blocking function in a thread and, even when cancelled, wait until it has ended. `on_cancel` may
-    hasten that.
+    """Run a blocking function in a thread (None = of the loop's) and, even when cancelled, wait until it has
+    ended. `on_cancel` may hasten that.
     """
-    task = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    run = contextvars.copy_context().run
+    task = asyncio.get_running_loop().run_in_executor(threads, run, function, *args)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

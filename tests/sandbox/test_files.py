@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import os
+import socket
 import tarfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from sandbox import transfer
 from sandbox.client import SandboxClient
+from sandbox.connection import new_key
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.server import archive
 from sandbox.spec import SandboxSpec
@@ -196,6 +198,22 @@ def test_an_upload_that_breaks_off_leaves_no_temporary_file(info, box, tree):
     run(break_off())
     gone = box.bash("until [ -z \"$(find . -name '.upload*')\" ] && [ ! -e half ]; do sleep 0.05; done", 120)
     assert gone.exit_code == 0
+
+
+def test_transfers_with_silent_sandboxes_leave_the_threads_of_the_loop_to_others(tmp_path):
+    async def transfer_and_work(client):
+        downloads = [asyncio.create_task(client.download("d", tmp_path / "d")) for _ in range(40)]
+        await asyncio.sleep(0.2)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 3), 10) == 3
+        for download in downloads:
+            download.cancel()
+        await asyncio.wait(downloads, timeout=60)
+        assert all(download.cancelled() for download in downloads)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen(64)
+        asyncio.run(transfer_and_work(SandboxClient(f"{tmp_path}/s#{new_key()}")))
 
 
 @in_container
