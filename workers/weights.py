@@ -87,7 +87,7 @@ class WeightUpdates:
     ) -> None:
         """
         Args:
-            owner: Name of this worker in locks and logs.
+            owner: Name of this worker in the lease of an update.
             lease_s: Seconds after which another worker goes on when this one falls silent.
         """
         self._store = store

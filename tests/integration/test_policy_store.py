@@ -288,6 +288,15 @@ def test_a_worker_whose_lease_is_lost_writes_nothing_more_and_goes_to_no_further
     assert fleet.wanted_version() is None, "its successor begins with a fleet that takes rollouts"
 
 
+def test_an_update_whose_record_is_gone_stands_in_nobody_s_way(store, redis):
+    store.create(PolicyRequest(version="v1", path="/a"), [BACKEND])
+    redis.delete("policy:updates")
+    assert store.claim("worker", 30) is None
+    assert not store.under_way() and not redis.exists("policy:lease")
+    store.create(PolicyRequest(version="v2", path="/b"), [BACKEND])
+    assert end(store).version == "v2"
+
+
 def test_leases_are_kept_while_they_are_held_and_their_loss_is_told(store, redis):
     leases, lease = _Leases(3.0), store.lock("b", 3.0)
     key, _ = lease.name, lease.acquire()

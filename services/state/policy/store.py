@@ -198,13 +198,17 @@ class PolicyStore:
         lease, token = self._lock(keys.POLICY_LEASE, lease_s), f"{owner}/{uuid.uuid4().hex}"
         if not lease.acquire(blocking=False, token=token):
             return None
-        # Asked once more: it may have ended meanwhile.
-        active = self._redis.get(keys.POLICY_ACTIVE)
-        raw = self._redis.hget(keys.POLICY_UPDATES, active) if active else None
-        if raw is None:
-            release(lease)
-            return None
-        return Work(lease, token, Record.model_validate_json(raw))
+        record = None
+        try:
+            # Asked once more: it may have ended meanwhile.
+            if active := self._redis.get(keys.POLICY_ACTIVE):
+                record = self._redis.hget(keys.POLICY_UPDATES, active)
+                if record is None:  # somebody deleted it; nobody could ever end this update
+                    self._redis.delete(keys.POLICY_ACTIVE)
+        finally:
+            if record is None:
+                release(lease)
+        return Work(lease, token, Record.model_validate_json(record)) if record else None
 
     def save(self, work: Work) -> None:
         """Write how far an update has come.
