@@ -14,7 +14,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from sandbox import paths
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_missing, vllm_server
-from tests.helpers.stack import RedisServer
 
 # Tests look for what sandboxes leave on the machine, and one kept warm would look left. Tests of the warm
 # pool set their own.
@@ -165,6 +164,9 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A Redis of the file's own, for tests of what is kept there."""
+    # Not at the top: tests of a plain user's sandboxes run by the machine's Python, without our libraries.
+    from tests.helpers.stack import RedisServer
+
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()

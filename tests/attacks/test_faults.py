@@ -72,8 +72,8 @@ class Service:
         store.submit([NewRollout(name, name, 0, request, request.model_dump_json(), name)])
 
     def fill(self) -> None:
-        """Let more be used than there is."""
-        self.client.config_set("maxmemory", self.client.info("memory")["used_memory"] - 100_000)
+        """Let twice as much be used as there may be, whatever Redis frees by itself."""
+        self.client.config_set("maxmemory", self.client.info("memory")["used_memory"] // 2)
 
 
 @pytest.fixture(scope="module")

@@ -69,33 +69,52 @@ def target(backend, store):
     assert done.state == "resumed", done
 
 
-def exchanged_during_a_call(target, other, mode):
-    """A call under way while the weights change, and the outcome of the exchange."""
-    answers: list[dict] = []
+def exchanged_during_calls(target, other, mode):
+    """Calls of three callers while the weights change, and the outcome of the exchange.
+
+    Their first calls are of different lengths, so that never all of them are between two calls.
+    """
+    choices: list[tuple[int, dict]] = []
+    over = threading.Event()
+
+    def call_again(tokens):
+        while not over.is_set():
+            answers: list[dict] = []
+            target.call(answers, tokens)
+            choices.append((tokens, *answers))
+            tokens = LONG
+
     before = target.generated()
-    caller = threading.Thread(target=target.call, args=(answers,), daemon=True)
-    caller.start()
-    wait_until(lambda: target.generated() > before, PATIENCE_S, "the call to begin")
+    callers = [
+        threading.Thread(target=call_again, args=(LONG * share // 3,), daemon=True) for share in (1, 2, 3)
+    ]
+    for caller in callers:
+        caller.start()
+    wait_until(lambda: target.generated() > before, PATIENCE_S, "the calls to begin")
     done = target.exchange("step-1", other, mode=mode, canary=canary(other))
-    caller.join(PATIENCE_S)
-    (choice,) = answers
-    return choice, done
+    over.set()
+    for caller in callers:
+        caller.join(PATIENCE_S)
+        assert not caller.is_alive()
+    return choices, done
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_calls_under_way_are_kept_waited_for_or_ended_and_the_canary_passes(target, other_weights, mode):
-    choice, done = exchanged_during_a_call(target, other_weights, mode)
+    choices, done = exchanged_during_calls(target, other_weights, mode)
     assert (done.state, done.error) == ("resumed", None)
     assert done.canary_max_error < TOLERANCE
-    versions = [span["version"] for span in choice["weight_versions"]]
-    count = len(choice["token_ids"])
-    if mode == "keep":
-        assert (versions, count, choice["finish_reason"]) == (["first", "step-1"], LONG, "length")
-    elif mode == "wait":
-        assert (versions, count, choice["finish_reason"]) == (["first"], LONG, "length")
-    else:
-        assert (versions, choice["finish_reason"]) == (["first"], "abort")
-        assert count < LONG
+    calls = [
+        ([span["version"] for span in choice["weight_versions"]], choice["finish_reason"])
+        for _, choice in choices
+    ]
+    met = (["first"], "abort") if mode == "abort" else (["first", "step-1"], "length")
+    assert (met in calls) == (mode != "wait"), calls
+    # One that is ended before it is begun has sampled nothing.
+    others = [(["first"], "length"), (["step-1"], "length"), *([([], "abort")] if mode == "abort" else [])]
+    assert all(call in [met, *others] for call in calls), calls
+    for tokens, choice in choices:
+        assert (len(choice["token_ids"]) == tokens) == (choice["finish_reason"] == "length")
     backend = target.store.get("it")
     assert (backend.policy_version, backend.healthy, backend.paused) == ("step-1", True, False)
     assert not target.paused()

@@ -139,12 +139,12 @@ def test_rollouts_of_a_lost_node_begin_again_elsewhere_and_its_return_is_clean(s
         if where[item.id] == members[node]:
             assert item.attempt > 1
             assert ran_on(item) != members[node]
+    # A requeued job has its old name, under which the workers that were killed are on the list for a while.
+    cluster.wait(lambda: node not in service.members(), f"the workers of {node} are known to be gone")
     cluster.start_node(node)
     cluster.wait_up(node)
     cluster.hurry()
-    service.wait_for_nodes(len(members))
-    assert node in service.members()
-    # A requeued job has its old name, under which the workers that were killed are on the list for a while.
+    assert node in service.wait_for_nodes(len(members))
     cluster.wait(lambda: not [path for path in before if path.exists()], f"{node} swept what was left")
 
 
