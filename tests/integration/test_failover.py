@@ -34,6 +34,8 @@ PATIENCE_S = 120
 def service(tmp_path_factory):
     """A service of its own, so that its backends may be broken; without any yet."""
     env = {"ROLLOUT_BACKEND_PROBE_S": "0.5", "ROLLOUT_BACKEND_WAIT_S": "8"}
+    # One worker has 200 rollouts beside other tests; a stack's usual 3 s without a heartbeat happen there.
+    env["ROLLOUT_LEASE_S"] = "10"
     with (
         tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir,
         Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack,
