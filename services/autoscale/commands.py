@@ -25,11 +25,11 @@ RANGE = re.compile(r"(\d+):(\d+)")
 
 
 def _bounds(text: str, option: str) -> Bounds:
-    found = RANGE.fullmatch(text)
-    if found is None:
+    match = RANGE.fullmatch(text)
+    if match is None:
         raise click.UsageError(f"{option} {text}: write LEAST:MOST, such as 2:16")
     try:
-        return Bounds(int(found[1]), int(found[2]))
+        return Bounds(int(match[1]), int(match[2]))
     except ValueError as error:
         raise click.UsageError(f"{option} {text}: {error}") from error
 

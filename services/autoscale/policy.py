@@ -73,12 +73,12 @@ def need(load: Load, goal: Goal) -> int:
     service_s = goal.wait_s if load.service_s is None else load.service_s
     # No more slots than rollouts: shorter than its own work no wait can be made.
     backlog = min(load.waiting, math.ceil(load.waiting * service_s / goal.wait_s))
-    wanted = load.busy + backlog
+    slots = load.busy + backlog
     if load.waiting and load.oldest_s > goal.wait_s and load.busy >= load.slots:
         # The estimate was too low, or what is in hand takes longer than what ended lately.
-        wanted = max(wanted, load.slots + 1)
+        slots = max(slots, load.slots + 1)
     # What waits and finds a free slot needs no other one: a claim is under way.
-    return wanted + math.ceil(goal.spare * load.busy)
+    return slots + math.ceil(goal.spare * load.busy)
 
 
 def shift_blame(loads: Mapping[str, Load]) -> dict[str, Load]:
@@ -206,12 +206,12 @@ def share_out(slots: int, workers: Mapping[str, tuple[int, int, int]]) -> dict[s
     Returns:
         Slots of those that change.
     """
-    given = {name: min(most, max(1, held)) for name, (_, most, held) in workers.items()}
-    left = slots - sum(given.values())
+    shares = {name: min(most, max(1, held)) for name, (_, most, held) in workers.items()}
+    rest = slots - sum(shares.values())
     # The one with the least goes next; a heap is not worth it for the size of a fleet.
-    while left > 0 and (open_ := [name for name in given if given[name] < workers[name][1]]):
-        least = min(given[name] for name in open_)
-        for name in sorted(name for name in open_ if given[name] == least)[:left]:
-            given[name] += 1
-            left -= 1
-    return {name: value for name, value in given.items() if value != workers[name][0]}
+    while rest > 0 and (open_ := [name for name in shares if shares[name] < workers[name][1]]):
+        least = min(shares[name] for name in open_)
+        for name in sorted(name for name in open_ if shares[name] == least)[:rest]:
+            shares[name] += 1
+            rest -= 1
+    return {name: value for name, value in shares.items() if value != workers[name][0]}

@@ -17,24 +17,24 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
 
-        def one(kind, name: str, text: str, **options):
+        def series(kind, name: str, text: str, **options):
             family = kind(f"vllm:{name}", text, list(self._labels), registry=self.registry, **options)
             return family.labels(**self._labels)
 
-        self.running = one(Gauge, "num_requests_running", "Sequences in the batch.")
-        self.waiting = one(Gauge, "num_requests_waiting", "Sequences that wait for a place in the batch.")
-        self.kv_usage = one(Gauge, "kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.")
-        self.prompt_tokens = one(Counter, "prompt_tokens", "Prompt tokens computed.")
-        self.generation_tokens = one(Counter, "generation_tokens", "Tokens sampled.")
-        one(Counter, "num_preemptions", "Always 0: admission reserves what a sequence can need.")
-        self.prefix_queries = one(
+        self.running = series(Gauge, "num_requests_running", "Sequences in the batch.")
+        self.waiting = series(Gauge, "num_requests_waiting", "Sequences that wait for a place in the batch.")
+        self.kv_usage = series(Gauge, "kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.")
+        self.prompt_tokens = series(Counter, "prompt_tokens", "Prompt tokens computed.")
+        self.generation_tokens = series(Counter, "generation_tokens", "Tokens sampled.")
+        series(Counter, "num_preemptions", "Always 0: admission reserves what a sequence can need.")
+        self.prefix_queries = series(
             Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
-        one(Counter, "prefix_cache_hits", "Always 0: this backend has no prefix cache.")
-        self.first_token = one(
+        series(Counter, "prefix_cache_hits", "Always 0: this backend has no prefix cache.")
+        self.first_token = series(
             Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=SECONDS
         )
-        self._latency = one(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=SECONDS)
+        self._latency = series(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=SECONDS)
         self._success = Counter(
             "vllm:request_success",
             "Sequences ended, by finish reason.",

@@ -264,19 +264,19 @@ def apply_weights(model: Model, tensors: dict[str, torch.Tensor]) -> None:
             running[name].copy_(tensor)
 
 
-def _check_config(ours: Any, directory: Path) -> None:
+def _check_config(running: Any, directory: Path) -> None:
     """Compare architecture keys when the checkpoint brings a config; one without is judged by its tensors."""
     if not directory.is_dir():
         raise CheckpointError(f"weights_path {str(directory)!r} is not a directory that this backend can see")
     if not (directory / "config.json").is_file():
         return
     try:
-        theirs = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory}/config.json cannot be read: {error}; save it again") from error
     for key in ARCHITECTURE_KEYS:
-        their, our = getattr(theirs, key, None), getattr(ours, key, None)
-        if their != our:
+        value, expected = getattr(config, key, None), getattr(running, key, None)
+        if value != expected:
             raise CheckpointError(
-                f"{directory}: {key} is {their!r}, the running model has {our!r}; start another backend"
+                f"{directory}: {key} is {value!r}, the running model has {expected!r}; start another backend"
             )

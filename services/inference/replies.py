@@ -73,8 +73,8 @@ class GenerateReply:
             return None
         content = []
         for drawn in sequence.draws[start:]:
-            others = [top for top in drawn.tops if top[0] != drawn.sampled[0]]
-            listed = [_entry(entry) for entry in (drawn.sampled, *others)]
+            tops = [top for top in drawn.tops if top[0] != drawn.sampled[0]]
+            listed = [_entry(entry) for entry in (drawn.sampled, *tops)]
             content.append({**listed[0], "top_logprobs": listed[: max(sequence.params.logprobs, 1)]})
         return {"content": content}
 

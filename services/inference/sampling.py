@@ -178,8 +178,8 @@ def score_prompt(
     for start in range(0, len(prompt_ids) - 1, SCORED_POSITIONS):
         targets = torch.tensor(prompt_ids[start + 1 : start + 1 + SCORED_POSITIONS]).unsqueeze(1)
         logprobs = torch.log_softmax(head(hidden[start : start + len(targets)]).float(), dim=-1)
-        for own, tops in zip(_entries(logprobs, targets), _tops(logprobs, most), strict=True):
-            entries.append([own, *(other for other in tops if other[0] != own[0])])
+        for target, tops in zip(_entries(logprobs, targets), _tops(logprobs, most), strict=True):
+            entries.append([target, *(entry for entry in tops if entry[0] != target[0])])
     return entries
 
 

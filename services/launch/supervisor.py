@@ -215,7 +215,8 @@ class Child:
     """Ends in a row without having settled."""
     again_at: float | None = None
     """When it is to be started anew; None while it runs."""
-    wanted: bool = True
+    dismissed: bool = False
+    """It is not started anew when it ends."""
 
     @property
     def alive(self) -> bool:
@@ -315,7 +316,7 @@ class Supervisor:
         while (reason := missing()) is not None:
             if self.signal is not None:
                 raise Interrupted
-            if gone := next((one for one in together if not one.alive), None):
+            if gone := next((part for part in together if not part.alive), None):
                 raise self.failure(gone.part, "ended")
             if time.monotonic() > deadline:
                 raise self.failure(child.part, f"is not ready after {patience_s:.0f} s ({reason})")
@@ -331,7 +332,7 @@ class Supervisor:
         """Start anew what has ended; ever later where it ends at once."""
         now = time.monotonic()
         for child in self.children.values():
-            if not child.wanted or child.alive:
+            if child.dismissed or child.alive:
                 continue
             if child.again_at is None:
                 self._note_end(child, now)
@@ -388,7 +389,7 @@ class Supervisor:
         """TERM to all of these at once; they are not started anew. `stop` still has to be called."""
         for name in names:
             if child := self.children.get(name):
-                child.wanted = False
+                child.dismissed = True
                 if child.process is not None and child.alive:
                     _send([child.process], signal.SIGTERM)
 

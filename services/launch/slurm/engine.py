@@ -161,15 +161,15 @@ def device_sets(environ: os._Environ[str] | dict[str, str]) -> list[list[str]]:
         SlurmError: They cannot be divided so.
     """
     devices = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    wanted = int(environ.get("ROLLOUT_SLURM_ENGINE_GPUS") or 1)
-    if not devices or wanted == 0:
+    gpus = int(environ.get("ROLLOUT_SLURM_ENGINE_GPUS") or 1)
+    if not devices or gpus == 0:
         return [devices]
-    if len(devices) % wanted:
+    if len(devices) % gpus:
         raise SlurmError(
-            f"{len(devices)} GPUs cannot be divided among servers of {wanted} each: change --engine-gpus, or "
+            f"{len(devices)} GPUs cannot be divided among servers of {gpus} each: change --engine-gpus, or "
             "--gres in [sbatch.engine]"
         )
-    return [devices[first : first + wanted] for first in range(0, len(devices), wanted)]
+    return [devices[first : first + gpus] for first in range(0, len(devices), gpus)]
 
 
 def server_command(environ: os._Environ[str] | dict[str, str], host: str, port: int, gpus: int) -> list[str]:

@@ -87,7 +87,7 @@ class Place:
                 scheduler.requeue(self.job)
             except SlurmError as error:
                 # When it works it ends this job at once, and the command with it.
-                log.warning("whether the job is queued again shows in squeue", said=str(error))
+                log.warning("whether the job is queued again shows in squeue", error=str(error))
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
@@ -106,19 +106,20 @@ def address(node: str, environ: Mapping[str, str] | None = None) -> str:
     if given := environ.get("ROLLOUT_SLURM_ADDRESS"):
         return given
     if interface := environ.get("ROLLOUT_SLURM_INTERFACE"):
-        found = psutil.net_if_addrs()
-        for one in sorted(found.get(interface, []), key=lambda one: one.family):
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                return one.address.partition("%")[0]
+        interfaces = psutil.net_if_addrs()
+        for entry in sorted(interfaces.get(interface, []), key=lambda entry: entry.family):
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                return entry.address.partition("%")[0]
         raise SlurmError(
             f"ROLLOUT_SLURM_INTERFACE={interface}: node {node} has no such interface with an address; it has "
-            f"{', '.join(sorted(found))}"
+            f"{', '.join(sorted(interfaces))}"
         )
     name = scheduler.node_address(node) or node
     try:
-        found = [str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
         # Many a node's /etc/hosts says 127.0.1.1 of its own name.
-        return next((one for one in found if not ip_address(one.partition("%")[0]).is_loopback), found[0])
+        outside = (text for text in addresses if not ip_address(text.partition("%")[0]).is_loopback)
+        return next(outside, addresses[0])
     except OSError as error:
         raise SlurmError(
             f"node {node}: its address {name!r} cannot be resolved ({error}); set ROLLOUT_SLURM_INTERFACE or "
@@ -145,10 +146,10 @@ class Scratch:
         try:
             root.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
-            found = self.path.lstat()
+            status = self.path.lstat()
         except OSError as error:
             raise SlurmError(f"scratch {self.path} cannot be made: {error}") from None
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             # Everybody can write to /tmp, and foresee the name.
             raise SlurmError(f"scratch {self.path} was there already, and others may write to it")
         self._lock = _hold(self.path)

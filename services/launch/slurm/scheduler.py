@@ -114,11 +114,11 @@ _REMEDIES = {
 }
 
 
-def explain(command: Sequence[str], said: str) -> str:
+def explain(command: Sequence[str], answer: str) -> str:
     """An error of Slurm's with the command that met it, and what to do where we know."""
-    lower = said.lower()
+    lower = answer.lower()
     remedy = next((text for sign, text in _REMEDIES.items() if sign.lower() in lower), None)
-    return f"`{shlex.join(command)}` failed: {said}" + (f"\n{remedy}" if remedy else "")
+    return f"`{shlex.join(command)}` failed: {answer}" + (f"\n{remedy}" if remedy else "")
 
 
 def submit(command: Sequence[str]) -> str:
@@ -179,7 +179,7 @@ def exit_status(job: str) -> int | None:
 def _show(kind: str, name: str) -> dict[str, str]:
     """What scontrol says of a node or job; nothing if it knows none."""
     try:
-        said = call(["scontrol", "--oneliner", "show", kind, name])
+        answer = call(["scontrol", "--oneliner", "show", kind, name])
     except SlurmError:
         return {}
-    return dict(word.split("=", 1) for word in said.split() if "=" in word)
+    return dict(word.split("=", 1) for word in answer.split() if "=" in word)

@@ -41,7 +41,7 @@ def make(directory: Path, address: str, server: Path) -> tuple[Path, Path] | Non
 
 def _has_tls(server: Path) -> bool:
     """Whether the server knows its settings: without a port it says no more and ends."""
-    said = subprocess.run(
+    answer = subprocess.run(
         [str(server), "-"],
         input="port 0\ntls-port 0\nsave ''\n",
         capture_output=True,
@@ -49,7 +49,7 @@ def _has_tls(server: Path) -> bool:
         timeout=LIMIT_S,
         cwd="/",
     )
-    return "not listen anywhere" in said.stdout + said.stderr
+    return "not listen anywhere" in answer.stdout + answer.stderr
 
 
 def _make(openssl: str, directory: Path, address: str) -> tuple[Path, Path]:

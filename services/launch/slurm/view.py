@@ -153,7 +153,9 @@ def _views(run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job]) -> 
             if not (record.attached and head and head.job == job.raw_id and head.state == DOWN):
                 views.append(JobView(job, HEAD, [], None, True, record.attached))
             if not job.pending:
-                views += [JobView(job, one.role, one.stages, one, True, record.attached) for one in own]
+                views += [
+                    JobView(job, member.role, member.stages, member, True, record.attached) for member in own
+                ]
     return views
 
 
