@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -150,22 +149,14 @@ class Stack:
         # All at once: most of their time is imports, and each waits for the others by itself.
         begun = time.monotonic()
         gateway = self._spawn(parts.gateway(), env)
-        slots = {stage: parts.slots_of(stage, options.slots, settings) for stage in STAGES}
+        slots = {stage: parts.slots_of(stage, options.slots) for stage in STAGES}
         fleets = [self._spawn(parts.fleet(stage, slots[stage], settings.node), env) for stage in STAGES]
         backend = self._start_backend(options, env)
         monitor = None
         if record.flower_url:
             monitor = self._spawn(parts.flower(int(record.flower_url.rpartition(":")[2])), env)
         # It ends by itself, so it is no part of the stack; should `up` fail, its mark gives it away.
-        sandbox = subprocess.Popen(
-            parts.sandbox_check(settings, options.sandbox_runtime).command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-            cwd=paths.REPO,
-        )
+        sandbox = parts.SandboxCheck(env)
 
         self._check_sandbox(sandbox, begun, required=options.require_sandbox)
         self._await(gateway, f"{record.url}/health", begun, record.url)
@@ -232,10 +223,7 @@ class Stack:
         env.pop(KEY_VARIABLE, None)
         # torch would make one in /tmp and leave it there.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.dir / "torchinductor"))
-        # It holds keys, logs and Redis' data: no sandbox shows it.
-        env["ROLLOUT_SANDBOX_CLOSED"] = ":".join(
-            filter(None, [env.get("ROLLOUT_SANDBOX_CLOSED"), str(self.dir)])
-        )
+        env["ROLLOUT_SANDBOX_CLOSED"] = parts.closed_to_sandboxes(env, self.dir)
         if options.sandbox_runtime:
             env["ROLLOUT_SANDBOX_RUNTIME"] = options.sandbox_runtime
         if not env.get("ROLLOUT_SANDBOX_DIR"):
@@ -326,15 +314,10 @@ class Stack:
         self.record.backend_url = f"http://127.0.0.1:{port}"
         return self._spawn(parts.embedded_backend(port), env)
 
-    def _check_sandbox(self, check: subprocess.Popen[str], begun: float, *, required: bool) -> None:
+    def _check_sandbox(self, check: parts.SandboxCheck, begun: float, *, required: bool) -> None:
         """Say which runtime the sandboxes get and what it lacks; without any, say that loudly."""
-        try:
-            verdict = check.communicate(timeout=START_TIMEOUT_S)[0].strip()
-        except subprocess.TimeoutExpired:
-            check.kill()
-            check.wait()
-            verdict = f"none has started within {START_TIMEOUT_S:.0f} s"
-        if check.returncode == 0:
+        works, verdict = check.verdict(START_TIMEOUT_S)
+        if works:
             self._done("sandbox", begun, verdict)
             return
         problem = f"NO SANDBOX WORKS ON THIS MACHINE: {verdict}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
-import httpx
+import requests
 
 from rollout.schema import Stage
 from services import flower as monitor
+from services.engines.address import ask, text_of
 from services.launch import paths
 from services.launch.supervisor import Part
 from services.settings import Settings
@@ -19,9 +23,14 @@ SLOTS = {"init": 16, "eval": 16}
 for the machine, so more at once would only make each slower."""
 
 
-def slots_of(stage: str, given: dict[str, int | None], settings: Settings) -> int:
-    """Rollouts at once in a stage."""
-    return given.get(stage) or SLOTS.get(stage, settings.worker_slots)
+def slots_of(stage: str, chosen: Mapping[str, int | None]) -> int:
+    """Rollouts at once in a stage: as chosen, else the default."""
+    return chosen.get(stage) or SLOTS.get(stage) or Settings.from_env().worker_slots
+
+
+def closed_to_sandboxes(env: Mapping[str, str], directory: Path) -> str:
+    """`ROLLOUT_SANDBOX_CLOSED` with one directory more: it holds keys, logs and Redis' data."""
+    return ":".join(filter(None, [env.get("ROLLOUT_SANDBOX_CLOSED"), str(directory)]))
 
 
 def gateway() -> Part:
@@ -48,17 +57,6 @@ def flower(port: int) -> Part:
     return Part("flower", monitor.command(port))
 
 
-def sandbox_check(settings: Settings, runtime: str | None) -> Part:
-    """Starts a sandbox and ends it: says what works here, and unpacks the image for the first rollout."""
-    return Part(
-        "sandbox",
-        [
-            *(sys.executable, "-m", "sandbox.check"),
-            *("--image", settings.sandbox_image, "--runtime", runtime or settings.sandbox_runtime),
-        ],
-    )
-
-
 def embedded_backend(port: int) -> Part:
     return Part(
         "backend",
@@ -69,13 +67,46 @@ def embedded_backend(port: int) -> Part:
     )
 
 
+class SandboxCheck:
+    """Starts a sandbox and ends it: tells what works here, and unpacks the image for the first rollout."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        settings = Settings.from_env(env)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "sandbox.check"),
+                *("--image", settings.sandbox_image, "--runtime", settings.sandbox_runtime),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=dict(env),
+            cwd=paths.REPO,
+        )
+
+    def verdict(self, patience_s: float) -> tuple[bool, str]:
+        """Whether a sandbox works, and which runtime it has, or why none does."""
+        try:
+            text = self._process.communicate(timeout=patience_s)[0].strip()
+        except subprocess.TimeoutExpired:
+            self.end()
+            return False, f"none has started within {patience_s:.0f} s"
+        return self._process.returncode == 0, text
+
+    def end(self) -> None:
+        """Kill it: it would start the sandbox host anew after its end."""
+        self._process.kill()
+        self._process.wait()
+
+
 def answers(url: str | None) -> str | None:
     """None when the URL answers with a success; else why not."""
     try:
-        reply = httpx.get(str(url), timeout=5.0, trust_env=False, follow_redirects=True)
-    except httpx.HTTPError as error:
-        return str(error) or type(error).__name__
-    return None if reply.is_success else f"it answers {reply.status_code}"
+        status = ask("GET", str(url), 5.0).status
+    except requests.RequestException as error:
+        return text_of(error)
+    return None if status < 300 else f"it answers {status}"
 
 
 def port_is_free(host: str, port: int) -> bool:

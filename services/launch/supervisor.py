@@ -63,18 +63,16 @@ def started_at(process: psutil.Process) -> float:
     return round(process.create_time() - boot, 2)
 
 
-def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """Send TERM, and KILL to what lives on after `grace_s` seconds; with each goes its group."""
-    leaders = [process for process in processes if is_alive(process)]
-    members = {leader: _group(leader) for leader in leaders}
-    _send(leaders, signal.SIGTERM)
-    if not _wait_gone(leaders, grace_s):
-        stubborn = [leader.pid for leader in leaders if is_alive(leader)]
-        log.warning("did not end in time and is killed", pids=stubborn, after_s=grace_s)
-        _send(leaders, signal.SIGKILL)
-    rest = [member for leader in leaders for member in {*members[leader], *_group(leader)}]
-    _send(rest, signal.SIGKILL)
-    _wait_gone([*leaders, *rest], KILL_S)
+def _end(processes: list[psutil.Process], grace_s: float) -> None:
+    """Send TERM, and KILL to what lives on after `grace_s` seconds."""
+    _send(processes, signal.SIGTERM)
+    if not _wait_gone(processes, grace_s):
+        stubborn = [process for process in processes if is_alive(process)]
+        pids = [process.pid for process in stubborn]
+        log.warning("did not end in time and is killed", pids=pids, after_s=grace_s)
+        _send(stubborn, signal.SIGKILL)
+        if not _wait_gone(stubborn, KILL_S):
+            log.error("cannot be killed", pids=pids)
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:
@@ -94,10 +92,7 @@ def end_marked(mark: str, grace_s: float) -> int:
         if not strays:
             break
         total += len(strays)
-        _send(strays, signal.SIGTERM)
-        if not _wait_gone(strays, grace_s):
-            _send(strays, signal.SIGKILL)
-            _wait_gone(strays, KILL_S)
+        _end(strays, grace_s)
     return total
 
 
@@ -385,13 +380,12 @@ class Supervisor:
 
     # -- end ---------------------------------------------------------------------------------
 
-    def dismiss(self, names: Iterable[str]) -> None:
-        """TERM to all of these at once; they are not started anew. `stop` still has to be called."""
-        for name in names:
-            if child := self.children.get(name):
-                child.dismissed = True
-                if child.process is not None and child.alive:
-                    _send([child.process], signal.SIGTERM)
+    def dismiss(self, name: str) -> None:
+        """TERM to a part, which is not started anew. `stop` still has to be called."""
+        if child := self.children.get(name):
+            child.dismissed = True
+            if child.process is not None and child.alive:
+                _send([child.process], signal.SIGTERM)
 
     def stop(self, names: Iterable[str], grace_s: float) -> list[Part]:
         """TERM to all of these at once, KILL after `grace_s` seconds; with each goes its group.
@@ -401,12 +395,11 @@ class Supervisor:
         """
         chosen = [self.children.pop(name) for name in list(names) if name in self.children]
         living = [child for child in chosen if child.alive]
-        end([child.process for child in living if child.process is not None], grace_s)
-        for child in chosen:
-            if child.alive:
-                log.error("cannot be killed", part=child.part.name, pid=child.part.pid)
-            else:
-                _send(child.group, signal.SIGKILL)
+        before = [member for child in chosen for member in child.group]
+        _end([child.process for child in living if child.process is not None], grace_s)
+        rest = [*before, *(member for child in chosen for member in child.group)]
+        _send(rest, signal.SIGKILL)
+        _wait_gone(rest, KILL_S)
         return [child.part for child in living]
 
     def stop_all(self, grace_s: float) -> list[Part]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from services.launch.redis import choose, ping
-from services.launch.slurm import tls
+from services.launch.slurm.head import make_certificate
 from services.launch.slurm.rundir import UP, Head, RunDir
 from tests.attacks import attack
 
@@ -68,10 +68,10 @@ def target(request, tmp_path) -> Iterator[Cluster]:
     run.make()
     run.redis.mkdir()
     binary = choose({"PATH": "/usr/bin:/bin:/usr/local/bin"}).binary
-    assert tls.make(run.redis, "127.0.0.1", binary) is not None
+    assert make_certificate(run.redis, "127.0.0.1", binary) is not None
     own = tmp_path / "stranger"
     own.mkdir()
-    certificate = tls.make(own, "127.0.0.1", binary) if request.param == "tls" else None
+    certificate = make_certificate(own, "127.0.0.1", binary) if request.param == "tls" else None
     heard: list[bytes] = []
     with stranger(heard, certificate) as server:
         port = server.server_address[1]

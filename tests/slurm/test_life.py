@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.launch import SlurmError
-from services.launch.slurm import base, place
-from services.launch.slurm.base import MemberJob
+from services.launch.slurm import job as jobs
+from services.launch.slurm import place
 from services.launch.slurm.engine import EngineJob
+from services.launch.slurm.job import MemberJob
 from services.launch.slurm.node import NodeJob
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import HEAD
@@ -42,7 +43,7 @@ def run_dir(tmp_path, scratch, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("ROLLOUT_SLURM_SCRATCH", str(scratch))
     monkeypatch.setenv("ROLLOUT_SLURM_RENEW", "1")
-    monkeypatch.setattr(base, "LOOK_S", 0.01)
+    monkeypatch.setattr(jobs, "LOOK_S", 0.01)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     run = RunDir(tmp_path / "run")
     run.make()
@@ -168,7 +169,7 @@ def test_a_job_that_has_ended_says_nothing_of_itself_any_more(run_dir):
 
 
 def test_a_member_tells_of_programs_that_keep_ending(run_dir, monkeypatch):
-    monkeypatch.setattr(base.Supervisor, "failing", lambda self: {"run fleet": "exit code 1"})
+    monkeypatch.setattr(jobs.Supervisor, "failing", lambda self: {"run fleet": "exit code 1"})
     job = Job(run_dir)
     seen: list[Member] = []
 

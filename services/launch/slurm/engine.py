@@ -8,14 +8,13 @@ import shlex
 import sys
 import time
 
-import httpx
 import structlog
 
 from rollout.client import Client, RolloutError
 from services.launch import SlurmError
 from services.launch.parts import answers, pick_port
 from services.launch.slurm import place as places
-from services.launch.slurm.base import MemberJob
+from services.launch.slurm.job import MemberJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import ENGINE
 from services.launch.slurm.rundir import UP, Head, RunDir
@@ -96,7 +95,7 @@ class EngineJob(MemberJob):
                     if known.get(name) != url:
                         client.add_backend(url, id=name)
                         log.info("registered", backend=name, url=url)
-        except (RolloutError, httpx.HTTPError) as error:
+        except RolloutError as error:
             log.warning("not registered yet", error=str(error))
             return
         if self.member.backends != self._urls:
@@ -120,7 +119,7 @@ class EngineJob(MemberJob):
                 for backend in ours:
                     if not backend.draining:
                         client.drain_backend(backend.id)
-        except (RolloutError, httpx.HTTPError) as error:
+        except RolloutError as error:
             log.warning("the gateway does not answer; the drain goes on", error=str(error))
             return False
         return not any(backend.live_rollouts for backend in ours)
@@ -140,7 +139,7 @@ class EngineJob(MemberJob):
             for name in self._urls:
                 try:
                     client.remove_backend(name)
-                except (RolloutError, httpx.HTTPError) as error:
+                except RolloutError as error:
                     log.warning("not taken off the list", backend=name, error=str(error))
                     if self.supervisor.ends_now:  # little time, and the others would fare no better
                         return

@@ -1,9 +1,16 @@
 """The head of the service: Redis, gateway, Flower on one node. It comes back with its data, perhaps
-elsewhere."""
+elsewhere.
+
+Its Redis has a certificate, by which clients tell it from whoever took its port while it was away. That signs
+itself, is made anew at each start, and lies in the run directory, which every client reads and nobody else: a
+stranger has no key for it, so nobody tells a stranger the password.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +21,8 @@ from services import flower
 from services.launch import SlurmError, parts, redis
 from services.launch.parts import answers
 from services.launch.slurm import place as places
-from services.launch.slurm import scheduler, tls
-from services.launch.slurm.base import ServiceJob
+from services.launch.slurm import scheduler
+from services.launch.slurm.job import ServiceJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import HEAD
 from services.launch.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
@@ -31,6 +38,9 @@ LAST_S = 95.0
 """For nodes to hand back before their time limit: of the 120 s that `#SBATCH --signal` gives."""
 STOP_S = 8.0
 """For gateway and Flower to end; what waits at the gateway is answered first."""
+TLS_VARIABLE = "ROLLOUT_SLURM_TLS"
+"""`0`: Redis without TLS, as where its traffic must cost nothing and all users of the cluster are trusted."""
+OPENSSL_S = 60.0
 REDIS_STOP_S = 15.0
 """For Redis to write its last second to disk. Together they stay below Slurm's KillWait (30 s)."""
 
@@ -95,13 +105,13 @@ class HeadJob(ServiceJob):
         chosen = os.environ.get("ROLLOUT_SLURM_DATA")
         data = Path(chosen) / f"rollout-redis-{self.run_dir.service}" if chosen else self.run_dir.redis
         self.run_dir.redis.mkdir(mode=0o700, exist_ok=True)
-        secured = tls.make(self.run_dir.redis, address, choice.binary)
-        server = redis.prepare(choice, data, port, address, self.run_dir.redis_password(), secured)
+        certificate = make_certificate(self.run_dir.redis, address, choice.binary)
+        server = redis.prepare(choice, data, port, address, self.run_dir.redis_password(), certificate)
         process = self._spawn(Part("redis", server.command), env)
         begun = time.monotonic()
         self.supervisor.wait_for(process, lambda: redis.ping(server.url), patience_s=1800.0)
         log.info("Redis is up", data=str(data), seconds=round(time.monotonic() - begun, 1))
-        return port, secured is not None
+        return port, certificate is not None
 
     def _port(self, address: str, before: int | None, usual: int) -> int:
         """That of the head's earlier life if it is free, for then nobody notices; else the usual one, else
@@ -159,3 +169,48 @@ def _host(address: str) -> str:
 
 def _port_of(head: Head | None) -> int | None:
     return int(head.url.rpartition(":")[2]) if head else None
+
+
+def make_certificate(directory: Path, address: str, server: Path) -> tuple[Path, Path] | None:
+    """Certificate and key for a Redis at this address; None (said in the log) where there can be none.
+
+    Args:
+        server: The binary, which may have been built without TLS.
+    """
+    openssl = shutil.which("openssl")
+    if os.environ.get(TLS_VARIABLE) == "0":
+        reason = f"{TLS_VARIABLE} is 0"
+    elif openssl is None:
+        reason = "openssl is not installed"
+    elif not _has_tls(server):
+        reason = f"{server} was built without TLS"
+    else:
+        key, certificate = directory / "tls.key", directory / "tls.crt"
+        drafts = [path.with_suffix(path.suffix + ".new") for path in (key, certificate)]
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+            draft.touch(mode=0o600)
+        command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650"
+        names = ["-subj", "/CN=rollout", "-addext", f"subjectAltName=IP:{address}"]
+        files = ["-keyout", str(drafts[0]), "-out", str(drafts[1])]
+        subprocess.run([*command.split(), *names, *files], check=True, capture_output=True, timeout=OPENSSL_S)
+        for draft, path in zip(drafts, (key, certificate), strict=True):
+            draft.replace(path)
+        return certificate, key
+    log.warning(
+        "Redis is without TLS: who takes its port while it is away is told its password", reason=reason
+    )
+    return None
+
+
+def _has_tls(server: Path) -> bool:
+    """Whether the server knows its settings: without a port it says no more and ends."""
+    answer = subprocess.run(
+        [str(server), "-"],
+        input="port 0\ntls-port 0\nsave ''\n",
+        capture_output=True,
+        text=True,
+        timeout=OPENSSL_S,
+        cwd="/",
+    )
+    return "not listen anywhere" in answer.stdout + answer.stderr

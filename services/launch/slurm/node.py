@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import structlog
 from kombu.exceptions import OperationalError
 
 from services.handback import hand_back
-from services.launch import parts, paths
+from services.launch import parts
 from services.launch.redis import ping
-from services.launch.slurm.base import MemberJob
+from services.launch.slurm.job import MemberJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import NODE
 from services.launch.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
@@ -47,9 +46,10 @@ class NodeJob(MemberJob):
     def __init__(self, run: RunDir, place: Place, stages: list[str]) -> None:
         super().__init__(run, place, NODE, stages)
         self.stages = stages
-        self.member.slots = {stage: _slots(stage) for stage in stages}
+        chosen = {stage: int(os.environ.get(f"ROLLOUT_SLURM_SLOTS_{stage.upper()}") or 0) for stage in stages}
+        self.member.slots = {stage: parts.slots_of(stage, chosen) for stage in stages}
         self._idle_looks = 0
-        self._check: subprocess.Popen[str] | None = None
+        self._check: parts.SandboxCheck | None = None
         self._url = ""
         self._env: dict[str, str] = {}
 
@@ -88,9 +88,7 @@ class NodeJob(MemberJob):
         env = super()._environment("ROLLOUT_URL", "ROLLOUT_API_KEY", *without)
         env["ROLLOUT_NODE"] = self.place.name
         env["ROLLOUT_SANDBOX_DIR"] = str(sandboxes)
-        # It holds keys, logs and Redis' data: no sandbox shows it.
-        closed = filter(None, [env.get("ROLLOUT_SANDBOX_CLOSED"), str(self.run_dir.path)])
-        env["ROLLOUT_SANDBOX_CLOSED"] = ":".join(closed)
+        env["ROLLOUT_SANDBOX_CLOSED"] = parts.closed_to_sandboxes(env, self.run_dir.path)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(sandboxes / "torchinductor"))
         if root != Path("/tmp"):
             # Unpacked images stay from job to job.
@@ -104,28 +102,15 @@ class NodeJob(MemberJob):
         self._url = url
 
     def _check_sandbox(self) -> None:
-        """Start a sandbox and end it: says what works here, and unpacks the image before the first
-        rollout."""
-        self._check = subprocess.Popen(
-            parts.sandbox_check(Settings.from_env(self._env), None).command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self._env,
-            cwd=paths.REPO,
-        )
+        """Have the member tell what works here, as soon as that is known."""
+        self._check = parts.SandboxCheck(self._env)
         threading.Thread(target=self._note_check, args=[self._check], daemon=True).start()
 
-    def _note_check(self, check: subprocess.Popen[str]) -> None:
-        try:
-            verdict = "".join(check.communicate(timeout=CHECK_S)).strip()
-        except subprocess.TimeoutExpired:
-            check.kill()
-            verdict = f"none has started within {CHECK_S:.0f} s"
+    def _note_check(self, check: parts.SandboxCheck) -> None:
+        works, verdict = check.verdict(CHECK_S)
         if self._check is None:  # ended by `_stop`
             return
-        if check.returncode == 0:
+        if works:
             self.member.sandbox = verdict
             log.info("sandboxes work", sandbox=verdict)
         else:
@@ -150,7 +135,7 @@ class NodeJob(MemberJob):
     # -- end ---------------------------------------------------------------------------------
 
     def _take_nothing_new(self) -> None:
-        self.supervisor.dismiss([INIT_FLEET])
+        self.supervisor.dismiss(INIT_FLEET)
 
     def _is_drained(self) -> bool:
         try:
@@ -196,10 +181,8 @@ class NodeJob(MemberJob):
     def _stop(self) -> None:
         """End what is left, and give back what waits for this node."""
         if (check := self._check) is not None:
-            # It would start the sandbox host anew after its end.
             self._check = None
-            check.kill()
-            check.wait()
+            check.end()
         if self.supervisor.children:
             if not (self.drained or self.supervisor.ends_now):
                 # RUN first: what it finishes meanwhile is scored here.
@@ -218,8 +201,3 @@ class NodeJob(MemberJob):
             return
         if count:
             log.info("handed back what waited here", count=count)
-
-
-def _slots(stage: str) -> int:
-    text = os.environ.get(f"ROLLOUT_SLURM_SLOTS_{stage.upper()}")
-    return int(text) if text else parts.SLOTS.get(stage, 64)

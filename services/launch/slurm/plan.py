@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from services.launch import SlurmError, paths
-from services.launch.parts import SLOTS, STAGES
+from services.launch.parts import STAGES, slots_of
 from services.launch.slurm import site
 from services.launch.slurm.rundir import RunDir, Submitted
 from services.launch.slurm.site import Site
@@ -93,8 +93,7 @@ class UpOptions:
         return UpOptions(**(up | {"engines": engines})), Site(**data["site"])
 
     def slots_of(self, stage: str) -> int:
-        run = int(os.environ.get("ROLLOUT_WORKER_SLOTS") or 64)
-        return self.slots.get(stage) or SLOTS.get(stage, run)
+        return slots_of(stage, self.slots)
 
 
 @dataclass(frozen=True)
