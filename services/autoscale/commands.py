@@ -88,7 +88,7 @@ def autoscale(
     if not kinds and not live_slots:
         raise click.UsageError("give --nodes, --stage or --live-slots: what is to be changed, and how far")
     live = _bounds(live_slots, "--live-slots") if live_slots else None
-    stack = SlurmStack(run_dir or paths.home() / "slurm-run") if kinds else None
+    stack = SlurmStack(run_dir or paths.home() / "slurm-run", click.echo) if kinds else None
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         # By a thread: the code that a signal interrupts may hold the event's lock.

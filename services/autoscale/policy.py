@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 from rollout.schema import Stage
 
 STAGES = INIT, RUN, _ = tuple(stage.value for stage in Stage)
+MOST_AT_ONCE = 8
+"""Nodes ordered by one decision."""
+MOST_COMING = 16
+"""Nodes that may be on their way: a full cluster is not asked for ever more."""
 
 
 @dataclass(frozen=True)
@@ -153,22 +157,11 @@ class NodeState:
         return self.up + self.coming
 
 
-@dataclass(frozen=True)
-class NodeGoal:
-    """How fast nodes are added, beside their bounds."""
-
-    most_at_once: int = 8
-    """Nodes ordered by one decision."""
-    most_coming: int = 16
-    """Nodes that may be on their way: a full cluster is not asked for ever more."""
-
-
 class NodePolicy:
     """How many nodes there should be for what the stages need."""
 
-    def __init__(self, goal: Goal, bounds: Bounds, pace: NodeGoal | None = None) -> None:
+    def __init__(self, goal: Goal, bounds: Bounds) -> None:
         self._follower = Follower(goal, bounds)
-        self._bounds, self._pace = bounds, pace or NodeGoal()
 
     def target(
         self, now: float, needs: Mapping[str, int], busy: Mapping[str, int], nodes: NodeState
@@ -183,8 +176,8 @@ class NodePolicy:
         _, in_use = _filled(busy, nodes.slots)
         target = self._follower.target(now, needed, nodes.total, min(in_use, nodes.up))
         if target > nodes.total:
-            room = max(0, self._pace.most_coming - nodes.coming)
-            target = nodes.total + min(target - nodes.total, self._pace.most_at_once, room)
+            room = max(0, MOST_COMING - nodes.coming)
+            target = nodes.total + min(target - nodes.total, MOST_AT_ONCE, room)
         return target, asking if needed else ""
 
 

@@ -33,7 +33,7 @@ from services.autoscale.policy import (
     shift_blame,
 )
 from services.launch import SlurmError
-from services.launch.slurm.plan import NODE, UpOptions
+from services.launch.slurm.plan import NODE
 from services.launch.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.state import keys
 from services.state.autoscale import AutoscaleStore
@@ -171,28 +171,15 @@ class SlurmNodes:
             announced.setdefault(worker.node, set()).update(worker.stages)
         serving = {node for node, stages in announced.items() if stages.issuperset(kind)}
         up = sum(job.member is not None and job.member.name in serving for job in jobs)
-        saved = self._stack.run.options()
-        if saved is None:
-            raise SlurmError(f"no service runs from {self._stack.run.path}; `rollout slurm up` starts one")
-        options = UpOptions.from_json(saved)[0]
+        options = self._stack.saved()[0]
         return NodeState(up, len(jobs) - up, {stage: options.slots_of(stage) for stage in kind})
 
-    def set(self, kind: Kind, target: int, workers: Sequence[Worker]) -> str:
-        """Have so many nodes; what was done, in words."""
-        jobs = self._stack.active(NODE, list(kind))
-        if target > len(jobs):
-            array = self._stack.add(target - len(jobs), kind)
-            return f"submitted {target - len(jobs)} (job {array})"
+    def set(self, kind: Kind, target: int, workers: Sequence[Worker]) -> None:
+        """Have so many nodes; those with the least in hand are drained first."""
         held: Counter[str] = Counter()
         for worker in workers:
             held[worker.node] += worker.held
-        # Those that still wait in Slurm's queue cost nothing; of the others, the ones with the least in hand.
-        jobs.sort(key=lambda job: held[job.member.name] if job.member else -1)
-        names = [job.member.name if job.member else job.job.id for job in jobs[: len(jobs) - target]]
-        if not names:
-            return "nothing to do"
-        self._stack.drain(names, self._grace_s)
-        return f"draining {', '.join(names)}"
+        self._stack.scale(target, list(kind), NODE, self._grace_s, held)
 
 
 # ------------------------------------------------------------------------------ the round
@@ -353,7 +340,7 @@ class Autoscaler:
                 )
                 if self._options.dry_run:
                     continue
-                self._tell(self._pool.set(kind, target, workers))
+                self._pool.set(kind, target, workers)
                 self._ordered_at[kind] = now
                 self._store.count("nodes_added" if change > 0 else "nodes_drained", abs(change))
             self._refused = 0

@@ -6,15 +6,14 @@ import importlib.util
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
 
 from rollout.cli import render as _render
 from rollout.client import Client
-from rollout.schema import Rollout, RolloutRequest, State
+from rollout.schema import RolloutRequest, State
 from services.launch import StackError, paths
 from services.launch.local import Options, Stack
 from services.launch.supervisor import marked
@@ -69,27 +68,17 @@ def _run(url: str, key: str, requests: list[RolloutRequest], console: Console) -
         begun = time.monotonic()
         results = client.run(requests, TIMEOUT_S, progress=True)
         seconds = time.monotonic() - begun
-    console.print(_render.rollout_view(pick(results)))
+    # One worth reading: with reward 1 and a tool call if there is such a one.
+    best = max(
+        results, key=lambda item: (item.reward or 0.0, item.trajectory.turns if item.trajectory else 0)
+    )
+    console.print(_render.rollout_view(best))
     console.print(_render.summary_table(results, seconds))
-    bad = failures(results)
-    for rollout in bad[:5]:
-        why = rollout.error.message if rollout.error else rollout.drop_reason
-        console.print(f"[red]{rollout.id} {rollout.state.value}: {why}[/]", soft_wrap=True)
+    bad = [item for item in results if item.state is not State.COMPLETED or item.drop]
+    for item in bad[:5]:
+        reason = item.error.message if item.error else item.drop_reason
+        console.print(f"[red]{item.id} {item.state.value}: {reason}[/]", soft_wrap=True)
     return not bad
-
-
-def pick(results: Sequence[Rollout]) -> Rollout:
-    """One worth reading: with reward 1 and a tool call if there is such a one."""
-
-    def worth(rollout: Rollout) -> tuple[float, int]:
-        return (rollout.reward or 0.0, rollout.trajectory.turns if rollout.trajectory else 0)
-
-    return max(results, key=worth)
-
-
-def failures(results: Sequence[Rollout]) -> list[Rollout]:
-    """Those that did not complete, or whose sample must not be used."""
-    return [r for r in results if r.state is not State.COMPLETED or r.drop]
 
 
 def load_tasks(path: Path, n: int) -> list[dict]:
@@ -102,6 +91,6 @@ def load_tasks(path: Path, n: int) -> list[dict]:
         raise StackError(f"{path} is missing: `rollout demo` needs a checkout of the project")
     spec = importlib.util.spec_from_file_location("rollout_demo_task", path)
     assert spec is not None and spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.make_tasks(n, TASK_SEED)

@@ -450,9 +450,7 @@ def _stop_sandbox_host(directory: Path, say: Say) -> None:
         return
     try:
         from sandbox.host_client import HostClient
-    except ImportError:  # nothing could have started one
-        return
-    try:
+
         asyncio.run(HostClient(directory).stop())
     except Exception as error:  # the strays are ended by their mark all the same
         say(f"sandbox host in {directory} did not stop in order: {error}")

@@ -25,6 +25,7 @@ from services.settings import Settings
 
 URL_VARIABLE = "ROLLOUT_REDIS_URL"
 LEAST_MB = 128
+"""Memory of our own Redis, which by default has half of what the machine, or the job's cgroup, has."""
 SERVERS = ("redis-server", "valkey-server")
 
 
@@ -98,42 +99,32 @@ def prepare(
     data = directory / choice.binary.name
     data.mkdir(mode=0o700, exist_ok=True)
     password = password or secrets.token_hex(16)
+    settings = Settings.from_env()
+    # A rewrite of its file copies what changes meanwhile, and the service's other parts are there as well.
+    most_mb = settings.redis_max_memory_mb or max(LEAST_MB, memory_limit() // 2 >> 20)
+    listen = f"port {port}"
+    if tls:
+        listen = (
+            f'port 0\ntls-port {port}\ntls-cert-file "{tls[0]}"\ntls-key-file "{tls[1]}"\ntls-auth-clients no'
+        )
     config = directory / "redis.conf"
     config.touch(mode=0o600)
     # The password is in the file: on the command line every user of the machine could read it.
     config.write_text(
         f'include "{deploy_file("redis/redis.conf")}"\n'
-        f'bind {host}\n{_listen(port, tls)}dir "{data}"\nrequirepass {password}\n'
+        f'bind {host}\n{listen}\ndir "{data}"\nrequirepass {password}\n'
         "daemonize no\nprotected-mode yes\n"
-        f"maxmemory {max_memory_mb()}mb\nappendfsync {Settings.from_env().redis_fsync}\n"
+        f"maxmemory {most_mb}mb\nappendfsync {settings.redis_fsync}\n"
     )
     return Server([str(choice.binary), str(config)], url_of(host, port, password, tls and tls[0]))
 
 
-def _listen(port: int, tls: tuple[Path, Path] | None) -> str:
-    if tls is None:
-        return f"port {port}\n"
-    certificate, key = tls
-    return (
-        f'port 0\ntls-port {port}\ntls-cert-file "{certificate}"\ntls-key-file "{key}"\ntls-auth-clients no\n'
-    )
-
-
 def url_of(host: str, port: int, password: str, certificate: Path | None = None) -> str:
     """The address of a Redis of ours; with a certificate it is spoken to by TLS, and has to have that one."""
-    shown = f"[{host}]" if ":" in host else host
-    scheme, query = (
-        ("redis", "") if certificate is None else ("rediss", f"?ssl_ca_certs={quote(str(certificate))}")
+    address = f":{password}@{f'[{host}]' if ':' in host else host}:{port}/0"
+    return (
+        f"rediss://{address}?ssl_ca_certs={quote(str(certificate))}" if certificate else f"redis://{address}"
     )
-    return f"{scheme}://:{password}@{shown}:{port}/0{query}"
-
-
-def max_memory_mb() -> int:
-    """MiB that our own Redis may use: by default half of what the machine, or the job's cgroup, has.
-
-    A rewrite of its file copies what changes meanwhile, and the service's other parts are there as well.
-    """
-    return Settings.from_env().redis_max_memory_mb or max(LEAST_MB, memory_limit() // 2 >> 20)
 
 
 def ping(url: str) -> str | None:

@@ -57,7 +57,6 @@ class Pool:
         self.did.append(target)
         self.coming = max(0, target - self.up)
         self.up = min(self.up, target)
-        return f"now {target}"
 
 
 def submit(store, count):

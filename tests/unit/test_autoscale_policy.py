@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.autoscale.policy import (
+    MOST_COMING,
     Bounds,
     Follower,
     Goal,
     Load,
-    NodeGoal,
     NodePolicy,
     NodeState,
     need,
@@ -103,7 +103,7 @@ def test_nodes_are_ordered_for_the_stage_that_is_shortest_of_them():
 
 
 def test_nodes_on_their_way_are_not_ordered_again_and_a_full_cluster_not_for_ever():
-    policy = NodePolicy(GOAL, Bounds(0, 1000), NodeGoal(most_at_once=8, most_coming=16))
+    policy = NodePolicy(GOAL, Bounds(0, 1000))
     slots, have, ordered = {"run": 10}, 2, []
     coming = 0
     for tick in range(20):
@@ -302,7 +302,7 @@ def test_nodes_that_are_lost_are_replaced():
 
 def test_a_cluster_that_starts_nothing_is_not_asked_for_ever():
     done = Simulation(starts_in_s=1e9).run(lambda now: 8.0, 1200)
-    assert done.ordered == NodeGoal().most_coming
+    assert done.ordered == MOST_COMING
 
 
 def test_nothing_is_kept_without_load_where_none_is_asked_for():

@@ -91,12 +91,8 @@ def load(path: Path | None) -> Site:
     if path is None:
         return Site()
     try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SlurmError(f"site file {path}: {error}") from None
-    try:
-        return parse(data)
-    except SlurmError as error:
+        return parse(tomllib.loads(path.read_text()))
+    except (OSError, ValueError, SlurmError) as error:
         raise SlurmError(f"site file {path}: {error}") from None
 
 

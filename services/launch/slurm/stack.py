@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,13 +84,12 @@ class SlurmStack:
             self.run.write_submitted([])
             raise
 
-    def _submit(self, submission: Submission) -> str:
+    def _submit(self, submission: Submission) -> None:
         record = replace(submission.record, id=scheduler.submit(submission.command))
         self.run.write_submitted([*self.run.submitted(), record])
         what = f"{record.role} job" if record.count == 1 else f"{record.count} {record.role} jobs"
         stages = f" ({', '.join(record.stages)})" if record.stages and record.stages != list(STAGES) else ""
         self.say(f"submitted {what}{stages}: {record.id}")
-        return record.id
 
     def _attach(self, options: UpOptions) -> None:
         """Begin every part as a step of the allocation that this shell is in."""
@@ -203,24 +202,25 @@ class SlurmStack:
             and not view.ends(self.run)
         ]
 
-    def add(self, count: int, stages: Iterable[str] = STAGES, role: str = NODE) -> str:
-        """Submit `count` further jobs; those of one stage serve rollouts without a sandbox only.
-
-        Returns:
-            The id of the job array.
-        """
+    def saved(self) -> tuple[UpOptions, Site]:
+        """What `up` was asked for the service that runs."""
         saved = self.run.options()
-        if saved is None or not job_views(self.run):
+        if saved is None:
             raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
-        options, where = UpOptions.from_json(saved)
-        if role == ENGINE and options.engines is None:
-            raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
-        if not 1 <= count <= plan.MOST_NODES:
-            raise SlurmError(f"{count} jobs is not between 1 and {plan.MOST_NODES}")
-        return self._submit(plan.submission(self.run, where, options, role, count, tuple(stages)))
+        return UpOptions.from_json(saved)
 
-    def scale(self, target: int, stages: list[str], role: str = NODE, grace_s: float = DRAIN_GRACE_S) -> int:
-        """Have `target` jobs of a kind: submit more, or drop waiting ones and drain the newest.
+    def scale(
+        self,
+        target: int,
+        stages: list[str],
+        role: str = NODE,
+        grace_s: float = DRAIN_GRACE_S,
+        held: Mapping[str, int] | None = None,
+    ) -> int:
+        """Have `target` jobs of a kind: submit more, or drop waiting ones and drain those with the least.
+
+        Args:
+            held: Member → rollouts in hand. Of equals, and where nobody knows, the newest is drained.
 
         Returns:
             The change.
@@ -230,10 +230,18 @@ class SlurmStack:
         active = self.active(role, stages)
         change = target - len(active)
         if change > 0:
-            self.add(change, stages, role)
+            options, where = self.saved()
+            if not job_views(self.run):
+                raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
+            if role == ENGINE and options.engines is None:
+                raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
+            self._submit(plan.submission(self.run, where, options, role, change, tuple(stages)))
         elif change < 0:
-            # Waiting ones cost nothing to drop; of those that run, the newest have the least to lose.
-            active.sort(key=lambda view: (not view.job.pending, -int(view.job.raw_id)))
+            held = held or {}
+            # Waiting ones cost nothing to drop.
+            active.sort(
+                key=lambda view: (not view.job.pending, held.get(view.shown, 0), -int(view.job.raw_id))
+            )
             self._drain(active[:-change], grace_s)
         return change
 
