@@ -58,11 +58,11 @@ CONVERSATIONS = {
 def test_the_chat_template_renders_what_the_renderer_renders(maker, name, tools):
     messages = CONVERSATIONS[name]
     expected = maker.renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
-    got = maker.tokenizer.apply_chat_template(
+    rendered = maker.tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_dict=False
     )
-    assert maker.tokenizer.decode(got) == maker.tokenizer.decode(expected)
-    assert got == expected
+    assert maker.tokenizer.decode(rendered) == maker.tokenizer.decode(expected)
+    assert rendered == expected
 
 
 def test_a_last_assistant_message_renders_like_qwen3s(maker):
@@ -81,8 +81,8 @@ def test_a_training_episode_is_a_chain_of_unchanged_prefixes(maker):
         "<|im_end|>\n<|im_start|>user\n<tool_response>\n3145\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n3145<|im_end|>"
     )
-    said = [t for t, sampled in zip(episode.token_ids, episode.sampled, strict=True) if sampled]
-    assert said == maker.tool_call_ids("echo $((37*85))") + maker.answer_ids("3145")
+    ids = [t for t, sampled in zip(episode.token_ids, episode.sampled, strict=True) if sampled]
+    assert ids == maker.tool_call_ids("echo $((37*85))") + maker.answer_ids("3145")
 
 
 def test_the_renderer_parses_the_tool_call(maker):

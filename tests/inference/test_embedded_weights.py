@@ -19,16 +19,6 @@ def reload_body(directory):
     return {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
 
 
-def run(server, coroutine):
-    """Run `coroutine(client)` against the server."""
-
-    async def main():
-        async with llm_client.session(server.url) as client:
-            return await coroutine(client)
-
-    return asyncio.run(main())
-
-
 def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restored, other_weights):
     async def ask(client):
         before = await llm_client.metric(client, "vllm:generation_tokens_total")
@@ -48,16 +38,18 @@ def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restore
         await llm_client.post(client, "/resume")
         return await asyncio.gather(*tasks)
 
-    for i, reply in enumerate(run(restored, ask)):
+    for i, reply in enumerate(restored.run(ask)):
         choice = reply["choices"][0]
         first, second = choice["weight_versions"]
         assert (first["version"], first["start"]) == ("default", 0)
         assert (second["version"], second["start"], second["end"]) == ("step-1", first["end"], 400)
         # The span says truly which tokens the old weights sampled.
         old = llm_reference.logprobs(DEMO_MODEL, [1, 2, i], choice["token_ids"])
-        got = llm_client.sampled_logprobs(choice)
-        assert got[: first["end"]] == pytest.approx(old[: first["end"]], abs=1e-4)
-        assert max(abs(a - b) for a, b in zip(got[first["end"] :], old[first["end"] :], strict=True)) > 0.1
+        sampled = llm_client.sampled_logprobs(choice)
+        assert sampled[: first["end"]] == pytest.approx(old[: first["end"]], abs=1e-4)
+        assert (
+            max(abs(a - b) for a, b in zip(sampled[first["end"] :], old[first["end"] :], strict=True)) > 0.1
+        )
 
 
 def test_a_client_that_goes_away_while_it_waits_for_a_pause_does_not_end_the_engine(restored):
@@ -73,7 +65,7 @@ def test_a_client_that_goes_away_while_it_waits_for_a_pause_does_not_end_the_eng
         await llm_client.post(client, "/resume")
         return await llm_client.generate(client, [1, 2, 3], max_tokens=2, ignore_eos=True)
 
-    assert len(run(restored, ask)["choices"][0]["token_ids"]) == 2
+    assert len(restored.run(ask)["choices"][0]["token_ids"]) == 2
 
 
 def damaged(tmp_path, damage):
@@ -101,42 +93,28 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(embedded, tmp_path, kind):
-    damage, named = DAMAGES[kind]
-
-    async def ask(client):
-        async with client.post("/collective_rpc", json=reload_body(damaged(tmp_path, damage))) as reply:
-            status, answer = reply.status, await reply.json()
-        return status, answer, await llm_client.generate(client, [1, 2, 3], max_tokens=20, ignore_eos=True)
-
-    status, answer, reply = run(embedded, ask)
+def refused(backend, directory):
+    """Why these weights are not taken."""
+    status, error = backend.refusal("/collective_rpc", json=reload_body(directory))
     assert status == 400
-    assert named in answer["error"]["message"]
-    choice = reply["choices"][0]
+    return error["message"]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(backend, tmp_path, kind):
+    damage, fault = DAMAGES[kind]
+    assert fault in refused(backend, damaged(tmp_path, damage))
+    choice = backend.generate([1, 2, 3], max_tokens=20, ignore_eos=True)
     expected = llm_reference.logprobs(DEMO_MODEL, [1, 2, 3], choice["token_ids"])
     assert llm_client.sampled_logprobs(choice) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_directory_that_is_not_there_is_refused(embedded, tmp_path):
-    async def ask(client):
-        async with client.post("/collective_rpc", json=reload_body(tmp_path / "nowhere")) as reply:
-            return reply.status, await reply.json()
-
-    status, answer = run(embedded, ask)
-    assert status == 400
-    assert "nowhere" in answer["error"]["message"]
+def test_a_directory_that_is_not_there_is_refused(backend, tmp_path):
+    assert "nowhere" in refused(backend, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_file_cut_short_is_refused_by_name(embedded, tmp_path, name):
+def test_a_file_cut_short_is_refused_by_name(backend, tmp_path, name):
     target = damaged(tmp_path, lambda tensors, config: None)
     (target / name).write_bytes((target / name).read_bytes()[:100])
-
-    async def ask(client):
-        async with client.post("/collective_rpc", json=reload_body(target)) as reply:
-            return reply.status, await reply.json()
-
-    status, answer = run(embedded, ask)
-    assert status == 400
-    assert name in answer["error"]["message"]
+    assert name in refused(backend, target)

@@ -6,20 +6,23 @@ import asyncio
 import gc
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
 import torch
 
+from services.inference import __main__ as server
 from services.inference import model as inference_model
 from services.inference.engine import PREFILL_TOKENS, Engine, Sequence
 from services.inference.model import Batch, load_model
 from services.inference.sampling import SamplingParams
 from tests.helpers import llm_reference
-from tests.helpers.llm_servers import DEMO_MODEL, ROOT, free_port
+from tests.helpers.llm_servers import DEMO_MODEL, free_port
+from tests.helpers.stack import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -136,22 +139,26 @@ def test_rows_that_join_need_no_second_cache_beside_the_first(model, monkeypatch
     peaks = []
 
     def cached():
+        """Bytes of all states; what was there before the test is frozen and not looked through."""
         states = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.ndim == 4]
         return sum(x.nbytes for x in states)
 
     def noted(*args):
-        peaks.append(cached() - before)
+        peaks.append(cached())
         return joined(*args)
 
     joined = inference_model._joined
     monkeypatch.setattr(inference_model, "_joined", noted)
     gc.collect()
-    before = cached()
-    batch = Batch(model.module)
-    batch.prefill([], [[5] * 400] * 4)
-    whole = cached() - before
-    assert whole == 4 * 400 * model.kv_bytes_per_token
-    batch.prefill([0, 1, 2, 3], [[5] * 10])
+    gc.freeze()
+    try:
+        batch = Batch(model.module)
+        batch.prefill([], [[5] * 400] * 4)
+        whole = cached()
+        assert whole == 4 * 400 * model.kv_bytes_per_token
+        batch.prefill([0, 1, 2, 3], [[5] * 10])
+    finally:
+        gc.unfreeze()
     layers = model.module.config.num_hidden_layers
     assert len(peaks) == 2 * layers
     assert max(peaks) < (1 + 2 / layers) * whole
@@ -173,42 +180,48 @@ def test_a_failed_step_fails_its_requests_and_the_next_ones_are_served(model):
         (["--model", str(DEMO_MODEL), "--kv-cache-gib", "0.001"], "--kv-cache-gib 0.001 holds"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_and_what_to_do(options, words):
-    command = [sys.executable, "-m", "services.inference", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_server_that_cannot_start_says_why_and_what_to_do(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["services.inference", *options])
+    assert server.main() == 2
+    stderr = capsys.readouterr().err  # the loading of a model shows its progress first
+    assert words in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
 
 
-def test_sigterm_answers_running_requests_and_ends_the_process():
+def test_sigterm_answers_running_requests_and_ends_the_server(monkeypatch):
+    """In this process: its main thread serves, and another one asks."""
     port = free_port()
-    command = [sys.executable, "-m", "services.inference", "--model", str(DEMO_MODEL), "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    monkeypatch.setattr(sys, "argv", ["services.inference", "--model", str(DEMO_MODEL), "--port", str(port)])
+    choices, ended = [], threading.Event()
+
+    def healthy():
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{url}/health").status_code == 200
+
+    def generate():
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
+        reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30)
+        choices.append(reply.json()["choices"][0])
+
+    def ask():
+        try:
+            wait_until(healthy, 60, "the server")
+            asking = threading.Thread(target=generate)
+            asking.start()
+            time.sleep(0.5)
+        finally:
+            if not ended.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+        asking.join()
+
+    client = threading.Thread(target=ask)
+    client.start()
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
-                break
-            except httpx.HTTPError:
-                assert time.monotonic() < deadline, "not healthy after 60 s"
-                time.sleep(0.1)
-
-        async def ask():
-            async with httpx.AsyncClient(timeout=30) as client:
-                body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
-                task = asyncio.create_task(
-                    client.post(f"http://127.0.0.1:{port}/inference/v1/generate", json=body)
-                )
-                await asyncio.sleep(0.5)
-                os.kill(process.pid, signal.SIGTERM)
-                return (await task).json()
-
-        choice = asyncio.run(ask())["choices"][0]
-        assert choice["finish_reason"] == "abort"
-        assert choice["token_ids"]
-        assert process.wait(15) == 0
+        assert server.main() == 0
     finally:
-        process.kill()
-        process.wait()
+        ended.set()
+    client.join()
+    (choice,) = choices
+    assert choice["finish_reason"] == "abort"
+    assert choice["token_ids"]
