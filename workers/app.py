@@ -6,8 +6,10 @@ import asyncio
 import threading
 from typing import Any
 
+import redis
 import structlog
 from celery import Task, signals
+from celery.worker.control import control_command
 from kombu import Exchange, Queue
 
 from rollout.schema import Stage
@@ -24,11 +26,7 @@ from services.queues import (
     queue_for,
 )
 from services.settings import settings
-from workers import (
-    events,
-    process,
-    slots,  # noqa: F401 - registers its control command
-)
+from workers import events, process
 from workers.chores.memory import go_on
 from workers.evaluate import evaluate
 from workers.init import init
@@ -37,6 +35,7 @@ from workers.sandboxes import release_attempts
 from workers.stage import CLEANUP_S
 from workers.task import run_stage
 
+log = structlog.get_logger("worker")
 app = make_celery(settings())
 events.bundle(app)
 
@@ -98,13 +97,46 @@ def _start(sender: Any, **_: Any) -> None:
         worker.consumer = sender
     except Exception as error:
         # Celery would log it and go on as a worker that is ready but can do nothing.
-        structlog.get_logger("worker").exception("the worker cannot start")
+        log.exception("the worker cannot start")
         raise SystemExit(f"the worker cannot start: {error}") from error
+
+
+@control_command(args=[("slots", int)], signature="<slots>")
+def set_slots(state: Any, slots: int | None = None, **_: Any) -> dict[str, str]:
+    """Have the worker carry so many rollouts at once, up to what it was started with (-c).
+
+    The threads pool neither grows nor shrinks, and `pool_grow` fails on it. But its threads are started as
+    they are needed, and the consumer asks for a message only while less is in hand than `max_concurrency`,
+    the field that Celery's own autoscaler sets. So a worker started with `-c MOST` is given fewer slots, and
+    up to MOST again, without losing what it holds: over a lowered limit it finishes what it has and takes
+    nothing new.
+    """
+    consumer = state.consumer
+    most = consumer.pool.num_processes
+    if not isinstance(slots, int) or not 1 <= slots <= most:
+        return {
+            "error": f"set_slots {slots}: from 1 to {most}, with which this worker was started; for more, "
+            "start it with a larger -c or start another one; to have it take nothing, end it with SIGTERM"
+        }
+    try:
+        services = process.current().services
+    except RuntimeError:
+        return {"error": "the worker is still starting; try again when it is ready"}
+    before = services.slots
+    consumer.controller.max_concurrency = slots
+    services.slots = slots
+    try:
+        services.announce()
+    except redis.RedisError as error:
+        # The next announcement, seconds from now, says it.
+        log.warning("announcement failed", error=str(error))
+    log.info("slots changed", before=before, now=slots, most=most)
+    return {"ok": f"{slots} slots (of {most}), {before} before"}
 
 
 _stopper: threading.Thread | None = None
 LEAVE_S = 5.0
-"""For a stopping worker to take itself off the list of live ones; it would be counted for seconds else."""
+"""How long a stopping worker has to take itself off the list of live ones; else it counts for seconds."""
 
 
 @signals.worker_shutdown.connect

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import traceback
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import ClassVar
 
 from rollout.schema import Blame, ErrorInfo, Stage
 from sandbox.errors import NodeShort, NotAllowed, SandboxError, SandboxRequestError
 from sandbox.spec import Fate
-from workers.clocks import counted
 
 MAX_TRACEBACK = 8000
 """Characters of a traceback that are kept; the end says what happened."""
@@ -104,35 +100,13 @@ class DeadlinePassed(StageTimeout):
     retry = False
 
 
-@asynccontextmanager
-async def time_limit(seconds: float, error: type[StageTimeout], message: str) -> AsyncIterator[None]:
-    """Bound a block; a `TimeoutError` that the block itself raises stays what it is.
-
-    What a stage waits for Redis does not count, but for the deadline of the rollout, which is the caller's.
-
-    Raises:
-        StageTimeout: The block took longer; of the given type and with the given message.
-    """
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            if issubclass(error, DeadlinePassed):
-                yield
-            else:
-                with counted(scope):
-                    yield
-    except TimeoutError as cause:
-        if scope.expired():
-            raise error(message) from cause
-        raise
-
-
 def laid(error: Exception, handler: object) -> Exception:
     """The error, or one of ours in its place where no code of the handler or its tools takes part in it."""
     if _took_part(handler, error.__traceback__):
         return error
-    ours = InfrastructureError(f"an error of the service: {type(error).__name__}: {error}")
-    ours.__cause__ = error
-    return ours
+    failure = InfrastructureError(f"an error of the service: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _took_part(handler: object, trace: TracebackType | None) -> bool:

@@ -11,8 +11,9 @@ from rollout.trajectory import FinishReason, Trajectory
 from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.payloads import PayloadError
 from services.state.rollouts.store import Claim, Finish
-from workers.errors import AgentFault, HandlerError, InfrastructureError, StageTimeout, time_limit
+from workers.errors import AgentFault, HandlerError, InfrastructureError, StageTimeout
 from workers.handlers.base import AgentHandler, EvalContext, Reward, check_artifacts
+from workers.patience import time_limit
 from workers.stage import StageRun, consult, outcome_fields
 
 

@@ -128,7 +128,7 @@ def check(engine: Control, canary: Canary) -> float:
         ControlError: It is larger than the tolerance, or the backend did not answer.
     """
     logprobs = engine.score(canary.token_ids)
-    errors = [abs(ours - theirs) for ours, theirs in zip(logprobs, canary.logprobs, strict=True)]
+    errors = [abs(logprob - truth) for logprob, truth in zip(logprobs, canary.logprobs, strict=True)]
     worst = max(range(len(errors)), key=errors.__getitem__)
     if errors[worst] > canary.tolerance:
         raise CanaryFailed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +16,7 @@ from rollout.cli import render as _render
 from rollout.cli import url_option
 from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
 from rollout.client import Client
-from rollout.schema import BackendRequest, Rollout, RolloutRequest
+from rollout.schema import BackendRequest, Rollout
 from services.engines.describe import DescribeError, describe
 from services.settings import Settings, SettingsError
 from services.settings import settings as read_settings
@@ -45,9 +44,9 @@ def handlers(ctx: click.Context) -> None:
 def list_handlers(url: str | None) -> None:
     """Show what the workers announced."""
     with Client(url) as client:
-        found = client.handlers()
+        infos = client.handlers()
     table = Table("handler", "sandbox", "tools", "task", "what it is", box=None, pad_edge=False)
-    for info in found:
+    for info in infos:
         fields = info.task_schema.get("properties", {})
         needed = set(info.task_schema.get("required", []))
         names = ", ".join(name + ("" if name in needed else "?") for name in fields)
@@ -92,9 +91,9 @@ def load_handler(name: str, settings: Settings) -> AgentHandler[Any]:
     Raises:
         click.ClickException: There is none of that name, or it cannot be imported.
     """
-    target, found, attribute = name.rpartition(":")
+    target, colon, attribute = name.rpartition(":")
     try:
-        if not found:
+        if not colon:
             return Registry(settings).get(name)
         if not target.endswith(".py"):
             sys.path.insert(0, str(Path.cwd()))
@@ -185,11 +184,12 @@ def run(
     loaded = load_handler(handler, settings)
     runner = InProcess(loaded, _model(loaded, backend, actions, tokenizer), settings)
     done: list[Rollout] = []
-    for rollout in _each(runner, Tasks(file, loaded.name, n=n, **dataset), runtime):
-        done.append(rollout)
-        out.print(_render.rollout_view(rollout))
-        if output is not None:
-            output.write(rollout.model_dump_json() + "\n")
+    for request in Tasks(file, loaded.name, n=n, **dataset):
+        for rollout in asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime}))):
+            done.append(rollout)
+            out.print(_render.rollout_view(rollout))
+            if output is not None:
+                output.write(rollout.model_dump_json() + "\n")
     if not done:
         raise click.ClickException(f"{file} holds no task")
     table = Table("", "", box=None, show_header=False, pad_edge=False)
@@ -198,8 +198,3 @@ def run(
     out.print(table)
     if any(rollout.drop for rollout in done):
         raise click.exceptions.Exit(1)
-
-
-def _each(runner: InProcess, requests: Iterable[RolloutRequest], runtime: str | None) -> Iterator[Rollout]:
-    for request in requests:
-        yield from asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime})))

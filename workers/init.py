@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rollout.schema import State
 from services.state.rollouts.store import Finish
-from workers.errors import StageTimeout, time_limit
+from workers.errors import StageTimeout
 from workers.handlers.base import InitContext
+from workers.patience import time_limit
 from workers.stage import StageRun, consult, outcome_fields
 
 

@@ -28,7 +28,7 @@ from services.state.rollouts.reading import rollout_of
 from services.state.rollouts.store import Claim
 from services.state.tenants import DEFAULT_TENANT, Tenant
 from workers.agent.llm import session
-from workers.agent.placement import Placing, PromptSizes
+from workers.agent.placement import Placements, PromptSizes
 from workers.agent.replay import Action, ReplayRouter
 from workers.agent.router import BackendRouter, Router
 from workers.evaluate import evaluate
@@ -88,11 +88,11 @@ class Server(Model):
             yield lambda claim: BackendRouter(claim.rollout_id, self._placement, http, wait_s=self._wait_s)
 
 
-class _OneBackend(Placing):
-    """Placement where there is nothing to choose from."""
+class _OneBackend(Placements):
+    """Placement where there is nothing to choose from, and no Redis."""
 
     def __init__(self, backend: Backend) -> None:
-        super().__init__()
+        super().__init__(None)
         self._placed = Placed("ok", backend, "")
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:

@@ -29,7 +29,7 @@ LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
 
 
 class WorkerMetrics:
-    """Of one worker process."""
+    """The metrics of one worker process."""
 
     def __init__(self, held: Callable[[], Collection[Held]]) -> None:
         """

@@ -1,4 +1,4 @@
-"""Redis as a stage uses it: waited for while it is away or full, on none of the stage's clocks.
+"""The time limits of a stage, and Redis as it uses it: waited for while it is away or full, on none of them.
 
 Every use of Redis within a stage goes through `ask` (on the event loop) or `wait_for` (in its thread).
 """
@@ -8,28 +8,93 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import redis
 import structlog
 
 from services.state.redis import is_away
-from workers.clocks import stopped
-from workers.errors import InfrastructureError
+from workers.errors import DeadlinePassed, InfrastructureError, StageTimeout
 
 log = structlog.get_logger("patience")
 
 PATIENCE_S = 600.0
-"""For a Redis that is away. The fence decides whether what was done meanwhile still counts."""
+"""How long a Redis may be away. The fence decides whether what was done meanwhile still counts."""
 RETRY_S = 0.5
 REFUSED_RETRY_S = 5.0
-"""At most between two tries where it answers and refuses: each may send it a whole result to read."""
+"""The longest pause between two tries where it answers and refuses: each may send it a whole result."""
 _threads = ThreadPoolExecutor(32, thread_name_prefix="redis")
 """Not the event loop's own: a frozen Redis must not keep handlers from their threads."""
 
 T = TypeVar("T")
+
+
+class _Clock:
+    """An `asyncio.timeout` that can be stopped; several may ask for it at once."""
+
+    def __init__(self, scope: asyncio.Timeout) -> None:
+        self._scope = scope
+        self._stops = 0
+        self._rest_s = 0.0
+
+    def stop(self) -> None:
+        self._stops += 1
+        when = self._scope.when()
+        if self._stops == 1 and when is not None and not self._scope.expired():
+            self._rest_s = when - asyncio.get_running_loop().time()
+            self._reschedule(None)
+
+    def go_on(self) -> None:
+        self._stops -= 1
+        if not self._stops and self._scope.when() is None:
+            self._reschedule(asyncio.get_running_loop().time() + self._rest_s)
+
+    def _reschedule(self, when: float | None) -> None:
+        with suppress(RuntimeError):  # its block has ended, or is being cancelled
+            self._scope.reschedule(when)
+
+
+_running: ContextVar[tuple[_Clock, ...]] = ContextVar("running", default=())
+
+
+@asynccontextmanager
+async def time_limit(seconds: float, error: type[StageTimeout], message: str) -> AsyncIterator[None]:
+    """Bound a block; a `TimeoutError` that the block itself raises stays what it is.
+
+    What a stage waits for Redis does not count, but for the deadline of the rollout, which is the caller's.
+
+    Raises:
+        StageTimeout: The block took longer; of the given type and with the given message.
+    """
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            clocks = () if issubclass(error, DeadlinePassed) else (_Clock(scope),)
+            token = _running.set((*_running.get(), *clocks))
+            try:
+                yield
+            finally:
+                _running.reset(token)
+    except TimeoutError as cause:
+        if scope.expired():
+            raise error(message) from cause
+        raise
+
+
+@contextmanager
+def stopped() -> Iterator[None]:
+    """Around an await that must not count towards the limits of the stage."""
+    clocks = _running.get()
+    for clock in clocks:
+        clock.stop()
+    try:
+        yield
+    finally:
+        for clock in clocks:
+            clock.go_on()
 
 
 class RedisAway(InfrastructureError):
@@ -77,7 +142,7 @@ def wait_for(
 
 
 class _Patience:
-    """Of one call."""
+    """How long one call goes on waiting."""
 
     def __init__(self, until: float = float("-inf")) -> None:
         self._began = time.monotonic()

@@ -32,13 +32,13 @@ from workers.services import WorkerServices
 log = structlog.get_logger("worker")
 
 START_PATIENCE_S = 60.0
-"""For Redis to answer when a worker starts; then it ends, and who started it hears of it."""
+"""How long Redis may take to answer when a worker starts; then it ends, and who started it hears of it."""
 OVERDUE_SLACK_S = 2.0
-"""Between our clock and Redis'."""
+"""The slack between our clock and Redis'."""
 CLOSE_S = 2.0
-"""For a stopping worker to let go of its connections."""
+"""How long a stopping worker takes to let go of its connections."""
 BEAT_AGAIN_S = 0.5
-"""After a heartbeat that Redis did not answer: leases are extended before any reaper judges them."""
+"""The pause after a heartbeat without an answer: leases are extended before any reaper judges them."""
 
 
 class WorkerProcess:

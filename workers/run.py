@@ -9,8 +9,9 @@ from rollout.trajectory import FinishReason, Trajectory
 from sandbox.errors import SandboxError
 from services.state.rollouts.store import Finish
 from workers.agent.loop import AgentLoop
-from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError, time_limit
+from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError
 from workers.handlers.base import RunContext, check_artifacts
+from workers.patience import time_limit
 from workers.stage import StageRun, consult, failed, outcome_fields
 
 

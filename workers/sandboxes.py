@@ -82,7 +82,7 @@ class Sandboxes:
         self._owner = owner_of(claim.rollout_id, claim.attempt)
         self.booted = False
         self.own_id: str | None = None
-        """Of the rollout's own sandbox, where it was booted here."""
+        """Id of the rollout's own sandbox, where it was booted here."""
 
     async def boot(
         self,
@@ -163,24 +163,17 @@ class Sandboxes:
             copy = Path(kept) / "workspace"
             if workspace_of is not None:
                 await _save_workspace(workspace_of, copy)
-            async with self._another(ctx, image, network, limits) as client:
+            info = await self._start(await self._spec(ctx, image, network, limits))
+            client = SandboxClient(info.socket)
+            try:
                 if workspace_of is not None:
                     await client.upload(copy, ".")
                 yield client
-
-    @asynccontextmanager
-    async def _another(
-        self, ctx: Holder, image: str | None, network: str, limits: Limits | None
-    ) -> AsyncIterator[SandboxClient]:
-        info = await self._start(await self._spec(ctx, image, network, limits))
-        client = SandboxClient(info.socket)
-        try:
-            yield client
-        except SandboxError as error:
-            raise from_sandbox(error, await self._host.fate(info.id)) from error
-        finally:
-            await client.close()
-            await self._host.release(info.id)
+            except SandboxError as error:
+                raise from_sandbox(error, await self._host.fate(info.id)) from error
+            finally:
+                await client.close()
+                await self._host.release(info.id)
 
     async def warm(
         self,

@@ -31,7 +31,7 @@ from workers.weights import LEASE_S, WeightUpdates
 
 
 class WorkerServices:
-    """Those of one worker process; a `workers.stage.StageServices`."""
+    """The services of one worker process; a `workers.stage.StageServices`."""
 
     def __init__(self, app: Celery, settings: Settings, name: str, stages: list[Stage], slots: int) -> None:
         """

@@ -30,10 +30,10 @@ from workers.errors import (
     describe,
     from_sandbox,
     laid,
-    time_limit,
 )
 from workers.handlers.base import AgentHandler, Context
 from workers.held import CANCEL, OVERDUE, SHUTDOWN, Held
+from workers.patience import time_limit
 from workers.sandboxes import Sandboxes, SandboxServices
 
 log = structlog.get_logger("stage")
@@ -276,10 +276,10 @@ async def consult(
     try:
         async with asyncio.timeout(HOOK_S):
             answer = await hook(ctx, error)
-    except StageError as other:
-        if other is not error:
-            other.__cause__ = error
-        return other, None
+    except StageError as verdict:
+        if verdict is not error:
+            verdict.__cause__ = error
+        return verdict, None
     except Exception as trouble:
         ctx.log.warning("an error hook of the handler failed", hook=hook.__name__, error=repr(trouble))
         return error, None

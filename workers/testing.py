@@ -36,5 +36,5 @@ def play(
         FileNotFoundError: No tokenizer was named and there is no demo model.
     """
     model = Actions(list(actions), tokenizer or demo_tokenizer())
-    wanted = RolloutRequest(handler=handler.name, task=task, **request)
-    return asyncio.run(InProcess(handler, model, settings).run(wanted))
+    rollout_request = RolloutRequest(handler=handler.name, task=task, **request)
+    return asyncio.run(InProcess(handler, model, settings).run(rollout_request))

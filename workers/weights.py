@@ -97,7 +97,7 @@ class WeightUpdates:
         self._leases = _Leases(lease_s)
         self._catching = threading.Lock()
         self._retries: dict[str, tuple[float, float]] = {}
-        """Of each backend that had to catch up: when it may be tried again, and the pause before that."""
+        """Backend that had to catch up → when it may be tried again, and the pause before that."""
 
     def claim(self) -> Work | None:
         """An update that nobody carries out; None: there is none."""
@@ -134,7 +134,7 @@ class WeightUpdates:
                     update.backends[name] = progress.model_copy(deep=True)
                     self._store.save(work)
 
-            def one_backend(name: str) -> None:
+            def bring(name: str) -> None:
                 backend = self._backends.get(name)
                 if backend is None:
                     self._forgotten(record.targets.get(name), update.backends[name])
@@ -149,7 +149,7 @@ class WeightUpdates:
                     # Not only at the end: new rollouts must not wait for the slowest backend.
                     self._backends.want_version(request.version)
 
-            _each(one_backend, pending, min(request.concurrency or MAX_THREADS, MAX_THREADS))
+            _each(bring, pending, min(request.concurrency or MAX_THREADS, MAX_THREADS))
             self._end(work)
         bound.info(
             "update ended",

@@ -11,7 +11,7 @@ import urllib3
 from pydantic_core import from_json
 
 MOST_BYTES = 16 << 20
-"""Of an answer that is no model call. The metrics of a large server have a megabyte."""
+"""The most bytes of an answer that is no model call. The metrics of a large server have a megabyte."""
 CONNECT_S = 5.0
 """A server that takes longer to accept a connection counts as down."""
 _PIECE = 1 << 16
@@ -94,7 +94,7 @@ def text_of(error: requests.RequestException) -> str:
 def json_object(answer: Answer) -> dict[str, Any]:
     """The JSON object that an answer is; empty where it is none, or nested beyond reason."""
     try:
-        said = from_json(answer.content)
+        value = from_json(answer.content)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -24,7 +24,7 @@ more than this is taken as 0, what is above by more is no log-prob."""
 MAX_VERSION = 128
 """Characters of a policy version, as in `POST /v1/policy`."""
 EXPERT_BYTES = 16_384
-"""Of one token, most that a record of expert choices may have: 128 layers, 16 experts, 8 bytes each."""
+"""The most bytes of one token's record of expert choices: 128 layers, 16 experts, 8 bytes each."""
 
 Span = tuple[str | None, int, int]
 
@@ -119,9 +119,9 @@ class Verdict:
 
     def _usage(self, usage: Mapping[str, Any], sampled: int) -> None:
         for name, true in (("prompt_tokens", len(self._request.prompt)), ("completion_tokens", sampled)):
-            said = usage.get(name)
-            if said is not None and (type(said) is not int or said != true):
-                self._broken(f"{name} is {said!r:.100}, and they are {true}")
+            count = usage.get(name)
+            if count is not None and (type(count) is not int or count != true):
+                self._broken(f"{name} is {count!r:.100}, and they are {true}")
 
     def _end(self, token_ids: list[int], reason: str, stop_reason: Any, short_is_odd: bool) -> None:
         request, last = self._request, token_ids[-1]
@@ -221,12 +221,12 @@ def as_numbers(values: Iterable[Any]) -> list[float]:
         TypeError: One is no number: text, null or a truth value.
         OverflowError: An integer that is too large.
     """
-    found = []
+    numbers = []
     for value in values:
         if type(value) not in (float, int):
             raise TypeError(f"{value!r:.100} is no number")
-        found.append(float(value))
-    return found
+        numbers.append(float(value))
+    return numbers
 
 
 def as_spans(values: Iterable[Mapping[str, Any]]) -> list[Span]:
@@ -235,11 +235,11 @@ def as_spans(values: Iterable[Mapping[str, Any]]) -> list[Span]:
     Raises:
         TypeError, KeyError: One has no version, or no place.
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     for value in values:
         start, end = as_ids((value["start"], value["end"]))
-        found.append((as_version(value["version"]), start, end))
-    return found
+        spans.append((as_version(value["version"]), start, end))
+    return spans
 
 
 def as_version(value: Any) -> str:

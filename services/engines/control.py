@@ -33,7 +33,7 @@ class ControlError(Exception):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """Of HTTP; None = no answer."""
+        """HTTP status, or None if there was no answer."""
         self.harmless = False
 
 
@@ -99,14 +99,14 @@ class Control(ABC):
     def _post(
         self, path: str, body: Any = None, *, limit_s: float | None = None, **query: str
     ) -> dict[str, Any]:
-        left = limit_s if limit_s is not None else self._deadline - time.monotonic()
+        rest_s = limit_s if limit_s is not None else self._deadline - time.monotonic()
         where = f"backend {self.backend.id}: POST {path}"
-        if left <= 0:
+        if rest_s <= 0:
             raise ControlError(f"{where}: not begun, the update's {self._timeout_s:g} s are over")
         try:
-            answer = ask("POST", self._root + path, left, json=body, params=query)
+            answer = ask("POST", self._root + path, rest_s, json=body, params=query)
         except requests.Timeout as error:
-            raise ControlError(f"{where}: no answer within {left:.3g} s ({type(error).__name__})") from None
+            raise ControlError(f"{where}: no answer within {rest_s:.3g} s ({type(error).__name__})") from None
         except requests.RequestException as error:
             raise ControlError(f"{where}: {text_of(error)}") from None
         if 200 <= answer.status < 300:

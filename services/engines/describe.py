@@ -8,15 +8,15 @@ import requests
 
 from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
 from services.engines.address import ask, json_object, root, text_of
-from services.engines.stats import MOST, WEIGHT_ROUTES, each_sample, version_in
+from services.engines.stats import MOST, WEIGHT_ROUTES, samples, version_in
 from services.state.backends.store import BackendStore
 
 TIMEOUT_S = 10.0
-"""For each question."""
+"""Seconds for each question."""
 INFO_TIMEOUT_S = 20.0
-"""For `/server_info`: vLLM looks at all of its environment at the first one; seen: 3 s."""
+"""Seconds for `/server_info`: vLLM looks at all of its environment at the first one; seen: 3 s."""
 SERVER_INFO = ("/server_info?config_format=json", "/get_server_info")
-"""Of vLLM (in dev mode), SGLang and the embedded backend; the second is of older SGLangs."""
+"""Where vLLM (in dev mode), SGLang and the embedded backend tell settings; the second is of older SGLangs."""
 MAX_CONTEXT = 2**31 - 1
 MAX_NAME = 4096
 """Characters of a model's name, or of a path."""
@@ -34,15 +34,15 @@ class DescribeError(Exception):
         self.message = message
 
 
-def describe(wanted: BackendRequest) -> Backend:
+def describe(request: BackendRequest) -> Backend:
     """The backend as its own server describes it; what the request names goes before what the server says.
 
     Raises:
         DescribeError: The server cannot be reached or does not say what is needed.
     """
-    url = root(wanted.url)
+    url = root(request.url)
     try:
-        return _Server(url).describe(wanted)
+        return _Server(url).describe(request)
     except requests.RequestException as error:
         text = f"{url} does not answer as an LLM server: {text_of(error)}"
         raise DescribeError("url", text) from error
@@ -54,28 +54,28 @@ class _Server:
     def __init__(self, url: str) -> None:
         self._url = url
 
-    def describe(self, wanted: BackendRequest) -> Backend:
-        card = self._card(wanted.model)
+    def describe(self, request: BackendRequest) -> Backend:
+        card = self._card(request.model)
         engine = self._engine(card)
         info = self._info()
         max_model_len = _positive(card.get("max_model_len")) or _positive(info.get("context_length"))
         if not max_model_len or max_model_len > MAX_CONTEXT:
             raise DescribeError("url", f"{self._url}/v1/models does not say max_model_len of {card['id']!r}")
         return Backend(
-            id=wanted.id or BackendStore.id_of(self._url),
+            id=request.id or BackendStore.id_of(self._url),
             url=self._url,
             model=card["id"],
-            tokenizer=wanted.tokenizer
+            tokenizer=request.tokenizer
             or _name(info.get("tokenizer_path"))
             or _name(card.get("root"))
             or card["id"],
             max_model_len=max_model_len,
             engine=engine,
             api=self._api(engine),
-            logprobs_mode=wanted.logprobs_mode or self._logprobs_mode(card, info),
+            logprobs_mode=request.logprobs_mode or self._logprobs_mode(card, info),
             routed_experts=bool(info.get("enable_return_routed_experts")),
-            capacity_tokens=wanted.capacity_tokens or self._capacity(engine, info),
-            max_rollouts=wanted.max_rollouts,
+            capacity_tokens=request.capacity_tokens or self._capacity(engine, info),
+            max_rollouts=request.max_rollouts,
             policy_version=version_in(self._weights(engine)),
         )
 
@@ -84,7 +84,7 @@ class _Server:
         answer = ask("GET", self._url + path, timeout_s)
         return json_object(answer) if answer.status == 200 else {}
 
-    def _card(self, wanted: str | None) -> dict[str, Any]:
+    def _card(self, model: str | None) -> dict[str, Any]:
         """The entry of the model in `/v1/models`."""
         answer = ask("GET", f"{self._url}/v1/models", TIMEOUT_S)
         if answer.status != 200:
@@ -97,7 +97,7 @@ class _Server:
             raise DescribeError("url", f"{self._url}/v1/models is no list of models: {error!r}") from error
         if not cards:
             raise DescribeError("url", f"{self._url}/v1/models lists no model")
-        name = wanted if wanted is not None else next(iter(cards))
+        name = next(iter(cards)) if model is None else model
         if name not in cards:
             raise DescribeError(
                 "model", f"{self._url} does not serve {name!r}; it serves: {', '.join(cards):.1000}"
@@ -137,8 +137,8 @@ class _Server:
 
         vLLM says it in dev mode. SGLang does not, for an environment variable can change it.
         """
-        said = info.get("logprobs_mode") or card.get("logprobs_mode")
-        return said if said in ("raw_logprobs", "processed_logprobs") else None
+        mode = info.get("logprobs_mode") or card.get("logprobs_mode")
+        return mode if mode in ("raw_logprobs", "processed_logprobs") else None
 
     def _capacity(self, engine: EngineName, info: dict[str, Any]) -> int | None:
         """Tokens that fit into the key-value cache."""
@@ -175,15 +175,12 @@ def capacity_of_vllm(metrics: str) -> int | None:
     Newer versions name the tokens. Else blocks times their size, which is too much for a model whose layers
     need caches of different kinds.
     """
-    found: list[int | None] = []
-
-    def keep(name: str, labels: dict[str, str], _: float) -> None:
+    tokens: list[int] = []
+    for name, labels, _ in samples(metrics):
         if name == "vllm:cache_config_info":
             blocks, size = _positive(labels.get("num_gpu_blocks")), _positive(labels.get("block_size"))
-            found.append(_positive(labels.get("kv_cache_size_tokens")) or (blocks and size and blocks * size))
-
-    each_sample(metrics, keep)
-    return sum(found) if found and all(found) else None  # type: ignore[arg-type]
+            tokens.append(_positive(labels.get("kv_cache_size_tokens")) or (blocks or 0) * (size or 0))
+    return sum(tokens) if tokens and all(tokens) else None
 
 
 def _positive(value: Any) -> int | None:

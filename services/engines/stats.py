@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import requests
@@ -17,7 +19,7 @@ HEALTH_TIMEOUT_S = 5.0
 """An idle server answers in milliseconds; one that samples on all its cores has taken a second."""
 
 MOST = 2.0**53
-"""Of a count; beyond it numbers have gaps."""
+"""The most of a count; beyond it numbers have gaps."""
 
 _NAMES = {
     "vllm": {
@@ -79,33 +81,28 @@ def read_stats(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> Backend
 
 def parse_stats(backend: Backend, text: str) -> BackendStats:
     """Prometheus' text format; several engines of one server are added up, their cache usage is averaged."""
-    wanted = {name: field for field, name in _NAMES.get(backend.engine, _NAMES["vllm"]).items()}
-    found: dict[str, list[float]] = {}
-
-    def keep(name: str, labels: dict[str, str], value: float) -> None:
+    fields = {name: field for field, name in _NAMES.get(backend.engine, _NAMES["vllm"]).items()}
+    series: dict[str, list[float]] = defaultdict(list)
+    for name, labels, value in samples(text):
         # With priorities SGLang repeats a number once for each of them.
         # What no count can be is as if it had not been told.
-        if name in wanted and not labels.get("priority") and 0 <= value <= MOST:
-            found.setdefault(wanted[name], []).append(value)
-
-    each_sample(text, keep)
-    values: dict[str, float] = {field: sum(series) for field, series in found.items() if field != "kv_usage"}
+        if name in fields and not labels.get("priority") and 0 <= value <= MOST:
+            series[fields[name]].append(value)
+    usage = series.pop("kv_usage", None)
+    values: dict[str, float] = {field: sum(numbers) for field, numbers in series.items()}
     seconds = values.pop("request_seconds", None)
     whole = {field: round(value) for field, value in values.items()}
-    usage = found.get("kv_usage")
     kv_usage = min(1.0, sum(usage) / len(usage)) if usage else None
     return BackendStats(at=time.time(), kv_usage=kv_usage, request_seconds=seconds, **whole)
 
 
-def each_sample(text: str, take: Callable[[str, dict[str, str], float], None]) -> None:
-    """Call `take(name, labels, value)` for every sample; what comes after a broken line is left out."""
-    try:
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every sample; what comes after a broken line is left out."""
+    # Whatever the parser makes of it: a probe must not end on what a server sends.
+    with suppress(Exception):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                take(sample.name, sample.labels, sample.value)
-    except Exception:
-        # Whatever the parser makes of it: a probe must not end on what a server sends.
-        return
+                yield sample.name, sample.labels, sample.value
 
 
 def current_version(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> str | None:
@@ -131,9 +128,9 @@ def _ask(backend: Backend, path: str, timeout_s: float) -> Answer:
         raise ProbeError(f"{url}: {text_of(error)}") from error
 
 
-def version_in(said: dict[str, Any]) -> str | None:
+def version_in(info: dict[str, Any]) -> str | None:
     """`weight_version`; None where it is not told, or is no version."""
     try:
-        return as_version(said.get("weight_version"))
+        return as_version(info.get("weight_version"))
     except TypeError:
         return None

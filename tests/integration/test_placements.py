@@ -24,7 +24,8 @@ from workers import patience
 from workers.agent.llm import session
 from workers.agent.placement import MAX_BATCH, Placements, PromptSizes
 from workers.agent.router import BackendRouter
-from workers.errors import InfrastructureError, StageTimeout, time_limit
+from workers.errors import InfrastructureError, StageTimeout
+from workers.patience import time_limit
 
 
 def backend(name, **fields):

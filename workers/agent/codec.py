@@ -15,16 +15,6 @@ from rollout.schema import Backend
 from workers.agent.formats import Codec, CodecError, RendererCodec, TemplateCodec
 from workers.agent.guard import TokenizerGuard
 
-__all__ = [
-    "Codec",
-    "CodecError",
-    "RendererCodec",
-    "TemplateCodec",
-    "load_codec",
-    "preload",
-    "takeover_obstacle",
-]
-
 log = structlog.get_logger("codec")
 
 MAX_LOADED = 16
@@ -85,8 +75,8 @@ def _renderer_codec(guard: TokenizerGuard, path: str) -> RendererCodec | None:
 def _agree(
     codec: RendererCodec, guard: TokenizerGuard, chat: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> bool:
-    theirs = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True)
-    return codec.render_chat(chat, tools) == theirs
+    ids = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True)
+    return codec.render_chat(chat, tools) == ids
 
 
 def _digest(tokenizer: Any, path: str) -> str:
@@ -111,11 +101,11 @@ def takeover_obstacle(before: Backend, after: Backend) -> str | None:
     if after.tokenizer == before.tokenizer:
         return None
     try:
-        ours, theirs = (load_codec(backend.tokenizer).digest for backend in (before, after))
+        known, new = (load_codec(backend.tokenizer).digest for backend in (before, after))
     except CodecError as error:
         return f"backend {after.id}: {error}"
-    if ours.rpartition("@")[2] != theirs.rpartition("@")[2]:
-        return f"backend {after.id}: its tokenizer {theirs} is not {ours}"
+    if known.rpartition("@")[2] != new.rpartition("@")[2]:
+        return f"backend {after.id}: its tokenizer {new} is not {known}"
     return None
 
 

@@ -15,12 +15,12 @@ from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleR
 from workers.errors import ModelError
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Of any answer. A million sampled tokens are about 150 MB in the wordiest format."""
+"""The most bytes of any answer. A million sampled tokens are about 150 MB in the wordiest format."""
 BASE_BYTES = 1 << 20
 SAMPLED_BYTES = 1024
-"""Of one sampled id with its log-prob; the wordiest format takes 150."""
+"""Bytes of one sampled id with its log-prob; the wordiest format takes 150."""
 CONTEXT_BYTES = 8192
-"""Of one id of prompt or answer: an echo, and the expert choices of the largest mixtures in base64."""
+"""Bytes of one id of prompt or answer: an echo, and the expert choices of the largest mixtures in base64."""
 TRY_ELSEWHERE = frozenset({408, 429})
 """Beside 5xx: the answers of a proxy or of a full queue, which say nothing about the request itself."""
 

@@ -125,7 +125,7 @@ class AgentLoop:
         """
         max_tokens = self.budget if max_tokens is None else max_tokens
         if max_tokens <= 0:
-            raise ValueError(f"no room for a turn ({self._left()[1]}): look at `budget` before a query")
+            raise ValueError(f"no room for a turn ({self._room()[1]}): look at `budget` before a query")
         turn_number = self.trajectory.turns
         request = SampleRequest(
             call_id=new_id(),
@@ -229,7 +229,7 @@ class AgentLoop:
 
     async def _exhausted(self, compact: Compact | None) -> FinishReason | None:
         """Why a rollout ends that may not sample any more; None: it goes on in a new chain."""
-        _, reason = self._left()
+        _, reason = self._room()
         if compact and reason is FinishReason.CONTEXT_LENGTH and await self._start_over(compact):
             return None
         return reason
@@ -259,11 +259,11 @@ class AgentLoop:
     @property
     def budget(self) -> int:
         """Ids the next call may sample. Computed here: engines clip or refuse, each in its way."""
-        room, _ = self._left()
+        room, _ = self._room()
         per_call = self._request.sampling.max_tokens
         return min(room, per_call) if per_call is not None else room
 
-    def _left(self) -> tuple[int, FinishReason]:
+    def _room(self) -> tuple[int, FinishReason]:
         """Ids that may be sampled before the rollout ends, and the reason for which it then does."""
         context = self._max_model_len - len(self._buffer.ids)
         most = self._request.limits.max_response_tokens

@@ -9,7 +9,6 @@ import asyncio
 import json
 import random
 import time
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from contextvars import Context
 from typing import Any
@@ -17,8 +16,7 @@ from typing import Any
 from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
 from services.state.scripts import request
-from workers.clocks import stopped
-from workers.patience import ask
+from workers.patience import ask, stopped
 
 MAX_BATCH = 256
 """Calls in one round trip; Redis serves nobody else meanwhile (about 40 µs a call)."""
@@ -50,39 +48,49 @@ class PromptSizes:
             self._mean[handler] = mean + SHARE_OF_THE_NEWEST * (tokens - mean)
 
 
-class Placing(ABC):
-    """Which backends the rollouts of an event loop are on. Call it there only."""
+class Placements:
+    """The backends that the rollouts of a worker's event loop are on, by Redis. Call it on that loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: BackendStore) -> None:
+        self._store = store
+        self._queue: list[tuple[list[Any], asyncio.Future[Any]]] = []
+        self._flushing: asyncio.Task[None] | None = None
         self.line = asyncio.Lock()
         """Held by the rollout that has waited longest for room: a large one must not starve."""
         self.changed = asyncio.Event()
         self._calls: dict[str, set[asyncio.Task[Any]]] = {}
         self._away_s = 0.0
 
-    @abstractmethod
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
         """See `BackendStore.acquire`."""
+        return placed(await self._ask(self._store.acquire_args(rollout_id, **options)))
 
-    @abstractmethod
     async def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
         """See `BackendStore.extend`."""
+        return placed(await self._ask(self._store.extend_args(rollout_id, tokens, **options)))
 
-    @abstractmethod
     async def release(self, rollout_id: str) -> bool:
         """See `BackendStore.release`."""
+        return bool(await self._ask(request("release", rollout=rollout_id)))
 
-    @abstractmethod
     async def suspect(self, backend_id: str) -> None:
         """Have a backend probed at once, because a call to it failed."""
+        await ask(self._store.suspect, backend_id)
 
-    @abstractmethod
     async def trusted(self, backend_id: str, version: str | None) -> bool:
         """Whether tokens that a backend sampled from these weights count. Waits while they are exchanged.
 
         They do where it is known to serve them, or did: a long call may see several updates. A label that
         nobody knows is a server that was started anew, and is probed, or one that lies.
         """
+        while True:
+            backend = await ask(self._store.get, backend_id)
+            if backend is None or not backend.paused:
+                break
+            await asyncio.sleep(EXCHANGE_POLL_S)
+        if backend is None or backend.policy_version == version:
+            return backend is not None
+        return backend.healthy and await ask(self._store.knows_version, version)
 
     def clock(self) -> float:
         """Monotonic seconds without those of Redis' outages: nobody hears of a usable backend then."""
@@ -113,27 +121,7 @@ class Placing(ABC):
         for call in list(self._calls.get(backend_id, ())):
             call.cancel()
 
-
-class Placements(Placing):
-    """Those of a worker process: by the heap of backends in Redis."""
-
-    def __init__(self, store: BackendStore) -> None:
-        super().__init__()
-        self._store = store
-        self._queue: list[tuple[list[Any], asyncio.Future[Any]]] = []
-        self._flushing: asyncio.Task[None] | None = None
-
-    async def acquire(self, rollout_id: str, **options: Any) -> Placed:
-        return placed(await self._ask(self._store.acquire_args(rollout_id, **options)))
-
-    async def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
-        return placed(await self._ask(self._store.extend_args(rollout_id, tokens, **options)))
-
-    async def release(self, rollout_id: str) -> bool:
-        return bool(await self._ask(request("release", rollout=rollout_id)))
-
-    async def suspect(self, backend_id: str) -> None:
-        await ask(self._store.suspect, backend_id)
+    # -- round trips -------------------------------------------------------------------------
 
     async def _ask(self, args: list[Any]) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -161,13 +149,3 @@ class Placements(Placing):
                     answer.set_exception(reply)
                 else:
                     answer.set_result(reply)
-
-    async def trusted(self, backend_id: str, version: str | None) -> bool:
-        while True:
-            backend = await ask(self._store.get, backend_id)
-            if backend is None or not backend.paused:
-                break
-            await asyncio.sleep(EXCHANGE_POLL_S)
-        if backend is None or backend.policy_version == version:
-            return backend is not None
-        return backend.healthy and await ask(self._store.knows_version, version)

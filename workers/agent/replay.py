@@ -17,7 +17,7 @@ from workers.errors import TaskError
 
 MAX_MODEL_LEN = 131072
 LOGPROB = 0.0
-"""Of every token: nothing was sampled, each was certain."""
+"""The log-prob of every token: nothing was sampled, each was certain."""
 
 
 class Call(BaseModel):

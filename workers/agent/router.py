@@ -14,7 +14,7 @@ from rollout.schema import Backend
 from services.engines.base import Completion, SampleRequest
 from services.state.backends.store import Placed
 from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient
-from workers.agent.placement import Placing
+from workers.agent.placement import Placements
 from workers.errors import InfrastructureError, ModelError
 
 log = structlog.get_logger("router")
@@ -22,7 +22,7 @@ log = structlog.get_logger("router")
 MIN_ATTEMPTS = 4
 """Calls tried for one turn before the attempt may fail, however long each of them took."""
 MAX_PAUSE_S = 5.0
-"""Between two calls of one turn, when no other backend is left to try."""
+"""The longest pause between two calls of one turn, when no other backend is left to try."""
 
 
 class Router(Protocol):
@@ -50,7 +50,7 @@ class BackendRouter:
     def __init__(
         self,
         rollout_id: str,
-        placements: Placing,
+        placements: Placements,
         http: aiohttp.ClientSession,
         *,
         fence: int | None = None,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from workers.chores.admission import Admission
-from workers.chores.announce import Announcer, NodeReporter
+from workers.chores.announce import Announcer, LoopLag, NodeReporter
 from workers.chores.archive import Archiver
 from workers.chores.backends import Keeper
 from workers.chores.base import Chore
 from workers.chores.batches import Batcher
-from workers.chores.loop_lag import LoopLag
 from workers.chores.memory import Memory
 from workers.chores.policy import Updater
 from workers.chores.reaper import Reaper

@@ -23,7 +23,7 @@ LOOK_WHEN_CLOSED_S = 0.25
 """RUN lives on what is ready meanwhile."""
 SLOTS_EVERY_S = 2.0
 LEAST_AHEAD = 64
-"""Of a bound that follows RUN's slots: INIT must not stand still where a RUN worker is still to come."""
+"""The least of a bound that follows RUN's slots: INIT must not stand still where RUN has no worker yet."""
 RECOVERED = 1.25
 """Times the floor that must be free before a stopped node goes on."""
 REFILL = 0.75
@@ -31,7 +31,7 @@ REFILL = 0.75
 
 
 class Admission(Chore):
-    """Of one worker that serves INIT."""
+    """The admission of one worker that serves INIT."""
 
     name = "admission"
     interval_s = 1.0

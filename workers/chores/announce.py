@@ -1,13 +1,17 @@
-"""What a worker says of itself and of its node."""
+"""What a worker says of itself and of its node, and how late its event loop is."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 from sandbox.errors import SandboxError
 from sandbox.host_client import HostClient
 from services.state.fleet import ANNOUNCE_EVERY_S
 from workers.chores.base import Chore
+from workers.metrics import LAG_BUCKETS_S
+from workers.services import WorkerServices
 
 
 class Announcer(Chore):
@@ -41,3 +45,26 @@ class NodeReporter(Chore):
                 services.fleet.put_node(services.settings.node, stats)
         except SandboxError as error:
             self.log.warning("the sandbox host does not answer", error=str(error))
+
+
+class LoopLag(Chore):
+    """Measures how late the event loop is, where somebody reads it."""
+
+    name = "loop-lag"
+
+    @classmethod
+    def is_for(cls, services: WorkerServices) -> bool:
+        return bool(services.settings.worker_metrics_port)
+
+    def begin(self) -> None:
+        self._services.metrics.serve(self._services.settings)
+
+    def tick(self) -> None:
+        lag = self._services.metrics.loop_lag
+        ran = threading.Event()
+        began = time.monotonic()
+        self._services.loop.call_soon_threadsafe(ran.set)
+        # Also while the loop is blocked: a long block must show before it ends.
+        while not ran.wait(LAG_BUCKETS_S[-1]) and not self.stopping.is_set():
+            lag.observe(time.monotonic() - began)
+        lag.observe(time.monotonic() - began)

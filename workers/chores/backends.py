@@ -17,7 +17,7 @@ PROBE_TIMEOUT_S = 5.0
 FAILURES = 2
 """Probes in a row that must fail; a call that failed counts as one."""
 LONGEST_PAUSE_S = 60.0
-"""Between two probes of a backend that stays away."""
+"""The longest pause between two probes of a backend that stays away."""
 BREAK_AFTER = 8
 """Failed calls between two probes after which a backend is left alone, though /health answers."""
 BREAK_S = 5.0

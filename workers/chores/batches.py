@@ -21,7 +21,7 @@ from workers.chores.filters import Decision, Filters
 from workers.services import WorkerServices
 
 LATER_S = 2.0
-"""For a batch to wait for its tenant's quota, where that does not say how long."""
+"""How long a batch waits for its tenant's quota, where that does not say how long."""
 AT_ONCE = 16
 
 
@@ -171,5 +171,5 @@ class Batcher(Chore):
                 self._store.cut(group_id)  # of what had not been submitted
                 self._dispatcher.cancel_many(group.rollout_ids, batch.tenant)
                 self._decide(group_id)
-        self.log.info("batch " + batch.state.value, batch=batch_id, kept=batch.kept, left=len(groups))
+        self.log.info("batch " + batch.state.value, batch=batch_id, kept=batch.kept, open_groups=len(groups))
         self._store.expire(batch_id, groups)

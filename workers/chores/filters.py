@@ -75,7 +75,7 @@ class Filters:
                 log.exception("filter could not be loaded", entry_point=point.value)
 
     def names(self) -> list[str]:
-        """Those there are."""
+        """The names of all filters."""
         return sorted(self._filters)
 
     def decide(self, config: BatchRequest, rollouts: Sequence[Rollout]) -> Decision:

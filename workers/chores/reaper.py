@@ -17,8 +17,8 @@ from workers.services import WorkerServices
 TRIM_EVERY_S = 600.0
 LOOK_FOR_NODES_EVERY_S = 5.0
 STEADY_GAP_S = 3 * LOOK_FOR_NODES_EVERY_S
-"""Between two looks for lost nodes; after a longer one all nodes seem silent, and must be given time to
-speak."""
+"""The longest pause between two looks for lost nodes; after a longer one all nodes seem silent, and must be
+given time to speak."""
 AT_ONCE = 200
 """Rollouts that one script judges: Redis answers nobody else meanwhile."""
 
@@ -48,7 +48,7 @@ class Reaper(Chore):
         self._steady_since = float("inf")
         """Since when every look for nodes came in time and Redis answered it."""
         self._jump_s = 0.0
-        """By which Redis' clock has jumped, and nobody has dealt with it."""
+        """Seconds by which Redis' clock has jumped, and nobody has dealt with it."""
         self._before = time.monotonic()
         self._moved_before = 0
         """Monotonic time, and what deadlines had been moved by, at the last look without a jump."""

@@ -13,9 +13,9 @@ import redis
 from services.state.redis import now
 
 LEAST_SLACK_S = 1.0
-"""Between two clocks, for a slow machine."""
+"""The least difference between two clocks that counts, for a slow machine."""
 LEAST_SETTLE_S = 5.0
-"""For workers to reach Redis again and extend their leases, where everybody comes back at once."""
+"""The least time for workers to reach Redis again and extend their leases, where all come back at once."""
 
 
 class Steadiness:

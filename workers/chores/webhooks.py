@@ -34,12 +34,12 @@ TIMEOUT_S = 15.0
 AT_ONCE, AT_ONCE_PER_HOST = 32, 8
 BATCH = 200
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 1800.0
-"""Between two tries of one delivery, doubling."""
+"""Pauses between two tries of one delivery, doubling."""
 LONGEST_HOLD_S = 60.0
 """A receiver that fails is left alone for a while, all deliveries to it: others shall not wait behind it."""
 MAX_RETRY_AFTER_S = 3600.0
 GONE = 410
-"""By this a receiver says that it wants no more."""
+"""The status by which a receiver says that it wants no more."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class _Receiver:
     """What is remembered of a host that was sent to."""
 
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     hold_until: float = 0.0
-    """By the monotonic clock."""
+    """Until when it is left alone, by the monotonic clock."""
 
 
 class _GuardedResolver(AbstractResolver):

@@ -45,11 +45,6 @@ def without_thoughts(text: str) -> str:
     return text.split("<think>", 1)[0].strip()
 
 
-def final_answer(trajectory: Trajectory) -> str:
-    """The message of `finish`; without one, the last words."""
-    return finish_message(trajectory) or last_words(trajectory)
-
-
 def boxed(text: str) -> str | None:
     r"""Content of the last `\\boxed{...}` that is whole and not empty; None: there is none."""
     for opening in reversed(list(_BOX.finditer(text))):

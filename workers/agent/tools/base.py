@@ -78,15 +78,15 @@ def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     Raises:
         ValueError: Two tools have the same main name.
     """
-    found: dict[str, Tool] = {}
+    tools_by_name: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in tools_by_name:
             raise ValueError(f"two tools are named {tool.name!r}; give one another name")
-        found[tool.name] = tool
-    for tool in list(found.values()):
+        tools_by_name[tool.name] = tool
+    for tool in list(tools_by_name.values()):
         for alias in tool.aliases:
-            found.setdefault(alias, tool)
-    return found
+            tools_by_name.setdefault(alias, tool)
+    return tools_by_name
 
 
 def sandbox_of(ctx: ToolContext, tool: Tool) -> SandboxClient:
