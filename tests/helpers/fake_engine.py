@@ -179,8 +179,6 @@ class FakeEngine:
         self.calls.append(record)
         if fault := self.faults.take("error"):
             raise Refused("a fault of the fake engine", fault.status)
-        if self.faults.take("overloaded"):
-            raise Refused("too many requests, says the fake engine", 429)
         record.state = "running"
         dying = self.faults.take("die")
         if dying:
@@ -194,8 +192,8 @@ class FakeEngine:
             raise
         if dying or self.dead:
             record.state, self.dead = "failed", True
-            for other in self._sequences.values():
-                self.model.abort(other)
+            for neighbour in self._sequences.values():
+                self.model.abort(neighbour)
             raise EngineDied("connection reset: the fake engine has died")
         record.state = "aborted" if sequence.finish_reason == "abort" else "done"
         return 200, self._answer(call, sequence)
@@ -219,13 +217,8 @@ class FakeEngine:
             record.sampled, record.cached_tokens = sequence.sampled, sequence.cached_tokens
 
     def _answer(self, call: Call, sequence: Sequence) -> Any:
-        logprobs = list(sequence.logprobs)
-        if self.faults.take("short_logprobs"):
-            logprobs = logprobs[:-1]
-        if self.faults.take("nan"):
-            logprobs[-1:] = [float("nan")]
         scores = self.model.language.prompt_logprobs(call.prompt) if call.prompt_logprobs else None
-        honest = answer(call, sequence, logprobs, scores, self.served_name)
+        honest = answer(call, sequence, sequence.logprobs, scores, self.served_name)
         if fault := self.faults.take("lie"):
             name = fault.name if fault.name != "*" else [*LIES][self.lies_told % len(LIES)]
             self.lies_told += 1

@@ -75,9 +75,16 @@ def talk(count, *, turns=4, tag, **fields):
 
 def collect(service, submitted):
     """Each rollout at its end, by id."""
-    ended = {}
-    for one in submitted:
-        ended[one.id] = service.client.wait(one.id, timeout=PATIENCE_S)
+    return {new.id: service.client.wait(new.id, timeout=PATIENCE_S) for new in submitted}
+
+
+def require_completed(service, submitted):
+    """All rollouts by id, once they are completed with the right tokens and nothing is reserved for them."""
+    ended = collect(service, submitted)
+    assert Counter(rollout.state for rollout in ended.values()) == {State.COMPLETED: len(submitted)}
+    for rollout in ended.values():
+        check_tokens(rollout)
+    check_counters(service)
     return ended
 
 
@@ -116,11 +123,8 @@ def test_one_of_three_backends_killed_under_200_rollouts_loses_none_and_no_token
     wait_until(lambda: int(counts.hget("rollouts:counts", "running") or 0) >= 200, 60, "200 live rollouts")
     wait_until(lambda: live_calls(servers["fake1"]) > 20, 60, "calls in the backend")
     os.kill(servers["fake1"].pid, signal.SIGKILL)
-    ended = collect(service, submitted)
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 200}
+    ended = require_completed(service, submitted)
     assert {one.attempt for one in ended.values()} == {1}, "a rollout goes on, it does not begin again"
-    for one in ended.values():
-        check_tokens(one)
     failed = sum(one.metrics.get("failed_calls", 0) for one in ended.values())
     assert failed > 20, "it was killed in the middle of calls"
     tagged = [fields for _, fields in counts.xrange("completions") if "kill" in fields["tags"]]
@@ -128,7 +132,6 @@ def test_one_of_three_backends_killed_under_200_rollouts_loses_none_and_no_token
     dead = service.client.backend("fake1")
     assert not dead.healthy and not dead.reachable and dead.error
     assert all(call["state"] == "done" for name in ("fake0", "fake2") for call in calls_of(servers[name]))
-    check_counters(service)
 
 
 def calls_of(server):
@@ -141,17 +144,14 @@ def test_a_backend_that_hangs_is_left_long_before_the_time_limit_of_a_call(servi
     wait_until(lambda: live_calls(servers["fake0"]) > 3, 60, "calls in the backend")
     os.kill(servers["fake0"].pid, signal.SIGSTOP)
     try:
-        ended = collect(service, submitted)
-        assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 30}
+        ended = require_completed(service, submitted)
         for one in ended.values():
-            check_tokens(one)
             assert one.stage_seconds["run"] < one.request.limits.call_timeout_s / 3
         assert sum(one.metrics.get("moved_failover", 0) for one in ended.values()) > 3
         assert not service.client.backend("fake0").reachable
     finally:
         os.kill(servers["fake0"].pid, signal.SIGCONT)
     wait_until(lambda: service.client.backend("fake0").healthy, 60, "the backend to be taken again")
-    check_counters(service)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,9 @@ def test_a_backend_that_hangs_is_left_long_before_the_time_limit_of_a_call(servi
     [
         {"kind": "error", "status": 500},
         {"kind": "error", "status": 503},
-        {"kind": "overloaded"},
+        {"kind": "error", "status": 429},
         {"kind": "truncated"},
         {"kind": "cut"},
-        {"kind": "short_logprobs"},
-        {"kind": "nan"},
     ],
     ids=lambda fault: f"{fault['kind']}{fault.get('status', '')}",
 )
@@ -171,25 +169,26 @@ def test_tokens_of_a_broken_call_are_discarded_and_the_call_is_made_elsewhere(se
     servers = fleet(2)
     httpx.post(f"{servers['fake0'].url}/fault", json={**fault, "calls": 6}).raise_for_status()
     tag = f"{fault['kind']}{fault.get('status', '')}"
-    ended = collect(service, service.client.submit(talk(16, tag=tag)))
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 16}
-    for one in ended.values():
-        check_tokens(one)
+    ended = require_completed(service, service.client.submit(talk(16, tag=tag)))
     assert sum(one.metrics.get("failed_calls", 0) for one in ended.values()) == 6
-    check_counters(service)
 
 
-def test_a_backend_whose_calls_fail_though_it_says_it_is_well_is_left_alone(service, fleet):
+@pytest.mark.parametrize("kind", ["error", "lie"])
+def test_a_backend_whose_calls_fail_though_it_says_it_is_well_is_left_alone(service, fleet, kind):
+    """A lie costs no rollout and no token either."""
     servers = fleet(2)
-    httpx.post(f"{servers['fake0'].url}/fault", json={"kind": "error"}).raise_for_status()
-    submitted = service.client.submit(talk(60, tag="breaker"))
+    httpx.post(f"{servers['fake0'].url}/fault", json={"kind": kind}).raise_for_status()
+    submitted = service.client.submit(talk(60, tag=f"breaker-{kind}"))
     why = wait_until(lambda: service.client.backend("fake0").error, 60, "the circuit to open")
     assert "calls failed, though /health answers" in why
-    ended = collect(service, submitted)
-    assert {one.state for one in ended.values()} == {State.COMPLETED}
+    ended = require_completed(service, submitted)
+    for rollout in ended.values():
+        assert rollout.attempt == 1
+        sampled = [segment for segment in rollout.trajectory.chain.segments if segment.sampled]
+        assert {segment.policy_version for segment in sampled} == {"default"}
+    assert sum(rollout.metrics.get("failed_calls", 0) for rollout in ended.values()) >= 8
     httpx.post(f"{servers['fake0'].url}/fault", json={"kind": "none"}).raise_for_status()
     wait_until(lambda: service.client.backend("fake0").healthy, 60, "the circuit to close")
-    check_counters(service)
 
 
 def test_rollouts_wait_while_no_backend_is_left_and_go_on_with_the_same_tokens(service, fleet):
@@ -205,11 +204,7 @@ def test_rollouts_wait_while_no_backend_is_left_and_go_on_with_the_same_tokens(s
     finally:
         for server in servers.values():
             os.kill(server.pid, signal.SIGCONT)
-    ended = collect(service, submitted)
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 10}
-    for one in ended.values():
-        check_tokens(one)
-    check_counters(service)
+    require_completed(service, submitted)
 
 
 def test_when_no_backend_comes_back_the_blame_is_infrastructure_and_there_is_no_reward(service, fleet):
@@ -223,27 +218,14 @@ def test_when_no_backend_comes_back_the_blame_is_infrastructure_and_there_is_no_
     check_counters(service)
 
 
-def test_answers_that_are_always_broken_are_laid_to_the_model(service, fleet):
-    (server,) = fleet(1).values()
-    httpx.post(f"{server.url}/fault", json={"kind": "nan"}).raise_for_status()
-    (one,) = service.client.submit(talk(1, tag="nan-always"))
-    ended = service.client.wait(one.id, timeout=PATIENCE_S)
-    assert (ended.state, ended.error.blame) == (State.FAILED, Blame.MODEL)
-    assert ended.drop and ended.reward is None and "finite" in ended.error.message
-
-
 def test_a_removed_backend_loses_its_rollouts_to_the_others_at_their_next_turn(service, fleet):
     servers = fleet(2, step_ms=30)
     submitted = service.client.submit(talk(20, turns=6, tag="removed"))
     wait_until(lambda: live_calls(servers["fake0"]) > 3, 60, "calls in the backend")
     service.client.remove_backend("fake0")
-    ended = collect(service, submitted)
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 20}
-    for one in ended.values():
-        check_tokens(one)
-        assert one.backend == "fake1"
+    ended = require_completed(service, submitted)
+    assert {one.backend for one in ended.values()} == {"fake1"}
     service.client.add_backend(servers["fake0"].url, id="fake0")
-    check_counters(service)
 
 
 def test_rollouts_beyond_the_capacity_wait_for_room_and_none_is_refused(service, fleet):
@@ -253,11 +235,9 @@ def test_rollouts_beyond_the_capacity_wait_for_room_and_none_is_refused(service,
     most = 0
     while not all(service.client.get(one.id).state.terminal for one in submitted[-1:]):
         most = max(most, service.client.backend("fake0").live_rollouts)
-    ended = collect(service, submitted)
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 40}
+    ended = require_completed(service, submitted)
     assert 1 <= most <= 5
     assert any(one.metrics.get("backend_wait_s", 0) > 0.1 for one in ended.values())
-    check_counters(service)
 
 
 def test_a_killed_worker_leaves_no_reservation_and_the_counters_stay_exact(service, fleet):
@@ -270,11 +250,7 @@ def test_a_killed_worker_leaves_no_reservation_and_the_counters_stay_exact(servi
     wait_until(lambda: redis.hlen("backends:pins") == 0, 60, "the reservations to end with the leases")
     assert {one.load for one in service.client.backends()} == {0.0}
     service.start_worker("run", slots=256)
-    ended = collect(service, submitted)
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 40}
-    for one in ended.values():
-        check_tokens(one)
-    check_counters(service)
+    require_completed(service, submitted)
 
 
 def test_a_server_that_was_started_again_with_other_weights_is_noticed(service, fleet):
@@ -286,19 +262,3 @@ def test_a_server_that_was_started_again_with_other_weights_is_noticed(service, 
     assert set(one.trajectory.policy_versions) <= {"elsewhere", None}
     stats = service.client.backend("fake0").stats
     assert stats.running == 0 and stats.prompt_tokens is not None
-
-
-def test_a_backend_that_lies_costs_no_rollout_and_no_token_and_is_left_alone(service, fleet):
-    servers = fleet(2, step_ms=5)
-    httpx.post(f"{servers['fake0'].url}/fault", json={"kind": "lie"}).raise_for_status()
-    submitted = service.client.submit(talk(60, turns=4, tag="lies"))
-    wait_until(lambda: service.client.backend("fake0").error, 60, "the one that lies to be left alone")
-    assert "calls failed" in service.client.backend("fake0").error
-    ended = collect(service, submitted)
-    assert Counter(one.state for one in ended.values()) == {State.COMPLETED: 60}
-    assert {one.attempt for one in ended.values()} == {1}
-    for one in ended.values():
-        check_tokens(one)
-        assert {s.policy_version for s in one.trajectory.chain.segments if s.sampled} == {"default"}
-    assert sum(one.metrics.get("failed_calls", 0) for one in ended.values()) > 8
-    check_counters(service)

@@ -14,28 +14,15 @@ from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts.store import Finish, NewRollout, RolloutStore
 from tests.helpers.chores import Clock, services
-from tests.helpers.stack import RedisServer
 from workers.chores.reaper import Reaper
 
-SANDBOX = json.dumps(
-    {
-        "record": {
-            "id": "s1",
-            "runtime": "apptainer",
-            "image": "base",
-            "node": "lost",
-            "isolation_missing": [],
-        },
-        "socket": "/tmp/s",
-    }
-)
+_BOX = {"id": "s1", "runtime": "apptainer", "image": "base", "node": "lost", "isolation_missing": []}
+SANDBOX = json.dumps({"record": _BOX, "socket": "/tmp/s"})
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path)
-    yield server
-    server.stop()
+@pytest.fixture(autouse=True)
+def nothing_left(server):
+    server.client.flushall()
 
 
 @pytest.fixture
@@ -112,47 +99,32 @@ def watch(server, store, monkeypatch):
     return Reaper(services(client, settings, "reaper")), clock
 
 
+def look(reaper, clock, times, every_s=6.0):
+    for _ in range(times):
+        reaper.tick()
+        clock.now += every_s
+
+
 def test_the_reaper_takes_from_a_silent_node_once_all_had_the_time_to_speak(watch, store, server):
-    reaper, clock = watch
     ready(store, "one")
-    for _ in range(5):
-        reaper.tick()
-        clock.now += 6.0
+    look(*watch, 5)
     assert store.get("one").state is State.READY
-    for _ in range(3):
-        reaper.tick()
-        clock.now += 6.0
+    look(*watch, 3)
     assert (store.get("one").state, store.get("one").attempt) == (State.QUEUED, 2)
     assert server.client.llen("init") == 1
 
 
-def test_a_reaper_that_stood_still_takes_nothing_from_nodes_that_only_seem_silent(watch, store):
-    reaper, clock = watch
+@pytest.mark.parametrize("why", ["the reaper stood still", "it speaks", "its sandbox host alone is silent"])
+def test_a_node_that_only_seems_silent_is_not_lost(watch, store, server, why):
     ready(store, "one")
+    if why == "it speaks":
+        server.client.hset(keys.NODES, "lost", json.dumps({"at": time.time() + 3600.0, "sandboxes": {}}))
     for _ in range(10):
-        reaper.tick()
-        clock.now += 20.0  # longer than between two looks
-    assert store.get("one").state is State.READY
-
-
-def test_a_node_that_speaks_is_not_lost(watch, store, server):
-    reaper, clock = watch
-    ready(store, "one")
-    server.client.hset(keys.NODES, "lost", json.dumps({"at": time.time() + 3600.0, "sandboxes": {}}))
-    for _ in range(10):
-        reaper.tick()
-        clock.now += 6.0
-    assert store.get("one").state is State.READY
-
-
-def test_a_node_whose_sandbox_host_alone_is_silent_is_not_lost(watch, store, server):
-    reaper, clock = watch
-    ready(store, "one")
-    for _ in range(10):
-        said = json.dumps({"at": time.time(), "node": "lost", "slots": 1})
-        server.client.hset(keys.FLEET_SLOTS, "run@lost", said)
-        reaper.tick()
-        clock.now += 6.0
+        if why == "its sandbox host alone is silent":
+            words = json.dumps({"at": time.time(), "node": "lost", "slots": 1})
+            server.client.hset(keys.FLEET_SLOTS, "run@lost", words)
+        # 20 s is longer than between two looks.
+        look(*watch, 1, 20.0 if why == "the reaper stood still" else 6.0)
     assert store.get("one").state is State.READY
 
 

@@ -39,7 +39,14 @@ def test_one_that_may_be_tried_once_is_not_tried_again(client, store):
     fleet.submit("once", max_attempts=1)
     fleet.carry(["once"])
     fleet.die()
-    assert store.get("once").state is State.FAILED
+    item = store.get("once")
+    assert (item.state, item.error.blame, item.drop, item.reward) == (
+        State.FAILED,
+        "infrastructure",
+        True,
+        None,
+    )
+    assert "run0" in item.error.message, "whoever reads it knows where to look"
 
 
 def test_those_that_saw_two_workers_end_are_carried_one_at_a_time(client, store):

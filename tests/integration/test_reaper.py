@@ -15,18 +15,16 @@ from services.state.fleet import ALIVE_S, FleetStore
 from services.state.redis import connect
 from services.state.rollouts.store import Finish, NewRollout
 from tests.helpers.chores import services
-from tests.helpers.stack import RedisServer, wait_until
+from tests.helpers.stack import wait_until
 from workers.chores.reaper import AT_ONCE, Reaper
 
 _BOX = {"id": "s", "runtime": "r", "image": "i", "node": "n", "isolation_missing": []}
 SANDBOX = json.dumps({"record": _BOX, "socket": "/s"})
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path)
-    yield server
-    server.stop()
+@pytest.fixture(autouse=True)
+def nothing_left(server):
+    server.client.flushall()
 
 
 def reaper_of(server, owner, **settings):
@@ -34,6 +32,12 @@ def reaper_of(server, owner, **settings):
     client = connect(server.url)
     parts = services(client, settings, owner)
     return Reaper(parts), parts.store
+
+
+def submit(store, *ids):
+    request = RolloutRequest(handler="noop")
+    body = request.model_dump_json()
+    store.submit([NewRollout(rollout_id, rollout_id, 0, request, body, "digest") for rollout_id in ids])
 
 
 def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server):
@@ -70,8 +74,7 @@ class Notes:
 def test_a_lost_rollout_begins_anywhere_and_its_sandbox_ends_where_it_is(server, stage, field, sent, cleaned):
     reaper, store = reaper_of(server, "reaper")
     reaper._dispatcher = notes = Notes()
-    request = RolloutRequest(handler="noop")
-    store.submit([NewRollout("one", "one", 0, request, request.model_dump_json(), "digest")])
+    submit(store, "one")
     for before, entered in ((Stage.INIT, "ready"), (Stage.RUN, "evaluating"))[: list(Stage).index(stage)]:
         claim = store.claim("one", 1, before, "w")
         store.note("one", claim.fence, {"sandbox": SANDBOX, "node": "n"})
@@ -86,8 +89,7 @@ def test_a_lost_rollout_begins_anywhere_and_its_sandbox_ends_where_it_is(server,
 @pytest.mark.parametrize("patient", [True, False])
 def test_a_reaper_whose_watch_was_disturbed_judges_nobody(server, patient):
     reaper, store = reaper_of(server, "reaper", lease_s=30.0)
-    request = RolloutRequest(handler="noop")
-    store.submit([NewRollout("one", "one", 0, request, request.model_dump_json(), "digest")])
+    submit(store, "one")
     store.claim("one", 1, Stage.INIT, "dead")
     server.client.hset(keys.record("one"), "lease", 1)
     server.client.zadd(keys.DUE, {"one": 1})
@@ -111,20 +113,16 @@ def test_only_the_elected_one_ticks_and_trims(server, monkeypatch):
 
 def test_one_look_deals_with_all_rollouts_of_a_dead_worker(server):
     reaper, store = reaper_of(server, "reaper", lease_s=0.05)
-    request = RolloutRequest(handler="noop")
-    count = 2 * AT_ONCE + 50
-    ids = [f"r{number}" for number in range(count)]
-    store.submit([NewRollout(one, one, 0, request, request.model_dump_json(), "digest") for one in ids])
-    for one in ids:
-        assert not isinstance(store.claim(one, 1, Stage.INIT, "dead"), str)
+    ids = [f"r{number}" for number in range(2 * AT_ONCE + 50)]
+    submit(store, *ids)
+    for rollout_id in ids:
+        assert not isinstance(store.claim(rollout_id, 1, Stage.INIT, "dead"), str)
     wait_until(
-        lambda: server.client.zcount("rollouts:due", "-inf", _now(server)) == count,
-        60,
-        "the leases to run out",
+        lambda: server.client.zcount(keys.DUE, "-inf", _now(server)) == len(ids), 60, "the leases to end"
     )
     reaper.tick()
-    assert {store.get(one).attempt for one in ids} == {2}
-    assert server.client.llen("init") == count
+    assert {store.get(rollout_id).attempt for rollout_id in ids} == {2}
+    assert server.client.llen("init") == len(ids)
 
 
 def _now(server):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -79,27 +78,6 @@ def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare):
     wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "both sandboxes to be gone")
 
 
-def test_a_worker_that_slept_past_its_lease_cannot_finish(spare):
-    """SIGSTOP, another worker takes over, SIGCONT: the fence refuses the sleeper's outcome."""
-    sleeper = spare.start_worker("run", "sleeper")
-    (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 1.0, "reward": 1.0}))
-    wait_for_state(spare, new.id, State.RUNNING)
-    sleeper.popen.send_signal(signal.SIGSTOP)
-    other = spare.start_worker("run", "other")
-    try:
-        item = spare.client.wait(new.id, timeout=40)
-        finished = item.timeline[-1]
-        sleeper.popen.send_signal(signal.SIGCONT)
-        wait_until(lambda: "outcome refused" in sleeper.log.read_text(), 20, "the fence to refuse", sleeper)
-    finally:
-        sleeper.popen.send_signal(signal.SIGCONT)
-        sleeper.stop()
-        other.stop()
-    again = spare.client.get(new.id)
-    assert item.state is State.COMPLETED and item.attempt == 2
-    assert again.timeline[-1] == finished, "nothing was written after the end"
-
-
 def test_a_stopping_worker_hands_its_rollouts_back(spare):
     stopping = spare.start_worker("run", "stopping")
     (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 4.0, "reward": 1.0}))
@@ -113,40 +91,6 @@ def test_a_stopping_worker_hands_its_rollouts_back(spare):
     finally:
         other.stop()
     assert item.state is State.COMPLETED and item.attempt == 1, "handing back uses no attempt up"
-
-
-def test_a_redis_that_is_away_for_a_while_costs_no_work(spare):
-    """SIGKILL of Redis while a rollout runs: its outcome waits, and is written when Redis is back."""
-    # A lease that outlives the outage on a slow machine, too.
-    run_worker = spare.start_worker("run", "patient", env={"ROLLOUT_LEASE_S": "30"})
-    (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 2.0, "reward": 1.0}))
-    wait_for_state(spare, new.id, State.RUNNING)
-    time.sleep(1.1)  # `appendfsync everysec` may lose a second; this is not about that
-    try:
-        spare.redis.crash()
-        try:
-            # All that this handler wants of Redis is that its outcome be written.
-            waits = lambda: "the stage waits" in run_worker.log.read_text()  # noqa: E731
-            wait_until(waits, 20, "the outcome to wait", run_worker)
-        finally:
-            spare.redis = spare.redis.restarted()
-        item = spare.client.wait(new.id, timeout=40)
-    finally:
-        run_worker.stop()
-    assert item.state is State.COMPLETED and item.reward == 1.0
-    assert item.attempt == 1, "what was done before the outage was not done again"
-
-
-def test_after_its_attempts_a_rollout_fails_as_infrastructure(spare):
-    worker = spare.start_worker("run", "last")
-    request = RolloutRequest(handler="noop", task={"run_s": 60.0}, limits={"max_attempts": 1})
-    (new,) = spare.client.submit(request)
-    wait_for_state(spare, new.id, State.RUNNING)
-    worker.kill()
-    item = spare.client.wait(new.id, timeout=20)
-    assert item.state is State.FAILED and item.error.blame == "infrastructure"
-    assert item.drop and item.reward is None
-    assert "last@" in item.error.message
 
 
 def test_a_killed_sandbox_host_costs_no_attempt(spare, run_worker):

@@ -66,6 +66,14 @@ def run(router, agent, compact=None):
     return reason
 
 
+def played(answers, at=None, *, reason="stop", compact=None, **options):
+    """A router and an agent that have played the answers to the end, which comes for this reason."""
+    router = ScriptedRouter(answers, at)
+    agent = loop(router, **options)
+    assert run(router, agent, compact) == reason
+    return router, agent
+
+
 def texts(trajectory, role="tool"):
     return [message.text for message in trajectory.messages if message.role == role]
 
@@ -74,9 +82,7 @@ def texts(trajectory, role="tool"):
 
 
 def test_parallel_calls_are_answered_in_one_bridge_in_their_order(say, codec):
-    router = ScriptedRouter([say(call("7") + call("8") + call("9")), say("done")])
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([say(call("7") + call("8") + call("9")), say("done")])
     chain = agent.trajectory.chain
     assert [s.role for s in chain.segments] == ["user", "assistant", "tool", "assistant"]
     assert texts(agent.trajectory) == ["7", "8", "9"]
@@ -88,11 +94,7 @@ def test_parallel_calls_are_answered_in_one_bridge_in_their_order(say, codec):
 
 def test_a_malformed_call_among_others_is_answered_at_its_own_place(say):
     broken = "<tool_call>\n{nonsense\n</tool_call>"
-    router = ScriptedRouter(
-        [say(call("first") + broken + call("no", name="nobody") + call("last")), say("ok")]
-    )
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([say(call("first") + broken + call("no", name="nobody") + call("last")), say("ok")])
     first, error, unknown, last = texts(agent.trajectory)
     assert (first, last) == ("first", "last")
     assert error.startswith("Error: malformed tool call (invalid_json") and "nonsense" in error
@@ -103,9 +105,7 @@ def test_a_malformed_call_among_others_is_answered_at_its_own_place(say):
 
 
 def test_finish_among_calls_ends_behind_those_before_it(say):
-    router = ScriptedRouter([say(call("seen") + call(name="finish", message="bye") + call("never"))])
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([say(call("seen") + call(name="finish", message="bye") + call("never"))])
     assert agent.metrics["tool_calls"] == 2
     assert texts(agent.trajectory) == ["seen", "bye"], "what nobody read is kept for scorers"
     assert [s.role for s in agent.trajectory.chain.segments] == ["user", "assistant"]
@@ -114,26 +114,28 @@ def test_finish_among_calls_ends_behind_those_before_it(say):
 def test_only_turns_without_any_sound_call_count_as_malformed_in_a_row(say):
     broken = "<tool_call>{</tool_call>"
     turns = [broken, broken + call("7"), broken, broken, "never"]
-    router = ScriptedRouter([say(turn) for turn in turns])
-    agent = loop(router, limits={"max_malformed_calls": 2})
-    assert run(router, agent) is FinishReason.MALFORMED_CALLS
+    router, agent = played(
+        [say(turn) for turn in turns], reason="malformed_calls", limits={"max_malformed_calls": 2}
+    )
     assert len(router.prompts) == 4
     assert "malformed" in agent.trajectory.unread[0].text
 
 
 def test_the_same_calls_with_the_same_answers_end_the_rollout_after_so_many_in_a_row(say):
     turns = [call("7"), call("7"), call("8"), *[call("7") + call("9")] * 3, "never"]
-    router = ScriptedRouter([say(turn) for turn in turns])
-    agent = loop(router, limits={"max_repeated_actions": 3})
-    assert run(router, agent) is FinishReason.REPEATED_ACTIONS
+    router, agent = played(
+        [say(turn) for turn in turns],
+        reason="repeated_actions",
+        limits={"max_repeated_actions": 3},
+    )
     assert len(router.prompts) == 6
     assert [m.text for m in agent.trajectory.unread] == ["7", "9"], "what they were answered is kept"
 
 
 def test_repeated_actions_may_be_unlimited(say):
-    router = ScriptedRouter([*[say(call("7")) for _ in range(12)], say("ok")])
-    agent = loop(router, limits={"max_repeated_actions": None})
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played(
+        [*[say(call("7")) for _ in range(12)], say("ok")], limits={"max_repeated_actions": None}
+    )
     assert agent.trajectory.turns == 13
 
 
@@ -155,9 +157,7 @@ def test_repeated_actions_may_be_unlimited(say):
 )
 def test_a_call_that_no_record_could_hold_is_malformed_and_costs_nothing(say, raw, why):
     """Each of these once failed the rollout, or made a record that nobody could read again."""
-    router = ScriptedRouter([say(f"<tool_call>{raw}</tool_call>"), say("ok")], backend(max_model_len=16_000))
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([say(f"<tool_call>{raw}</tool_call>"), say("ok")], backend(max_model_len=16_000))
     (answer,) = texts(agent.trajectory)
     assert answer.startswith("Error: malformed tool call") and why in answer
 
@@ -169,16 +169,12 @@ def test_arguments_may_be_nested_so_deep_and_no_deeper(levels, kind):
 
 def test_large_integers_survive_the_record(say):
     big = 10**300
-    router = ScriptedRouter([say(call(name="nobody", n=big)), say("ok")])
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([say(call(name="nobody", n=big)), say("ok")])
     assert agent.trajectory.messages[1].tool_calls[0].arguments == {"n": big}
 
 
 def test_a_turn_cut_within_a_call_ends_without_invented_tokens(say):
-    router = ScriptedRouter([say(call("7")[:-15], finish="length")])
-    agent = loop(router, max_tokens=500)
-    assert run(router, agent) is FinishReason.LENGTH
+    router, agent = played([say(call("7")[:-15], finish="length")], reason="length", max_tokens=500)
     chain = agent.trajectory.chain
     assert chain.response_ids == router.completions[0].token_ids and set(chain.loss_mask) == {1}
     assert chain.segments[-1].finish_reason == "length"
@@ -186,41 +182,20 @@ def test_a_turn_cut_within_a_call_ends_without_invented_tokens(say):
 
 def test_the_last_allowed_turn_adds_no_observation_to_the_chain(say):
     """A chain is the last call's prompt and what it sampled; scorers still see the tool's answer."""
-    router = ScriptedRouter([say(call("7")), say(call("8"))])
-    agent = loop(router, limits={"max_turns": 2})
-    assert run(router, agent) is FinishReason.TURN_LIMIT
+    _, agent = played([say(call("7")), say(call("8"))], reason="turn_limit", limits={"max_turns": 2})
     assert [s.role for s in agent.trajectory.chain.segments] == ["user", "assistant", "tool", "assistant"]
     assert [m.text for m in agent.trajectory.unread] == ["8"] and texts(agent.trajectory) == ["7", "8"]
 
 
-def test_a_call_that_fails_leaves_the_chain_at_the_turn_before(say):
-    class Gone(Exception):
-        pass
-
-    def gone(_):
-        raise Gone
-
-    router = ScriptedRouter([say(call("7")), gone])
-    agent = loop(router)
-    with pytest.raises(Gone):
-        asyncio.run(agent.run(ASKED))
-    assert agent.trajectory.chain.segments[-1].sampled
-    assert [m.text for m in agent.trajectory.unread] == ["7"]
-
-
 def test_only_an_end_token_sampled_is_a_turn(say):
-    router = ScriptedRouter([say("")])
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([say("")])
     assert agent.trajectory.sampled_tokens == 1 and agent.trajectory.final_text() == ""
 
 
 def test_a_turn_ended_by_a_stop_token_of_the_request_goes_on(say, codec):
     """The end of turn that the format wants is added, and is not trained on."""
     ids = say(call("7")).ids[:-1]
-    router = ScriptedRouter([Said(ids), say("ok")])
-    agent = loop(router, stop_token_ids=[ids[-1]])
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played([Said(ids), say("ok")], stop_token_ids=[ids[-1]])
     chain = agent.trajectory.chain
     end = codec._guard.convert_tokens_to_ids("<|im_end|>")
     assert chain.segments[1].token_ids == ids and chain.segments[2].token_ids[0] == end
@@ -266,8 +241,7 @@ def test_a_turn_is_answered_only_once(say):
 
 def test_each_turn_of_each_member_of_a_group_has_a_seed_of_its_own_that_comes_again(say):
     def seeds(seed, index=0):
-        router = ScriptedRouter([say(call("1")), say(call("2")), say("ok")])
-        run(router, loop(router, index=index, seed=seed))
+        router, _ = played([say(call("1")), say(call("2")), say("ok")], index=index, seed=seed)
         return [asked.seed for asked in router.calls]
 
     assert len({*seeds(7), *seeds(7, index=1), *seeds(8)}) == 9
@@ -276,8 +250,8 @@ def test_each_turn_of_each_member_of_a_group_has_a_seed_of_its_own_that_comes_ag
 
 
 def test_a_call_is_told_where_turns_end_what_prefixes_count_and_how_long_it_may_take(say, codec):
-    router = ScriptedRouter([say("ok")], backend(policy_version="v7"))
-    run(router, loop(router, limits={"call_timeout_s": 33.0, "tool_timeout_s": 44.0}))
+    limits = {"call_timeout_s": 33.0, "tool_timeout_s": 44.0}
+    router, _ = played([say("ok")], backend(policy_version="v7"), limits=limits)
     (asked,) = router.calls
     assert (asked.cache_salt, router.timeouts_s) == ("v7", [33.0])
     assert codec.stop_token_ids and codec.end_ids and codec.vocab_size
@@ -288,45 +262,16 @@ def test_a_call_is_told_where_turns_end_what_prefixes_count_and_how_long_it_may_
 
 def test_a_takeover_by_a_longer_context_gives_the_calls_behind_it_more_room(say):
     answers = [say(call("1"), backend=backend(id="c", max_model_len=3000)), say("ok")]
-    router = ScriptedRouter(answers, backend(max_model_len=2048))
-    run(router, loop(router))
-    rooms = [
-        asked.max_tokens + len(prompt) for asked, prompt in zip(router.calls, router.prompts, strict=True)
-    ]
-    assert rooms == [2048, 3000]
+    router, _ = played(answers, backend(max_model_len=2048))
+    assert [asked.max_tokens + len(asked.prompt) for asked in router.calls] == [2048, 3000]
 
 
 # -- what is recorded ----------------------------------------------------------------------------
 
 
 def test_what_came_from_the_prefix_cache_is_summed_up(say):
-    router = ScriptedRouter([say(call("1"), cached_tokens=5), say(call("2")), say("ok", cached_tokens=7)])
-    agent = loop(router)
-    run(router, agent)
+    _, agent = played([say(call("1"), cached_tokens=5), say(call("2")), say("ok", cached_tokens=7)])
     assert agent.metrics["cached_prompt_tokens"] == 12
-
-
-def test_versions_and_routed_experts_are_at_their_places(say):
-    first, second = say(call("7")), say("ok", spans=None, routed_experts={"late": 2})
-    first.spans = [("v3", 0, 2), ("v1", 2, len(first.ids))]
-    first.routed_experts = "AAAA"
-    second.spans = [("v1", 0, 1), ("v2", 1, len(second.ids))]
-    router = ScriptedRouter([first, second])
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
-    trajectory = agent.trajectory
-    assert trajectory.versions_used == ["v3", "v1", "v2"]
-    assert [s.routed_experts for s in trajectory.chain.segments] == [
-        None,
-        None,
-        "AAAA",
-        None,
-        None,
-        {"late": 2},
-    ]
-    assert trajectory.turns == 2
-    versions = [v for v in trajectory.policy_versions if v is not None]
-    assert versions == ["v3"] * 2 + ["v1"] * (len(first.ids) - 2) + ["v1"] + ["v2"] * (len(second.ids) - 1)
 
 
 @pytest.mark.parametrize(
@@ -343,9 +288,7 @@ def test_versions_and_routed_experts_are_at_their_places(say):
     ],
 )
 def test_a_log_prob_that_no_trainer_matches_is_warned_of(say, sampling, mode, lines):
-    router = ScriptedRouter([say("ok")], backend(logprobs_mode=mode))
-    agent = loop(router, **sampling)
-    run(router, agent)
+    _, agent = played([say("ok")], backend(logprobs_mode=mode), **sampling)
     assert agent.trajectory.logprobs_mode == mode
     assert len(agent.trajectory.warnings) == len(lines)
     assert all(part in line for part, line in zip(lines, agent.trajectory.warnings, strict=True))
@@ -354,9 +297,7 @@ def test_a_log_prob_that_no_trainer_matches_is_warned_of(say, sampling, mode, li
 def test_a_takeover_by_a_backend_with_other_log_probs_is_warned_of(say):
     same, other = backend(id="c"), backend(id="d", logprobs_mode="raw_logprobs")
     answers = [say(call("1")), say(call("2"), backend=same), say(call("3"), backend=other), say("ok")]
-    router = ScriptedRouter(answers)
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played(answers)
     (line,) = agent.trajectory.warnings
     assert line == (
         "from call 3 on the log-probs are raw_logprobs (backend d), before processed_logprobs (backend c)"
@@ -364,9 +305,7 @@ def test_a_takeover_by_a_backend_with_other_log_probs_is_warned_of(say):
 
 
 def test_the_router_is_told_which_backends_may_take_the_rollout_over(say):
-    router = ScriptedRouter([say("ok")])
-    agent = loop(router)
-    run(router, agent)
+    router, _ = played([say("ok")])
     assert asyncio.run(router.accepts(backend(id="c"))) is None
     assert "is below 2048" in asyncio.run(router.accepts(backend(id="d", max_model_len=1000)))
     assert "cannot be loaded" in asyncio.run(router.accepts(backend(id="e", tokenizer="/nowhere/at/all")))
@@ -376,9 +315,7 @@ def test_the_router_is_told_which_backends_may_take_the_rollout_over(say):
 
 
 def test_an_observation_that_does_not_fit_is_cut_with_a_note(say):
-    router = ScriptedRouter([say(call("1 2 3 4 5 ", times=400)), say("ok")], backend(max_model_len=1024))
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    router, agent = played([say(call("1 2 3 4 5 ", times=400)), say("ok")], backend(max_model_len=1024))
     (seen,) = texts(agent.trajectory)
     assert seen.startswith("1 2 3") and seen.endswith("4 5 ")
     assert "characters cut: the context has no room for them" in seen
@@ -389,22 +326,17 @@ def test_an_observation_that_does_not_fit_is_cut_with_a_note(say):
 @pytest.mark.parametrize(("max_tokens", "cut"), [(120, False), (121, True), (None, True)])
 def test_no_more_room_is_kept_for_a_turn_than_a_call_may_take(say, max_tokens, cut):
     answers = [say(call("5 ", times=600)), say("ok")]
-    wide = ScriptedRouter(answers, backend(max_model_len=8192))
-    run(wide, loop(wide))
+    wide, _ = played(answers, backend(max_model_len=8192))
     narrow = len(wide.prompts[1]) + 120
     assert narrow // 8 > 120
-    router = ScriptedRouter(answers, backend(max_model_len=narrow))
-    agent = loop(router, max_tokens=max_tokens)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played(answers, backend(max_model_len=narrow), max_tokens=max_tokens)
     assert ("truncated_observations" in agent.metrics) == cut
 
 
 def test_of_little_room_half_is_left_to_the_observation(say):
     """A turn would find 1,024 ids free, of which there are hardly more: nothing could be said in the rest."""
     answers = [say("3" * 6800 + call("8 ", times=1000)), say("ok")]
-    router = ScriptedRouter(answers, backend(max_model_len=8192))
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    router, agent = played(answers, backend(max_model_len=8192))
     assert "characters cut" in texts(agent.trajectory)[0]
     room = 8192 - len(router.prompts[0]) - len(answers[0].ids)
     assert 1024 < room < 1500 and room // 2 <= router.calls[1].max_tokens < 0.7 * room
@@ -423,9 +355,7 @@ def test_what_leaves_not_a_single_id_for_a_turn_is_not_appended(say):
 
 def test_of_parallel_observations_the_long_ones_are_cut(say):
     answers = [say(call("short") + call("9 ", times=3000) + call("also short")), say("ok")]
-    router = ScriptedRouter(answers, backend(max_model_len=1024))
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.STOP
+    _, agent = played(answers, backend(max_model_len=1024))
     first, long, last = texts(agent.trajectory)
     assert (first, last) == ("short", "also short") and "characters cut" in long
 
@@ -433,26 +363,25 @@ def test_of_parallel_observations_the_long_ones_are_cut(say):
 def test_an_observation_without_room_for_even_its_beginning_ends_the_rollout(say):
     """The chain ends with what was sampled; the observation is kept beside it."""
     talk = "3" * 700
-    router = ScriptedRouter([say(talk + call("8 ", times=500))], backend(max_model_len=1024))
-    agent = loop(router, limits={"max_turns": 5})
-    assert run(router, agent) is FinishReason.CONTEXT_LENGTH
+    _, agent = played(
+        [say(talk + call("8 ", times=500))],
+        backend(max_model_len=1024),
+        reason="context_length",
+        limits={"max_turns": 5},
+    )
     assert agent.trajectory.chain.segments[-1].sampled
     assert agent.trajectory.unread[0].text == "8 " * 500
 
 
 def test_a_short_observation_is_kept_whole_while_a_single_id_is_left_for_the_turn(say):
-    router = ScriptedRouter([say("3" * 890 + call("8")), say("ok, that is all")], backend(max_model_len=1000))
-    agent = loop(router)
-    room = 1000 - len(say("3" * 890 + call("8")).ids)
-    assert room < 1000 // 8
-    assert run(router, agent) is FinishReason.STOP
+    turn = say("3" * 890 + call("8"))
+    assert 1000 - len(turn.ids) < 1000 // 8
+    _, agent = played([turn, say("ok, that is all")], backend(max_model_len=1000))
     assert texts(agent.trajectory) == ["8"]
 
 
 def test_a_turn_that_fills_the_context_ends_with_its_reason(say):
-    router = ScriptedRouter([say("3" * 500)], backend(max_model_len=100))
-    agent = loop(router)
-    assert run(router, agent) is FinishReason.CONTEXT_LENGTH
+    _, agent = played([say("3" * 500)], backend(max_model_len=100), reason="context_length")
     assert len(agent.trajectory.chain.token_ids) == 100
 
 
@@ -460,9 +389,7 @@ def test_the_limit_of_sampled_tokens_is_no_matter_for_compaction(say):
     async def compact(_):
         raise AssertionError("a budget of tokens is not a full context")
 
-    router = ScriptedRouter([say("3" * 50)])
-    agent = loop(router, limits={"max_response_tokens": 20})
-    assert run(router, agent, compact) is FinishReason.TOKEN_LIMIT
+    played([say("3" * 50)], reason="token_limit", compact=compact, limits={"max_response_tokens": 20})
 
 
 # -- compaction ----------------------------------------------------------------------------------
@@ -516,8 +443,9 @@ def test_the_default_run_calls_the_compaction_of_the_handler(say):
     assert agent.metrics["compactions"] == 1
 
 
-def test_a_new_chain_without_a_turn_is_none(say):
-    """The call after the compaction fails: the last chain is still the one that reached something."""
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_call_that_fails_leaves_the_chain_at_the_turn_before(say, compacted):
+    """Also behind a compaction: the last chain is still the one that reached something."""
 
     class Gone(Exception):
         pass
@@ -528,13 +456,13 @@ def test_a_new_chain_without_a_turn_is_none(say):
     async def compact(_):
         return ASKED
 
-    long = call("5 ", times=700)
-    router = ScriptedRouter([say(long), gone], backend(max_model_len=1024))
-    agent = loop(router)
+    times = 700 if compacted else 1
+    agent = loop(ScriptedRouter([say(call("5 ", times=times)), gone], backend(max_model_len=1024)))
     with pytest.raises(Gone):
-        asyncio.run(agent.run(ASKED, compact=compact))
-    assert len(agent.trajectory.chains) == 1 and agent.trajectory.loss_mask
-    assert [m.text for m in agent.trajectory.unread] == ["5 " * 700]
+        asyncio.run(agent.run(ASKED, compact=compact if compacted else None))
+    (chain,) = agent.trajectory.chains
+    assert chain.segments[-1].sampled and agent.trajectory.loss_mask
+    assert [m.text for m in agent.trajectory.unread] == ["5 " * times]
 
 
 def test_no_compaction_is_asked_for_when_no_turn_would_follow(say):
@@ -545,18 +473,16 @@ def test_no_compaction_is_asked_for_when_no_turn_would_follow(say):
         ([say("3" * 2000)], "context_length"),
         ([say(call("5 ", times=700))], "turn_limit"),
     ):
-        router = ScriptedRouter(answers, backend(max_model_len=1024))
-        agent = loop(router, limits={"max_turns": 1})
-        assert run(router, agent, compact) == reason
+        played(answers, backend(max_model_len=1024), reason=reason, compact=compact, limits={"max_turns": 1})
 
 
 def test_compaction_ends_after_a_number_of_chains(say):
     async def compact(_):
         return ASKED
 
-    router = ScriptedRouter([say("3" * 500)] * 50, backend(max_model_len=200))
-    agent = loop(router, limits={"max_turns": 40})
-    assert run(router, agent, compact) is FinishReason.CONTEXT_LENGTH
+    answers, small = [say("3" * 500)] * 50, backend(max_model_len=200)
+    limits = {"max_turns": 40}
+    _, agent = played(answers, small, reason="context_length", compact=compact, limits=limits)
     assert len(agent.trajectory.chains) == MAX_CHAINS and agent.metrics["compactions"] == MAX_CHAINS - 1
     assert (
         f"the context was compacted {MAX_CHAINS - 1} times, which is the limit" in agent.trajectory.warnings
@@ -568,8 +494,6 @@ def test_a_compaction_that_gives_nothing_usable_ends_the_rollout(say, made):
     async def compact(_):
         return made
 
-    router = ScriptedRouter([say("3" * 500)], backend(max_model_len=200))
-    agent = loop(router)
-    assert run(router, agent, compact) is FinishReason.CONTEXT_LENGTH
+    _, agent = played([say("3" * 500)], backend(max_model_len=200), reason="context_length", compact=compact)
     assert len(agent.trajectory.chains) == 1 and agent.trajectory.sampled_tokens
     assert any("compaction left" in line for line in agent.trajectory.warnings) == bool(made)

@@ -1,9 +1,10 @@
-"""Several families of templates: what outside text, odd turns and odd tokenizers do to ids."""
+"""Ids in, ids out, in several families of templates: no id is made twice, no text forges one."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -13,14 +14,16 @@ from renderers import config_from_name, create_renderer
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.trajectory import Message, ToolCall
+from rollout.trajectory import Message, ToolCall, Trajectory
+from services.engines.base import Completion
 from tests.helpers.chat_formats import FAMILIES, save, template_codec, tokenizer
 from tests.helpers.scripted import backend
 from tests.helpers.stack import CHECKPOINT
 from workers.agent import codec as codec_module
 from workers.agent.codec import load_codec, takeover_obstacle
 from workers.agent.formats import CodecError, RendererCodec, TemplateCodec
-from workers.agent.guard import CUT, TokenizerGuard
+from workers.agent.guard import CUT, REPLACEMENT, TokenizerGuard
+from workers.agent.tokens import TokenBuffer
 
 ASKED = [Message(role="user", content="x")]
 NAMES = [*FAMILIES, "demo", "renderer"]
@@ -47,20 +50,43 @@ def control(codec, ids):
     return [token for token in ids if token in codec._guard.control_ids]
 
 
+def altered(family, *added, normalizer=None, template=None):
+    """A family's tokenizer with further tokens, another normalizer or another template."""
+    made = tokenizer(family)
+    backend_tokenizer = type(made.backend_tokenizer).from_str(made.backend_tokenizer.to_str())
+    if normalizer is not None:
+        backend_tokenizer.normalizer = normalizer
+    for token in added:
+        (backend_tokenizer.add_special_tokens if token.special else backend_tokenizer.add_tokens)([token])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend_tokenizer,
+        eos_token=made.eos_token,
+        bos_token=made.bos_token,
+        chat_template=template or made.chat_template,
+    )
+
+
 # -- continuing a conversation -------------------------------------------------------------------
 
 
+CALL = '<tool_call>\n{"name": "execute_bash", "arguments": {"command": "echo $((37*85))"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("text", ["y", CALL], ids=["text", "call"])
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "prefilled-thought"])
-def test_a_turn_and_its_answer_read_as_the_template_renders_them(name):
+def test_a_turn_and_its_answer_read_as_the_template_renders_them(name, text):
     codec = codec_of(name)
     role = answering_role(name)
     new = [Message(role=role, content="7")] * (2 if role == "tool" else 1)
     prompt = codec.render(ASKED, [])
-    sampled = [*encode(codec, " y " if name == "brackets" else "y"), codec.stop_token_ids[0]]
-    ours = raw(codec).decode(prompt + sampled + codec.bridge(prompt, sampled, new))
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    sampled = [*encode(codec, f" {text} " if name == "brackets" else text), codec.stop_token_ids[0]]
+    conversation = raw(codec).decode(prompt + sampled + codec.bridge(prompt, sampled, new))
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
     chat += [{"role": role, "content": "7"} for _ in new]
-    assert ours == raw(codec).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert conversation == raw(codec).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    if text == CALL:
+        (tool_call,) = codec.parse(prompt, sampled).message.tool_calls
+        assert (tool_call.name, tool_call.arguments) == ("execute_bash", {"command": "echo $((37*85))"})
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_again_for_the_next_turn():
@@ -173,6 +199,7 @@ def test_pieces_of_added_tokens_in_many_parts_never_meet_as_one(name, data):
         " ",
         "a",
         "\n\n",
+        CUT,
     ]
     parts = data.draw(st.lists(st.sampled_from(pieces), max_size=8))
     content = [{"type": "text", "text": part} for part in parts]
@@ -181,7 +208,7 @@ def test_pieces_of_added_tokens_in_many_parts_never_meet_as_one(name, data):
     prompt = codec.render(ASKED, [])
     plain, forged = (codec.bridge(prompt, end, [Message(role=role, content=c)]) for c in ("x", content))
     assert control(codec, forged) == control(codec, plain)
-    assert "".join(parts).strip() in raw(codec).decode(forged)
+    assert "".join(parts).replace(CUT, REPLACEMENT).strip() in raw(codec).decode(forged)
 
 
 def test_names_and_calls_of_a_given_history_cannot_forge_either():
@@ -225,17 +252,9 @@ def test_spaces_that_a_tokenizer_has_added_are_left_whole():
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_tokenizer_that_normalises_text_first_cannot_be_tricked(normalized):
-    made = tokenizer("chatml").backend_tokenizer.__class__.from_str(
-        tokenizer("chatml").backend_tokenizer.to_str()
-    )
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    made.add_tokens([AddedToken("<|call|>", normalized=normalized)])
-    template = tokenizer("chatml").chat_template
-    codec = TemplateCodec(
-        TokenizerGuard(
-            PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=template)
-        )
-    )
+    tricky = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    made = altered("chatml", AddedToken("<|call|>", normalized=normalized), normalizer=tricky)
+    codec = TemplateCodec(TokenizerGuard(made))
     token = raw(codec).convert_tokens_to_ids("<|call|>")
     # A capital letter, and a vertical bar in full width that NFKC maps to the ordinary one.
     for text in ("<|CALL|>", "<\uff5ccall\uff5c>", "<|call|>"):
@@ -246,32 +265,15 @@ def test_a_tokenizer_that_normalises_text_first_cannot_be_tricked(normalized):
 
 def test_words_of_the_format_itself_may_be_added_tokens():
     """A role is not text from outside: cut, no template would know it."""
-    made = tokenizer("hermes").backend_tokenizer.__class__.from_str(
-        tokenizer("hermes").backend_tokenizer.to_str()
-    )
-    made.add_tokens(["tool", "user", "function", "assistant"])
-    codec = TemplateCodec(
-        TokenizerGuard(
-            PreTrainedTokenizerFast(
-                tokenizer_object=made, eos_token="<|im_end|>", chat_template=tokenizer("hermes").chat_template
-            )
-        )
-    )
+    made = altered("hermes", *map(AddedToken, ("tool", "user", "function", "assistant")))
+    codec = TemplateCodec(TokenizerGuard(made))
     delta = codec.bridge([1], [codec.stop_token_ids[0]], [Message(role="tool", content="7")])
     assert "<tool_response>\n7\n</tool_response>" in raw(codec).decode(delta)
 
 
 def test_a_control_token_of_one_character_is_replaced():
-    made = tokenizer("chatml").backend_tokenizer.__class__.from_str(
-        tokenizer("chatml").backend_tokenizer.to_str()
-    )
-    made.add_special_tokens([AddedToken("\u241e", special=True)])
-    made.add_tokens([AddedToken("\u00e9", special=False)])
-    guard = TokenizerGuard(
-        PreTrainedTokenizerFast(
-            tokenizer_object=made, eos_token="<|im_end|>", chat_template=tokenizer("chatml").chat_template
-        )
-    )
+    made = altered("chatml", AddedToken("\u241e", special=True), AddedToken("\u00e9", special=False))
+    guard = TokenizerGuard(made)
     assert guard.escape("a\u241eb\u00e9") == "a\ufffdb\u00e9", "a letter that was added is a letter"
 
 
@@ -280,25 +282,16 @@ def renderer_codec(name):
     config = config_from_name(name)
     if "thinking_retention" in type(config).model_fields:
         config = config.model_copy(update={"thinking_retention": "all"})
-    wanted = [*FAMILIES["hermes"].special, *FAMILIES["hermes"].text]
+    tokens = [*FAMILIES["hermes"].special, *FAMILIES["hermes"].text]
     for _ in range(40):
-        made = tokenizer("headers").backend_tokenizer.__class__.from_str(
-            tokenizer("headers").backend_tokenizer.to_str()
-        )
-        made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in wanted])
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=made,
-            eos_token="<|eot_id|>",
-            bos_token="<|begin_of_text|>",
-            chat_template=tokenizer("headers").chat_template,
-        )
-        guard = TokenizerGuard(fast)
+        added = [AddedToken(text, special=True, normalized=False) for text in tokens]
+        guard = TokenizerGuard(altered("headers", *added))
         try:
             return RendererCodec(guard, create_renderer(guard, config))
         except (AssertionError, ValueError) as error:
             missing = re.search(r"'(\S+)'", str(error))
-            assert missing and missing[1] not in wanted, error
-            wanted.append(missing[1])
+            assert missing and missing[1] not in tokens, error
+            tokens.append(missing[1])
     raise AssertionError(f"{name} asks for ever more tokens")
 
 
@@ -333,11 +326,8 @@ def test_the_cuts_survive_every_way_in_which_renderers_write_text(name):
 def test_a_format_whose_cuts_do_not_survive_is_refused():
     """Here the template drops the character that marks a cut."""
     template = tokenizer("chatml").chat_template.replace("m.content", "m.content.replace('\U0010fffe', '')")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer("chatml").backend_tokenizer, eos_token="<|im_end|>", chat_template=template
-    )
     with pytest.raises(CodecError, match="can become control tokens"):
-        TemplateCodec(TokenizerGuard(fast))
+        TemplateCodec(TokenizerGuard(altered("chatml", template=template)))
 
 
 # -- reading what was sampled --------------------------------------------------------------------
@@ -368,6 +358,7 @@ CASES = [
     ("<think>a", None, "", 0, 0),
     ('<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>', None, "", 1, 0),
     ('<tool_call>{"name": "f"}</tool_call><tool_call>', None, "", 1, 1),
+    ('<tool_call>\n{"name": "execute_bash", "arg</tool_call>', None, "", 0, 1),
     ("plain", None, "plain", 0, 0),
 ]
 
@@ -448,7 +439,8 @@ def test_only_a_backend_with_the_same_ids_takes_a_rollout_over(tmp_path):
     assert "context of 2047 ids is below 2048" in takeover_obstacle(one, shorter)
     assert takeover_obstacle(one, same) is takeover_obstacle(one, longer) is None
     assert takeover_obstacle(one, backend(id="demo")).startswith("backend demo: its tokenizer checkpoint@")
-    assert "cannot be loaded" in takeover_obstacle(one, backend(tokenizer=str(tmp_path / "none")))
+    missing = takeover_obstacle(one, backend(tokenizer=str(tmp_path / "none")))
+    assert "cannot be loaded" in missing and "register the backend with `tokenizer`" in missing
     assert takeover_obstacle(one, other) is None, "the eos changes nothing about what ids mean"
 
 
@@ -461,3 +453,29 @@ def test_a_tokenizer_with_other_merges_is_another_one(tmp_path):
     file.write_text(json.dumps(body))
     digests = [load_codec(str(path)).digest.rpartition("@")[2] for path in (one, two)]
     assert digests[0] != digests[1]
+
+
+def test_what_an_engine_ends_turns_at_by_its_generation_config_ends_a_turn(tmp_path):
+    checkpoint = shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 11]}))
+    codec = load_codec(str(checkpoint))
+    assert {7, 11} <= codec.end_ids
+    assert not {7, 11} & load_codec(str(CHECKPOINT)).end_ids
+
+
+# -- the buffer ----------------------------------------------------------------------------------
+
+
+def test_an_observation_that_no_turn_has_read_is_in_no_later_chain():
+    codec = codec_of("renderer")
+    trajectory = Trajectory()
+    buffer = TokenBuffer(codec, trajectory)
+    answer = [Message(role="tool", content="2")]
+    prompt, sampled = codec.render(ASKED, []), encode(codec, "1<|im_end|>")
+    completion = Completion("c", sampled, [-0.5] * len(sampled), "stop", [("v1", 0, len(sampled))])
+    buffer.start(ASKED, prompt)
+    buffer.add_sampled(completion)
+    buffer.add_observations(answer, buffer.bridge(answer))
+    buffer.start(ASKED, prompt)
+    buffer.add_sampled(completion)
+    assert [chain.token_ids for chain in trajectory.chains] == [prompt + sampled] * 2
