@@ -75,28 +75,28 @@ class ExecResult:
     word of processes in the sandbox: the program's own, and its children's.
     """
 
-    exit_code: int | None
+    exit_code: int | None = None
     """None when it did not end by itself: killed by a signal, at the time limit, or not started."""
-    signal: int | None
+    signal: int | None = None
     """Number of the signal that ended it."""
-    stdout: str
+    stdout: str = ""
     """Decoded as UTF-8 with U+FFFD for what is not, cut in the middle when longer than asked for; with
     `merge_output` both outputs in the order they were written.
     """
-    stderr: str
-    truncated: bool
+    stderr: str = ""
+    truncated: bool = False
     """Whether one of the outputs was cut."""
-    timed_out: bool
-    interrupted: bool
+    timed_out: bool = False
+    interrupted: bool = False
     """It was ended by a `reset`."""
-    not_started: str | None
+    not_started: str | None = None
     """Why it could not be started: no such program or directory, no leave. The agent may have brought that
     about, so it is a result and no exception.
     """
-    limit_exceeded: str | None
+    limit_exceeded: str | None = None
     """The sandbox was over a limit and all its processes were ended: which limit, in words."""
-    wall_s: float
-    cpu_s: float
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
     """Of the program and of those children that it waited for."""
 
 

@@ -101,22 +101,22 @@ class Container:
             *self.runtime.python(self.launch),
             *("-BES", f"{places.payload}/start.py", f"{places.private}/config"),
         ]
-        ours, theirs = socket.socketpair()
-        with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        our_end, server_end = socket.socketpair()
+        with our_end, server_end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.launch.socket))
             listener.listen(64)
             try:
                 async with self._starting:
                     if self.ending is not None:
                         raise SandboxStartError("it was released before")
-                    await connection.in_thread(self._start, on_start, command, theirs)
+                    await connection.in_thread(self._start, on_start, command, server_end)
             except (OSError, SandboxStartError) as error:
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
             assert self.pid is not None and self.process is not None
             # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an agent
             # could take it from them.
             # The key with it: what a file says, or a descriptor that stays, an agent could read later.
-            socket.send_fds(ours, [self.key.encode()], [listener.fileno()])
+            socket.send_fds(our_end, [self.key.encode()], [listener.fileno()])
         self.start_time = processes.start_time(self.pid)
         on_pid(self)
         _, self.tail = await asyncio.get_running_loop().connect_read_pipe(_Tail, self.process.stderr)

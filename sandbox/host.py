@@ -25,7 +25,7 @@ from sandbox import connection, errors, paths, peers
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
 from sandbox.images import locks
-from sandbox.server import keyring
+from sandbox.server import seccomp
 from sandbox.server.wire import FrameTooLarge
 from sandbox.spec import SandboxSpec
 from sandbox.watchdog import Watchdog
@@ -197,7 +197,7 @@ def main() -> int:
     async def serve(state: Path) -> None:
         await Host(state, config).run(lambda: tell("ok"))
 
-    keyring.join_own()  # what a runtime starts before our own walls are up has no key of this user's either
+    seccomp.join_own_keyring()  # what a runtime starts before our walls are up has no key of this user's
     try:
         # Root's sandboxes run as another user, who must get through to its own directories below.
         state = paths.own_directory(options.state_dir, 0o711 if paths.sandbox_user() is not None else 0o700)

@@ -140,11 +140,11 @@ def _build_all(
     Raises:
         ImageError: Some could not be made; the messages are out.
     """
-    made, there, failed = 0, 0, 0
+    made, present, failed = 0, 0, 0
     store = ImageStore()
     for name, source in needs:
         if not force and _is_there(store, name):
-            there += 1
+            present += 1
             continue
         own = [sources / f"{name}{ending}" for ending in (".def", ".tar", ".sif")] if sources else []
         try:
@@ -153,9 +153,9 @@ def _build_all(
         except SandboxError as error:
             click.echo(f"{name}: {error}", err=True)
             failed += 1
-    click.echo(f"{made} built, {there} there already, {failed} failed")
+    click.echo(f"{made} built, {present} there already, {failed} failed")
     if failed:
-        raise ImageError(f"{failed} of {made + there + failed} images could not be built; see above")
+        raise ImageError(f"{failed} of {made + present + failed} images could not be built; see above")
 
 
 def _is_there(store: ImageStore, name: str) -> bool:
@@ -214,9 +214,7 @@ def inspect(image: str, as_json: bool) -> None:
     for key in ("path", "kind", "hash"):
         table.add_row(key, info[key] or "")
     table.add_row("size", f"{size_text(info['bytes'])}, unpacked {size_text(info['unpacked_bytes'])}")
-    table.add_row(
-        "has", ", ".join(f"{name}: {'yes' if there else 'no'}" for name, there in info["has"].items())
-    )
+    table.add_row("has", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in info["has"].items()))
     table.add_row("labels", "\n".join(escape(f"{key}: {value}") for key, value in info["labels"].items()))
     environment = [line.strip() for text in info["environment"].values() for line in text.splitlines()]
     settings = [line for line in environment if line and not line.startswith("#")]

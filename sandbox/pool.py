@@ -47,7 +47,8 @@ class Kind:
 class Shelf:
     """The warm sandboxes of one kind."""
 
-    wanted: int = 0
+    count: int = 0
+    """How many shall be ready."""
     last_asked: float = 0.0
     """`time.monotonic()`."""
     ready: collections.deque[Container] = dataclasses.field(default_factory=collections.deque)
@@ -87,11 +88,11 @@ class WarmPool:
 
     def asked(self, kind: Kind, count: int | None = None) -> None:
         """Note the demand; `count` ready ones are kept from now on (default: what the node keeps)."""
-        wanted = self._config.warm if count is None else min(count, self._config.warm_total)
+        count = self._config.warm if count is None else min(count, self._config.warm_total)
         if self._closed or self._config.warm == 0:
             return
         shelf = self._shelves.setdefault(kind, Shelf())
-        shelf.wanted = max(shelf.wanted, wanted)
+        shelf.count = max(shelf.count, count)
         shelf.last_asked = time.monotonic()
         self.tidy()
 
@@ -121,8 +122,8 @@ class WarmPool:
             if (
                 not self._closed
                 and not self._is_busy()
-                and not any(other.starting for _, other in by_demand)
-                and len(shelf.ready) < shelf.wanted
+                and not any(any_shelf.starting for _, any_shelf in by_demand)
+                and len(shelf.ready) < shelf.count
                 and room > 0
                 and now >= shelf.not_before
                 and now - shelf.last_asked <= self._config.warm_idle_s

@@ -30,7 +30,7 @@ from typing import Any
 from sandbox import paths, processes
 from sandbox.errors import ImageError
 from sandbox.runtimes.apptainer import Apptainer
-from sandbox.server import keyring, seccomp
+from sandbox.server import seccomp
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DRAIN_S = 10.0  # for the last lines
@@ -185,7 +185,7 @@ def confine() -> None:
     A plain user who has subordinate ids goes without the filter: only a setuid program, newuidmap, can map
     them, and whoever may load a filter without being root may start none.
     """
-    keyring.join_own()
+    seccomp.join_own_keyring()
     if os.geteuid() == 0:
         seccomp.load(building=True, no_new_privs=False)
     elif not has_subordinate_ids():

@@ -91,8 +91,8 @@ class Bubblewrap(Runtime):
         """Where there is something to put them on: an image's `/etc` is read-only."""
         own = []
         for bind in super().own_names(launch):
-            theirs = launch.rootfs and launch.rootfs / bind.target[1:]
-            if theirs is None or (theirs.is_file() and not theirs.is_symlink()):
+            place = launch.rootfs and launch.rootfs / bind.target[1:]
+            if place is None or (place.is_file() and not place.is_symlink()):
                 own.append(bind)
         return own
 

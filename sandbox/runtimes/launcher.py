@@ -118,16 +118,16 @@ class Launcher:
 
     def _begin(self) -> None:
         self.close()
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection, launcher_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(ANSWER_S)
-        with theirs:
+        with launcher_end:
             self._process = subprocess.Popen(
-                [*self.command, "--serve", str(theirs.fileno())],
+                [*self.command, "--serve", str(launcher_end.fileno())],
                 env={},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[launcher_end.fileno()],
                 cwd="/",
                 start_new_session=True,
                 **self._as_user,

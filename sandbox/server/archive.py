@@ -68,8 +68,8 @@ def stream(root, exclude, tally):
     pending = [""]
     while pending:
         directory = pending.pop()
-        with os.scandir(os.path.join(root, directory)) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(os.path.join(root, directory)) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
         for entry in entries:
             name = os.path.join(directory, entry.name)
             if any(fnmatch.fnmatchcase(form, glob) for glob in exclude for form in (name, entry.name)):
@@ -95,13 +95,13 @@ def stream(root, exclude, tally):
 def _file(path, header, tally):
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
-        left = header.size = os.fstat(fd).st_size
-        tally.add(header.name, left)
+        unsent = header.size = os.fstat(fd).st_size
+        tally.add(header.name, unsent)
         tally.files += 1
         yield _encoded(header)
-        while left:  # exactly as much as the header says, whatever becomes of the file meanwhile
-            piece = file.read(min(left, PIECE_BYTES)) or b"\0" * min(left, PIECE_BYTES)
-            left -= len(piece)
+        while unsent:  # exactly as much as the header says, whatever becomes of the file meanwhile
+            piece = file.read(min(unsent, PIECE_BYTES)) or b"\0" * min(unsent, PIECE_BYTES)
+            unsent -= len(piece)
             yield piece
     yield b"\0" * (-header.size % BLOCK_BYTES)
 
@@ -208,19 +208,19 @@ def merge(source, target):
 
 
 def _merge(source, target, move):
-    with os.scandir(source) as found:
-        entries = list(found)
+    with os.scandir(source) as scan:
+        entries = list(scan)
     for entry in entries:
-        there = os.path.join(target, entry.name)
+        place = os.path.join(target, entry.name)
         is_directory = entry.is_dir(follow_symlinks=False)
-        if os.path.isdir(there) and not os.path.islink(there):
+        if os.path.isdir(place) and not os.path.islink(place):
             if not is_directory:
-                raise ArchiveError("%s is a directory; the file of that name cannot replace it" % there)
-            _merge(entry.path, there, move)
+                raise ArchiveError("%s is a directory; the file of that name cannot replace it" % place)
+            _merge(entry.path, place, move)
         elif move:
-            if is_directory and os.path.lexists(there):
-                os.unlink(there)  # a directory cannot be renamed over a file or link
-            os.rename(entry.path, there)
+            if is_directory and os.path.lexists(place):
+                os.unlink(place)  # a directory cannot be renamed over a file or link
+            os.rename(entry.path, place)
 
 
 def remove(path):

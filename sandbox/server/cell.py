@@ -27,15 +27,15 @@ class PlaceScanner:
     def feed(self, data):
         """List of ("output", bytes) and ("place", number) in order."""
         data, self._pending = self._pending + data, b""
-        found, position = [], 0
+        items, position = [], 0
         for match in self._marker.finditer(data):
-            found += [("output", data[position : match.start()]), ("place", int(match.group(1)))]
+            items += [("output", data[position : match.start()]), ("place", int(match.group(1)))]
             position = match.end()
         rest = data[position:]
         begin = rest.rfind(b"\x1e")
         if begin >= 0 and self._may_begin(rest[begin:]):
             rest, self._pending = rest[:begin], rest[begin:]
-        return [item for item in [*found, ("output", rest)] if item[1]]
+        return [item for item in [*items, ("output", rest)] if item[1]]
 
     def flush(self):
         """What was held back because a marker might have begun there."""

@@ -23,14 +23,14 @@ def confiner(limits):
     RLIMIT_DATA counts private writable memory and so bounds one process as soon as it asks, before the host's
     watchdog has seen it; it leaves address space that is only reserved alone, which RLIMIT_AS would not.
     """
-    wanted = [(NAMES[name], int(value)) for name, value in limits.items() if name in NAMES and value]
+    limited = [(NAMES[name], int(value)) for name, value in limits.items() if name in NAMES and value]
     niceness = int(limits.get("nice", 0))
 
     def confine():
         for number in HEARD:
             signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for kind, value in wanted:
+        for kind, value in limited:
             hard = resource.getrlimit(kind)[1]
             if hard != resource.RLIM_INFINITY:
                 value = min(value, hard)

@@ -30,11 +30,7 @@ class Editor:
         self._history = History()
         self._lock = threading.Lock()
 
-    def operations(self):
-        """Name of each operation → function(request, connection)."""
-        return {"editor": self._edit}
-
-    def _edit(self, request, connection):
+    def op_editor(self, request, connection):
         command = request["command"]
         if command not in COMMANDS:
             raise RequestError("unknown editor command %r; known are %s" % (command, ", ".join(COMMANDS)))
@@ -107,12 +103,12 @@ class Editor:
         plain, offset_in_text = document.plain()
         if "\r" in old:  # asked for as it is in the file
             plain, offset_in_text = document.text, lambda offset: offset
-        found = plain.count(old)
-        if found == 0:
+        count = plain.count(old)
+        if count == 0:
             raise EditError(not_found(document, old))
         start = plain.index(old)
-        if found > 1:
-            raise EditError(not_unique(path, plain, old, found))
+        if count > 1:
+            raise EditError(not_unique(path, plain, old, count))
         text = document.text
         first, last = offset_in_text(start), offset_in_text(start + len(old))
         self._write(document, text[:first] + document.with_newlines(new) + text[last:])

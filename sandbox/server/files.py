@@ -25,19 +25,7 @@ class Files:
     def __init__(self, workspace):
         self._workspace = workspace
 
-    def operations(self):
-        """Name of each operation → function(request, connection)."""
-        return {
-            "read_file": self._read,
-            "write_file": self._write,
-            "read_piece": self._read_piece,
-            "stat": self._stat,
-            "list_dir": self._list,
-            "upload": self._upload,
-            "pack": self._pack,
-        }
-
-    def _read(self, request, connection):
+    def op_read_file(self, request, connection):
         path = self._path(request)
         limit = min(int(request.get("max_bytes") or MAX_FILE_BYTES), MAX_FILE_BYTES)
         with _open_regular(path) as file:
@@ -47,7 +35,7 @@ class Files:
             raise RequestError("%s has %d bytes; at most %d are read" % (path, size, limit))
         return {"content": base64.b64encode(content).decode()}
 
-    def _write(self, request, connection):
+    def op_write_file(self, request, connection):
         path = self._path(request)
         content = base64.b64decode(request["content"])
         os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
@@ -60,23 +48,23 @@ class Files:
             os.chmod(path, int(request["mode"]))
         return {"size": len(content)}
 
-    def _read_piece(self, request, connection):
+    def op_read_piece(self, request, connection):
         with _open_regular(self._path(request)) as file:
             file.seek(int(request["offset"]))
             content = file.read(min(int(request["size"]), MAX_PIECE_BYTES))
         return {"content": base64.b64encode(content).decode()}
 
-    def _stat(self, request, connection):
+    def op_stat(self, request, connection):
         path = self._path(request)
         try:
             return _described(os.stat(path) if request.get("follow", True) else os.lstat(path))
         except (FileNotFoundError, NotADirectoryError):
             return {"kind": None, "size": 0, "mode": 0, "mtime": 0.0}
 
-    def _list(self, request, connection):
+    def op_list_dir(self, request, connection):
         entries = []
-        with os.scandir(self._path(request)) as found:
-            for entry in found:
+        with os.scandir(self._path(request)) as scan:
+            for entry in scan:
                 if len(entries) >= MAX_LISTED:
                     break
                 described = _described(entry.stat(follow_symlinks=False))
@@ -85,7 +73,7 @@ class Files:
 
     # -- piece by piece ----------------------------------------------
 
-    def _upload(self, request, connection):
+    def op_upload(self, request, connection):
         path = os.path.realpath(self._path(request))
         tally = archive.Tally(int(request["max_bytes"]))
         incoming = _Incoming(connection)
@@ -138,7 +126,7 @@ class Files:
                 archive.remove(path)
         return tally.as_dict()
 
-    def _pack(self, request, connection):
+    def op_pack(self, request, connection):
         """The directory as a tar archive; the last reply carries the sums and no content."""
         path = self._path(request)
         if not os.path.isdir(path):

@@ -75,27 +75,27 @@ def list_directory(path):
     return text.encode("utf-8", "replace").decode()
 
 
-def not_unique(path, plain, old, found):
+def not_unique(path, plain, old, count):
     """Names the lines of all occurrences."""
     lines, position = [], -len(old)
-    for _ in range(min(found, 50)):
+    for _ in range(min(count, 50)):
         position = plain.index(old, position + len(old))
         lines.append(str(plain.count("\n", 0, position) + 1))
     return "old_str occurs %d times in %s, at lines %s%s; add lines around it until it is unique" % (
-        found,
+        count,
         path,
         ", ".join(lines),
-        ", ..." if found > 50 else "",
+        ", ..." if count > 50 else "",
     )
 
 
 def not_found(document, old):
     """Says that the text is not there, and what is there instead as far as that can be guessed."""
     message = "old_str was not found verbatim in %s" % document.path
-    lines, wanted = document.lines(), split_lines(old.replace("\r\n", "\n"))
+    lines, asked = document.lines(), split_lines(old.replace("\r\n", "\n"))
     if "\r" in old and old.replace("\r\n", "\n") in document.plain()[0]:
         return message + ": the line endings differ; write them as \\n"
-    stripped = [line.strip() for line in wanted]
+    stripped = [line.strip() for line in asked]
     if any(stripped):
         here = [line.strip() for line in lines]
         for start in range(len(here) - len(stripped) + 1):
@@ -106,7 +106,7 @@ def not_found(document, old):
                     + ", but it is at line %d with other whitespace (indentation, tabs, spaces at a line's "
                     "end):\n%s" % (start + 1, body)
                 )
-    key = max(wanted, key=lambda line: len(line.strip()), default="")[:MAX_HINT_CHARS]
+    key = max(asked, key=lambda line: len(line.strip()), default="")[:MAX_HINT_CHARS]
     candidates = [line for line in lines[:MAX_HINT_LINES] if len(line) <= MAX_HINT_CHARS]
     near = difflib.get_close_matches(key, candidates, 1) if key.strip() else []
     if near:
@@ -147,6 +147,6 @@ def explain(error, path):
     return "%s: %s" % (path, error.strerror or error)
 
 
-def counted(number, one, many=None):
+def counted(number, singular, plural=None):
     """A number with its noun."""
-    return "%d %s" % (number, one if number == 1 else many or one + "s")
+    return "%d %s" % (number, singular if number == 1 else plural or singular + "s")

@@ -77,22 +77,13 @@ class IPython:
             finally:
                 self._start_lock.release()
 
-    def operations(self):
-        """Name of each operation → function(request, connection)."""
-        return {
-            "ipython": self._run,
-            "ipython_warm": self._warm,
-            "ipython_interrupt": self._interrupt,
-            "ipython_restart": self._restart,
-        }
-
     def pids(self):
         """Children of the server that are waited for here."""
         return self._life.pids() if self._life is not None else []
 
     # -- operations ----------------------------------------------
 
-    def _run(self, request, connection):
+    def op_ipython(self, request, connection):
         code = str(request["code"])
         timeout = float(request["timeout"])
         max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
@@ -145,11 +136,11 @@ class IPython:
             "duration_s": time.monotonic() - began,
         }
 
-    def _warm(self, request, connection):
+    def op_ipython_warm(self, request, connection):
         self._start_in_background()
         return {}
 
-    def _interrupt(self, request, connection):
+    def op_ipython_interrupt(self, request, connection):
         life = self._running
         if life is None:
             return {"was_running": False}
@@ -157,7 +148,7 @@ class IPython:
         life.wake()
         return {"was_running": True}
 
-    def _restart(self, request, connection):
+    def op_ipython_restart(self, request, connection):
         """End the kernel; a cell under way comes back as restarted."""
         life, self._life = self._life, None
         if life is not None:
@@ -219,6 +210,6 @@ class IPython:
         named = self._env.get(PYTHON_VARIABLE)
         if named:
             return [named]
-        found = [shutil.which("python3", path=self._env.get("PATH")), "/usr/bin/python3"]
-        same = found[0] and os.path.realpath(found[0]) == os.path.realpath(found[1])
-        return [python for python in found[: 1 if same else 2] if python]
+        pythons = [shutil.which("python3", path=self._env.get("PATH")), "/usr/bin/python3"]
+        same = pythons[0] and os.path.realpath(pythons[0]) == os.path.realpath(pythons[1])
+        return [python for python in pythons[: 1 if same else 2] if python]

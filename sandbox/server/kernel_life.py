@@ -125,10 +125,10 @@ class KernelLife:
         if hangup_fd is not None:
             poller.register(hangup_fd, select.POLLRDHUP)
         while not condition():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0:
                 return False
-            for fd, _ in poller.poll(left * 1000 + 1):
+            for fd, _ in poller.poll(rest_s * 1000 + 1):
                 if fd == hangup_fd:
                     return bool(condition())
                 _drain(self._wake_read)
@@ -325,10 +325,10 @@ def wait_until_ready(life, hangup_fd=None):
     if life.wait(lambda: life.ready or life.gone, time.monotonic() + START_TIMEOUT_S, hangup_fd):
         if life.ready and not life.gone:
             return
-        said, lacking = life.complaint()
+        words, lacking = life.complaint()
         if lacking:
-            raise NoPackages(said)
-        raise ServerError("the IPython kernel (%s) ended while starting; it said: %s" % (life.python, said))
+            raise NoPackages(words)
+        raise ServerError("the IPython kernel (%s) ended while starting; it said: %s" % (life.python, words))
     if hangup_fd is not None and _hung_up(hangup_fd):
         raise RequestError("the caller went away while the IPython kernel was starting")
     life.kill()

@@ -83,8 +83,8 @@ def _partial_character_bytes(data):
     for size in range(1, len(data) + 1):
         first = data[-size]
         if first >= 0xC0:
-            wanted = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
-            return size if size < wanted and first < 0xF8 else 0
+            size_of_all = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return size if size < size_of_all and first < 0xF8 else 0
         if first < 0x80:
             return 0
     return 0
@@ -104,7 +104,7 @@ class MarkerScanner:
 
     def feed(self, data):
         """List of ("output", bytes), ("begin", (number,)) and ("end", (number, code, pwd)) as they came."""
-        found = []
+        items = []
         data = self._pending + data
         self._pending = b""
         position = 0  # what lies before it has been dealt with
@@ -112,27 +112,27 @@ class MarkerScanner:
             start = data.find(self._start, position)
             if start < 0:
                 keep = self._partial_start(data[position:])
-                self._output(found, data[position : len(data) - keep])
+                self._output(items, data[position : len(data) - keep])
                 self._pending = data[len(data) - keep :]
-                return found
+                return items
             end = data.find(self._end, start + len(self._start))
             # A start that is followed by another one was only text that looks like it.
             later = data.find(self._start, start + 1, end if end >= 0 else len(data))
             if later >= 0:
-                self._output(found, data[position:later])
+                self._output(items, data[position:later])
                 position = later
             elif end < 0 and len(data) - start <= MAX_MARKER_BYTES:
-                self._output(found, data[position:start])
+                self._output(items, data[position:start])
                 self._pending = data[start:]
-                return found
+                return items
             else:
                 marker = self._parse(data[start + len(self._start) : end]) if end >= 0 else None
                 if marker is None:
-                    self._output(found, data[position : start + 1])
+                    self._output(items, data[position : start + 1])
                     position = start + 1
                 else:
-                    self._output(found, data[position:start])
-                    found.append(marker)
+                    self._output(items, data[position:start])
+                    items.append(marker)
                     position = end + len(self._end)
 
     def flush(self):
@@ -158,6 +158,6 @@ class MarkerScanner:
         return None
 
     @staticmethod
-    def _output(found, data):
+    def _output(items, data):
         if data:
-            found.append(("output", data))
+            items.append(("output", data))

@@ -34,8 +34,8 @@ def group_members(group):
     """Living processes of a process group."""
     members = []
     for pid in processes():
-        found = status(pid)
-        if found and found[2] == group and found[0] not in "ZX":
+        process = status(pid)
+        if process and process[2] == group and process[0] not in "ZX":
             members.append(pid)
     return members
 
@@ -160,34 +160,34 @@ def end_all(own_namespace):
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:
                 return
-            left = [pid for pid in processes() if pid != os.getpid()]
+            alive = [pid for pid in processes() if pid != os.getpid()]
         else:
-            left = _descendants(os.getpid())
-            for pid in left:
+            alive = _descendants(os.getpid())
+            for pid in alive:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
-        left = [pid for pid in left if _is_alive(pid)]
-        if not left:
+        alive = [pid for pid in alive if _is_alive(pid)]
+        if not alive:
             return
         if time.monotonic() > deadline:
-            raise ServerError("the processes %s of the sandbox do not end" % left)
+            raise ServerError("the processes %s of the sandbox do not end" % alive)
         time.sleep(pause)  # a process that exits frees its memory first, which nothing announces
         pause = min(2 * pause, 0.05)
 
 
 def _is_alive(pid):
-    found = status(pid)
-    return found is not None and found[0] not in "ZX"
+    process = status(pid)
+    return process is not None and process[0] not in "ZX"
 
 
 def _descendants(root):
     children = {}
     for pid in processes():
-        found = status(pid)
-        if found and found[0] not in "ZX":
-            children.setdefault(found[1], []).append(pid)
+        process = status(pid)
+        if process and process[0] not in "ZX":
+            children.setdefault(process[1], []).append(pid)
     below, queue = [], [root]
     while queue:
         young = children.get(queue.pop(), [])

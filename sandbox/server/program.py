@@ -51,11 +51,7 @@ class Programs:
         self._loader = loader
         self._lock = threading.Lock()
 
-    def operations(self):
-        """Name of each operation → function(request, connection)."""
-        return {"exec": self._exec}
-
-    def _exec(self, request, connection):
+    def op_exec(self, request, connection):
         argv = _strings("argv", request["argv"])
         if not argv or not argv[0]:
             raise RequestError("argv is %r; it must name a program" % (argv,))
@@ -77,7 +73,7 @@ class Programs:
             held.enter_context(self._ipython.absent(self._shell.end_all))
             alone = held.enter_context(self._shell.alone())
             if trusted and not self._restored():
-                return _not_started("%s cannot be taken back to what it was" % PRELOAD)
+                return {"not_started": "%s cannot be taken back to what it was" % PRELOAD}
             env = dict(self._env, HOME=held.enter_context(self._new_home()))
             env.update(given)
 
@@ -113,19 +109,19 @@ class Programs:
             shutil.rmtree(home, ignore_errors=True)
 
     def _preparation(self, limits):
-        wanted = []
+        limited = []
         for name, value in limits.items():
             if name not in LIMITS or not 0 < float(value) < 1e9:
                 raise RequestError(
                     "limit %s=%r; there are %s, each above 0" % (name, value, ", ".join(sorted(LIMITS)))
                 )
             kind, unit = LIMITS[name]
-            wanted.append((kind, int(float(value) * unit)))
+            limited.append((kind, int(float(value) * unit)))
         confine = confiner(self._limits)
 
         def prepare():
             confine()
-            for kind, value in wanted:
+            for kind, value in limited:
                 hard = resource.getrlimit(kind)[1]
                 value = value if hard == resource.RLIM_INFINITY else min(value, hard)
                 resource.setrlimit(kind, (value, value))
@@ -152,8 +148,8 @@ class _Program:
         self._stderr = self._stdout if merge else Capture(max_chars)
         self._outputs = dict(zip(self._output_fds, (self._stdout, self._stderr)))
         with os.fdopen(failure[0], "rb") as file:
-            said = file.read()  # its end comes with the exec, which closes the other one
-        self._not_started = said.decode("utf-8", "replace") or None
+            reason = file.read()  # its end comes with the exec, which closes the other one
+        self._not_started = reason.decode("utf-8", "replace") or None
 
     def _pipes(self, merge):
         """Make the pipes; returns the program's ends of standard input, output and error."""
@@ -207,10 +203,10 @@ class _Program:
         self._feed(poller, first=True)
         try:
             while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                rest_s = deadline - time.monotonic()
+                if rest_s <= 0:
                     return "timeout"
-                for fd, _ in poller.poll(left * 1000 + 1):
+                for fd, _ in poller.poll(rest_s * 1000 + 1):
                     if fd == exited:
                         return "exited"
                     if fd == hangup_fd:
@@ -254,23 +250,6 @@ class _Program:
         for fd in (self._input_fd, *self._output_fds):
             if fd is not None:
                 os.close(fd)
-
-
-def _not_started(reason):
-    """The reply for a program that cannot be."""
-    return {
-        "exit_code": None,
-        "signal": None,
-        "stdout": "",
-        "stderr": "",
-        "truncated": False,
-        "timed_out": False,
-        "interrupted": False,
-        "not_started": reason,
-        "limit_exceeded": None,
-        "wall_s": 0.0,
-        "cpu_s": 0.0,
-    }
 
 
 def _await(pid, wake):

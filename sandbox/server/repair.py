@@ -42,9 +42,9 @@ def remove(path):
         os.unlink(path)
 
 
-def usable_directory(wanted):
+def usable_directory(places):
     """The first of these directories (bytes) that can be entered; the root else."""
-    for path in wanted:
+    for path in places:
         if os.path.isdir(path) and os.access(path, os.X_OK):
             return path
     return b"/"

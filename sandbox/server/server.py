@@ -37,12 +37,17 @@ class Server:
         self._shell = shell
         self._key = key
         self._started = time.monotonic()
-        self._operations = {"ping": self._ping, "shutdown": self._shutdown}
+        self._operations = {}
         self._workspace = workspace
         self._loading = threading.Lock()
         terminal = Terminal(shell, ipython.while_all_end)
-        for part in (terminal, ipython, programs, Trees(workspace)):
-            self._operations.update(part.operations())
+        self._add(self, terminal, ipython, programs, Trees(workspace))
+
+    def _add(self, *parts):
+        """Answer what these parts can: NAME by their method `op_NAME(request, connection)`."""
+        for part in parts:
+            names = [name for name in dir(type(part)) if name.startswith("op_")]
+            self._operations.update((name[len("op_") :], getattr(part, name)) for name in names)
 
     def load_rest(self):
         """The parts that no first command needs; to import them takes as long as to start bash. Once."""
@@ -52,8 +57,7 @@ class Server:
                 from editor import Editor
                 from files import Files
 
-                for part in (Editor(self._workspace), Files(self._workspace)):
-                    self._operations.update(part.operations())
+                self._add(Editor(self._workspace), Files(self._workspace))
                 self._workspace = None
 
     def serve_connection(self, connection):
@@ -85,12 +89,8 @@ class Server:
         except ServerError as error:
             return _failure("SandboxError", error)
 
-    def _ping(self, request, connection):
+    def op_ping(self, request, connection):
         return {"shell_pid": self._shell.pid(), "uptime_s": time.monotonic() - self._started}
-
-    def _shutdown(self, request, connection):
-        wire.send(connection, {"ok": True, "result": {}})
-        os._exit(0)
 
 
 def _failure(kind, error):
@@ -120,7 +120,7 @@ class CleanThreads:
     """
 
     def __init__(self):
-        self._wanted = queue.SimpleQueue()
+        self._functions = queue.SimpleQueue()
         self._reader, self._writer = os.pipe()
 
     def fileno(self):
@@ -130,7 +130,7 @@ class CleanThreads:
     def begin(self):
         """Begin one that is wanted."""
         os.read(self._reader, 1)
-        threading.Thread(target=self._wanted.get(), daemon=True).start()
+        threading.Thread(target=self._functions.get(), daemon=True).start()
 
     def call(self, function):
         """What `function()` returns or raises in such a thread."""
@@ -142,7 +142,7 @@ class CleanThreads:
             except BaseException as error:
                 answer.put((None, error))
 
-        self._wanted.put(work)
+        self._functions.put(work)
         os.write(self._writer, b"1")
         result, error = answer.get()
         if error is not None:

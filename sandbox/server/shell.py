@@ -64,7 +64,7 @@ class Shell:
         self._resets = 0
         self._counting = threading.Lock()  # guards the last two
         self._session = None
-        self._left = False  # a command runs, or has ended, whose last result nobody got
+        self._behind = False  # a command runs, or has ended, whose last result nobody got
         self._suspending = False  # C-z was typed to the running command
         self._restarted = False  # since the last result
         self._limit_exceeded = None
@@ -83,7 +83,7 @@ class Shell:
             return True
         try:
             with self._unattended():
-                if not self._left or self._session.look() is not None:
+                if not self._behind or self._session.look() is not None:
                     return False
                 self._waiter.stop(self._session)
                 return True
@@ -134,7 +134,7 @@ class Shell:
                 self._resetting -= 1
         try:
             with self._unattended():
-                self._left = False
+                self._behind = False
                 self.end_all()  # what that command has left behind
                 yield
         finally:
@@ -159,7 +159,7 @@ class Shell:
         """
         with self._lock, self._unattended():
             began = time.monotonic()
-            late_exit_code = self._settle_left()
+            late_exit_code = self._settle_behind()
             self._ensure_session()
             self._suspending = False
             self._session.start(command, Capture(max_chars))
@@ -177,7 +177,7 @@ class Shell:
         if self._told_or_locked(lambda: self._waiter.hand_over(data, self._check_input)):
             return dict(self._result(Capture(2), began, notices=False), running=True, exit_code=None)
         try:
-            if not self._left:
+            if not self._behind:
                 raise RequestError(
                     "no command is running that could take input; send it as a command (without is_input)"
                 )
@@ -223,11 +223,11 @@ class Shell:
     def _follow(self, began, timeout, hangup_fd, keep, quiet, old_readers=frozenset()):
         """Wait for the running command and make its result."""
         session = self._session
-        self._left = False
+        self._behind = False
         quiet = quiet if keep else None
         ending = self._waiter.follow(session, began + timeout, hangup_fd, keep, quiet, old_readers)
         if ending in ("quiet", "input") or (ending == "timeout" and keep):
-            self._left = True
+            self._behind = True
             result = self._running_result(session.capture, began)
             result["timed_out"] = ending == "timeout"
             result["waiting_for_input"] = ending == "input"
@@ -257,7 +257,7 @@ class Shell:
 
     def _finish(self, capture, began, ending, alive):
         """The last result of a command; a dead shell is replaced."""
-        session, self._left = self._session, False
+        session, self._behind = self._session, False
         exit_code = session.exit_code
         if ending == "exited" or not alive:
             alive = False
@@ -298,11 +298,11 @@ class Shell:
             self._restarted, self._limit_exceeded = False, None
         return result
 
-    def _settle_left(self):
+    def _settle_behind(self):
         """Before a new command: refuse it while the one left behind runs. Returns that one's exit code if it
         has ended since its last result; what it still said goes to the late output.
         """
-        if not self._left:
+        if not self._behind:
             return None
         session = self._session
         if session.look() is None:
@@ -310,7 +310,7 @@ class Shell:
                 "the previous command is still running; send it input (is_input), wait for it with empty "
                 "input, interrupt it with the input C-c, or use reset"
             )
-        self._left = False
+        self._behind = False
         rest = session.capture.text()[0].encode()
         after, session.late = session.late, Capture(LATE_MAX_CHARS)
         session.late.add(rest)
@@ -360,9 +360,9 @@ class Shell:
             self._session = session = Session(bash, self._directory, cwd)
             ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
         if ending != "marker":
-            said = session.late.text()[0]
+            words = session.late.text()[0]
             session.kill()
-            raise ServerError("bash did not become ready (%s); it said: %r" % (ending, said))
+            raise ServerError("bash did not become ready (%s); it said: %r" % (ending, words))
         return session
 
     def end_all(self):
@@ -372,12 +372,18 @@ class Shell:
 
     # -- inside: reading while nobody waits ----------------------------------------------
 
+    @contextlib.contextmanager
     def _unattended(self):
-        return _Unattended(self)
+        """A request reads the terminal itself in this block. Needs the lock."""
+        self._set_attended(False)
+        try:
+            yield
+        finally:
+            self._set_attended(True)
 
-    def _set_attended(self, wanted):
+    def _set_attended(self, attended):
         """Have the attendant thread read the terminal, or not. Needs the lock."""
-        if wanted and self._session.ending != "exited":
+        if attended and self._session.ending != "exited":
             self._epoll.register(self._session.fd, select.EPOLLIN | select.EPOLLONESHOT)
             self._attended = True
         elif self._attended:
@@ -430,16 +436,3 @@ class Alone:
     def close(self):
         """The block ends."""
         self._shell._limit_exceeded = self._earlier
-
-
-class _Unattended:
-    """While a request reads the terminal itself."""
-
-    def __init__(self, shell):
-        self._shell = shell
-
-    def __enter__(self):
-        self._shell._set_attended(False)
-
-    def __exit__(self, *exc_info):
-        self._shell._set_attended(True)

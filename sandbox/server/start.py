@@ -7,7 +7,7 @@ host looks at what runs and its client connects. One line goes to standard outpu
 Standard input is a socket over which the listening socket comes, and a key. The configuration is a dict as
 `marshal` writes it, which takes no module to read: `directory, workspace, env, limits, python, bash, walls,
 binds` (`python`: command line of the interpreter that runs us; `bash`: one of our own, for images without;
-null = the image's; `walls`: whether this is a container, see `walls.py`; `binds`: see `check_binds`).
+null = the image's; `walls`: whether this is a container, see `put_up_walls`; `binds`: see `check_binds`).
 """
 
 import _socket  # `socket` makes enumerations of it, which takes longer than all of this
@@ -16,11 +16,10 @@ import os
 import sys
 
 import seccomp
-import walls
 from bash import Bash, find_program
 from repair import Loader
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 FD_BYTES = 4
 
 
@@ -30,7 +29,7 @@ def main(config_path):
     with open(config_path, "rb") as file:
         config = marshal.load(file)
     if config["walls"]:
-        walls.put_up()
+        put_up_walls()
     check_binds(config["binds"])
     listener, key = take_listener()
     # The init of a namespace of our own? Only then "all processes" are the agent's, and only then can none of
@@ -51,6 +50,19 @@ def main(config_path):
     import server
 
     server.serve(config, shell, loader, listener, key)
+
+
+def put_up_walls():
+    """Close what the runtime left open, before any thread or other process. Raises OSError where the kernel
+    cannot.
+
+    We are the init of the PID namespace in both runtimes, so none inside is under no filter. The agent's
+    processes have our uid: that we are not dumpable keeps them from tracing us, from reading our memory and
+    from taking our descriptors.
+    """
+    seccomp.prctl(PR_SET_DUMPABLE, 0)
+    seccomp.join_own_keyring()  # else it stays the host's, which is empty; through the filter none is reached
+    seccomp.load()
 
 
 def prefer_us_when_memory_is_short():

@@ -19,18 +19,7 @@ class Terminal:
         self._shell = shell
         self._while_all_end = while_all_end
 
-    def operations(self):
-        """Name of each operation → function(request, connection)."""
-        return {
-            "bash": self._bash,
-            "input": self._input,
-            "interrupt": self._interrupt,
-            "reset": self._reset,
-            "setup": self._setup,
-            "breach": self._breach,
-        }
-
-    def _bash(self, request, connection):
+    def op_bash(self, request, connection):
         command = str(request["command"])
         if "\0" in command:
             raise RequestError("the command contains a NUL character, which no shell can take")
@@ -48,7 +37,7 @@ class Terminal:
             _seconds(request, "quiet_timeout", None),
         )
 
-    def _input(self, request, connection):
+    def op_input(self, request, connection):
         return _carry_out(
             self._shell.send_input,
             keys(str(request["text"])),
@@ -58,14 +47,14 @@ class Terminal:
             _seconds(request, "quiet_timeout", None),
         )
 
-    def _interrupt(self, request, connection):
+    def op_interrupt(self, request, connection):
         return {"was_running": self._shell.interrupt()}
 
-    def _reset(self, request, connection):
+    def op_reset(self, request, connection):
         with self._while_all_end(None):
             return _carry_out(self._shell.reset, _limit(request))
 
-    def _setup(self, request, connection):
+    def op_setup(self, request, connection):
         env = request.get("env") or {}
         for name, value in env.items():
             if not NAME.fullmatch(name):
@@ -77,7 +66,7 @@ class Terminal:
             _carry_out(self._shell.setup, env)
         return {}
 
-    def _breach(self, request, connection):
+    def op_breach(self, request, connection):
         message = str(request["message"])
         with self._while_all_end(message):
             self._shell.breach(message)

@@ -22,11 +22,7 @@ class Trees:
         self._workspace = workspace
         self._noted = {}
 
-    def operations(self):
-        """Name of each operation → function(request, connection)."""
-        return {"note_tree": self._note, "changed_tree": self._changed}
-
-    def _note(self, request, connection):
+    def op_note_tree(self, request, connection):
         path = os.path.join(self._workspace, request["path"])
         exclude = frozenset(request.get("exclude") or ())
         noted = {}
@@ -37,7 +33,7 @@ class Trees:
         self._noted[path] = (exclude, noted)
         return {"entries": len(noted)}
 
-    def _changed(self, request, connection):
+    def op_changed_tree(self, request, connection):
         path = os.path.join(self._workspace, request["path"])
         if path not in self._noted:
             raise RequestError("%s was not noted before" % path)
@@ -72,8 +68,8 @@ def _walk(root, exclude, heal):
         try:
             if heal:
                 _make_readable(place, os.stat(place, follow_symlinks=False), stat.S_IRWXU)
-            with os.scandir(place) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(place) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
             continue  # nothing is left of it
         except PermissionError:

@@ -259,7 +259,7 @@ def test_undo_keeps_so_many_bytes_of_all_files_and_gives_back_those_of_undone_ed
 ):
     _, editor = modules
     monkeypatch.setattr(editor, "UNDO_BYTES", 25)
-    edit = editor.Editor(str(tmp_path)).operations()["editor"]
+    edit = editor.Editor(str(tmp_path)).op_editor
 
     def done(command, name, **options):
         return edit({"command": command, "path": str(tmp_path / name), **options}, None)["ok"]
@@ -282,7 +282,7 @@ def test_str_replace_is_pythons_replace_and_undo_restores_the_bytes(
     path = tmp_path_factory.getbasetemp() / "property.txt"
     for raw, newline in ((text.encode(), "\n"), (text.replace("\n", "\r\n").encode("utf-8-sig"), "\r\n")):
         path.write_bytes(raw)
-        edit = modules[1].Editor(str(path.parent)).operations()["editor"]
+        edit = modules[1].Editor(str(path.parent)).op_editor
         request = {"path": str(path), "old_str": old, "new_str": new}
         reply = edit(dict(request, command="str_replace"), None)
         if text.count(old) == 1 and old != new:

@@ -309,10 +309,10 @@ def test_a_piece_and_a_list_are_only_so_long_whatever_is_asked_for(tmp_path, ser
     monkeypatch.setattr(server_files, "MAX_LISTED", 2)
     for name in "abc":
         (tmp_path / name).write_text("0123456789")
-    operations = server_files.Files(str(tmp_path)).operations()
-    piece = operations["read_piece"]({"path": "a", "offset": 3, "size": 100}, None)
+    files = server_files.Files(str(tmp_path))
+    piece = files.op_read_piece({"path": "a", "offset": 3, "size": 100}, None)
     assert base64.b64decode(piece["content"]) == b"3456"
-    assert len(operations["list_dir"]({"path": "."}, None)["entries"]) == 2
+    assert len(files.op_list_dir({"path": "."}, None)["entries"]) == 2
 
 
 def test_of_an_upload_that_cannot_be_merged_nothing_is_moved(tmp_path):
