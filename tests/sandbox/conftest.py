@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sandbox.errors import ImageError, RuntimeUnavailable
-from sandbox.host_client import HostClient
 from sandbox.images import ImageStore
 from sandbox.runtimes import RUNTIMES
-from tests.helpers.blocking import SyncHostClient
+from sandbox.spec import SandboxInfo
+from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import new_state
 
 NEEDS = {
@@ -52,10 +52,33 @@ shared_state = pytest.fixture(state_directory, name="shared_state", scope="modul
 """For all tests of a module."""
 
 
+def sandbox_on(*runtimes: str, **spec: object):
+    """A fixture that gives the tests of a module one sandbox (its info) on each of these runtimes that works
+    here; `spec`: the rest of its `SandboxSpec`.
+    """
+
+    @pytest.fixture(scope="module", params=runtimes)
+    def sandbox(request, shared_state) -> Iterator[SandboxInfo]:
+        if reason := why_not(request.param):
+            pytest.skip(reason)
+        with sandbox_of(SyncHostClient(shared_state), runtime=request.param, **spec) as (info, _):
+            yield info
+
+    return sandbox
+
+
+@pytest.fixture(params=["apptainer", "bubblewrap"])
+def container(request) -> str:
+    """The name of a runtime that isolates."""
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
 @pytest.fixture
-def host(state: Path) -> HostClient:
+def host(state: Path) -> SyncHostClient:
     """A client of a host of one's own."""
-    return HostClient(state)
+    return SyncHostClient(state)
 
 
 def run(coroutine):

@@ -6,18 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import server_modules
 
 
 @pytest.fixture(scope="module")
 def sandbox_(shared_state):
     host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec())
-    with SyncSandboxClient(info.socket) as client:
+    with sandbox_of(host) as (_, client):
         yield client
-    host.release(info.id)
 
 
 @pytest.fixture

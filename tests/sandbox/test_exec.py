@@ -11,20 +11,10 @@ import pytest
 
 from sandbox.client import TRUSTED_PYTHON
 from sandbox.errors import SandboxRequestError
-from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, exchange
-from tests.sandbox.conftest import why_not
+from tests.helpers.blocking import SyncSandboxClient, exchange
+from tests.sandbox.conftest import sandbox_on
 
-
-@pytest.fixture(scope="module", params=["apptainer", "bubblewrap", "local-unsafe"])
-def sandbox(request, shared_state):
-    """A sandbox for all tests of a runtime."""
-    if request.param != "local-unsafe" and (reason := why_not(request.param)):
-        pytest.skip(reason)
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime=request.param))
-    yield info
-    host.release(info.id)
+sandbox = sandbox_on("apptainer", "bubblewrap", "local-unsafe")
 
 
 @pytest.fixture

@@ -251,6 +251,21 @@ def test_stat_list_and_special_files(box):
         box.write_file("d/p", b"x")
 
 
+@in_container
+def test_files_are_read_and_written_exactly(box):
+    content = bytes(range(256)) * 100
+    for part in (content, content[:300]):  # nothing is left of what was longer
+        box.write_file("new/dir/data.bin", part, mode=0o755)
+        assert box.read_file("new/dir/data.bin") == part
+    for path, limit, message in (
+        ("absent", None, "No such file"),
+        ("/dev/zero", None, "not a regular file"),
+        ("new/dir/data.bin", 10, "at most 10"),
+    ):
+        with pytest.raises(SandboxRequestError, match=message):
+            box.read_file(path, max_bytes=limit)
+
+
 # -- archives that mean harm, unpacked here ------------------------------------------------------
 
 

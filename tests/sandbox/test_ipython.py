@@ -10,7 +10,7 @@ import pytest
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
 from tests.sandbox.conftest import run
 
 pytestmark = pytest.mark.apptainer
@@ -56,20 +56,17 @@ def test_names_persist_and_the_last_value_is_shown(sandbox):
 
 
 def test_it_starts_in_the_workspace_with_the_shells_environment(host):
-    info = host.start(SandboxSpec(env={"GREETING": "good day"}, files={"here.txt": "x"}))
-    with SyncSandboxClient(info.socket) as sandbox:
+    with sandbox_of(host, env={"GREETING": "good day"}, files={"here.txt": "x"}) as (info, sandbox):
         sandbox.ipython_warm()
         result = cell(sandbox, "import os, sys\nprint(os.environ['GREETING'], os.getcwd(), os.listdir())")
         assert result.output == f"good day {info.workspace} ['here.txt']\n"
         assert "/sbx" not in cell(sandbox, "print(sys.path)").output
         assert cell(sandbox, "import errors").error == "ModuleNotFoundError"
         assert sandbox.bash("ls -A ~").output == ""
-    host.release(info.id)
 
 
 def test_variables_set_later_reach_a_kernel_that_runs_already(host):
-    info = host.start(SandboxSpec(env={"EARLY": "1"}))
-    with SyncSandboxClient(info.socket) as sandbox:
+    with sandbox_of(host, env={"EARLY": "1"}) as (_, sandbox):
         assert (
             cell(sandbox, "import os\nos.environ['EARLY'], os.environ.get('LATER')").output == "('1', None)\n"
         )
@@ -79,23 +76,19 @@ def test_variables_set_later_reach_a_kernel_that_runs_already(host):
         assert result.execution_count == 2
         sandbox.bash("pkill -9 -f kernel.py")
         assert cell(sandbox, "import os\nos.environ['LATER'][-1]").output == "'2'\n"
-    host.release(info.id)
 
 
 def test_a_reset_of_the_shell_ends_the_kernel_and_the_next_cell_says_so(host):
-    info = host.start(SandboxSpec())
-    with SyncSandboxClient(info.socket) as sandbox:
+    with sandbox_of(host) as (_, sandbox):
         cell(sandbox, "lost = 1")
         sandbox.reset()
         result = cell(sandbox, "'lost' in dir()")
         assert (result.output, result.restarted) == ("False\n", True)
-    host.release(info.id)
 
 
 @pytest.mark.parametrize("starting", [False, True])
 def test_a_program_that_runs_alone_ends_the_kernel_also_one_that_is_starting(host, starting):
-    info = host.start(SandboxSpec())
-    with SyncSandboxClient(info.socket) as sandbox:
+    with sandbox_of(host) as (_, sandbox):
         if starting:
             sandbox.ipython_warm()
         else:
@@ -104,7 +97,6 @@ def test_a_program_that_runs_alone_ends_the_kernel_also_one_that_is_starting(hos
         assert "kernel.py" not in sandbox.exec(["sh", "-c", f"sleep 0.5; {look}"]).stdout.replace(look, "")
         result = cell(sandbox, "'lost' in dir()")
         assert (result.output, result.restarted) == ("False\n", not starting)
-    host.release(info.id)
 
 
 def test_streams_results_displays_and_child_processes_keep_their_order(sandbox):
@@ -342,8 +334,6 @@ def test_without_ipykernel_the_refusal_says_what_to_install(host):
 
 def test_a_python_without_ipykernel_on_the_path_is_passed_over(host):
     path = "/workspace/bin:/usr/bin:/bin"
-    info = host.start(SandboxSpec(env={"PATH": path}, files={"bin/python3": BARE_PYTHON}))
-    with SyncSandboxClient(info.socket) as sandbox:
+    with sandbox_of(host, env={"PATH": path}, files={"bin/python3": BARE_PYTHON}) as (_, sandbox):
         sandbox.bash("chmod +x bin/python3")
         assert cell(sandbox, "1 + 1").output == "2\n"
-    host.release(info.id)

@@ -8,20 +8,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sandbox import processes
-from sandbox.client import SandboxClient
 from sandbox.config import HostConfig
 from sandbox.container import Container
 from sandbox.errors import SandboxRequestError, SandboxStartError
-from sandbox.host_client import HostClient
 from sandbox.pool import Kind, WarmPool
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.spec import BindSpec, Limits, SandboxSpec
+from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.sandbox.conftest import run, why_not
 
 
@@ -34,20 +34,20 @@ def spec() -> SandboxSpec:
 def pool(state, monkeypatch):
     """Starts a host that keeps two ready; more settings by name."""
 
-    def make(**settings: int) -> HostClient:
+    def make(**settings: int) -> SyncHostClient:
         for name, value in {"warm": 2, **settings}.items():
             monkeypatch.setenv(f"ROLLOUT_SANDBOX_{name.upper()}", str(value))
-        return HostClient(state)
+        return SyncHostClient(state)
 
     return make
 
 
-async def warm(host: HostClient, count: int) -> None:
+def warm(host: SyncHostClient, count: int) -> None:
     """Wait until so many are ready."""
     deadline = time.monotonic() + 60
-    while (found := (await host.stats())["warm"]) != count:
-        assert time.monotonic() < deadline, f"{found} warm sandboxes instead of {count}"
-        await asyncio.sleep(0.02)
+    while (ready := host.stats()["warm"]) != count:
+        assert time.monotonic() < deadline, f"{ready} warm sandboxes instead of {count}"
+        time.sleep(0.02)
 
 
 # -- in this process ----------------------------------------------
@@ -152,120 +152,100 @@ def test_one_that_is_ended_or_being_ended_is_not_given(monkeypatch):
 
 
 def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool, spec):
-    async def scenario():
-        host = pool()
-        first = await host.start(spec)
-        assert not first.warm
-        await warm(host, 2)
-        asked = SandboxSpec(
-            runtime=spec.runtime,
-            env={"GREETING": "it's"},
-            files={"a/b.txt": "text"},
-            owner="me",
-            max_lifetime_s=100,
-        )
-        info = await host.start(asked)
-        assert info.warm and info.owner == "me" and info.id != first.id
-        (listed,) = [one for one in await host.list() if one["id"] == info.id]
-        assert listed["seconds_left"] <= 100
-        async with SandboxClient(info.socket) as client:
-            result = await client.bash('echo "$GREETING"; cat a/b.txt; touch a/b.txt a/mine')
-            assert (result.output, result.exit_code) == ("it's\ntext", 0)
-            await client.bash("exit")
-            assert (await client.bash("echo $GREETING")).output == "it's\n"  # of a new shell, too
-        await warm(host, 2)  # refilled
-        stats = await host.stats()
-        assert (stats["claimed"], stats["claimed_warm"]) == (2, 1)
-
-    run(scenario())
+    host = pool()
+    first = host.start(spec)
+    assert not first.warm
+    warm(host, 2)
+    asked = SandboxSpec(
+        runtime=spec.runtime,
+        env={"GREETING": "it's"},
+        files={"a/b.txt": "text"},
+        owner="me",
+        max_lifetime_s=100,
+    )
+    info = host.start(asked)
+    assert info.warm and info.owner == "me" and info.id != first.id
+    (listed,) = [one for one in host.list() if one["id"] == info.id]
+    assert listed["seconds_left"] <= 100
+    with SyncSandboxClient(info.socket) as client:
+        result = client.bash('echo "$GREETING"; cat a/b.txt; touch a/b.txt a/mine')
+        assert (result.output, result.exit_code) == ("it's\ntext", 0)
+        client.bash("exit")
+        assert client.bash("echo $GREETING").output == "it's\n"  # of a new shell, too
+    warm(host, 2)  # refilled
+    stats = host.stats()
+    assert (stats["claimed"], stats["claimed_warm"]) == (2, 1)
 
 
 def test_another_kind_is_not_served_from_the_pool(pool, spec):
-    async def scenario():
-        host = pool()
-        await host.start(spec)
-        await warm(host, 2)
-        for other in ({"limits": Limits(memory_mb=100)}, {"network": "host"}, {"ipython": True}):
-            info = await host.start(SandboxSpec(runtime=spec.runtime, **other))
-            assert not info.warm
-
-    run(scenario())
+    host = pool()
+    host.start(spec)
+    warm(host, 2)
+    for other in ({"limits": Limits(memory_mb=100)}, {"network": "host"}, {"ipython": True}):
+        info = host.start(SandboxSpec(runtime=spec.runtime, **other))
+        assert not info.warm
 
 
 def test_many_claims_at_once_each_get_a_sandbox_of_their_own(pool, spec):
-    async def scenario():
-        host = pool()
-        await host.start(spec)
-        await warm(host, 2)
-        infos = await asyncio.gather(*(host.start(spec) for _ in range(6)))
-        assert len({info.id for info in infos}) == 6
-        assert sum(info.warm for info in infos) >= 2
-
-    run(scenario())
+    host = pool()
+    host.start(spec)
+    warm(host, 2)
+    with ThreadPoolExecutor(6) as threads:
+        infos = list(threads.map(host.start, [spec] * 6))
+    assert len({info.id for info in infos}) == 6
+    assert sum(info.warm for info in infos) >= 2
 
 
 def test_warm_ones_end_with_the_host_and_with_their_kinds_use(pool, spec, state):
-    async def scenario():
-        # Long enough for both to start on a loaded machine before the first one ends.
-        host = pool(warm_idle_s=8)
-        await host.start(spec)
-        await warm(host, 2)
-        await warm(host, 0)
-        await host.start(spec)
-        await warm(host, 2)
-        await host.stop()
-        assert not list((state / "scratch").glob("*"))
-
-    run(scenario())
+    # Long enough for both to start on a loaded machine before the first one ends.
+    host = pool(warm_idle_s=8)
+    host.start(spec)
+    warm(host, 2)
+    warm(host, 0)
+    host.start(spec)
+    warm(host, 2)
+    host.stop()
+    assert not list((state / "scratch").glob("*"))
 
 
 def test_the_total_is_bounded_and_the_kind_asked_for_last_comes_first(pool, spec):
-    async def scenario():
-        host = pool(warm_total=3)
-        old = SandboxSpec(runtime=spec.runtime, limits=Limits(processes=100))
-        await host.start(old)
-        await warm(host, 2)
-        await host.start(spec)
-        await warm(host, 3)
-        assert (await host.start(spec)).warm
-        assert (await host.start(old)).warm
-
-    run(scenario())
+    host = pool(warm_total=3)
+    old = SandboxSpec(runtime=spec.runtime, limits=Limits(processes=100))
+    host.start(old)
+    warm(host, 2)
+    host.start(spec)
+    warm(host, 3)
+    assert host.start(spec).warm
+    assert host.start(old).warm
 
 
 def test_a_warm_one_that_died_is_not_given(pool, spec, state):
-    async def scenario():
-        host = pool()
-        await host.start(spec)
-        await warm(host, 2)
-        claimed = {one["id"] for one in await host.list()}
-        for directory in list((state / "scratch").iterdir()):
-            if directory.name not in claimed:
-                # From outside: nothing inside can.
-                processes.send(processes.with_variable("ROLLOUT_SANDBOX_ID", directory.name))
-        info = await host.start(spec)
-        async with SandboxClient(info.socket) as client:
-            assert (await client.bash("echo fine")).output == "fine\n"
-        await warm(host, 2)
-
-    run(scenario())
+    host = pool()
+    host.start(spec)
+    warm(host, 2)
+    claimed = {one["id"] for one in host.list()}
+    for directory in list((state / "scratch").iterdir()):
+        if directory.name not in claimed:
+            # From outside: nothing inside can.
+            processes.send(processes.with_variable("ROLLOUT_SANDBOX_ID", directory.name))
+    info = host.start(spec)
+    with SyncSandboxClient(info.socket) as client:
+        assert client.bash("echo fine").output == "fine\n"
+    warm(host, 2)
 
 
 def test_a_refused_claim_costs_the_warm_one_and_nothing_else(pool, spec):
-    async def scenario():
-        host = pool()
-        await host.start(spec)
-        await warm(host, 2)
-        bad = SandboxSpec(runtime=spec.runtime, env={"not a name": "x"})
-        with pytest.raises(SandboxRequestError, match="not a name"):
-            await host.start(bad)
-        with pytest.raises(SandboxRequestError, match="outside the workspace"):
-            await host.start(SandboxSpec(runtime=spec.runtime, files={"../x": ""}))
-        assert (await host.start(spec)).id
-        await warm(host, 2)
-        assert (await host.stats())["claimed"] == 2
-
-    run(scenario())
+    host = pool()
+    host.start(spec)
+    warm(host, 2)
+    bad = SandboxSpec(runtime=spec.runtime, env={"not a name": "x"})
+    with pytest.raises(SandboxRequestError, match="not a name"):
+        host.start(bad)
+    with pytest.raises(SandboxRequestError, match="outside the workspace"):
+        host.start(SandboxSpec(runtime=spec.runtime, files={"../x": ""}))
+    assert host.start(spec).id
+    warm(host, 2)
+    assert host.stats()["claimed"] == 2
 
 
 def test_a_warm_one_does_not_show_what_had_a_bound_place_s_name_before(pool, spec, monkeypatch):
@@ -278,33 +258,27 @@ def test_a_warm_one_does_not_show_what_had_a_bound_place_s_name_before(pool, spe
         (place / "data").chmod(0o755)
         (place / "data" / "said").write_text(text)
 
-    async def scenario():
-        host = pool()
-        bound = SandboxSpec(runtime=spec.runtime, binds=(BindSpec(str(place / "data"), "/data"),))
-        await host.keep_warm(bound, 1)
-        await warm(host, 1)
-        (place / "data").rename(place / "old")
-        fill("new")
-        info = await host.start(bound)
-        async with SandboxClient(info.socket) as client:
-            assert (await client.bash("cat /data/said")).output == "new"
-        assert not info.warm
-
     fill("old")
-    run(scenario())
+    host = pool()
+    bound = SandboxSpec(runtime=spec.runtime, binds=(BindSpec(str(place / "data"), "/data"),))
+    host.keep_warm(bound, 1)
+    warm(host, 1)
+    (place / "data").rename(place / "old")
+    fill("new")
+    info = host.start(bound)
+    with SyncSandboxClient(info.socket) as client:
+        assert client.bash("cat /data/said").output == "new"
+    assert not info.warm
     shutil.rmtree(place)
 
 
 @pytest.mark.apptainer
 def test_a_kernel_of_a_warm_sandbox_is_ready(pool):
-    async def scenario():
-        host = pool()
-        spec = SandboxSpec(runtime="apptainer", ipython=True)
-        await host.keep_warm(spec, 1)
-        await warm(host, 1)
-        info = await host.start(spec)
-        assert info.warm
-        async with SandboxClient(info.socket) as client:
-            assert (await client.ipython("6 * 7")).output == "42\n"
-
-    run(scenario())
+    host = pool()
+    spec = SandboxSpec(runtime="apptainer", ipython=True)
+    host.keep_warm(spec, 1)
+    warm(host, 1)
+    info = host.start(spec)
+    assert info.warm
+    with SyncSandboxClient(info.socket) as client:
+        assert client.ipython("6 * 7").output == "42\n"

@@ -9,9 +9,8 @@ import time
 import pytest
 
 from sandbox.errors import SandboxRequestError
-from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.sandbox.conftest import why_not
+from tests.helpers.blocking import SyncSandboxClient, exchange
+from tests.sandbox.conftest import sandbox_on
 
 LONG = 120.0
 """Seconds; nothing that is to end by itself needs so long on the slowest machine."""
@@ -80,7 +79,13 @@ CASES = [
     Case("return outside of a function", "echo a; return 5; echo b", "a\n", 5),
     Case("background first", "sleep 0 & wait; echo a", ends("a\n")),
     # -- output
-    Case("50 MB", "yes middle | head -c 50000000; echo last", ends("last\n"), cut=True),
+    Case(
+        "50 MB",
+        "echo first; yes middle | head -c 50000000; echo last",
+        lambda output: output.startswith("first\n") and output.endswith("last\n") and len(output) < 31_000,
+        cut=True,
+    ),
+    Case("2,000 lines", "seq 2000", "".join(f"{number}\n" for number in range(1, 2001))),
     Case("300 kB binary", "head -c 300000 /dev/urandom", has("of 300000 bytes left out"), cut=True),
     Case("3 MB without a line end", "head -c 3000000 /dev/zero | tr '\\0' x", ends("x"), cut=True),
     Case("escape sequences", "printf '\\033[31mred\\033[0m\\a\\b'", "\x1b[31mred\x1b[0m\x07\x08"),
@@ -142,6 +147,14 @@ CASES = [
     Case("without job control", "set +m; sleep 1000", has(""), 130, endless=True, then=(("set -m", ""),)),
     Case(
         "PROMPT_COMMAND lost on the way", "readonly PROMPT_COMMAND=:; sleep 1000", has(""), 130, endless=True
+    ),
+    Case(
+        "PROMPT_COMMAND emptied on the way",
+        "x=kept; PROMPT_COMMAND=; while :; do sleep 1; done",
+        "",
+        None,
+        endless=True,
+        then=(("echo $x", "kept\n"),),
     ),
     Case("exec of another shell", "exec bash --norc", has(""), 137, endless=True, restarted=True),
     # -- what changes the shell
@@ -221,14 +234,7 @@ CASES = [
 
 
 # To the shell bubblewrap is as Apptainer; with local-unsafe it has no PID namespace of its own.
-@pytest.fixture(scope="module", params=["apptainer", "local-unsafe"])
-def box(request, shared_state):
-    if request.param != "local-unsafe" and (reason := why_not(request.param)):
-        pytest.skip(reason)
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime=request.param))
-    yield info
-    assert host.release(info.id)
+box = sandbox_on("apptainer", "local-unsafe", env={"GREETING": "good day"}, files={"a/b.txt": "hi\n"})
 
 
 @pytest.fixture
@@ -266,6 +272,27 @@ def test_the_outcome_is_exact_and_the_next_command_works(shell, case):
     assert not result.shell_restarted
 
 
+def test_directory_variables_and_functions_persist(shell):
+    assert shell.bash("echo $GREETING; echo $PAGER; echo ${LD_PRELOAD-none}; cat a/b.txt").output == (
+        "good day\ncat\nnone\nhi\n"
+    )
+    shell.bash("mkdir -p ~/deep; cd ~/deep; COUNT=41; export SEEN=yes; add() { echo $((COUNT + $1)); }")
+    result = shell.bash('pwd; add 1; bash -c "echo $SEEN"; (exit 7)')
+    assert result.output == f"{result.cwd}\n42\nyes\n" and result.exit_code == 7
+    assert shell.bash("echo $?").output == "7\n"
+    assert result.cwd.endswith("/deep")
+    assert result.previous_cwd == result.cwd != shell.bash("cd ~").cwd
+    assert shell.bash(":").previous_cwd == shell.bash(":").cwd
+
+
+def test_a_shell_that_a_background_job_has_stopped_goes_on_with_the_next_command(shell):
+    shell.bash("rm -f armed said; (while ! [ -e armed ]; do sleep 0.02; done; kill -STOP $$; touch said) &")
+    shell.write_file("armed", "")
+    _until_said(shell)
+    result = shell.bash("rm armed said; echo on", timeout=5)
+    assert (result.output.splitlines()[-1], result.timed_out) == ("on", False)
+
+
 @pytest.mark.may_skip
 def test_at_the_process_limit_builtins_work_and_the_rest_is_stopped(shell, box):
     if box.runtime == "local-unsafe":
@@ -282,6 +309,8 @@ def test_a_nul_and_half_a_surrogate_are_refused(shell):
         with pytest.raises(SandboxRequestError, match=message):
             shell.bash(text)
     assert shell.bash("echo next").output == "next\n"
+    with pytest.raises(SandboxRequestError, match="unknown operation"):
+        exchange(shell._address, {"op": "nonsense"}, 5)
 
 
 def test_the_directory_is_told_whatever_its_name(shell):

@@ -12,21 +12,14 @@ from sandbox import processes
 from sandbox.errors import SandboxRequestError
 from sandbox.spec import SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, exchange
-from tests.sandbox.conftest import why_not
+from tests.sandbox.conftest import sandbox_on, why_not
 
 KEEP = {"timeout": 60, "on_timeout": "keep"}
 FOREVER = 1000.0
 """Seconds; a test that needs so long has failed long since."""
 
 
-@pytest.fixture(scope="module", params=["apptainer", "bubblewrap", "local-unsafe"])
-def box(request, shared_state):
-    if request.param != "local-unsafe" and (reason := why_not(request.param)):
-        pytest.skip(reason)
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime=request.param, env={"GREETING": "good day"}))
-    yield info
-    assert host.release(info.id)
+box = sandbox_on("apptainer", "bubblewrap", "local-unsafe", env={"GREETING": "good day"})
 
 
 @pytest.fixture
@@ -290,6 +283,24 @@ def test_a_second_connection_types_at_once_while_the_first_waits(shell, box):
     worker.join(60)
     assert (sent[-1].output, sent[-1].running) == ("", True)
     assert results[0].output == "got words\n"
+
+
+def test_an_interrupt_from_a_second_connection_ends_that_command_and_no_other(shell, box):
+    results = []
+    worker = threading.Thread(target=lambda: results.append(shell.bash("sleep 1000", FOREVER)))
+    worker.start()
+    with SyncSandboxClient(box.socket) as other:
+        until(lambda: is_running(other))
+        assert other.ping()["shell_pid"] > 0
+        with pytest.raises(SandboxRequestError, match="longer than 4095 bytes"):
+            other.send_input("x" * 5000)
+        assert other.interrupt()
+        worker.join(60)
+        assert (results[0].interrupted, results[0].timed_out) == (True, False)
+        assert not other.interrupt()
+    orphan = "(sleep 0.05 &)"  # the server has to look when it ends
+    later = shell.bash(f"{orphan}; sleep 0.2; echo whole")
+    assert (later.output, later.interrupted) == ("whole\n", False), "the interrupt was another command's"
 
 
 # -- reset, limits, environment ----------------------------------------------

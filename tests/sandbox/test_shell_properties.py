@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.sandbox.conftest import why_not
+from tests.helpers.blocking import SyncSandboxClient
+from tests.sandbox.conftest import sandbox_on
 
 # Derandomised, so that a run in CI says something about the change and not about the dice. For a search set
 # HYPOTHESIS_EXAMPLES to a large number: the seed of a failure is printed.
@@ -27,15 +26,13 @@ fuzzed = settings(
 )
 
 
-@pytest.fixture(scope="module", params=["apptainer", "local-unsafe"])
-def shell(request, shared_state):
-    if request.param != "local-unsafe" and (reason := why_not(request.param)):
-        pytest.skip(reason)
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime=request.param))
-    with SyncSandboxClient(info.socket) as client:
+box = sandbox_on("apptainer", "local-unsafe")
+
+
+@pytest.fixture(scope="module")
+def shell(box):
+    with SyncSandboxClient(box.socket) as client:
         yield client
-    assert host.release(info.id)
 
 
 @pytest.fixture(scope="module")
