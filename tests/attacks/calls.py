@@ -1,5 +1,12 @@
 """What scripts of attackers begin with: the kernel's calls by number, and what they said."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.attacks import attack
+
 CALLS = '''
 import ctypes, errno, json, mmap, os, platform, socket, struct, sys, time
 
@@ -38,6 +45,16 @@ def in_child(attempt):
 def won(yes):
     print("WON" if yes else "LOST")
 '''
+
+
+def scripted(stopped_by: str, script: str | Callable[[Any], str]) -> Callable:
+    """An attack that is one script, which ends with `won(…)`; or what makes it for a target."""
+
+    @attack(stopped_by)
+    def attempt(target) -> bool:
+        return succeeds(target, script(target) if callable(script) else script)
+
+    return attempt
 
 
 def succeeds(target, attempt: str, timeout: float = 60.0) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,10 +66,27 @@ def attacked_host(request) -> Iterator[tuple[SyncHostClient, Path, str]]:
         yield host, host.state, runtime
 
 
-@pytest.fixture
-def target(attacked_host) -> Iterator[SandboxTarget]:
-    """A sandbox of its own for each attack. Attacks on something else define a `target` in their file."""
-    host, state, runtime = attacked_host
+@contextlib.contextmanager
+def attacked_sandbox(host: SyncHostClient, state: Path, runtime: str) -> Iterator[SandboxTarget]:
     control = runtime == "local-unsafe"
     with sandbox_of(host, runtime=runtime) as (info, client):
         yield SandboxTarget(CONTROL if control else runtime, control, runtime, host, state, info, client)
+
+
+@pytest.fixture(scope="module")
+def shared_target(attacked_host) -> Iterator[SandboxTarget]:
+    """One sandbox for all attacks of a file."""
+    with attacked_sandbox(*attacked_host) as target:
+        yield target
+
+
+@pytest.fixture
+def target(request, attacked_host) -> Iterator[SandboxTarget]:
+    """A sandbox of its own for each attack, or the shared one in a file that says `ONE_SANDBOX`: its attacks
+    leave nothing that the next could profit from. Attacks on something else define a `target` in their file.
+    """
+    if getattr(request.module, "ONE_SANDBOX", False):
+        yield request.getfixturevalue("shared_target")
+        return
+    with attacked_sandbox(*attacked_host) as target:
+        yield target

@@ -11,8 +11,9 @@ import pytest
 
 from sandbox import paths
 from tests.attacks import attack
-from tests.attacks.calls import succeeds
+from tests.attacks.calls import scripted, succeeds
 
+ONE_SANDBOX = True
 NO_SYS = "no /sys but its processors, read-only"
 
 
@@ -69,12 +70,10 @@ won(in_child(leave))
     )
 
 
-@attack(stopped_by=NO_SYS)
-def test_have_the_kernel_run_a_program_when_a_cgroup_is_empty(target):
-    """CVE-2022-0492: release_agent, run as the machine's root. Only opened here."""
-    return succeeds(
-        target,
-        """
+# CVE-2022-0492: release_agent, run as the machine's root. Only opened here.
+test_have_the_kernel_run_a_program_when_a_cgroup_is_empty = scripted(
+    NO_SYS,
+    """
 import glob
 opened = 0
 for path in glob.glob("/sys/fs/cgroup/*/release_agent") + glob.glob("/sys/fs/cgroup/cgroup.procs"):
@@ -82,15 +81,13 @@ for path in glob.glob("/sys/fs/cgroup/*/release_agent") + glob.glob("/sys/fs/cgr
     except OSError: pass
 won(opened)
 """,
-    )
+)
 
 
-@attack(stopped_by=NO_SYS)
-def test_write_anywhere_below_sys(target):
-    """Offline processors, rebind drivers, reload firmware. Only opened here."""
-    return succeeds(
-        target,
-        """
+# Offline processors, rebind drivers, reload firmware. Only opened here.
+test_write_anywhere_below_sys = scripted(
+    NO_SYS,
+    """
 import itertools
 opened = 0
 for parent, directories, files in itertools.islice(os.walk("/sys"), 3000):
@@ -100,9 +97,8 @@ for parent, directories, files in itertools.islice(os.walk("/sys"), 3000):
             except OSError: pass
 won(opened)
 """,
-    )
+)
 
-
-@attack(stopped_by=NO_SYS)
-def test_list_the_machines_devices_and_network(target):
-    return succeeds(target, 'won(any(map(os.path.isdir, ("/sys/class", "/sys/block", "/sys/firmware"))))')
+test_list_the_machines_devices_and_network = scripted(
+    NO_SYS, 'won(any(map(os.path.isdir, ("/sys/class", "/sys/block", "/sys/firmware"))))'
+)

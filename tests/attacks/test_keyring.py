@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tests.attacks import attack
-from tests.attacks.calls import CALLS, succeeds
+from tests.attacks.calls import CALLS, scripted, succeeds
 from tests.helpers.blocking import sandbox_of
 
+ONE_SANDBOX = True
 FILTER = "keyctl refused by the filter; a session keyring of its own"
 SESSION, USER = -3, -4  # KEY_SPEC_SESSION_KEYRING, KEY_SPEC_USER_KEYRING
 LEAVE = """
@@ -59,9 +60,7 @@ won(said in (-errno.ENOKEY, -errno.ENOENT))
     )
 
 
-@attack(stopped_by="an empty file over /proc/keys")
-def test_list_the_keys_of_the_service_user(target):
-    return succeeds(
-        target,
-        'won(any(open(path).read() for path in ("/proc/keys", "/proc/key-users") if os.path.exists(path)))',
-    )
+test_list_the_keys_of_the_service_user = scripted(
+    "an empty file over /proc/keys",
+    'won(any(open(path).read() for path in ("/proc/keys", "/proc/key-users") if os.path.exists(path)))',
+)

@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 from tests.attacks import attack
-from tests.attacks.calls import succeeds
+from tests.attacks.calls import scripted, succeeds
 
+ONE_SANDBOX = True
 OWN = "a network namespace of its own"
-FILTER = "the filter of system calls: Unix, TCP and UDP only"
 
 
 @attack(stopped_by=OWN)
@@ -42,9 +42,10 @@ except OSError: won(False)
         )
 
 
-def _opens(target, family: int, kind: int, protocol: int) -> bool:
-    return succeeds(
-        target,
+def opens(family: int, kind: int, protocol: int):
+    """An attack that opens a socket."""
+    return scripted(
+        "the filter of system calls: Unix, TCP and UDP only",
         f"""
 try: socket.socket({family}, {kind}, {protocol}); won(True)
 except OSError: won(False)
@@ -52,33 +53,18 @@ except OSError: won(False)
     )
 
 
-@attack(stopped_by=FILTER)
-def test_talk_to_the_hypervisor(target):
-    """VM sockets know no network namespaces: what listens on the machine's host is reached from anywhere."""
-    return _opens(target, socket.AF_VSOCK, socket.SOCK_STREAM, 0)
+# VM sockets know no network namespaces: what listens on the machine's host is reached from anywhere.
+test_talk_to_the_hypervisor = opens(socket.AF_VSOCK, socket.SOCK_STREAM, 0)
 
+# CVE-2016-8655, CVE-2020-14386: packet sockets from a namespace where one is root.
+test_listen_to_packets = opens(socket.AF_PACKET, socket.SOCK_RAW, 0)
 
-@attack(stopped_by=FILTER)
-def test_listen_to_packets(target):
-    """CVE-2016-8655, CVE-2020-14386: packet sockets from a namespace where one is root."""
-    return _opens(target, socket.AF_PACKET, socket.SOCK_RAW, 0)
+# CVE-2022-32250, CVE-2024-1086: nf_tables, by NETLINK_NETFILTER; and NETLINK_KOBJECT_UEVENT.
+test_reach_the_packet_filter_of_the_kernel = opens(socket.AF_NETLINK, socket.SOCK_RAW, 12)
+test_hear_of_the_machines_devices = opens(socket.AF_NETLINK, socket.SOCK_RAW, 15)
 
-
-@attack(stopped_by=FILTER)
-def test_reach_the_packet_filter_of_the_kernel(target):
-    """CVE-2022-32250, CVE-2024-1086: nf_tables, by netlink."""
-    return _opens(target, socket.AF_NETLINK, socket.SOCK_RAW, 12)  # NETLINK_NETFILTER
-
-
-@attack(stopped_by=FILTER)
-def test_hear_of_the_machines_devices(target):
-    return _opens(target, socket.AF_NETLINK, socket.SOCK_RAW, 15)  # NETLINK_KOBJECT_UEVENT
-
-
-@attack(stopped_by=FILTER)
-def test_load_a_protocol_of_the_kernel(target):
-    """DCCP's CVE-2017-6074, SCTP's, MPTCP's: the socket loads the module."""
-    return _opens(target, socket.AF_INET, socket.SOCK_STREAM, 262)  # IPPROTO_MPTCP
+# DCCP's CVE-2017-6074, SCTP's, MPTCP's: the socket loads the module. Here: IPPROTO_MPTCP.
+test_load_a_protocol_of_the_kernel = opens(socket.AF_INET, socket.SOCK_STREAM, 262)
 
 
 @attack(stopped_by="hosts and resolv.conf of its own")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def node(request) -> Iterator[tuple[SyncHostClient, Path, Path, str]]:
         "BINDS": f"{shared}:rw",
     }
     names = {f"ROLLOUT_SANDBOX_{name}": value for name, value in settings.items()}
-    with private_host(**names, ROLLOUT_TEST_TOKEN="s3cret") as host:
+    with private_host(**names, ROLLOUT_TEST_TOKEN="s3cret", ROLLOUT_SANDBOX_TEST_SECRET="s3cret") as host:
         yield host, host.state, shared, request.param
     shutil.rmtree(shared)
 
@@ -136,30 +135,18 @@ def test_one_process_is_refused_more_memory_than_the_limit(victim):
     victim.works()
 
 
-def test_many_processes_are_ended_when_they_use_too_much_memory_together(victim):
-    code = f"""
-import os, time
-for _ in range(4): os.fork()
-x = b"x" * ({MEMORY_MB} << 20 >> 3)
-time.sleep(1000)
-"""
-    victim.client.write_file("/tmp/attack.py", code)
-    result = victim.client.bash("python3 /tmp/attack.py", timeout=PATIENCE_S)
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"for _ in range(4): os.fork()\nx = b'x' * ({MEMORY_MB} << 20 >> 3)",
+        f"for _ in range(20): os.write(os.memfd_create('x'), b'x' * ({DISK_MB - 5} << 20))",
+    ],
+    ids=["of many processes", "in unnamed files"],
+)
+def test_too_much_memory_together_is_ended(victim, code):
+    result = victim.python(f"import os, time\n{code}\ntime.sleep(1000)")
     assert "memory" in result.limit_exceeded
     assert f"at most {MEMORY_MB} MiB" in result.limit_exceeded
-    victim.works()
-
-
-def test_memory_in_unnamed_files_is_counted(victim):
-    result = victim.python(
-        f"""
-import os, time
-files = [os.memfd_create("x") for _ in range(20)]
-for fd in files: os.write(fd, b"x" * ({DISK_MB - 5} << 20))
-time.sleep(1000)
-"""
-    )
-    assert "memory" in result.limit_exceeded
     victim.works()
 
 
@@ -282,41 +269,11 @@ def test_a_flood_of_output_costs_the_server_no_memory(victim):
 # -- out of the sandbox ----------------------------------------------
 
 
-def test_nothing_of_the_machine_is_reached_over_any_network(victim):
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
-        abstract.bind("\0rollout-test-" + victim.info.id)
-        abstract.listen()
-        port = server.getsockname()[1]
-        result = victim.python(
-            f"""
-import socket
-targets = [
-    ("127.0.0.1", {port}),  # a service of the node: the gateway, Redis
-    ("169.254.169.254", 80),  # metadata of clouds
-    ("10.0.0.1", 80), ("8.8.8.8", 53), ("::1", {port}),
-]
-for target in targets:
-    try:
-        socket.create_connection(target, 2)
-        print("reached", target)
-    except OSError:
-        pass
-try:
-    socket.socket(socket.AF_UNIX).connect("\\0rollout-test-{victim.info.id}")
-    print("reached the abstract socket")
-except OSError:
-    pass
-print("done")
-"""
-        )
-    assert result.output == "done\n"
-
-
 def test_no_secret_of_the_worker_or_the_host_is_anywhere_inside(victim):
     result = victim.client.bash(
         "env; cat /proc/*/environ /proc/*/cmdline 2>/dev/null | tr '\\0' '\\n'; cat /run/sbx/*; id; mount"
     )
-    for secret in ("s3cret", "ROLLOUT_TEST_TOKEN", "REDIS", "ROLLOUT_SANDBOX_BINDS"):
+    for secret in ("s3cret", "ROLLOUT_TEST_TOKEN", "REDIS", "ROLLOUT_SANDBOX_BINDS", "APPTAINERENV"):
         assert secret not in result.output
     victim.works()
 
@@ -375,20 +332,11 @@ def test_the_server_can_be_neither_killed_nor_stopped(victim):
     assert victim.client.bash("echo lives").output == "lives\n"
 
 
-def test_a_server_that_is_killed_from_outside_ends_the_sandbox_and_is_reported(victim):
+def test_a_server_that_is_killed_from_outside_ends_the_sandbox_with_all_that_outlives_it(victim):
+    victim.client.bash("(trap '' HUP TERM INT; setsid -f sleep 600)")
     os.kill(server_of(victim), signal.SIGKILL)
     with pytest.raises(SandboxGone):
         victim.client.bash("sleep 5")
-    deadline = time.monotonic() + PATIENCE_S
-    while (fate := victim.host.fate(victim.info.id)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert fate.kind == "died"
-
-
-def test_what_outlives_the_server_ends_with_the_sandbox_all_the_same(victim):
-    victim.client.bash("(trap '' HUP TERM INT; setsid -f sleep 600)")
-    os.kill(server_of(victim), signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE_S
     while (fate := victim.host.fate(victim.info.id)) is None:
         assert time.monotonic() < deadline

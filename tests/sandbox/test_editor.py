@@ -6,24 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.blocking import SyncHostClient, sandbox_of
+from tests.helpers.blocking import SyncSandboxClient
 from tests.helpers.sandboxes import server_modules
+from tests.sandbox.conftest import sandbox_on
 
-
-@pytest.fixture(scope="module")
-def sandbox_(shared_state):
-    host = SyncHostClient(shared_state)
-    with sandbox_of(host) as (_, client):
-        yield client
+info = sandbox_on("apptainer")
 
 
 @pytest.fixture
-def box(sandbox_):
-    sandbox_.bash("cd /workspace && rm -rf /workspace/* /workspace/.[!.]*")
-    return sandbox_
-
-
-in_container = pytest.mark.apptainer
+def box(info):
+    with SyncSandboxClient(info.socket) as client:
+        client.bash("cd /workspace && rm -rf /workspace/* /workspace/.[!.]*")
+        yield client
 
 
 def put(box, content, name="f.txt"):
@@ -37,7 +31,6 @@ def refused(result, *words):
         assert word in result.output
 
 
-@in_container
 def test_view_numbers_lines_and_shows_tabs_as_they_are(box):
     path = put(box, "one\n\ttwo\nthree")
     assert box.editor("view", path).output == "     1\tone\n     2\t\ttwo\n     3\tthree\n"
@@ -46,13 +39,11 @@ def test_view_numbers_lines_and_shows_tabs_as_they_are(box):
     assert "is empty" in box.editor("view", put(box, "", "empty")).output
 
 
-@in_container
 @pytest.mark.parametrize("view_range", [[0, 1], [1, 4], [3, 2], [4, 4], [-1, 2], [1, -2]])
 def test_a_range_beyond_the_file_is_refused_with_its_length(box, view_range):
     refused(box.editor("view", put(box, "1\n2\n3\n"), view_range=view_range), "3 lines")
 
 
-@in_container
 def test_a_long_view_is_cut_and_says_how_to_see_more(box):
     path = put(box, "".join(f"line {i}\n" for i in range(1, 5001)))
     result = box.editor("view", path, max_output_chars=1000)
@@ -65,7 +56,6 @@ def test_a_long_view_is_cut_and_says_how_to_see_more(box):
     )
 
 
-@in_container
 def test_a_directory_is_listed_two_levels_deep_without_hidden_entries(box):
     box.bash("mkdir -p a/b/c .git/x; touch a/z a/.h a/b/c/deep m; ln -s m a/link")
     lines = box.editor("view", "/workspace").output.splitlines()
@@ -82,7 +72,6 @@ def test_a_directory_is_listed_two_levels_deep_without_hidden_entries(box):
     assert "more than 1000 entries" in box.editor("view", "/workspace").output
 
 
-@in_container
 def test_paths_are_checked_and_better_ones_named(box):
     put(box, "x", "src/main.py")
     refused(box.editor("view", "src/main.py"), "not absolute", "/workspace/src/main.py")
@@ -94,7 +83,6 @@ def test_paths_are_checked_and_better_ones_named(box):
     refused(box.editor("view", "/workspace/pipe"), "neither a regular file")
 
 
-@in_container
 def test_create_makes_directories_and_never_overwrites(box):
     assert box.editor("create", "/workspace/new/dir/a.py", file_text="x = 1\n").ok
     assert box.read_file("new/dir/a.py") == b"x = 1\n"
@@ -104,7 +92,6 @@ def test_create_makes_directories_and_never_overwrites(box):
     assert box.read_file("new/dir/a.py") == b"x = 1\n"
 
 
-@in_container
 def test_str_replace_edits_the_one_occurrence_and_shows_it(box):
     path = put(box, "".join(f"line {i}\n" for i in range(1, 21)))
     result = box.editor("str_replace", path, old_str="line 10\n", new_str="ten\nand more\n")
@@ -116,7 +103,6 @@ def test_str_replace_edits_the_one_occurrence_and_shows_it(box):
     assert b"more" not in box.read_file(path)
 
 
-@in_container
 def test_str_replace_explains_what_did_not_fit(box):
     path = put(box, "def f():\n    return 1\n\ndef g():\n    return 1\n")
     before = box.read_file(path)
@@ -134,7 +120,6 @@ def test_str_replace_explains_what_did_not_fit(box):
     assert box.read_file(path) == before
 
 
-@in_container
 def test_insert_puts_lines_anywhere_and_keeps_a_missing_last_newline(box):
     path = put(box, "a\nb")
     assert box.editor("insert", path, insert_line=0, new_str="top").ok
@@ -147,7 +132,6 @@ def test_insert_puts_lines_anywhere_and_keeps_a_missing_last_newline(box):
     assert box.read_file("e") == b"x\n"
 
 
-@in_container
 @pytest.mark.parametrize(
     ("raw", "old", "new", "after"),
     [
@@ -169,7 +153,6 @@ def test_encoding_and_line_endings_stay(box, raw, old, new, after):
     assert box.read_file(path) == raw
 
 
-@in_container
 def test_what_is_no_text_is_refused(box):
     refused(box.editor("view", put(box, b"\x7fELF\0\1")), "binary")
     refused(box.editor("view", put(box, b"\x89\x01\x02\xff")), "binary")
@@ -180,7 +163,6 @@ def test_what_is_no_text_is_refused(box):
     assert "10485761 bytes; only its first 10485760" in box.editor("view", "/workspace/big").output
 
 
-@in_container
 def test_links_modes_and_inodes_survive_an_edit(box):
     path = put(box, "old\n", "target")
     box.bash("chmod 751 target; ln -s target soft; ln target hard")
@@ -194,7 +176,6 @@ def test_links_modes_and_inodes_survive_an_edit(box):
     refused(box.editor("view", "/workspace/dangling"), "nowhere")
 
 
-@in_container
 def test_undo_steps_back_to_before_the_creation_and_ends_there(box):
     path = "/workspace/story"
     box.editor("create", path, file_text="0")
@@ -209,7 +190,6 @@ def test_undo_steps_back_to_before_the_creation_and_ends_there(box):
     refused(box.editor("undo_edit", put(box, "x", "never")), "no edit")
 
 
-@in_container
 def test_undo_goes_back_twenty_edits_and_never_over_the_work_of_others(box):
     path = put(box, "n0\n")
     for i in range(25):

@@ -17,21 +17,14 @@ from sandbox.client import SandboxClient
 from sandbox.connection import new_key
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.server import archive
-from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from tests.helpers.blocking import SyncSandboxClient
 from tests.helpers.sandboxes import server_modules
-from tests.sandbox.conftest import run
+from tests.sandbox.conftest import run, sandbox_on
 
-in_container = pytest.mark.apptainer
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def info(shared_state):
-    host = SyncHostClient(shared_state)
-    started = host.start(SandboxSpec())
-    yield started
-    host.release(started.id)
+info = sandbox_on("apptainer")
 
 
 @pytest.fixture
@@ -75,7 +68,6 @@ def content(root: Path) -> dict[str, object]:
     }
 
 
-@in_container
 def test_a_directory_survives_the_way_in_and_out(box, tree, tmp_path):
     there = box.upload(tree, "copy")
     assert there.files == 5
@@ -90,7 +82,6 @@ def test_a_directory_survives_the_way_in_and_out(box, tree, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "tree"]
 
 
-@in_container
 def test_a_file_of_many_pieces_keeps_content_and_mode(box, tmp_path):
     source = tmp_path / "source"
     source.write_bytes(os.urandom(5 * archive.PIECE_BYTES + 3))
@@ -102,7 +93,6 @@ def test_a_file_of_many_pieces_keeps_content_and_mode(box, tmp_path):
     assert (tmp_path / "new/file").stat().st_mode & 0o777 == 0o750
 
 
-@in_container
 def test_an_upload_merges_into_a_directory_and_follows_no_link_out_of_it(box, tree):
     box.bash("mkdir deep elsewhere; echo keep >deep/kept; echo old >run.sh; ln -s /workspace/elsewhere empty")
     box.upload(tree, ".", exclude=["long*", "*.bin"])
@@ -114,7 +104,6 @@ def test_an_upload_merges_into_a_directory_and_follows_no_link_out_of_it(box, tr
     ]  # fmt: skip
 
 
-@in_container
 def test_the_workspace_is_archived_without_what_is_excluded(box, tree, tmp_path):
     box.upload(tree, ".")
     box.bash("mkdir .git node_modules; touch .git/HEAD node_modules/x; mkfifo pipe")
@@ -125,7 +114,6 @@ def test_the_workspace_is_archived_without_what_is_excluded(box, tree, tmp_path)
     assert names == sorted(name for name in content(tree) if not name.startswith("deep/er"))
 
 
-@in_container
 def test_what_leads_out_of_a_download_is_left_away_and_named(box, tmp_path):
     box.bash(
         "mkdir -p d/sub; cd d; ln -s /etc/passwd abs; ln -s ../../.. sub/up; ln -s sub in; ln -s in/../.. via"
@@ -139,7 +127,6 @@ def test_what_leads_out_of_a_download_is_left_away_and_named(box, tmp_path):
         box.download("d", tmp_path / "d")
 
 
-@in_container
 def test_limits_and_impossible_requests_say_so_and_leave_nothing_behind(box, tree, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -170,7 +157,6 @@ def test_limits_and_impossible_requests_say_so_and_leave_nothing_behind(box, tre
     assert box.bash("ls -A; ls -A e; find . -name '.upload*'").output.split() == ["d", "e", "run.sh"]
 
 
-@in_container
 def test_an_upload_that_breaks_off_leaves_no_temporary_file(info, box, tree):
     async def break_off():
         async with SandboxClient(info.socket) as client:
@@ -216,7 +202,6 @@ def test_transfers_with_silent_sandboxes_leave_the_threads_of_the_loop_to_others
         asyncio.run(transfer_and_work(SandboxClient(f"{tmp_path}/s#{new_key()}")))
 
 
-@in_container
 def test_a_cancelled_download_leaves_nothing_here(info, box, tmp_path):
     box.bash("mkdir d; head -c 200000000 /dev/urandom >d/big", timeout=120)
 
@@ -236,7 +221,6 @@ def test_a_cancelled_download_leaves_nothing_here(info, box, tmp_path):
     assert run(cancel()).bytes == 200_000_000
 
 
-@in_container
 def test_stat_list_and_special_files(box):
     box.bash("mkdir d; echo hi >d/f; ln -s f d/l; mkfifo d/p; chmod 640 d/f")
     assert [(entry.name, entry.kind) for entry in box.list_dir("d")] == [
@@ -251,7 +235,6 @@ def test_stat_list_and_special_files(box):
         box.write_file("d/p", b"x")
 
 
-@in_container
 def test_files_are_read_and_written_exactly(box):
     content = bytes(range(256)) * 100
     for part in (content, content[:300]):  # nothing is left of what was longer

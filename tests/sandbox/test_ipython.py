@@ -11,7 +11,7 @@ from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.spec import SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
-from tests.sandbox.conftest import run
+from tests.sandbox.conftest import run, sandbox_on
 
 pytestmark = pytest.mark.apptainer
 
@@ -24,11 +24,7 @@ def host(shared_state):
     return SyncHostClient(shared_state)
 
 
-@pytest.fixture(scope="module")
-def info(host):
-    started = host.start(SandboxSpec(env={"GREETING": "good day"}))
-    yield started
-    host.release(started.id)
+info = sandbox_on("apptainer", env={"GREETING": "good day"})
 
 
 @pytest.fixture(scope="module")

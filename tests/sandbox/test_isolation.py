@@ -13,81 +13,48 @@ from pathlib import Path
 import pytest
 
 from sandbox import trees
-from sandbox.connection import Address
 from sandbox.errors import SandboxError
 from sandbox.runtimes import writable_root
 from sandbox.spec import BindSpec, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
 from tests.helpers.sandboxes import new_state
-from tests.sandbox.conftest import why_not
+from tests.sandbox.conftest import sandbox_on
+
+box = sandbox_on("apptainer", "bubblewrap")
 
 
-@pytest.fixture(scope="module", params=["apptainer", "bubblewrap"])
-def pair(request, shared_state):
-    """Two sandboxes of one host: (host state, [info, info], [client, client])."""
-    if reason := why_not(request.param):
-        pytest.skip(reason)
-    os.environ["ROLLOUT_SANDBOX_TEST_SECRET"] = os.environ["TEST_SECRET"] = "s3cret"
-    try:
-        host = SyncHostClient(shared_state)
-        infos = [host.start(SandboxSpec(runtime=request.param)) for _ in range(2)]
-    finally:
-        del os.environ["ROLLOUT_SANDBOX_TEST_SECRET"], os.environ["TEST_SECRET"]
-    clients = [SyncSandboxClient(info.socket) for info in infos]
-    yield shared_state, infos, clients
-    for info, client in zip(infos, clients, strict=True):
-        client.close()
-        host.release(info.id)
+@pytest.fixture
+def client(box) -> Iterator[SyncSandboxClient]:
+    with SyncSandboxClient(box.socket) as client:
+        yield client
 
 
-def test_files_of_the_machine_are_not_there(pair, tmp_path):
-    state, _, (client, _) = pair
+def test_files_of_the_machine_are_not_there(client, shared_state, tmp_path):
     (tmp_path / "secret").write_text("x")
-    for path in (tmp_path, state, Path(__file__).parent):
+    for path in (tmp_path, shared_state, Path(__file__).parent):
         assert client.bash(f"ls -a {path}").exit_code != 0, path
 
 
-def test_the_other_sandbox_is_out_of_reach(pair):
-    state, infos, (one, two) = pair
-    two.bash("echo mine >/workspace/x; echo mine >/tmp/x; sleep 60 &")
-    assert "x" not in one.bash("ls /workspace /tmp").output.splitlines()
-    assert one.bash("find / -type s 2>/dev/null").output == ""
-    assert one.bash(f"ls {Address.parse(infos[1].socket)} {state}").exit_code != 0
-    assert "sleep 60" not in one.bash("ps ax").output
-
-
-def test_processes_of_the_machine_are_not_there(pair):
-    client = pair[2][0]
+def test_processes_of_the_machine_are_not_there(client):
     pids = client.bash("ls /proc | grep -c '^[0-9]'").output
     assert int(pids) < 10
     assert client.bash(f"kill -0 {os.getpid()}").exit_code != 0
 
 
-def test_there_is_no_network_but_loopback(pair):
-    client = pair[2][0]
+def test_there_is_no_network_but_loopback(client):
     names = client.bash("tail -n +3 /proc/net/dev | cut -d: -f1").output.split()
     assert names == ["lo"]
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    assert client.bash(f"echo >/dev/tcp/127.0.0.1/{port}").exit_code != 0
-    server.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert client.bash(f"echo >/dev/tcp/127.0.0.1/{server.getsockname()[1]}").exit_code != 0
 
 
-def test_the_environment_is_clean(pair):
-    output = pair[2][0].bash("env; cat /proc/*/environ | tr '\\0' '\\n'").output
-    assert "s3cret" not in output
-    assert "APPTAINERENV" not in output
-
-
-def test_there_are_no_capabilities_and_no_way_to_the_kernels_switches(pair):
-    client = pair[2][0]
+def test_there_are_no_capabilities_and_no_way_to_the_kernels_switches(client):
     assert "CapEff:\t0000000000000000" in client.bash("cat /proc/self/status").output
     for path in ("/proc/sys/kernel/core_pattern", "/sys/kernel/uevent_helper", "/proc/sysrq-trigger"):
         assert client.bash(f": >>{path}").exit_code != 0, path
 
 
-def test_all_processes_inside_are_under_the_filter_of_system_calls(pair):
-    client = pair[2][0]
+def test_all_processes_inside_are_under_the_filter_of_system_calls(client):
     client.bash("sleep 60 &")
     cell = client.ipython("print(*[l for l in open('/proc/self/status') if l.startswith('Seccomp:')])", 60)
     assert cell.output.split() == ["Seccomp:", "2"]
@@ -96,11 +63,9 @@ def test_all_processes_inside_are_under_the_filter_of_system_calls(pair):
     assert int(found[0]) >= 6  # server, shell, sleep, the kernel's two, grep
 
 
-def test_the_servers_code_is_read_only(pair):
-    client = pair[2][0]
-    place = "/sbx"
-    assert client.bash(f"ls {place}/ptyprocess").exit_code == 0
-    assert client.bash(f"touch {place}/x").exit_code != 0
+def test_the_servers_code_is_read_only(client):
+    assert client.bash("ls /sbx/ptyprocess").exit_code == 0
+    assert client.bash("touch /sbx/x").exit_code != 0
 
 
 @pytest.fixture
@@ -126,15 +91,12 @@ def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(images, state):
         assert result.output == "no\n"
 
 
-@pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
-def test_an_image_has_no_library_loaded_into_the_server(images, state, name):
-    if reason := why_not(name):
-        pytest.skip(reason)
-    image = images / f"preload-{name}"
+def test_an_image_has_no_library_loaded_into_the_server(images, state, container):
+    image = images / f"preload-{container}"
     (image / "etc").mkdir(parents=True)
     (image / "etc" / "ld.so.preload").write_text("/workspace/hostile.so\n")
     image.chmod(0o755)
-    with sandbox_of(SyncHostClient(state), runtime=name, image=str(image)) as (_, client):
+    with sandbox_of(SyncHostClient(state), runtime=container, image=str(image)) as (_, client):
         # The loader says so for each program when it cannot load what is named there.
         assert client.bash('read -r line </etc/ld.so.preload; echo "<$line>"').output == "<>\n"
 
@@ -194,67 +156,45 @@ def shown(monkeypatch) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-@pytest.mark.parametrize("target", ["/etc/hosts", "/etc/resolv.conf"])
-@pytest.mark.parametrize("name", ["apptainer", "bubblewrap"])
-def test_what_a_request_binds_covers_a_place_of_our_own(state, shown, name, target):
-    if reason := why_not(name):
-        pytest.skip(reason)
-    host = SyncHostClient(state)
-    info = host.start(
-        SandboxSpec(runtime=name, binds=(BindSpec(str(shown), target), BindSpec(str(shown.parent), "/tmp")))
-    )
-    with SyncSandboxClient(info.socket) as client:
-        assert client.bash(f"cat {target} /tmp/names").output == 2 * shown.read_text()
-    host.release(info.id)
+def test_what_a_request_binds_covers_a_place_of_our_own(state, shown, container):
+    places = ("/etc/hosts", "/etc/resolv.conf")
+    binds = (*(BindSpec(str(shown), place) for place in places), BindSpec(str(shown.parent), "/tmp"))
+    with sandbox_of(SyncHostClient(state), runtime=container, binds=binds) as (_, client):
+        assert client.bash(f"cat {' '.join(places)} /tmp/names").output == 3 * shown.read_text()
 
 
-@pytest.mark.parametrize(
-    ("leads_to", "target", "place"),
-    [
+@pytest.mark.apptainer
+def test_what_an_image_has_in_the_place_of_our_code_neither_covers_it_nor_is_shown(state, shown, images):
+    host, linked, full = SyncHostClient(state), images / "linked", images / "full"
+    for name in ("sbx-python/lib", "sbx", "run", "etc"):
+        (linked / name).mkdir(parents=True)
+    for leads_to, target, place in (
         ("sbx-python", "/by/lib", "/sbx-python"),
         ("/", "/by/sbx", "/sbx"),
         ("/", "/by/run", "/run/sbx"),
         ("/", "/by/etc", "/etc/ld.so.preload"),
-    ],
-)
-@pytest.mark.apptainer
-def test_what_a_request_binds_does_not_cover_our_code_by_a_link_of_the_image(
-    state, shown, images, leads_to, target, place
-):
-    image = images / "linked"
-    for name in ("sbx-python/lib", "sbx", "run", "etc"):
-        (image / name).mkdir(parents=True)
-    (image / "by").symlink_to(leads_to)
-    bind = BindSpec(str(shown.parent), target)
-    with pytest.raises(SandboxError, match=f"a link of the image leads from {target} to .* {place}"):
-        SyncHostClient(state).start(SandboxSpec(runtime="apptainer", image=str(image), binds=(bind,)))
-
-
-@pytest.mark.parametrize("place", ["sbx", "sbx-python"])
-@pytest.mark.apptainer
-def test_a_file_of_the_image_in_the_place_of_our_code_keeps_it_from_starting(state, images, place):
-    image = images / "file"
-    image.mkdir()
-    (image / place).write_text("")
-    with pytest.raises(SandboxError, match=f"/{place}"):
-        SyncHostClient(state).start(SandboxSpec(runtime="apptainer", image=str(image)))
-
-
-@pytest.mark.apptainer
-def test_a_directory_of_the_image_in_the_place_of_our_code_is_covered(state, images):
-    image = images / "full"
+    ):
+        (linked / "by").unlink(missing_ok=True)
+        (linked / "by").symlink_to(leads_to)
+        bind = BindSpec(str(shown.parent), target)
+        with pytest.raises(SandboxError, match=f"a link of the image leads from {target} to .* {place}"):
+            host.start(SandboxSpec(runtime="apptainer", image=str(linked), binds=(bind,)))
     for name in ("sbx", "sbx-python"):
-        (image / name).mkdir(parents=True)
-        (image / name / "of-the-image").write_text("")
-    with sandbox_of(SyncHostClient(state), runtime="apptainer", image=str(image)) as (_, client):
+        (images / f"file-{name}").mkdir()
+        (images / f"file-{name}" / name).write_text("")
+        with pytest.raises(SandboxError, match=f"/{name}"):
+            host.start(SandboxSpec(runtime="apptainer", image=str(images / f"file-{name}")))
+        (full / name).mkdir(parents=True)
+        (full / name / "of-the-image").write_text("")
+    with sandbox_of(host, runtime="apptainer", image=str(full)) as (_, client):
         assert client.bash("echo /sbx*/of-the-image").output == "/sbx*/of-the-image\n"
 
 
 @pytest.mark.apptainer
 def test_the_machines_network_is_there_on_request_and_is_recorded(shared_state):
-    server = socket.create_server(("127.0.0.1", 0))
-    with sandbox_of(SyncHostClient(shared_state), runtime="apptainer", network="host") as (info, client):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        sandbox_of(SyncHostClient(shared_state), runtime="apptainer", network="host") as (info, client),
+    ):
         assert "network" in info.isolation_missing
-        port = server.getsockname()[1]
-        assert client.bash(f"echo >/dev/tcp/127.0.0.1/{port}").exit_code == 0
-    server.close()
+        assert client.bash(f"echo >/dev/tcp/127.0.0.1/{server.getsockname()[1]}").exit_code == 0

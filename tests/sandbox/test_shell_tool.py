@@ -8,9 +8,7 @@ import dataclasses
 import pytest
 
 from sandbox.client import BashResult, SandboxClient
-from sandbox.spec import SandboxSpec
-from tests.helpers.blocking import SyncHostClient
-from tests.sandbox.conftest import why_not
+from tests.sandbox.conftest import sandbox_on
 from workers.agent.tools import ExecuteBash, ToolContext
 from workers.agent.tools.bash import describe
 
@@ -21,25 +19,18 @@ class Impatient(ExecuteBash):
     quiet_timeout_s = 0.3
 
 
-@pytest.fixture(scope="module")
-def socket(shared_state):
-    if reason := why_not("apptainer"):
-        pytest.skip(reason)
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime="apptainer"))
-    yield info.socket
-    assert host.release(info.id)
+info = sandbox_on("apptainer")
 
 
 @pytest.fixture
-def ask(socket):
+def ask(info):
     """Calls of the tool, one after the other, as a model makes them; answers the observations."""
 
     def carry_out(*calls, timeout_s=120.0, tool=None):
         tool = tool or ExecuteBash()
 
         async def run():
-            async with SandboxClient(socket) as sandbox:
+            async with SandboxClient(info.socket) as sandbox:
                 await sandbox.reset()
                 context = ToolContext(sandbox=sandbox, timeout_s=timeout_s)
                 calls_made = [call if isinstance(call, dict) else {"command": call} for call in calls]
