@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import configparser
+import dis
 import graphlib
 import re
 import sys
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -41,19 +43,31 @@ EXTRAS = [
 PARTS = {"pydantic-core": "pydantic", "redis": "celery", "sympy": "reasoning-gym", "werkzeug": "flask"}
 """Distributions that come with another one, which our bound on that other one covers."""
 
-OWN = {"rollout", "services", "workers", "sandbox"}
+OWN = {"rollout", "services", "services.gateway", "workers", "sandbox"}
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
-            if node.module.startswith("services.gateway"):
-                names.add("services.gateway")
-    return names
+def imports(path: Path, inside: bool = True) -> Iterator[tuple[str, set[str]]]:
+    """What a module imports, relative names aside: each name, and what is taken from it; `inside`: in its
+    functions, too.
+
+    Read from the compiled code: `ast.parse` counts its depth for the whole interpreter, and fails with a
+    SystemError where another thread's Python runs in between (python/cpython#106905).
+    """
+    codes = [compile(path.read_text(), path, "exec", dont_inherit=True)]
+    while codes:
+        code = codes.pop()
+        if inside:
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        steps = list(dis.get_instructions(code))
+        for number, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME" and steps[number - 2].argval == 0:
+                yield step.argval, set(steps[number - 1].argval or ())
+
+
+def imported(path: Path, inside: bool = True) -> set[str]:
+    names = {name for name, _ in imports(path, inside)}
+    gateway = {"services.gateway"} if any(name.startswith("services.gateway") for name in names) else set()
+    return {name.split(".")[0] for name in names} | gateway
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -73,13 +87,9 @@ def test_workers_do_not_reach_into_the_gateway():
 def modules_imported(path: Path, modules: dict[str, Path]) -> set[str]:
     """The modules of workers that one imports, for its types alone or in a function included."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            # A submodule that is imported from its package is meant, and not the package.
-            names |= members & modules.keys() or {node.module}
+    for name, members in imports(path):
+        # A submodule that is imported from its package is meant, and not the package.
+        names |= {f"{name}.{member}" for member in members} & modules.keys() or {name}
     return names & modules.keys()
 
 
@@ -102,20 +112,9 @@ def test_what_a_package_imports_is_installed_with_its_extras(package, extras):
     declared |= {part for part, whole in PARTS.items() if whole in declared}
     distributions = packages_distributions()
     for path in sorted((ROOT / package).rglob("*.py")):
-        for name in loaded(path) - sys.stdlib_module_names - OWN:
+        for name in imported(path, inside=False) - sys.stdlib_module_names - OWN:
             sources = {normal(source) for source in distributions.get(name, [name])}
             assert sources & declared, f"{path.relative_to(ROOT)} imports {name}, which {extras} lack"
-
-
-def loaded(path: Path) -> set[str]:
-    """The packages that a module imports when it is loaded itself."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.split(".")[0])
-    return names
 
 
 def normal(distribution: str) -> str:
