@@ -4,48 +4,26 @@ in their last state, displays that were updated shown once. Memory is bounded wh
 
 import re
 
-from output import Capture
+from output import SEPARATOR, Capture, Scanner
 
 ESCAPES = re.compile(
     rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,2000}(?:\x07|\x1b\\)|[()][0-9A-Za-z]|[=>@-Z\\^_7-8])"
 )
 OVERWRITTEN = re.compile(rb"[^\n]*\r")
 MAX_LINE_BYTES = 8192  # a longer line is no progress bar and is passed on before its end
-MAX_PLACE_DIGITS = 20
+MAX_PLACE_DIGITS, MAX_PLACE_BYTES = 20, 64
 MAX_SLOTS = 50  # displays that may be updated in place; each holds up to the whole allowance of text
 
 
-class PlaceScanner:
-    """Splits what a kernel prints into output and the numbered markers that say where a display belongs."""
+class PlaceScanner(Scanner):
+    """What a kernel prints, and the markers `RS nonce ; NUMBER RS` that say where a display belongs."""
 
     def __init__(self, nonce):
-        """`nonce`: what nobody else prints."""
-        self._start = b"\x1e" + nonce.encode() + b";"
-        self._marker = re.compile(re.escape(self._start) + rb"(\d{1,%d})\x1e" % MAX_PLACE_DIGITS)
-        self._pending = b""
+        super().__init__(nonce, SEPARATOR, MAX_PLACE_BYTES)
 
-    def feed(self, data):
-        """List of ("output", bytes) and ("place", number) in order."""
-        data, self._pending = self._pending + data, b""
-        items, position = [], 0
-        for match in self._marker.finditer(data):
-            items += [("output", data[position : match.start()]), ("place", int(match.group(1)))]
-            position = match.end()
-        rest = data[position:]
-        begin = rest.rfind(b"\x1e")
-        if begin >= 0 and self._may_begin(rest[begin:]):
-            rest, self._pending = rest[:begin], rest[begin:]
-        return [item for item in [*items, ("output", rest)] if item[1]]
-
-    def flush(self):
-        """What was held back because a marker might have begun there."""
-        rest, self._pending = self._pending, b""
-        return rest
-
-    def _may_begin(self, data):
-        start, number = data[: len(self._start)], data[len(self._start) :]
-        whole = len(number) <= MAX_PLACE_DIGITS and (not number or number.isdigit())
-        return self._start.startswith(start) and whole
+    def parse(self, body):
+        """("place", number)."""
+        return ("place", int(body)) if body.isdigit() and len(body) <= MAX_PLACE_DIGITS else None
 
 
 class LineFilter:

@@ -90,20 +90,20 @@ def _partial_character_bytes(data):
     return 0
 
 
-class MarkerScanner:
-    """Splits a shell's byte stream into output and markers.
+class Scanner:
+    """Splits a byte stream into output and markers: `RS nonce ; body END`."""
 
-    A marker is `RS nonce ; body ; nonce RS`. A body is `b;NUMBER` where a command begins and
-    `e;NUMBER;CODE;PWD` where it ends.
-    """
-
-    def __init__(self, nonce):
+    def __init__(self, nonce, end, most_bytes):
+        """`nonce`: what nobody else prints; `end`: of a marker; of one longer than `most_bytes` no end is
+        waited for. A subclass has `parse(body)`: the marker, or None where it is only output.
+        """
         self._start = SEPARATOR + nonce.encode() + b";"
-        self._end = b";" + nonce.encode() + SEPARATOR
+        self._end = end
+        self._most_bytes = most_bytes
         self._pending = b""
 
     def feed(self, data):
-        """List of ("output", bytes), ("begin", (number,)) and ("end", (number, code, pwd)) as they came."""
+        """List of ("output", bytes) and markers as they came."""
         items = []
         data = self._pending + data
         self._pending = b""
@@ -121,12 +121,12 @@ class MarkerScanner:
             if later >= 0:
                 self._output(items, data[position:later])
                 position = later
-            elif end < 0 and len(data) - start <= MAX_MARKER_BYTES:
+            elif end < 0 and len(data) - start <= self._most_bytes:
                 self._output(items, data[position:start])
                 self._pending = data[start:]
                 return items
             else:
-                marker = self._parse(data[start + len(self._start) : end]) if end >= 0 else None
+                marker = self.parse(data[start + len(self._start) : end]) if end >= 0 else None
                 if marker is None:
                     self._output(items, data[position : start + 1])
                     position = start + 1
@@ -145,7 +145,21 @@ class MarkerScanner:
         return len(data) - at if at >= 0 and self._start.startswith(data[at:]) else 0
 
     @staticmethod
-    def _parse(body):
+    def _output(items, data):
+        if data:
+            items.append(("output", data))
+
+
+class MarkerScanner(Scanner):
+    """Those of a shell: `RS nonce ; body ; nonce RS`. A body is `b;NUMBER` where a command begins and
+    `e;NUMBER;CODE;PWD` where it ends.
+    """
+
+    def __init__(self, nonce):
+        super().__init__(nonce, b";" + nonce.encode() + SEPARATOR, MAX_MARKER_BYTES)
+
+    def parse(self, body):
+        """("begin", (number,)) or ("end", (number, code, pwd))."""
         try:
             kind, rest = body.split(b";", 1)
             if kind == b"b":
@@ -156,8 +170,3 @@ class MarkerScanner:
         except ValueError:
             pass
         return None
-
-    @staticmethod
-    def _output(items, data):
-        if data:
-            items.append(("output", data))
