@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from sandbox.container import Container
 from sandbox.errors import ImageError, RuntimeUnavailable
 from sandbox.images import ImageStore
 from sandbox.runtimes import RUNTIMES
 from sandbox.spec import SandboxInfo
+from sandbox.watchdog import Watchdog
 from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import new_state
 
@@ -79,6 +81,28 @@ def container(request) -> str:
 def host(state: Path) -> SyncHostClient:
     """A client of a host of one's own."""
     return SyncHostClient(state)
+
+
+class Watching(Watchdog):
+    """A watchdog of these containers that only notes whom it would have ended: (name, why, kind)."""
+
+    def __init__(self, directory: Path, *containers: Container) -> None:
+        self.ended: list[tuple[str, str, str]] = []
+        note = lambda container, *why: self.ended.append((container.id, *why))  # noqa: E731
+        super().__init__(lambda: list(containers), note, directory)
+
+    def look_until_ended(self, pause_s: float = 0.0) -> tuple[str, str, str]:
+        """Who is ended first: at once, or when found not to listen; looked at again after each pause."""
+
+        async def scenario() -> None:
+            await self.look()
+            while not self.ended:
+                await asyncio.sleep(pause_s or 0.01)
+                if pause_s:
+                    await self.look()
+
+        run(asyncio.wait_for(scenario(), 60))
+        return self.ended[0]
 
 
 def run(coroutine):

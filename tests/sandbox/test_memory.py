@@ -17,8 +17,8 @@ import pytest
 
 from sandbox import memory, processes
 from sandbox.container import Container
-from sandbox.watchdog import Watchdog
 from tests.helpers.sandboxes import never_begun
+from tests.sandbox.conftest import Watching
 
 MIB = 1 << 20
 FAR = 1 << 40
@@ -111,21 +111,15 @@ def test_a_process_that_closes_itself_counts_by_its_resident_size():
 @pytest.mark.parametrize("code", [UNNAMED, SOCKETS], ids=["memfd", "sockets"])
 def test_who_hides_memory_gives_way_and_not_the_largest(code, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "memory_available", lambda: 0)
-    ended = []
     with running(LARGE) as large, running(code) as hiding:
         containers = [watched(name, pid, tmp_path) for name, pid in (("large", large), ("hiding", hiding))]
         usages = {name: processes.usages(pid) for name, pid in (("large", large), ("hiding", hiding))}
         resident = {name: sum(one.rss_bytes for one in used) for name, used in usages.items()}
         assert resident["hiding"] < resident["large"]
 
-        async def scenario():
-            watchdog = Watchdog(lambda: containers, lambda one, *why: ended.append(one.id), tmp_path)
-            await watchdog.look()
-            while not ended:  # nobody listens on its socket, so it is ended
-                await asyncio.sleep(0.01)
-
-        asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert ended == ["hiding"]
+        watchdog = Watching(tmp_path, *containers)
+        watchdog.look_until_ended()
+    assert [name for name, _, _ in watchdog.ended] == ["hiding"]
 
 
 # -- a sandbox that has very much to look at ----------------------------------------------
@@ -195,33 +189,27 @@ def test_who_grows_while_it_is_being_looked_at_is_caught(monkeypatch):
 def test_who_is_far_over_is_looked_at_without_a_pause_up_to_the_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "BUDGET_S", -1.0)
     with running(LARGE) as large:
-        containers = [watched("large", large, tmp_path, memory_mb=15)]
+        watchdog = Watching(tmp_path, watched("large", large, tmp_path, memory_mb=15))
 
-        async def scenario() -> int:
-            watchdog = Watchdog(lambda: containers, lambda one, *why: None, tmp_path)
+        async def scenario():
             for _ in range(memory.MOST_CALLS):
                 await watchdog.look()
-            return watchdog.breaches["memory"]
 
-        assert asyncio.run(scenario()) == 1
+        asyncio.run(scenario())
+        assert watchdog.breaches["memory"] == 1
 
 
 def test_who_was_small_when_last_counted_gives_way_by_what_it_holds_now(tmp_path, monkeypatch):
-    ended = []
     neighbour = f"x = bytes({20 * MIB}).replace(bytes(1), b'x')"
     with running("pass") as small, running(LARGE) as large, running(neighbour) as other:
-        containers = [watched("grown", small, tmp_path), watched("neighbour", other, tmp_path)]
-
-        async def scenario():
-            watchdog = Watchdog(lambda: containers, lambda one, *why: ended.append(one.id), tmp_path)
-            await watchdog.look()
-            containers[0].pid = large
-            monkeypatch.setattr(memory, "BUDGET_S", -1.0)  # as with very many descriptors in decoys
-            monkeypatch.setattr(processes, "memory_available", lambda: 0)
-            await watchdog.look()
-
-        asyncio.run(scenario())
-    assert ended == ["grown"]
+        grown = watched("grown", small, tmp_path)
+        watchdog = Watching(tmp_path, grown, watched("neighbour", other, tmp_path))
+        asyncio.run(watchdog.look())
+        grown.pid = large
+        monkeypatch.setattr(memory, "BUDGET_S", -1.0)  # as with very many descriptors in decoys
+        monkeypatch.setattr(processes, "memory_available", lambda: 0)
+        asyncio.run(watchdog.look())
+    assert [name for name, _, _ in watchdog.ended] == ["grown"]
 
 
 def test_a_process_far_over_the_limit_is_not_walked_page_by_page():
@@ -236,26 +224,33 @@ def test_a_process_far_over_the_limit_is_not_walked_page_by_page():
 
 
 def test_who_has_very_much_open_does_not_delay_what_its_neighbour_is_held_to(tmp_path):
-    ended = asyncio.Queue()
     with costly() as pid, running("pass") as idle:
         containers = [watched("costly", pid, tmp_path), watched("neighbour", idle, tmp_path, memory_mb=30)]
 
         async def scenario() -> float:
-            watchdog = Watchdog(lambda: containers, lambda one, *why: ended.put_nowait(one.id), tmp_path)
+            watchdog = Watching(tmp_path, *containers)
             running_on = asyncio.create_task(watchdog.run())
             await asyncio.sleep(1.5)  # both were looked at, and the one at length
             with running(LARGE) as large:
                 containers[1].pid = large
                 began = time.monotonic()
-                assert await asyncio.wait_for(ended.get(), 60) == "neighbour"
+                while not watchdog.ended and time.monotonic() < began + 60:
+                    await asyncio.sleep(0.01)
                 took = time.monotonic() - began
+            assert [name for name, _, _ in watchdog.ended] == ["neighbour"]
             running_on.cancel()
             return took
 
         assert asyncio.run(scenario()) < 2.5
 
 
-def test_the_next_process_of_a_pid_is_not_ended_in_the_place_of_another():
+@pytest.mark.parametrize("descriptors", [True, False], ids=["as always", "no descriptor left"])
+def test_the_next_process_of_a_pid_is_not_ended_in_the_place_of_another(descriptors, monkeypatch):
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    if not descriptors:
+        monkeypatch.setattr(os, "pidfd_open", refused)
     with running("pass") as pid:
         started = processes.start_time(pid)
         processes.end(pid, started - 1)
@@ -274,17 +269,3 @@ def test_page_tables_count_at_every_look():
         (one,) = processes.usages(pid)
         assert 128 * MIB <= one.table_bytes <= one.rss_bytes < 170 * MIB
         assert 128 * MIB <= memory.Survey().held([one], None, FAR).total < 170 * MIB
-
-
-def test_a_process_is_ended_when_no_descriptor_is_left(monkeypatch):
-    def refused(pid: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    with running("pass") as pid:
-        started = processes.start_time(pid)
-        processes.end(pid, started - 1)
-        assert processes.is_alive(pid, started)
-        processes.end(pid, started)
-        while processes.is_alive(pid, started):
-            time.sleep(0.01)

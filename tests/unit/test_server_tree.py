@@ -14,11 +14,11 @@ from tests.helpers.sandboxes import server_modules
 @pytest.fixture
 def trees(tmp_path: Path) -> Any:
     with server_modules("tree") as (tree,):
-        yield tree.Trees(str(tmp_path)).operations()
+        yield tree.Trees(str(tmp_path))
 
 
 def changes(trees: Any, root: Path) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    told = trees["changed_tree"]({"path": str(root)}, None)
+    told = trees.op_changed_tree({"path": str(root)}, None)
     return {entry["path"]: entry for entry in told["changed"]}, set(told["removed"])
 
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path, trees: Any) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     (root / "link").symlink_to("a/one")
-    assert trees["note_tree"]({"path": str(root), "exclude": [".git", "skip"]}, None) == {"entries": 6}
+    assert trees.op_note_tree({"path": str(root), "exclude": [".git", "skip"]}, None) == {"entries": 6}
     return root
 
 
@@ -86,4 +86,4 @@ def test_a_link_in_the_place_of_the_directory_is_not_followed(trees: Any, root: 
 
 def test_a_directory_that_was_not_noted_is_refused_by_name(trees: Any, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="other was not noted"):
-        trees["changed_tree"]({"path": "other"}, None)
+        trees.op_changed_tree({"path": "other"}, None)
