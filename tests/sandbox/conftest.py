@@ -77,6 +77,30 @@ def container(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=["apptainer", "bubblewrap", "local-unsafe"])
+def runtime(request) -> str:
+    """The name of each runtime that works here."""
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def anything() -> str:
+    """The name of a runtime for tests about the host, not the isolation."""
+    return "bubblewrap" if why_not("apptainer") else "apptainer"
+
+
+@pytest.fixture
+def images(monkeypatch) -> Iterator[Path]:
+    """A place whose directories may be images by their paths."""
+    place = new_state()
+    place.chmod(0o755)
+    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(place))
+    yield place
+    shutil.rmtree(place)
+
+
 @pytest.fixture
 def host(state: Path) -> SyncHostClient:
     """A client of a host of one's own."""

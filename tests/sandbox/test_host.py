@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,29 +43,6 @@ STUBBORN = """
 for i in 1 2 3; do setsid bash -c 'trap "" TERM HUP INT; while :; do sleep 1000; done' & done
 sleep 0.2
 """
-
-
-@pytest.fixture(params=["apptainer", "bubblewrap", "local-unsafe"])
-def runtime(request) -> str:
-    if reason := why_not(request.param):
-        pytest.skip(reason)
-    return request.param
-
-
-@pytest.fixture
-def anything() -> str:
-    """The name of a runtime for tests about the host, not the isolation."""
-    return "bubblewrap" if why_not("apptainer") else "apptainer"
-
-
-@pytest.fixture
-def images(monkeypatch) -> Iterator[Path]:
-    """A place whose directories may be images by their paths."""
-    directory = Path(tempfile.mkdtemp(prefix="sbxi-", dir="/tmp"))
-    directory.chmod(0o755)
-    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(directory))
-    yield directory
-    shutil.rmtree(directory)
 
 
 def processes_of(pid: int) -> list[int]:

@@ -118,7 +118,7 @@ exec {real} "$@"
 # -- eviction ----------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_image_makes_room(store: ImageStore, images: dict[str, str]):
+def test_the_least_recently_used_image_makes_room(store, images):
     a, b = store.rootfs(images["a"]), store.rootfs(images["b"])
     store.rootfs(images["a"])
     c = store.rootfs(images["c"])
@@ -128,7 +128,7 @@ def test_the_least_recently_used_image_makes_room(store: ImageStore, images: dic
     assert (c / "usr/data/name").read_text() == "c"
 
 
-def test_releasing_an_image_counts_as_its_last_use(store: ImageStore, images: dict[str, str]):
+def test_releasing_an_image_counts_as_its_last_use(store, images):
     a, b = store.rootfs(images["a"]), store.rootfs(images["b"])
     with store.hold(a):
         store.rootfs(images["b"])
@@ -136,7 +136,7 @@ def test_releasing_an_image_counts_as_its_last_use(store: ImageStore, images: di
     assert (a.is_dir(), b.is_dir()) == (True, False)
 
 
-def test_an_image_in_use_stays_even_when_nothing_else_can_go(store: ImageStore, images: dict[str, str]):
+def test_an_image_in_use_stays_even_when_nothing_else_can_go(store, images):
     held = [store.hold(store.rootfs(images[name])) for name in "aab"]
     with pytest.raises(
         ImageError, match=r"quota .* is 2\.5 MB, .* 2\.0 MB are in use.*ROLLOUT_IMAGE_CACHE_GB"
@@ -152,7 +152,7 @@ def test_an_image_in_use_stays_even_when_nothing_else_can_go(store: ImageStore, 
     assert store.rootfs(images["c"]).is_dir()
 
 
-def test_an_image_that_another_process_uses_stays(store: ImageStore, images: dict[str, str]):
+def test_an_image_that_another_process_uses_stays(store, images):
     holder = python(HOLD, store.cache.directory, images["a"])
     assert holder.stdout.readline() == "held\n"
     assert store.cache.prune(everything=True) == []
@@ -164,7 +164,7 @@ def test_an_image_that_another_process_uses_stays(store: ImageStore, images: dic
 
 
 def test_the_images_of_a_killed_host_stay_until_its_sandboxes_are_adopted_or_a_while_has_passed(
-    store: ImageStore, images: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    store, images, monkeypatch
 ):
     holder = python(HOLD, store.cache.directory, images["a"])
     assert holder.stdout.readline() == "held\n"
@@ -180,7 +180,7 @@ def test_the_images_of_a_killed_host_stay_until_its_sandboxes_are_adopted_or_a_w
     assert len(store.cache.prune(everything=True)) == 1
 
 
-def test_an_image_evicted_before_it_is_held_is_unpacked_again(store: ImageStore, images: dict[str, str]):
+def test_an_image_evicted_before_it_is_held_is_unpacked_again(store, images):
     a = store.rootfs(images["a"])
     store.cache.prune(everything=True)
     assert not a.exists()
@@ -192,7 +192,7 @@ def test_an_image_evicted_before_it_is_held_is_unpacked_again(store: ImageStore,
         other.hold(a)
 
 
-def test_a_directory_image_is_neither_copied_nor_evicted(store: ImageStore, tmp_path: Path):
+def test_a_directory_image_is_neither_copied_nor_evicted(store, tmp_path):
     own = tmp_path / "own"
     (own / "usr").mkdir(parents=True)
     assert store.rootfs(str(own)) == own
@@ -201,7 +201,7 @@ def test_a_directory_image_is_neither_copied_nor_evicted(store: ImageStore, tmp_
     assert own.is_dir()
 
 
-def test_pruning_stops_at_the_quota_and_a_dry_run_removes_nothing(images: dict[str, str], tmp_path: Path):
+def test_pruning_stops_at_the_quota_and_a_dry_run_removes_nothing(images, tmp_path):
     large = ImageStore(tmp_path / "cache", quota=10 * MB)
     trees = [large.rootfs(images[name]) for name in "abc"]
     small = ImageStore(tmp_path / "cache", quota=int(2.5 * MB))
@@ -213,9 +213,7 @@ def test_pruning_stops_at_the_quota_and_a_dry_run_removes_nothing(images: dict[s
 
 
 @pytest.mark.parametrize("notes", [None, "{", '{"bytes": "many"}'])
-def test_an_image_whose_notes_were_lost_is_measured_and_counts(
-    store: ImageStore, images: dict[str, str], notes: str | None
-):
+def test_an_image_whose_notes_were_lost_is_measured_and_counts(store, images, notes):
     a = store.rootfs(images["a"])
     file = a.with_name(f"{a.name}.json")
     file.unlink()
@@ -228,7 +226,7 @@ def test_an_image_whose_notes_were_lost_is_measured_and_counts(
     assert not a.is_dir()
 
 
-def test_pruning_clears_away_lock_files_of_images_that_are_gone(store: ImageStore, images: dict[str, str]):
+def test_pruning_clears_away_lock_files_of_images_that_are_gone(store, images):
     store.rootfs(images["a"])
     store.cache.prune(everything=True)
     store.cache.prune()
@@ -236,9 +234,7 @@ def test_pruning_clears_away_lock_files_of_images_that_are_gone(store: ImageStor
     assert left == [".guard", "hashes.json", "quota.lock"]
 
 
-def test_an_image_larger_than_the_quota_is_refused_without_emptying_the_cache(
-    store: ImageStore, images: dict[str, str], tmp_path: Path
-):
+def test_an_image_larger_than_the_quota_is_refused_without_emptying_the_cache(store, images, tmp_path):
     a = store.rootfs(images["a"])
     with pytest.raises(ImageError, match="ROLLOUT_IMAGE_CACHE_GB"):
         store.rootfs(str(make_image(tmp_path, "large", megabytes=3)))
@@ -246,13 +242,13 @@ def test_an_image_larger_than_the_quota_is_refused_without_emptying_the_cache(
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "nan", "inf"])
-def test_a_quota_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch, value: str):
+def test_a_quota_that_makes_no_sense_is_named(monkeypatch, value):
     monkeypatch.setenv("ROLLOUT_IMAGE_CACHE_GB", value)
     with pytest.raises(ImageError, match="ROLLOUT_IMAGE_CACHE_GB='?" + value):
         cache.default_quota()
 
 
-def test_the_quota_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_the_quota_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("ROLLOUT_IMAGE_CACHE_GB", "0.5")
     assert cache.default_quota() == 500 * MB
 
@@ -260,9 +256,7 @@ def test_the_quota_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
 # -- processes ---------------------------------------------------------------------------------
 
 
-def test_two_processes_that_need_an_image_first_unpack_it_once(
-    store: ImageStore, images: dict[str, str], slow_unsquashfs: Path
-):
+def test_two_processes_that_need_an_image_first_unpack_it_once(store, images, slow_unsquashfs):
     ask = 'print("asking", flush=True); print(store.rootfs(sys.argv[2]), flush=True)'
     both = [python(ask, store.cache.directory, images["a"]) for _ in range(2)]
     assert [process.stdout.readline() for process in both] == ["asking\n"] * 2
@@ -274,9 +268,7 @@ def test_two_processes_that_need_an_image_first_unpack_it_once(
     assert (slow_unsquashfs / "log").read_text() == "once\n"
 
 
-def test_what_a_process_killed_while_unpacking_left_is_replaced(
-    store: ImageStore, images: dict[str, str], slow_unsquashfs: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_process_killed_while_unpacking_left_is_replaced(store, images, slow_unsquashfs, monkeypatch):
     victim = python("store.rootfs(sys.argv[2])", store.cache.directory, images["a"])
     assert (slow_unsquashfs / "started").read_text() == "started\n"
     victim.send_signal(signal.SIGKILL)
@@ -293,9 +285,7 @@ def test_what_a_process_killed_while_unpacking_left_is_replaced(
     assert not half.exists()
 
 
-def test_pruning_removes_what_a_process_killed_while_unpacking_left(
-    store: ImageStore, images: dict[str, str]
-):
+def test_pruning_removes_what_a_process_killed_while_unpacking_left(store, images):
     store.cache.make()
     half = store.cache.directory / f".{'0' * 20}.unpacking"
     (half / "usr").mkdir(parents=True)
@@ -309,7 +299,7 @@ def test_pruning_removes_what_a_process_killed_while_unpacking_left(
 # -- disk --------------------------------------------------------------------------------------
 
 
-def test_too_little_space_is_said_before_anything_is_written(images: dict[str, str], tmp_path: Path):
+def test_too_little_space_is_said_before_anything_is_written(images, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     code = (
@@ -332,9 +322,7 @@ def test_too_little_space_is_said_before_anything_is_written(images: dict[str, s
     assert done.stdout.endswith("\n[]\n")
 
 
-def test_a_damaged_image_leaves_nothing_in_the_cache(
-    store: ImageStore, images: dict[str, str], tmp_path: Path
-):
+def test_a_damaged_image_leaves_nothing_in_the_cache(store, images, tmp_path):
     content = bytearray(Path(images["a"]).read_bytes())
     content[200 : MB // 2] = bytes(MB // 2 - 200)
     damaged = tmp_path / "damaged.sif"
@@ -373,16 +361,14 @@ def test_a_plain_user_can_evict_a_tree_with_read_only_directories():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root hands trees over")
 @pytest.mark.may_skip
-def test_root_hands_the_tree_to_the_user_of_the_sandboxes(store: ImageStore, images: dict[str, str]):
+def test_root_hands_the_tree_to_the_user_of_the_sandboxes(store, images):
     tree = store.rootfs(images["a"], owner=NOBODY)
     assert (tree / "usr/data/name").stat().st_uid == NOBODY
     assert store.rootfs(images["a"]) != tree
     assert stat.S_IMODE(tree.stat().st_mode) == 0o755
 
 
-def test_a_changed_image_file_is_hashed_anew_and_an_unchanged_one_is_not_read(
-    store: ImageStore, images: dict[str, str], tmp_path: Path
-):
+def test_a_changed_image_file_is_hashed_anew_and_an_unchanged_one_is_not_read(store, images, tmp_path):
     image = Path(shutil.copy(images["a"], tmp_path / "image.sif"))
     first = store.content_hash(image)
     memory = store.cache.directory / "hashes.json"
@@ -407,16 +393,14 @@ def clears(directory: Path) -> bool:
         os.close(fd)
 
 
-def test_the_system_does_not_clear_a_cache_while_somebody_uses_it(store: ImageStore, images: dict[str, str]):
+def test_the_system_does_not_clear_a_cache_while_somebody_uses_it(store, images):
     store.cache.make()
     assert not clears(store.cache.directory)
     store.cache.guard()  # again, as a host does every now and then
     assert not clears(store.cache.directory)
 
 
-def test_what_lay_unguarded_for_long_may_lack_files_and_is_unpacked_again(
-    store: ImageStore, images: dict[str, str]
-):
+def test_what_lay_unguarded_for_long_may_lack_files_and_is_unpacked_again(store, images):
     tree = store.rootfs(images["a"])
     (tree / "usr/data/name").unlink()
     mark = store.cache.directory / ".guard"

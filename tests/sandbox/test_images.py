@@ -167,7 +167,7 @@ def output_of(image: Path, command: str) -> str:
 # -- sources -----------------------------------------------------------------------------------
 
 
-def test_a_definition_file_is_built_with_its_labels_arguments_and_post_section(home: Path, tree: Path):
+def test_a_definition_file_is_built_with_its_labels_arguments_and_post_section(home, tree):
     rest = """
 %post
     cat /etc/hostname >/dev/null || true
@@ -190,20 +190,20 @@ def test_a_definition_file_is_built_with_its_labels_arguments_and_post_section(h
     assert left(home) == [str(image)]
 
 
-def test_a_directory_is_built(home: Path, tree: Path):
+def test_a_directory_is_built(home, tree):
     (tree / "etc/mine").write_text("mine")
     assert output_of(built("own", tree), "cat /etc/mine") == "mine"
 
 
 @pytest.mark.parametrize("post", ["", "%post\n    mkdir /made-by-post\n"])
-def test_an_image_is_built_on_top_of_another(home: Path, tree: Path, post: str):
+def test_an_image_is_built_on_top_of_another(home, tree, post):
     (tree / "etc/mine").write_text("mine")
     image = built("second", definition(home, built("first", tree), post))
     assert output_of(image, "cat /etc/mine") == "mine"
     assert ("made-by-post" in output_of(image, "ls /")) is bool(post)
 
 
-def test_a_docker_archive_is_built(home: Path, tree: Path):
+def test_a_docker_archive_is_built(home, tree):
     image = built("own", docker_archive(home, tree))
     assert output_of(image, "cat /etc/other") == "other"
     assert "COLOUR" in "".join(json.loads(images("inspect", "own", "--json").output)["environment"].values())
@@ -212,7 +212,7 @@ def test_a_docker_archive_is_built(home: Path, tree: Path):
     assert docker_environment(unpacked) == dict(one.split("=", 1) for one in DOCKER_ENV)
 
 
-def test_a_truncated_archive_is_refused_in_words(home: Path, tree: Path):
+def test_a_truncated_archive_is_refused_in_words(home, tree):
     whole = docker_archive(home, tree)
     cut = home / "cut.tar"
     for content in (whole.read_bytes()[: 1 << 20], gzip.compress(whole.read_bytes())[: 1 << 20]):
@@ -220,7 +220,7 @@ def test_a_truncated_archive_is_refused_in_words(home: Path, tree: Path):
         assert "is cut off or damaged" in refused("own", cut)
 
 
-def test_variables_are_read_as_text_and_through_no_link(tmp_path: Path):
+def test_variables_are_read_as_text_and_through_no_link(tmp_path):
     place = tmp_path / "image" / ".singularity.d" / "env"
     place.mkdir(parents=True)
     file = place / "10-docker2singularity.sh"
@@ -235,7 +235,7 @@ def test_variables_are_read_as_text_and_through_no_link(tmp_path: Path):
         moved.rename(part)
 
 
-def test_an_image_file_is_copied_and_a_name_is_only_replaced_by_force(home: Path, tree: Path):
+def test_an_image_file_is_copied_and_a_name_is_only_replaced_by_force(home, tree):
     first = built("first", tree)
     second = built("second", first)
     assert second.read_bytes() == first.read_bytes()
@@ -246,7 +246,7 @@ def test_an_image_file_is_copied_and_a_name_is_only_replaced_by_force(home: Path
 
 
 @pytest.mark.parametrize("scheme", ["docker", "oras", "library"])
-def test_a_registry_that_cannot_be_reached_is_an_error_that_says_what_to_do(home: Path, scheme: str):
+def test_a_registry_that_cannot_be_reached_is_an_error_that_says_what_to_do(home, scheme):
     message = refused("own", f"{scheme}://127.0.0.1:1/some/image:latest")
     assert f"cannot build image 'own' from {scheme}://127.0.0.1:1/some/image" in message
     assert "docker save" in message
@@ -263,7 +263,7 @@ def test_a_registry_that_cannot_be_reached_is_an_error_that_says_what_to_do(home
         ("absent.sif", "", "no such file"),
     ],
 )
-def test_a_source_that_is_none_is_refused(home: Path, name: str, content: object, message: str):
+def test_a_source_that_is_none_is_refused(home, name, content, message):
     path = home / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -275,21 +275,21 @@ def test_a_source_that_is_none_is_refused(home: Path, name: str, content: object
     assert message in refused("own", path)
 
 
-def test_an_unknown_scheme_names_the_known_ones(home: Path):
+def test_an_unknown_scheme_names_the_known_ones(home):
     assert "docker://, oras://, library://" in refused("own", "shub://some/image")
 
 
 @pytest.mark.parametrize("name", ["../up", ".hidden", "a b", "", "x" * 200, "own.sif"])
-def test_a_name_that_no_image_can_have_is_refused(home: Path, tree: Path, name: str):
+def test_a_name_that_no_image_can_have_is_refused(home, tree, name):
     assert "image name" in refused(name, tree)
 
 
-def test_build_arguments_are_only_for_definition_files(home: Path, tree: Path):
+def test_build_arguments_are_only_for_definition_files(home, tree):
     assert "definition files" in refused("own", tree, "--build-arg", "A=b")
     assert images("build", "own", tree, "--build-arg", "A").exit_code == 2
 
 
-def test_sections_and_starting_points_of_a_definition_file_are_found(tmp_path: Path):
+def test_sections_and_starting_points_of_a_definition_file_are_found(tmp_path):
     stages = definition(tmp_path, "{{ROOT}}", "Stage: two\nBootstrap: docker\nFrom: /\n%post\n  true\n")
     assert local_images(stages, {"ROOT": str(tmp_path)}) == {1: tmp_path}
     assert local_images(stages, {}) == {}
@@ -300,21 +300,21 @@ def test_sections_and_starting_points_of_a_definition_file_are_found(tmp_path: P
 # -- failure -----------------------------------------------------------------------------------
 
 
-def test_a_failing_post_section_leaves_nothing_and_shows_its_last_lines(home: Path, tree: Path):
+def test_a_failing_post_section_leaves_nothing_and_shows_its_last_lines(home, tree):
     file = definition(home, tree, "%post\n    ls /there/is/no/such/place\n")
     message = refused("own", file)
     assert "/there/is/no/such/place" in message
     assert "root builds as uid" not in message  # it has nothing to do with that
 
 
-def test_a_build_beyond_its_time_is_ended_with_all_its_processes(home: Path, tree: Path):
+def test_a_build_beyond_its_time_is_ended_with_all_its_processes(home, tree):
     marker = f"3600.{os.getpid()}"
     file = definition(home, tree, f"%post\n    sleep {marker}\n")
     assert "longer than 3 s; allow more with --timeout" in refused("own", file, "--timeout", "3")
     assert not running(marker)
 
 
-def test_an_interrupted_build_leaves_nothing(home: Path, tree: Path):
+def test_an_interrupted_build_leaves_nothing(home, tree):
     marker = f"3601.{os.getpid()}"
     file = definition(home, tree, f"%post\n    sleep {marker}\n")
     code = "from rollout.cli import main; main()"
@@ -333,7 +333,7 @@ def test_an_interrupted_build_leaves_nothing(home: Path, tree: Path):
     assert left(home) == []
 
 
-def test_pruning_removes_what_a_killed_build_left(home: Path, tree: Path):
+def test_pruning_removes_what_a_killed_build_left(home, tree):
     marker = f"3602.{os.getpid()}"
     file = definition(home, tree, f"%post\n    sleep {marker}\n")
     code = "from rollout.cli import main; main()"
@@ -382,7 +382,7 @@ def wait_until(condition) -> None:
 # -- list, prune -------------------------------------------------------------------------------
 
 
-def test_list_shows_images_and_what_is_unpacked(home: Path, tree: Path):
+def test_list_shows_images_and_what_is_unpacked(home, tree):
     built("own", tree)
     shutil.copytree(tree, home / "home/images/plain", symlinks=True)
     shutil.copy(tree / "usr/bin/dash", home / "home/images/broken.sif")
@@ -408,7 +408,7 @@ def test_list_shows_images_and_what_is_unpacked(home: Path, tree: Path):
     assert nameless["source"] == listed["path"]
 
 
-def test_prune_keeps_what_is_in_use_and_the_images_themselves(home: Path, tree: Path):
+def test_prune_keeps_what_is_in_use_and_the_images_themselves(home, tree):
     image = built("own", tree)
     store = ImageStore()
     rootfs = store.rootfs("own")

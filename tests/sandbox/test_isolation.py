@@ -68,16 +68,6 @@ def test_the_servers_code_is_read_only(client):
     assert client.bash("touch /sbx/x").exit_code != 0
 
 
-@pytest.fixture
-def images(monkeypatch) -> Iterator[Path]:
-    """A place below which images have paths."""
-    place = new_state()
-    place.chmod(0o711)
-    monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(place))
-    yield place
-    shutil.rmtree(place)
-
-
 @pytest.mark.apptainer
 def test_scripts_of_an_image_are_not_run_before_the_walls_are_up(images, state):
     """Apptainer sources them in the container; they could also give the server a library to load."""

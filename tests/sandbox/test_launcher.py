@@ -33,6 +33,22 @@ def launchers(host_pid: int) -> list[int]:
     ]
 
 
+SCRIPT = Path(writable_root.__file__).read_text()
+ANSWER = "connection.send(str(pid).encode())"
+
+
+def launcher_of(script: str) -> Launcher:
+    return Launcher([sys.executable, "-IS", "-c", script])
+
+
+def start(launcher: Launcher, directory: Path, stdin: socket.socket) -> Started:
+    """Have it start `echo ran` behind an empty image in that directory."""
+    mount = [directory / "image", directory / "overlay"]
+    for path in mount:
+        path.mkdir(parents=True)
+    return launcher.start([*map(str, mount)], ["/bin/echo", "ran"], {}, stdin)
+
+
 def works(info) -> bool:
     with SyncSandboxClient(info.socket) as client:
         return client.bash("echo hi").output == "hi\n"
@@ -95,43 +111,29 @@ def test_one_that_hangs_holds_up_only_who_waits_for_it(state):
 
 def test_what_it_starts_too_late_is_ended(tmp_path, monkeypatch):
     """One that clones and does not say so: nobody would know of the child, or wait for it."""
-    text = Path(writable_root.__file__).read_text()
-    hanging = text.replace("connection.send(str(pid).encode())", "signal.pause()")
-    assert hanging != text
+    hanging = SCRIPT.replace(ANSWER, "signal.pause()")
+    assert hanging != SCRIPT
     monkeypatch.setattr(launchers_module, "ANSWER_S", 1.0)
-    launcher = Launcher([sys.executable, "-IS", "-c", hanging])
     before = set(processes.children(os.getpid()))
-    (tmp_path / "image").mkdir()
-    (tmp_path / "overlay").mkdir()
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(SandboxStartError, match="does not answer"):
-        launcher.start([str(tmp_path / "image"), str(tmp_path / "overlay")], ["/bin/sleep", "60"], {}, theirs)
+        start(launcher_of(hanging), tmp_path, theirs)
     assert set(processes.children(os.getpid())) == before
 
 
 def test_what_others_wait_for_runs_on_when_it_does_not_answer(tmp_path, monkeypatch):
     """A container is of the launcher's group until it knows that it is known."""
-    text = Path(writable_root.__file__).read_text()
-    answer = "connection.send(str(pid).encode())"
-    hanging = text.replace(
-        answer, f"{answer} if {str(tmp_path / 'b')!r} not in str(text) else signal.pause()"
+    hanging = SCRIPT.replace(
+        ANSWER, f"{ANSWER} if {str(tmp_path / 'b')!r} not in str(text) else signal.pause()"
     )
-    assert hanging != text
+    assert hanging != SCRIPT
     monkeypatch.setattr(launchers_module, "ANSWER_S", 1.0)
-    launcher = Launcher([sys.executable, "-IS", "-c", hanging])
-    for name in ("a", "b"):
-        (tmp_path / name / "image").mkdir(parents=True)
-        (tmp_path / name / "overlay").mkdir()
-
-    def start(name: str, stdin: socket.socket) -> Started:
-        mount = [str(tmp_path / name / "image"), str(tmp_path / name / "overlay")]
-        return launcher.start(mount, ["/bin/echo", "ran"], {}, stdin)
-
+    launcher = launcher_of(hanging)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        known = start("a", theirs)
+        known = start(launcher, tmp_path / "a", theirs)
         with pytest.raises(SandboxStartError, match="does not answer"):
-            start("b", theirs)
+            start(launcher, tmp_path / "b", theirs)
         ours.send(b"x")
         with known.stdout:
             assert known.stdout.read() == b"ran\n"
@@ -139,13 +141,10 @@ def test_what_others_wait_for_runs_on_when_it_does_not_answer(tmp_path, monkeypa
 
 
 def test_nothing_runs_before_its_pid_is_known(tmp_path):
-    launcher = Launcher([sys.executable, "-IS", "-c", Path(writable_root.__file__).read_text()])
-    (tmp_path / "image").mkdir()
-    (tmp_path / "overlay").mkdir()
+    launcher = launcher_of(SCRIPT)
     ours, theirs = socket.socketpair()
     with theirs:
-        mount = [str(tmp_path / "image"), str(tmp_path / "overlay")]
-        started = launcher.start(mount, ["/bin/echo", "ran"], {}, theirs)
+        started = start(launcher, tmp_path, theirs)
     ours.close()
     assert started.stdout.read() == b""
     assert os.waitpid(started.pid, 0)[0] == started.pid

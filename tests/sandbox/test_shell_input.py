@@ -12,7 +12,7 @@ from sandbox import processes
 from sandbox.errors import SandboxRequestError
 from sandbox.spec import SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, exchange
-from tests.sandbox.conftest import sandbox_on, why_not
+from tests.sandbox.conftest import sandbox_on
 
 KEEP = {"timeout": 60, "on_timeout": "keep"}
 FOREVER = 1000.0
@@ -323,11 +323,8 @@ def test_reset_gives_a_fresh_shell_whatever_runs(shell, box):
         assert not result.shell_restarted
 
 
-@pytest.mark.parametrize("runtime", ["apptainer", "bubblewrap", "local-unsafe"])
 def test_ctrl_c_is_heard_in_sandboxes_of_a_host_that_ignores_it(state, runtime):
     """As one does that was started by `nohup rollout up &`."""
-    if runtime != "local-unsafe" and (reason := why_not(runtime)):
-        pytest.skip(reason)
     ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
     try:

@@ -33,13 +33,13 @@ def root(tmp_path: Path, trees: Any) -> Path:
     return root
 
 
-def test_nothing_is_told_of_what_was_not_touched(trees: Any, root: Path) -> None:
+def test_nothing_is_told_of_what_was_not_touched(trees, root):
     (root / ".git/config").write_text("other")
     (root / "skip/me").write_text("other")
     assert changes(trees, root) == ({}, set())
 
 
-def test_a_change_is_told_although_size_and_times_are_as_before(trees: Any, root: Path) -> None:
+def test_a_change_is_told_although_size_and_times_are_as_before(trees, root):
     before = (root / "same").stat()
     (root / "same").write_text("emas")
     os.utime(root / "same", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -48,14 +48,14 @@ def test_a_change_is_told_although_size_and_times_are_as_before(trees: Any, root
     assert (changed["same"]["new"], changed["same"]["kind"], changed["same"]["size"]) == (False, "file", 4)
 
 
-def test_files_that_changed_places_are_told_although_none_was_touched(trees: Any, root: Path) -> None:
+def test_files_that_changed_places_are_told_although_none_was_touched(trees, root):
     (root / "a").rename(root / "x")
     (root / "b").rename(root / "a")
     (root / "x").rename(root / "b")
     assert set(changes(trees, root)[0]) == {"a/one", "a/two", "b/one", "b/two"}
 
 
-def test_new_removed_and_linked_files_and_modes_are_told(trees: Any, root: Path) -> None:
+def test_new_removed_and_linked_files_and_modes_are_told(trees, root):
     (root / "a/new").write_text("new")
     (root / "b/one").unlink()
     (root / "b/two").chmod(0o755)
@@ -69,7 +69,7 @@ def test_new_removed_and_linked_files_and_modes_are_told(trees: Any, root: Path)
     assert changed["b/two"]["mode"] == 0o755 and changed["link"]["link"] == "b/two"
 
 
-def test_what_was_closed_is_opened(trees: Any, root: Path) -> None:
+def test_what_was_closed_is_opened(trees, root):
     (root / "a/one").chmod(0)
     (root / "b").chmod(0)
     changed, removed = changes(trees, root)
@@ -77,13 +77,13 @@ def test_what_was_closed_is_opened(trees: Any, root: Path) -> None:
     assert (root / "a/one").stat().st_mode & 0o400 and (root / "b").stat().st_mode & 0o700 == 0o700
 
 
-def test_a_link_in_the_place_of_the_directory_is_not_followed(trees: Any, root: Path) -> None:
+def test_a_link_in_the_place_of_the_directory_is_not_followed(trees, root):
     root.rename(root.with_name("elsewhere"))
     root.symlink_to("elsewhere")
     changed, removed = changes(trees, root)
     assert changed == {} and len(removed) == 6
 
 
-def test_a_directory_that_was_not_noted_is_refused_by_name(trees: Any, tmp_path: Path) -> None:
+def test_a_directory_that_was_not_noted_is_refused_by_name(trees, tmp_path):
     with pytest.raises(Exception, match="other was not noted"):
         trees.op_changed_tree({"path": "other"}, None)
