@@ -172,7 +172,7 @@ class SandboxClient:
             on_timeout=on_timeout,
             quiet_timeout=quiet_timeout,
         )
-        return _bash_result(reply)
+        return BashResult(**reply)
 
     async def exec(
         self,
@@ -237,11 +237,11 @@ class SandboxClient:
             quiet_timeout=quiet_timeout,
             max_chars=max_output_chars,
         )
-        return _bash_result(reply)
+        return BashResult(**reply)
 
     async def reset(self) -> BashResult:
         """End every process in the sandbox, whatever it ignores, and start a fresh shell in the workspace."""
-        return _bash_result(await self._ask_aside("reset"))
+        return BashResult(**await self._ask_aside("reset"))
 
     async def setup(self, env: dict[str, str]) -> None:
         """Add variables to the environment of the shell, now and whenever it is started again."""
@@ -417,11 +417,6 @@ class SandboxClient:
                 if reply is None:  # cancelled, overdue or broken: the next call starts on a new connection
                     await self.close()
             return connection.result_of(reply, self._address)
-
-
-def _bash_result(reply: dict[str, Any]) -> BashResult:
-    names = {field.name for field in dataclasses.fields(BashResult)}
-    return BashResult(**{key: value for key, value in reply.items() if key in names})
 
 
 def _encoded(content: bytes | str) -> str:

@@ -23,17 +23,16 @@ START_TIMEOUT_S = 1800.0
 """For one sandbox: waiting for a start slot and the first unpacking of a large image included."""
 REQUEST_TIMEOUT_S = 60.0
 
-FLOORS = (DISK_FLOOR, MEMORY_FLOOR)
-
-# All that the daemon gets of the environment of whoever starts it. Above all no API keys.
-PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
-# Besides all that begins with ROLLOUT_SANDBOX_.
-NAMED = (
+# All that the daemon gets of the environment of whoever starts it, besides what begins with ROLLOUT_SANDBOX_.
+# Above all no API keys.
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "LD_LIBRARY_PATH"),
     "ROLLOUT_HOME",
     "ROLLOUT_IMAGES",
     "ROLLOUT_APPTAINER",
     "ROLLOUT_IMAGE_CACHE",
     "ROLLOUT_IMAGE_CACHE_GB",
+    *(DISK_FLOOR, MEMORY_FLOOR),
 )
 
 
@@ -142,9 +141,6 @@ def _answers(state: Path) -> bool:
 def _spawn(state: Path) -> None:
     package_root = str(Path(__file__).resolve().parent.parent)
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith("ROLLOUT_SANDBOX_")}
-    for name in (*NAMED, *FLOORS):
-        if name in os.environ:
-            environment[name] = os.environ[name]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "sandbox.host", f"--state-dir={state}", "--detach", "--ready-fd=1"]
     try:

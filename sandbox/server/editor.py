@@ -12,8 +12,8 @@ import threading
 from document import MAX_EDIT_BYTES, Document, EditError, create, overwrite, read_regular, split_lines
 from errors import RequestError
 from hints import counted, explain, list_directory, not_found, not_unique, numbered, similar_path
+from output import max_chars
 
-DEFAULT_MAX_CHARS = 30000
 CONTEXT_LINES = 4
 MAX_SNIPPET_LINES = 60
 UNDO_EDITS = 20  # of one file
@@ -35,7 +35,7 @@ class Editor:
         if command not in COMMANDS:
             raise RequestError("unknown editor command %r; known are %s" % (command, ", ".join(COMMANDS)))
         with self._lock:
-            self._max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
+            self._max_chars = max_chars(request)
             path = request.get("path")
             try:
                 path = self._checked(_text(request, "path", command), command)

@@ -11,8 +11,8 @@ import threading
 import time
 
 from errors import RequestError, ServerError
+from output import max_chars
 
-DEFAULT_MAX_CHARS = 30000
 PYTHON_VARIABLE = "ROLLOUT_IPYTHON"
 INTERRUPT_PATIENCE_S = 5.0  # from SIGINT to SIGKILL
 REMEDY = (
@@ -86,7 +86,7 @@ class IPython:
     def op_ipython(self, request, connection):
         code = str(request["code"])
         timeout = float(request["timeout"])
-        max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
+        chars = max_chars(request)
         with self._lock:
             restarted = False
             while True:
@@ -94,17 +94,17 @@ class IPython:
                 restarted = restarted or (self._had_life and not life.used)
                 self._had_life = True
                 self._cells += 1
-                result = self._run_in(life, code, timeout, max_chars, connection.fileno(), restarted)
+                result = self._run_in(life, code, timeout, chars, connection.fileno(), restarted)
                 if life.done or life.started == self._cells or result["timed_out"] or result["interrupted"]:
                     return result
                 restarted = True  # it was dying already; nothing of the code was run
 
-    def _run_in(self, life, code, timeout, max_chars, hangup_fd, restarted):
+    def _run_in(self, life, code, timeout, chars, hangup_fd, restarted):
         began = time.monotonic()
         self._interrupted = False
         self._running = life
         try:
-            late = life.begin(self._cells, code, max_chars, self._env)
+            late = life.begin(self._cells, code, chars, self._env)
             over = life.wait(lambda: life.done or life.gone or self._interrupted, began + timeout, hangup_fd)
             timed_out = not over and time.monotonic() >= began + timeout
             interrupted = not timed_out and (self._interrupted or not over)

@@ -322,14 +322,15 @@ class KernelLife:
 
 def wait_until_ready(life, hangup_fd=None):
     """Wait for the kernel's first answer. Raises ServerError with what the processes said."""
-    if life.wait(lambda: life.ready or life.gone, time.monotonic() + START_TIMEOUT_S, hangup_fd):
+    deadline = time.monotonic() + START_TIMEOUT_S
+    if life.wait(lambda: life.ready or life.gone, deadline, hangup_fd):
         if life.ready and not life.gone:
             return
         words, lacking = life.complaint()
         if lacking:
             raise NoPackages(words)
         raise ServerError("the IPython kernel (%s) ended while starting; it said: %s" % (life.python, words))
-    if hangup_fd is not None and _hung_up(hangup_fd):
+    if time.monotonic() < deadline:
         raise RequestError("the caller went away while the IPython kernel was starting")
     life.kill()
     raise ServerError(
@@ -383,12 +384,6 @@ def _waiting(fd):
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
     return count[0]
-
-
-def _hung_up(fd):
-    poller = select.poll()
-    poller.register(fd, select.POLLRDHUP)
-    return bool(poller.poll(0))
 
 
 def _drain(fd):

@@ -3,7 +3,13 @@
 import collections
 
 SEPARATOR = b"\x1e"  # ASCII record separator; only together with the shell's nonce does it mean anything
+DEFAULT_MAX_CHARS = 30000
 MAX_MARKER_BYTES = 8192  # nonce, numbers and a path of PATH_MAX
+
+
+def max_chars(request):
+    """Characters of output that a request wants at most."""
+    return int(request.get("max_chars") or DEFAULT_MAX_CHARS)
 
 
 class Capture:

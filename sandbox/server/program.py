@@ -18,10 +18,9 @@ import time
 
 from confine import confiner
 from errors import RequestError, ServerError
-from output import Capture
+from output import Capture, max_chars
 from repair import PRELOAD
 
-DEFAULT_MAX_CHARS = 30000
 READ_BYTES = 65536
 TRUSTED_PYTHON = "@python"
 """As first argument: the server's own interpreter, which is mounted read-only, and isolated (`-I`)."""
@@ -64,7 +63,7 @@ class Programs:
         if not 0 < timeout < 1e9:  # false for NaN too
             raise RequestError("timeout is %r; it must be a number of seconds above 0" % timeout)
         stdin = base64.b64decode(request.get("stdin") or "")
-        max_chars = int(request.get("max_chars") or DEFAULT_MAX_CHARS)
+        chars = max_chars(request)
         prepare = self._preparation(request.get("limits") or {})
         cwd = os.path.join(self._workspace, request.get("cwd") or "")
         merge = bool(request.get("merge"))
@@ -78,7 +77,7 @@ class Programs:
             env.update(given)
 
             def run():
-                program = _Program(argv, env, cwd, stdin, max_chars, merge, prepare)
+                program = _Program(argv, env, cwd, stdin, chars, merge, prepare)
                 return program.run(timeout, connection.fileno(), alone)
 
             try:
@@ -132,7 +131,7 @@ class Programs:
 class _Program:
     """One program, from fork to wait."""
 
-    def __init__(self, argv, env, cwd, stdin, max_chars, merge, prepare):
+    def __init__(self, argv, env, cwd, stdin, chars, merge, prepare):
         self._began = time.monotonic()
         self._stdin = memoryview(stdin)
         ends, failure = self._pipes(merge), os.pipe()
@@ -144,8 +143,8 @@ class _Program:
             for fd in set(ends):
                 os.close(fd)
             os.close(failure[1])
-        self._stdout = Capture(max_chars)
-        self._stderr = self._stdout if merge else Capture(max_chars)
+        self._stdout = Capture(chars)
+        self._stderr = self._stdout if merge else Capture(chars)
         self._outputs = dict(zip(self._output_fds, (self._stdout, self._stderr)))
         with os.fdopen(failure[0], "rb") as file:
             reason = file.read()  # its end comes with the exec, which closes the other one

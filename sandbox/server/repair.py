@@ -18,6 +18,8 @@ def write_private(path, text):
     try:
         fd = os.open(path, flags, 0o600)
     except OSError:  # something else is there (a pipe without reader would block without the flag), or closed
+        from archive import remove  # slow to import, and of rare use
+
         _open_directory(os.path.dirname(path))
         remove(path)
         fd = os.open(path, flags, 0o600)
@@ -30,16 +32,6 @@ def _open_directory(path):
     if not os.path.isdir(path):
         os.makedirs(path, mode=0o700)
     os.chmod(path, 0o700)
-
-
-def remove(path):
-    """Remove whatever is there, if anything is."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        import shutil  # slow to import, and of rare use
-
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.lexists(path):
-        os.unlink(path)
 
 
 def usable_directory(places):
@@ -62,6 +54,8 @@ class Loader:
         """Take back what the agent changed. Raises OSError."""
         if not self._ours or _content(PRELOAD) == self._content:
             return
+        from archive import remove
+
         directory = os.path.dirname(PRELOAD)
         if os.path.isdir(directory):
             os.chmod(directory, 0o755)

@@ -17,7 +17,7 @@ import time
 import proc
 from bash import Bash
 from errors import RequestError, ServerError
-from output import Capture
+from output import DEFAULT_MAX_CHARS, Capture
 from repair import usable_directory
 from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
 from waiting import Waiter
@@ -25,7 +25,6 @@ from waiting import Waiter
 START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node is slow
 FIRST_START_TIMEOUT_S = 5.0  # of one that another can stand in for
 SETUP_TIMEOUT_S = 10.0
-DEFAULT_MAX_CHARS = 30000
 
 
 class Shell:

@@ -3,7 +3,7 @@
 import re
 
 from errors import RequestError, ServerError
-from shell import DEFAULT_MAX_CHARS
+from output import max_chars
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CONTROL_KEY = re.compile(r"C-([a-zA-Z@\[\\\]^_])")
@@ -31,7 +31,7 @@ class Terminal:
             self._shell.run,
             command,
             _seconds(request, "timeout"),
-            _limit(request),
+            max_chars(request),
             connection.fileno(),
             on_timeout == "keep",
             _seconds(request, "quiet_timeout", None),
@@ -42,7 +42,7 @@ class Terminal:
             self._shell.send_input,
             keys(str(request["text"])),
             _seconds(request, "timeout", 0.0),
-            _limit(request),
+            max_chars(request),
             connection.fileno(),
             _seconds(request, "quiet_timeout", None),
         )
@@ -52,7 +52,7 @@ class Terminal:
 
     def op_reset(self, request, connection):
         with self._while_all_end(None):
-            return _carry_out(self._shell.reset, _limit(request))
+            return _carry_out(self._shell.reset, max_chars(request))
 
     def op_setup(self, request, connection):
         env = request.get("env") or {}
@@ -100,10 +100,6 @@ def _seconds(request, name, default=Ellipsis):
     if not 0 <= value < 1e9:  # false for NaN too
         raise RequestError("%s is %r; it must be a number of seconds from 0" % (name, value))
     return value
-
-
-def _limit(request):
-    return int(request.get("max_chars") or DEFAULT_MAX_CHARS)
 
 
 def _carry_out(function, *arguments):
