@@ -351,30 +351,6 @@ def test_a_stopped_server_does_not_keep_the_sandbox(victim):
     assert victim.host.release(victim.info.id)
 
 
-def test_nothing_outlives_the_end(victim):
-    result = victim.python(
-        """
-import os, signal, time
-for number in set(range(1, 64)) - {9, 19, 32, 33}:
-    try: signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError): pass
-for _ in range(3):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            os.setsid()
-            while True: time.sleep(1)
-        os._exit(0)
-os.unshare(os.CLONE_NEWUSER) if hasattr(os, "unshare") else None
-print("started")
-"""
-    )
-    assert result.output == "started\n"
-    inside = [one.pid for one in processes.usages(victim.info.pid)]
-    victim.host.release(victim.info.id)
-    assert [pid for pid in inside if processes.start_time(pid) is not None] == []
-
-
 def test_links_left_behind_lead_the_clean_up_nowhere(victim, tmp_path):
     precious = new_state()
     (precious / "file").write_text("precious")

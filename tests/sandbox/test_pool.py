@@ -148,10 +148,26 @@ def test_one_that_is_ended_or_being_ended_is_not_given(monkeypatch):
     run(scenario())
 
 
+def test_what_nobody_asks_for_any_more_is_ended_and_started_anew_when_somebody_does(monkeypatch):
+    ahead = Ahead(monkeypatch, works=itertools.repeat(True), warm_idle_s=8)
+
+    async def scenario():
+        await ahead.ask("a")
+        await ahead.wait(8)
+        assert ahead.pool.ready() == 2
+        await ahead.wait(1)
+        assert ahead.pool.ready() == 0 and ahead.discarded == ["a1", "a2"]
+        await ahead.ask("a")
+        await ahead.wait(1)
+        assert ahead.pool.ready() == 2
+
+    run(scenario())
+
+
 # -- of a host ----------------------------------------------
 
 
-def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool, spec):
+def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool, spec, state):
     host = pool()
     first = host.start(spec)
     assert not first.warm
@@ -175,6 +191,8 @@ def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool,
     warm(host, 2)  # refilled
     stats = host.stats()
     assert (stats["claimed"], stats["claimed_warm"]) == (2, 1)
+    host.stop()
+    assert not list((state / "scratch").glob("*"))
 
 
 def test_another_kind_is_not_served_from_the_pool(pool, spec):
@@ -194,29 +212,6 @@ def test_many_claims_at_once_each_get_a_sandbox_of_their_own(pool, spec):
         infos = list(threads.map(host.start, [spec] * 6))
     assert len({info.id for info in infos}) == 6
     assert sum(info.warm for info in infos) >= 2
-
-
-def test_warm_ones_end_with_the_host_and_with_their_kinds_use(pool, spec, state):
-    # Long enough for both to start on a loaded machine before the first one ends.
-    host = pool(warm_idle_s=8)
-    host.start(spec)
-    warm(host, 2)
-    warm(host, 0)
-    host.start(spec)
-    warm(host, 2)
-    host.stop()
-    assert not list((state / "scratch").glob("*"))
-
-
-def test_the_total_is_bounded_and_the_kind_asked_for_last_comes_first(pool, spec):
-    host = pool(warm_total=3)
-    old = SandboxSpec(runtime=spec.runtime, limits=Limits(processes=100))
-    host.start(old)
-    warm(host, 2)
-    host.start(spec)
-    warm(host, 3)
-    assert host.start(spec).warm
-    assert host.start(old).warm
 
 
 def test_a_warm_one_that_died_is_not_given(pool, spec, state):
