@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from sandbox import connection, memory, paths, payload, processes
+from sandbox import connection, memory, payload, processes
 from sandbox.connection import Address, new_key
 from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.images.environment import docker_environment
@@ -228,14 +228,13 @@ class Container:
     def is_over(self) -> bool:
         """Whether its first process is gone; also reaps it, if it is ours."""
         if not self.exited.is_set() and self.pid is not None:
-            over = self.process.poll() is not None if self.process else self._adopted_is_gone()
+            if self.process:
+                over = self.process.poll() is not None
+            else:  # an adopted one is no child of ours
+                over = not processes.is_alive(self.pid, self.start_time)
             if over:
                 self.exited.set()
         return self.exited.is_set()
-
-    def _adopted_is_gone(self) -> bool:
-        assert self.pid is not None
-        return not processes.is_alive(self.pid, self.start_time)
 
     async def kill(self) -> None:
         """End every process of it; returns when they are gone."""
@@ -381,8 +380,3 @@ async def _first_bytes(fd: int) -> bytes:
         return os.read(fd, 100)
     finally:
         loop.remove_reader(fd)
-
-
-def check_id_fits(state: Path, sandbox_id: str) -> None:
-    """Raise SandboxError when sockets below `state` would have too long a path."""
-    paths.check_socket_path(str(state / sandbox_id / "s"))

@@ -19,7 +19,7 @@ from typing import Any
 
 from sandbox import binds, connection, paths, payload, processes, trees
 from sandbox.config import HostConfig
-from sandbox.container import Container, check_id_fits, end_strays, runtime_of
+from sandbox.container import Container, end_strays, runtime_of
 from sandbox.errors import (
     ImageError,
     NodeShort,
@@ -184,9 +184,6 @@ class Containers:
 
     def _prepare(self, kind: Kind, runtime: Runtime, spec: SandboxSpec) -> Container:
         sandbox_id = secrets.token_hex(ID_BYTES)
-        check_id_fits(self.state, sandbox_id)
-        # Written first: a host killed between here and the end of the start leaves nothing unknown.
-        self._records.write(Record(sandbox_id, runtime.name, runtime.run_as, self._boot_id))
         launch = Launch(
             sandbox_id,
             self.state,
@@ -197,6 +194,9 @@ class Containers:
             kind.binds,
             kind.limits,
         )
+        paths.check_socket_path(str(launch.socket))
+        # Written first: a host killed between here and the end of the start leaves nothing unknown.
+        self._records.write(Record(sandbox_id, runtime.name, runtime.run_as, self._boot_id))
         launch.make_directories(runtime.run_as)
         container = Container(sandbox_id, runtime, spec, launch, kind.limits)
         self._all[sandbox_id] = container
@@ -429,7 +429,8 @@ class Containers:
             if path.is_dir() and SANDBOX_ID.fullmatch(path.name) and path.name not in self._all:
                 await self._remove(trees.remove, path)
         if not self._all:
-            await asyncio.to_thread(payload.remove_others, self._payload.parent, {self._payload})
+            for path in {*self._payload.parent.iterdir()} - {self._payload}:  # what earlier hosts staged
+                await self._remove(trees.remove, path)
 
     def _adopt(self, record: Record) -> None:
         own_python = None

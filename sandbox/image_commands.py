@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -143,9 +143,11 @@ def _build_all(
     made, present, failed = 0, 0, 0
     store = ImageStore()
     for name, source in needs:
-        if not force and _is_there(store, name):
-            present += 1
-            continue
+        if not force:
+            with suppress(ImageError):
+                store.find(name)
+                present += 1
+                continue
         own = [sources / f"{name}{ending}" for ending in (".def", ".tar", ".sif")] if sources else []
         try:
             make(name, next((str(path) for path in own if path.exists()), source))
@@ -156,14 +158,6 @@ def _build_all(
     click.echo(f"{made} built, {present} there already, {failed} failed")
     if failed:
         raise ImageError(f"{failed} of {made + present + failed} images could not be built; see above")
-
-
-def _is_there(store: ImageStore, name: str) -> bool:
-    try:
-        store.find(name)
-    except ImageError:
-        return False
-    return True
 
 
 @images.command("list")

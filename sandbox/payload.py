@@ -54,13 +54,6 @@ def stage(parent: Path) -> Path:
     return target
 
 
-def remove_others(parent: Path, keep: set[Path]) -> None:
-    """Remove what earlier hosts staged and nobody uses any more."""
-    for path in parent.iterdir():
-        if path not in keep:
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def find_interpreter(base: Path) -> Path | None:
     """`usr` of the unpacked base image `base`, if it holds all that :func:`loader` and the server need."""
     usr = base / "usr"

@@ -24,20 +24,15 @@ def processes():
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def status(pid):
-    """(state letter, parent, process group) of a process; None when there is none."""
+def relations(pid):
+    """(parent, process group) of a living process; None when there is none."""
     fields = _stat("/proc/%d/stat" % pid)
-    return fields and (fields[0].decode(), int(fields[1]), int(fields[2]))
+    return (int(fields[1]), int(fields[2])) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def group_members(group):
     """Living processes of a process group."""
-    members = []
-    for pid in processes():
-        process = status(pid)
-        if process and process[2] == group and process[0] not in "ZX":
-            members.append(pid)
-    return members
+    return [pid for pid in processes() if (relations(pid) or (0, 0))[1] == group]
 
 
 def working_directory(pid):
@@ -168,7 +163,7 @@ def end_all(own_namespace):
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
-        alive = [pid for pid in alive if _is_alive(pid)]
+        alive = [pid for pid in alive if relations(pid)]
         if not alive:
             return
         if time.monotonic() > deadline:
@@ -177,17 +172,10 @@ def end_all(own_namespace):
         pause = min(2 * pause, 0.05)
 
 
-def _is_alive(pid):
-    process = status(pid)
-    return process is not None and process[0] not in "ZX"
-
-
 def _descendants(root):
     children = {}
     for pid in processes():
-        process = status(pid)
-        if process and process[0] not in "ZX":
-            children.setdefault(process[1], []).append(pid)
+        children.setdefault((relations(pid) or (0, 0))[0], []).append(pid)
     below, queue = [], [root]
     while queue:
         young = children.get(queue.pop(), [])

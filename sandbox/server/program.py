@@ -71,7 +71,10 @@ class Programs:
             held.enter_context(self._lock)
             held.enter_context(self._ipython.absent(self._shell.end_all))
             alone = held.enter_context(self._shell.alone())
-            if trusted and not self._restored():
+            try:
+                if trusted:
+                    self._loader.restore()
+            except OSError:
                 return {"not_started": "%s cannot be taken back to what it was" % PRELOAD}
             env = dict(self._env, HOME=held.enter_context(self._new_home()))
             env.update(given)
@@ -84,13 +87,6 @@ class Programs:
                 return self._in_clean_thread(run)
             except OSError as error:
                 raise ServerError("the program cannot be run: %s" % error)
-
-    def _restored(self):
-        try:
-            self._loader.restore()
-        except OSError:
-            return False
-        return True
 
     @contextlib.contextmanager
     def _new_home(self):

@@ -20,18 +20,14 @@ def write_private(path, text):
     except OSError:  # something else is there (a pipe without reader would block without the flag), or closed
         from archive import remove  # slow to import, and of rare use
 
-        _open_directory(os.path.dirname(path))
+        directory = os.path.dirname(path)  # of ours; to be one that we can work in
+        if not os.path.isdir(directory):
+            os.makedirs(directory, mode=0o700)
+        os.chmod(directory, 0o700)
         remove(path)
         fd = os.open(path, flags, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
-
-
-def _open_directory(path):
-    """Have a directory of ours be one that we can work in."""
-    if not os.path.isdir(path):
-        os.makedirs(path, mode=0o700)
-    os.chmod(path, 0o700)
 
 
 def usable_directory(places):
