@@ -70,7 +70,7 @@ class Programs:
         with contextlib.ExitStack() as held:
             held.enter_context(self._lock)
             held.enter_context(self._ipython.absent(self._shell.end_all))
-            alone = held.enter_context(self._shell.alone())
+            fate = held.enter_context(self._shell.alone())
             try:
                 if trusted:
                     self._loader.restore()
@@ -81,7 +81,7 @@ class Programs:
 
             def run():
                 program = _Program(argv, env, cwd, stdin, chars, merge, prepare)
-                return program.run(timeout, connection.fileno(), alone)
+                return program.run(timeout, connection.fileno(), self._shell.end_all, fate)
 
             try:
                 return self._in_clean_thread(run)
@@ -156,19 +156,20 @@ class _Program:
             os.set_blocking(fd, False)
         return stdin[0], stdout[1], stderr[1]
 
-    def run(self, timeout, hangup_fd, alone):
-        """Wait for its end, or bring it about; the reply."""
+    def run(self, timeout, hangup_fd, end_all, fate):
+        """Wait for its end, or bring it about; the reply. `end_all()`, `fate()`: see `Shell.alone`."""
         try:
             ending = self._follow(self._began + timeout, hangup_fd)
             wall = time.monotonic() - self._began
             # Before it is waited for: nothing can be written into its pipes any more, nor its pid be taken.
-            alone.end_others()
+            end_all()
             for fd in list(self._outputs):
                 self._read(fd, to_the_end=True)
         finally:
             self._close()
         _, status, usage = os.wait4(self._pid, 0)
-        ended = ending == "exited" and not alone.interrupted and alone.limit_exceeded is None
+        reset, limit_exceeded = fate()
+        ended = ending == "exited" and not reset and limit_exceeded is None
         exited = ended and os.WIFEXITED(status) and self._not_started is None
         stdout, cut = self._stdout.text()
         stderr, cut_too = ("", False) if self._stderr is self._stdout else self._stderr.text()
@@ -179,9 +180,9 @@ class _Program:
             "stderr": stderr,
             "truncated": cut or cut_too,
             "timed_out": ending == "timeout",
-            "interrupted": alone.interrupted or ending == "hangup",
+            "interrupted": reset or ending == "hangup",
             "not_started": self._not_started,
-            "limit_exceeded": alone.limit_exceeded,
+            "limit_exceeded": limit_exceeded,
             "wall_s": wall,
             "cpu_s": usage.ru_utime + usage.ru_stime,
         }

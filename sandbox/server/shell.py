@@ -107,17 +107,20 @@ class Shell:
     @contextlib.contextmanager
     def alone(self):
         """No process of the sandbox runs but what this thread starts in the block, and none of those after.
-        The next command gets a fresh shell. Gives an :class:`Alone`.
+        The next command gets a fresh shell. Gives a function that tells, of what was started in the block,
+        (whether a reset has ended it, which limit it exceeded and was ended for; None = none).
         """
         with self._nobody():
             self._session.kill()
             self._restarted = True
-            alone = Alone(self)
+            resets = self._resets
+            # What the agent exceeded before is told with its next command, not with ours.
+            earlier, self._limit_exceeded = self._limit_exceeded, None
             try:
-                yield alone
+                yield lambda: (self._resets != resets, self._limit_exceeded)
             finally:
                 self.end_all()
-                alone.close()
+                self._limit_exceeded = earlier
 
     @contextlib.contextmanager
     def _nobody(self):
@@ -407,31 +410,3 @@ class Shell:
 def _quoted(text):
     """For bash, as it is. `shlex` does that too, but imports more than all of the shell."""
     return "'%s'" % text.replace("'", "'\\''")
-
-
-class Alone:
-    """What happens to a thread that has the sandbox for itself (:meth:`Shell.alone`)."""
-
-    def __init__(self, shell):
-        self._shell = shell
-        self._resets = shell._resets
-        # What the agent exceeded before is told with its next command, not with ours.
-        self._earlier, shell._limit_exceeded = shell._limit_exceeded, None
-
-    def end_others(self):
-        """End what was started in the block."""
-        self._shell.end_all()
-
-    @property
-    def interrupted(self):
-        """Whether a reset has ended what was started in the block."""
-        return self._shell._resets != self._resets
-
-    @property
-    def limit_exceeded(self):
-        """Which limit of the sandbox it exceeded and was ended for; None = none."""
-        return self._shell._limit_exceeded
-
-    def close(self):
-        """The block ends."""
-        self._shell._limit_exceeded = self._earlier
