@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.attacks import attack
-from tests.attacks.calls import succeeds
+from collections.abc import Callable
+
+from tests.attacks.calls import scripted
 
 MEMORY_MB = 80
 HOST_SETTINGS = {"ROLLOUT_SANDBOX_MEMORY_MB": str(MEMORY_MB)}
@@ -13,18 +14,20 @@ FILTER = "the filter of system calls"
 COUNTED = "counted by the watchdog"
 
 
-def _keeps(target, hide: str) -> bool:
-    """Whether twice the memory allowed is held, by a script that hides it, longer than the watchdog takes."""
-    seconds = 0 if target.control else HELD_S
-    prelude = f"SIZE, MIB, CONTROL = {2 * MEMORY_MB << 20}, 1 << 20, {target.control}\n"
-    return succeeds(target, prelude + hide + f"\ntime.sleep({seconds})\ndone()\nwon(True)\n")
+def kept(stopped_by: str, hide: str) -> Callable:
+    """An attack that holds twice the memory allowed, hidden by a script, longer than the watchdog takes."""
+
+    def script(target) -> str:
+        seconds = 0 if target.control else HELD_S
+        prelude = f"SIZE, MIB, CONTROL = {2 * MEMORY_MB << 20}, 1 << 20, {target.control}\n"
+        return prelude + hide + f"\ntime.sleep({seconds})\ndone()\nwon(True)\n"
+
+    return scripted(stopped_by, script)
 
 
-@attack(stopped_by="no more namespaces, no mount")
-def test_hold_memory_in_a_file_system_of_a_nested_namespace(target):
-    return succeeds(
-        target,
-        """
+test_hold_memory_in_a_file_system_of_a_nested_namespace = scripted(
+    "no more namespaces, no mount",
+    """
 def hides():
     if call("unshare", 0x10020000) != 0: return False
     os.makedirs("place", exist_ok=True)
@@ -32,15 +35,12 @@ def hides():
     return open("place/x", "wb").write(bytes(4 << 20)) > 0
 won(in_child(hides))
 """,
-    )
+)
 
-
-@attack(stopped_by="tmpfs read-only (bubblewrap) or counted (Apptainer)")
-def test_hold_memory_in_the_file_systems_of_the_container(target):
-    """/run and / of bubblewrap were a tmpfs without a size, /dev of Apptainer one of a gigabyte."""
-    return _keeps(
-        target,
-        """
+# /run and / of bubblewrap were a tmpfs without a size, /dev of Apptainer one of a gigabyte.
+test_hold_memory_in_the_file_systems_of_the_container = kept(
+    "tmpfs read-only (bubblewrap) or counted (Apptainer)",
+    """
 left, files = SIZE, set()
 for line in open("/proc/self/mountinfo"):
     place, kind = line.split()[4], line.partition(" - ")[2].split()[0]
@@ -58,15 +58,12 @@ def done():
     for path in files: os.path.dirname(path) == "/etc" or os.unlink(path)
 if left > 0: print("LOST"); done(); sys.exit()
 """,
-    )
+)
 
-
-@attack(stopped_by="tmpfs read-only (bubblewrap) or counted (Apptainer)")
-def test_hold_memory_in_empty_files(target):
-    """A file without content takes a kilobyte of the kernel's; a tmpfs of 1 MB may have millions."""
-    return _keeps(
-        target,
-        """
+# A file without content takes a kilobyte of the kernel's; a tmpfs of 1 MB may have millions.
+test_hold_memory_in_empty_files = kept(
+    "tmpfs read-only (bubblewrap) or counted (Apptainer)",
+    """
 place = "/dev/shm" if CONTROL else "/dev"
 directory = f"{place}/held-{os.getpid()}"
 def done():
@@ -78,44 +75,35 @@ try:
 except OSError:
     print("LOST"); done(); sys.exit()
 """,
-    )
+)
 
-
-@attack(stopped_by=COUNTED)
-def test_hold_memory_that_is_mapped_no_more(target):
-    """Shared memory stays when its pages are dropped from the process; resident size and PSS are zero."""
-    return _keeps(
-        target,
-        """
+# Shared memory stays when its pages are dropped from the process; resident size and PSS are zero.
+test_hold_memory_that_is_mapped_no_more = kept(
+    COUNTED,
+    """
 held = mmap.mmap(-1, SIZE)
 for start in range(0, SIZE, MIB):
     held[start:start + MIB] = b"x" * MIB
     held.madvise(mmap.MADV_DONTNEED, start, MIB)
 done = held.close
 """,
-    )
+)
 
-
-@attack(stopped_by=COUNTED)
-def test_hold_memory_in_a_file_without_a_name_that_is_only_mapped(target):
-    return _keeps(
-        target,
-        """
+test_hold_memory_in_a_file_without_a_name_that_is_only_mapped = kept(
+    COUNTED,
+    """
 fd = os.memfd_create("held")
 for _ in range(SIZE // MIB): os.write(fd, b"x" * MIB)
 held = mmap.mmap(fd, 4096)
 os.close(fd)
 done = held.close
 """,
-    )
+)
 
-
-@attack(stopped_by=COUNTED)
-def test_hold_memory_in_page_tables(target):
-    """A page that was only read is nobody's, but each two megabytes of addresses read take a table."""
-    return _keeps(
-        target,
-        """
+# A page that was only read is nobody's, but each two megabytes of addresses read take a table.
+test_hold_memory_in_page_tables = kept(
+    COUNTED,
+    """
 STEP = 2 << 20
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 4 * [ctypes.c_int]
@@ -129,14 +117,11 @@ size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.s
 if size < SIZE: print("LOST"); sys.exit()
 done = lambda: None
 """,
-    )
+)
 
-
-@attack(stopped_by="segments of at most 64 KiB (the filter)")
-def test_hold_memory_in_a_segment_that_nobody_has_attached(target):
-    return _keeps(
-        target,
-        """
+test_hold_memory_in_a_segment_that_nobody_has_attached = kept(
+    "segments of at most 64 KiB (the filter)",
+    """
 libc.shmat.restype, libc.shmat.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
 segment = call("shmget", 0, SIZE, 0o1600)
 if segment < 0: print("LOST"); sys.exit()
@@ -145,40 +130,31 @@ ctypes.memset(address, 1, SIZE)
 libc.shmdt(ctypes.c_void_p(address))
 done = lambda: call("shmctl", segment, 0, 0)
 """,
-    )
+)
 
-
-@attack(stopped_by=FILTER)
-def test_hold_memory_in_messages(target):
-    return succeeds(
-        target,
-        """
+test_hold_memory_in_messages = scripted(
+    FILTER,
+    """
 queue = call("msgget", 0, 0o1600)
 won(queue >= 0)
 libc.msgctl(queue, 0, None)
 """,
-    )
+)
 
-
-@attack(stopped_by="sets of at most 32 (the filter)")
-def test_hold_memory_in_semaphores(target):
-    """32,000 sets of 32,000: 64 GB of the kernel's memory."""
-    return succeeds(
-        target,
-        """
+# 32,000 sets of 32,000: 64 GB of the kernel's memory.
+test_hold_memory_in_semaphores = scripted(
+    "sets of at most 32 (the filter)",
+    """
 semaphores = call("semget", 0, 30000, 0o1600)
 won(semaphores >= 0)
 call("semctl", semaphores, 0, 0, 0)
 """,
-    )
+)
 
-
-@attack(stopped_by="memfd_secret answers ENOSYS")
-def test_hold_memory_that_not_even_the_kernel_shows(target):
-    return succeeds(
-        target,
-        """
+test_hold_memory_that_not_even_the_kernel_shows = scripted(
+    "memfd_secret answers ENOSYS",
+    """
 fd = call("memfd_secret", 0)
 won(fd >= 0)
 """,
-    )
+)
