@@ -142,14 +142,6 @@ def test_a_program_that_draws_all_the_time_runs_into_the_time_limit_and_is_left_
     assert (result.running, result.exit_code) == (False, 0)
 
 
-def test_top_runs_into_the_time_limit_and_is_left_by_its_key(shell):
-    result = shell.bash("top", 2, on_timeout="keep")
-    assert (result.running, result.timed_out) == (True, True)
-    result = shell.send_input("q", 60)
-    assert (result.running, result.exit_code) == (False, 0)
-    assert shell.bash("echo next").output == "next\n"
-
-
 def test_input_of_many_lines_reaches_the_command_whole(shell):
     text = "".join(f"line {number}\n" for number in range(20_000))
     shell.bash("wc -lc", FOREVER, on_timeout="keep")

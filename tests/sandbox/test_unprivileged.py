@@ -25,7 +25,7 @@ TESTS = [
     "sandbox/test_attacks.py",
     "attacks/test_network.py",
 ]
-NOT_AGAIN = "not (bubblewrap and sandbox/test_attacks) and not control"
+NOT_AGAIN = "not (bubblewrap and test_attacks) and not control"
 TIMEOUT_S = 480
 
 
