@@ -42,7 +42,7 @@ NOT_APPLYING = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"
 SCRIPT = """
 cd {repo_dir} && git checkout -q {base_commit} && {setup} || exit 1
 {apply_fix}
-git apply <<'END_OF_DIFF' || exit 1
+git apply --whitespace=nowarn <<'END_OF_DIFF' || exit 1
 {test_patch}
 END_OF_DIFF
 began=$EPOCHREALTIME

@@ -6,6 +6,9 @@ has them as `KEY.DUE` and `KEY.record(id)`.
 
     local function lift(weight) … end
     function operations.put(ask) … return {load = lift(ask.weight)} end
+
+Redis runs a script from its first line at each call, so each operation is a script of its own, of the
+definitions that it needs.
 """
 
 from __future__ import annotations
@@ -19,18 +22,23 @@ from typing import Any
 
 import redis
 from pydantic_core import PydanticSerializationError, from_json, to_json
+from redis.commands.core import Script
 
 from services.state import keys
 
 _KEY = re.compile(r"\bKEY\.(\w+)")
 _NEEDS = re.compile(r"-- needs: (.*)\n")
-_BEGIN = """
+_COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
+_BEGINS = re.compile(r"^(?=\w)(?!end\b)", re.MULTILINE)
+_DEFINED = re.compile(r"(?:local function |local |function operations\.)(\w+(?:, *\w+)*)")
+_WORD = re.compile(r"\w+")
+_CLOCK = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local operations = {}
 """
-_END = """
-local answer = operations[ARGV[1]](cjson.decode(ARGV[2]))
+_ANSWER = """
+local answer = operations.%s(cjson.decode(ARGV[2]))
 return cjson.encode(answer)
 """
 
@@ -41,14 +49,30 @@ def text(name: str) -> str:
     return (resources.files("services.state") / f"{name}.lua").read_text()
 
 
-def source(name: str) -> str:
-    """A file of Lua, after the keys that it speaks of and the files that it needs."""
+def source(name: str, operation: str, constants: str = "") -> str:
+    """The script of one operation of a file.
+
+    Args:
+        constants: Lua that defines what the file takes from Python.
+    """
     files: dict[str, str] = {}
     _gather(name, files)
-    # Keys that are always the same are put in their places: a script is run for each call.
-    body = _KEY.sub(_constant, "".join(files.values()))
+    body = _needed(_COMMENT.sub("", constants + "".join(files.values())), operation)
+    # Keys that are always the same are put in their places.
+    body = _KEY.sub(_constant, body)
     makers = (f"{key} = {_maker(key)}" for key in sorted(set(_KEY.findall(body))))
-    return f"local KEY = {{{', '.join(makers)}}}\n{body}"
+    return f"{_CLOCK}local KEY = {{{', '.join(makers)}}}\n{body}{_ANSWER % operation}"
+
+
+def _needed(code: str, operation: str) -> str:
+    """What an operation needs of the definitions in Lua: a definition comes before what speaks of it."""
+    words, parts = {operation}, []
+    for part in reversed(_BEGINS.split(code)):
+        defined = _DEFINED.match(part)
+        if not defined or not words.isdisjoint(_WORD.findall(defined[1])):
+            parts.append(part)
+            words.update(_WORD.findall(part))
+    return "".join(reversed(parts))
 
 
 def _gather(name: str, files: dict[str, str]) -> None:
@@ -94,21 +118,28 @@ class Operations:
         Args:
             constants: Values that the file takes from Python, under these names.
         """
-        given = "".join(f"local {name} = {_literal(value)}\n" for name, value in constants.items())
-        self.client = client
-        self.script = client.register_script(_BEGIN + given + source(name) + _END)
+        self._client, self._name = client, name
+        self._constants = "".join(f"local {name} = {_literal(value)}\n" for name, value in constants.items())
+        self._scripts: dict[str, Script] = {}
+
+    def _script(self, operation: str) -> Script:
+        script = self._scripts.get(operation)
+        if script is None:
+            code = source(self._name, operation, self._constants)
+            script = self._scripts[operation] = self._client.register_script(code)
+        return script
 
     def __call__(self, operation: str, *blobs: bytes | str, **ask: Any) -> Any:
         """Do an operation; its answer, of which an empty list may come as an empty dict.
 
         Args:
-                blobs: Large values, or bytes that are no JSON: `ARGV[3]` and on.
+            blobs: Large values, or bytes that are no JSON: `ARGV[3]` and on.
         """
         return self.send(request(operation, *blobs, **ask))
 
     def send(self, request: list[Any]) -> Any:
         """The answer to a `request`."""
-        return from_json(self.script(args=request))
+        return from_json(self._script(request[0])(args=request))
 
     def many(self, requests: list[list[Any]]) -> list[Any]:
         """Answers to several `request`s in one round trip, in order; of one that failed the error.
@@ -116,23 +147,24 @@ class Operations:
         Others are served between them.
         """
         replies = self._send(requests)
-        # A Redis that was restarted has forgotten the script, and has done none of these.
+        # A Redis that was restarted has forgotten the scripts, and has done none of these.
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]
         if missing:
-            self.client.script_load(self.script.script)
+            for operation in {requests[i][0] for i in missing}:
+                self._client.script_load(self._script(operation).script)
             for i, reply in zip(missing, self._send([requests[i] for i in missing]), strict=True):
                 replies[i] = reply
         return [reply if isinstance(reply, Exception) else from_json(reply) for reply in replies]
 
     def _send(self, requests: list[list[Any]]) -> list[Any]:
-        with self.client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             for args in requests:
-                pipe.evalsha(self.script.sha, 0, *args)
+                pipe.evalsha(self._script(args[0]).sha, 0, *args)
             return pipe.execute(raise_on_error=False)
 
 
 def request(operation: str, *blobs: bytes | str, **ask: Any) -> list[Any]:
-    """The arguments of a script for an operation.
+    """The arguments of a script for an operation; its name is for those who read Redis' slow log.
 
     What is None is left out. A model, a sandbox or a handler may have written half a character into a text:
     `?` stands for it.
