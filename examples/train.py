@@ -126,7 +126,7 @@ class Trainer:
         """Gradient steps on one batch, in parts that fit into memory."""
         args, actor = self.args, self.actor
         # Neighbours of about the same length: padding costs as much as ids do.
-        samples = sorted(samples, key=lambda one: len(one.token_ids))
+        samples = sorted(samples, key=lambda sample: len(sample.token_ids))
         version = self.version(self.step)
         parts = [
             collate(samples[i : i + args.micro_batch], version, actor.device)
@@ -148,18 +148,18 @@ class Trainer:
             loss, clipped, truncated = 0.0, 0, 0
             for i, part in enumerate(parts):
                 new, _, values = actor.forward(part)
-                found = losses.policy_loss(
+                policy = losses.policy_loss(
                     new, starts[i][0], part.behaviour, part.advantages, part.mask, tokens, clip
                 )
-                total = found.loss
+                total = policy.loss
                 if references[i] is not None:
                     total = total + args.kl * losses.kl_penalty(new, references[i], part.mask, tokens)
                 if returns is not None:
                     total = total + losses.value_loss(values, returns[i], part.mask, tokens)
                 total.backward()
                 loss += total.item()
-                clipped += found.clipped
-                truncated += found.truncated
+                clipped += policy.clipped
+                truncated += policy.truncated
             norm = float(torch.nn.utils.clip_grad_norm_(actor.model.parameters(), args.max_grad_norm))
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -189,7 +189,7 @@ class Trainer:
 
     def _facts(self, collected: Collected, samples: list[Sample]) -> dict:
         """What the step's groups were: all decided ones count, not only those that were learned from."""
-        members = [one for group in collected.groups for one in group.rollouts]
+        members = [rollout for group in collected.groups for rollout in group.rollouts]
         usable = [group for group in collected.groups if scored(group)]
         ages = [
             self.step - int(version.rpartition("-")[2])
@@ -197,18 +197,18 @@ class Trainer:
             for version in sample.versions
             if version is not None and version.startswith(f"{self.run}-")
         ]
-        fresh = [one for one in collected.groups if one.reason != "stale"]
+        fresh = [group for group in collected.groups if group.reason != "stale"]
         return {
-            "reward": mean([one.reward for group in fresh for one in scored(group)]),
+            "reward": mean([rollout.reward for group in fresh for rollout in scored(group)]),
             "informative": mean([float(is_informative(group)) for group in usable])
             if self.args.n > 1
             else None,
             "staleness": mean(ages),
             "staleness_max": max(ages, default=None),
             "scored": sum(len(scored(group)) for group in collected.groups),
-            "dropped": sum(one.drop for one in members),
+            "dropped": sum(rollout.drop for rollout in members),
             "carried": sum(group.carried for group in collected.groups),
-            "groups": {verdict.value: [one.id for one in collected.of(verdict)] for verdict in Verdict},
+            "groups": {verdict.value: [group.id for group in collected.of(verdict)] for verdict in Verdict},
             "reasons": collected.batch.reasons,
         }
 
@@ -311,15 +311,15 @@ def train(args: argparse.Namespace, client: Client, console: Console) -> Trainer
         torch.set_num_threads(1)
     trainer = Trainer(args, client)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TextColumn("{task.fields[said]}"), console=console) as bar:
-        task = bar.add_task(args.algorithm, total=args.steps, completed=trainer.step, said="")
-        said = ""
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+        task = bar.add_task(args.algorithm, total=args.steps, completed=trainer.step, note="")
+        note = ""
         while trainer.step < args.steps:
             row = trainer.advance(
-                lambda batch: bar.update(task, said=f"{said} · {batch.kept}/{batch.wanted} groups")  # noqa: B023
+                lambda batch: bar.update(task, note=f"{note} · {batch.kept}/{batch.wanted} groups")  # noqa: B023
             )
-            said = f"reward {_shown(row['reward'], '.3f')}, gap {_shown(row['logprob_gap'], '.0e')}"
-            bar.update(task, completed=trainer.step, said=said)
+            note = f"reward {_shown(row['reward'], '.3f')}, gap {_shown(row['logprob_gap'], '.0e')}"
+            bar.update(task, completed=trainer.step, note=note)
             if trainer.step % PLOT_EVERY == 0:
                 plot(trainer.log.rows, args.out / "progress.png", f"{args.algorithm}, {trainer.run}")
     trainer.feed.close(trainer.step)
@@ -404,12 +404,12 @@ def main(argv: list[str] | None = None) -> int:
     rows = list(read_lines(log))
     picture = args.out / "progress.png"
     plot(rows, picture, f"{args.algorithm}, {rows[-1]['version']}")
-    told = report(rows, json.loads((args.out / "run.json").read_text())["settings"])
-    first, last = told["results"]["reward_first20"], told["results"]["reward_last20"]
+    summary = report(rows, json.loads((args.out / "run.json").read_text())["settings"])
+    first, last = summary["results"]["reward_first20"], summary["results"]["reward_last20"]
     say(f"picture: {picture}")
     say(f"mean reward of the first 20 steps {first}, of the last 20 {last}")
     if args.report:
-        print(json.dumps(told))
+        print(json.dumps(summary))
     return 0
 
 

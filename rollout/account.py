@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import stat
 import sys
 import time
@@ -89,15 +88,13 @@ def read_private(path: Path) -> str | None:
     except OSError as error:
         raise ApiKeyError(f"{path} is not read for a key: {error.strerror}; delete it") from None
     with os.fdopen(handle, "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise ApiKeyError(f"{path} is no plain file, so it is not read for a key: delete it")
-        if about.st_uid != os.geteuid():
-            raise ApiKeyError(
-                f"{path} belongs to user {about.st_uid}, so it is not read for a key: delete it"
-            )
-        if about.st_mode & 0o077:
-            mode = stat.S_IMODE(about.st_mode)
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            plain = stat.S_ISREG(status.st_mode)
+            fault = f"belongs to user {status.st_uid}" if plain else "is no plain file"
+            raise ApiKeyError(f"{path} {fault}, so it is not read for a key: delete it")
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
             raise ApiKeyError(
                 f"{path} has mode {mode:04o}, so others may know the key in it: make a new one (`rollout "
                 "down`, delete it and the api.key of the run directory, `rollout up`)"
@@ -131,36 +128,36 @@ def services() -> list[Service]:
     """
     place, now = directory(), boot()
     try:
-        about = place.stat()
+        status = place.stat()
     except OSError:
         return []
-    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ApiKeyError(
             f"{place} belongs to, or can be written by, somebody else, so nothing there is believed: delete "
             "it, or give the key as api_key or ROLLOUT_API_KEY"
         )
-    found = []
+    announced = []
     for path in place.glob("*.json"):
         text = read_private(path)
         with suppress(ValueError, TypeError):  # half a file, or another version's
-            found.append(Service(**json.loads(text or "")))
-    found = [one for one in found if one.boot == now]
-    return sorted(found, key=lambda one: one.started, reverse=True)
+            announced.append(Service(**json.loads(text or "")))
+    running = [service for service in announced if service.boot == now]
+    return sorted(running, key=lambda service: service.started, reverse=True)
 
 
 def default_url() -> str | None:
     """Address of the service that this account started last and that runs; None when none does."""
-    for one in services():
+    for service in services():
         # Where the system does not say who listens, it is taken for running.
-        if not one.private and owners(origin(one.url)) in ({os.geteuid()}, None):
-            return one.url
+        if not service.private and owners(origin(service.url)) in ({os.geteuid()}, None):
+            return service.url
     return None
 
 
 def key_for(url: str) -> str | None:
     """The key of this account's service at an address; None when there is no such service."""
-    wanted = _numeric(origin(url))
-    return next((one.api_key for one in services() if _numeric(origin(one.url)) == wanted), None)
+    place = _numeric(url)
+    return next((service.api_key for service in services() if _numeric(service.url) == place), None)
 
 
 # ---------------------------------------------------------------------------------- addresses
@@ -169,62 +166,57 @@ def key_for(url: str) -> str | None:
 def origin(url: str) -> Origin:
     """Raises ValueError for what is no address."""
     parts = urlsplit(url)
-    return parts.scheme, (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme, 0)
+    port = _PORTS.get(parts.scheme, 0) if parts.port is None else parts.port
+    return parts.scheme, (parts.hostname or "").rstrip("."), port
 
 
-def _numeric(of: Origin) -> Origin:
+def _numeric(url: str) -> Origin:
     """`localhost` is what we call 127.0.0.1; who listens at either is looked at before anything is sent."""
-    scheme, host, port = of
+    scheme, host, port = origin(url)
     return scheme, "127.0.0.1" if host == "localhost" else host, port
 
 
-def owners(of: Origin) -> set[int] | None:
+def owners(place: Origin) -> set[int] | None:
     """Users whose programs listen at an address of this machine; None where the system does not say.
 
     Empty for an address of another machine.
     """
-    _, host, port = of
-    hosts = {"127.0.0.1", "::1"} if host == "localhost" else {host}
-    wanted = {_address(each) for each in hosts} - {None}
-    found = set()
+    _, host, port = place
+    addresses = set()
+    for name in ("127.0.0.1", "::1") if host == "localhost" else (host,):
+        with suppress(ValueError):  # a name: of another machine
+            addresses.add(_plain(ip_address(name)))
     try:
-        for uid, address, its_port in _listening():
-            if its_port == port and (address.is_unspecified or address in wanted):
-                found.add(uid)
+        return {
+            uid
+            for uid, address, open_port in _listening()
+            if open_port == port and (address.is_unspecified or address in addresses)
+        }
     except (OSError, ValueError, IndexError):
         return None
-    return found
 
 
-def _address(host: str) -> Address | None:
-    try:
-        parsed = ip_address(host)
-    except ValueError:
-        return None
-    return getattr(parsed, "ipv4_mapped", None) or parsed
+def _plain(address: Address) -> Address:
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _listening() -> Iterator[tuple[int, Address, int]]:
     """User, address and port of each TCP socket that listens in our network namespace."""
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+    for name in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
         except FileNotFoundError:
             if name == "tcp":
                 raise
             continue
-        for line in lines:
-            fields = line.split()
+        for fields in map(str.split, lines):
             if fields[3] != _LISTENING:
                 continue
-            packed, _, port = fields[1].partition(":")
-            raw = bytes.fromhex(packed)
+            digits, _, port = fields[1].partition(":")
             # The kernel prints words of four bytes in the order of the machine.
-            words = b"".join(
-                int.from_bytes(raw[at : at + 4], "big").to_bytes(4, sys.byteorder)
-                for at in range(0, len(raw), 4)
-            )
-            yield int(fields[7]), _address(socket.inet_ntop(family, words)), int(port, 16)
+            words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+            packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+            yield int(fields[7]), _plain(ip_address(packed)), int(port, 16)
 
 
 class Owned:
@@ -240,11 +232,11 @@ class Owned:
         now = time.monotonic()
         if self._looked is not None and now - self._looked < self._every_s:
             return
-        others = (owners(self._origin) or set()) - {os.geteuid()}
-        if others:
+        users = (owners(self._origin) or set()) - {os.geteuid()}
+        if users:
             _, host, port = self._origin
             raise ApiKeyError(
-                f"user {min(others)} listens at {host}:{port}, where this account announced a service: its "
+                f"user {min(users)} listens at {host}:{port}, where this account announced a service: its "
                 "key is not sent there. `rollout up` starts yours anew"
             )
         self._looked = now

@@ -270,16 +270,16 @@ def unpack_answer(raw: bytes) -> tuple[str, dict[str, Record]]:
     return answer.json, dict(zip(answer.ids, answer.records, strict=True))
 
 
-def _decode(decoder: Decoder[T], raw: bytes, what: str, known: int) -> T:
+def _decode(decoder: Decoder[T], raw: bytes, kind: str, newest: int) -> T:
     try:
         version = _VERSIONS.decode(raw).v
-        if version > known:
+        if version > newest:
             raise WireError(
-                f"{what} of version {version}; this release reads up to {known}: upgrade rollout-service"
+                f"{kind} of version {version}; this release reads up to {newest}: upgrade rollout-service"
             )
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(raw)} bytes are no {what} that can be read: {error}") from error
+        raise WireError(f"{len(raw)} bytes are no {kind} that can be read: {error}") from error
 
 
 # ---------------------------------------------------------------------------------- NumPy

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
-from rollout.calls import parts_of
+from rollout.calls import parts_of, with_id
 from rollout.errors import ApiError
-from rollout.http import Gateway, Polls
+from rollout.http import CONFLICT, Gateway, Polls, present
 from rollout.schema import (
-    MAX_PROMPTS_PER_CALL,
     Batch,
     BatchList,
     BatchRequest,
@@ -40,7 +39,6 @@ FIRST, PAGE = 2, 8
 soon, and has something to work on while more are on their way; with more, each costs less."""
 WATCHED_S = 2.0
 """Longest wait of a page while somebody watches the counters."""
-CONFLICT = 409
 
 
 class AsyncBatches:
@@ -51,12 +49,11 @@ class AsyncBatches:
 
     async def create(self, request: BatchRequest) -> Batch:
         """Start a batch. It gets an id before it is sent, so a retry creates nothing twice."""
-        request = request if request.id else request.model_copy(update={"id": new_id()})
+        request = with_id(request)
         parts = await self._gateway.aside(lambda: _parts(request.prompts))
         # Prompts that do not fit into one call follow in others; only behind the last is a batch closed.
         first = request.model_copy(update={"prompts": parts[0], "closed": request.closed and len(parts) == 1})
-        body = first.model_dump_json(exclude_defaults=True).encode()
-        batch = await self._gateway.fetch(Batch, "POST", "/v1/batches", body=body)
+        batch = await self._gateway.fetch(Batch, "POST", "/v1/batches", body=first)
         for number, part in enumerate(parts[1:], 2):
             closed = request.closed if number == len(parts) else None
             try:
@@ -78,7 +75,7 @@ class AsyncBatches:
         Args:
             tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
         """
-        params = {"limit": limit} | ({"tenant": tenant} if tenant else {})
+        params = present(limit=limit, tenant=tenant)
         return (await self._gateway.fetch(BatchList, "GET", "/v1/batches", params=params)).batches
 
     async def groups(
@@ -106,21 +103,58 @@ class AsyncBatches:
         every: bool = False,
     ) -> AsyncIterator[Group]:
         """Groups as they are decided, until the batch has ended or `timeout` seconds are over."""
-        async for group in self._follow(batch_id, cursor, Polls(timeout), include, every):
+        async for group in self.watch(batch_id, None, cursor, timeout, include, every):
             yield group
 
     async def watch(
         self,
         batch_id: str,
-        show: Callable[[Batch], None],
+        show: Callable[[Batch], None] | None,
         cursor: str = "0",
         timeout: float | None = None,
         include: GroupInclude = "trajectory",
         every: bool = False,
     ) -> AsyncIterator[Group]:
         """As `stream`; `show` is told of the batch's counters at each page, and every two seconds."""
-        async for group in self._follow(batch_id, cursor, Polls(timeout, WATCHED_S), include, every, show):
-            yield group
+        polls, pages = Polls(timeout, WATCHED_S if show else None), _Pages(cursor)
+        # Pages on their way, and whether the batch had ended when each was asked for. Where one was full, the
+        # next are asked for while the caller works.
+        begun: deque[tuple[_Place, asyncio.Task[GroupPage], bool]] = deque()
+
+        def begin(place: _Place, wait: float, ended: bool) -> None:
+            request = self.groups(batch_id, place.cursor, wait, place.limit, include, every)
+            begun.append((place, asyncio.create_task(request), ended))
+
+        try:
+            while True:
+                if not begun:
+                    if (place := pages.next()) is None:
+                        pages = _Pages(cursor)
+                        place = pages.next()
+                    begin(place, polls.next(), ended=True)
+                place, task, ended = begun[0]
+                page = await task
+                begun.popleft()
+                cursor = page.cursor
+                if show:
+                    await self._gateway.aside(partial(show, page.batch))
+                if len(page.groups) == place.limit and not page.last:
+                    pages.learn(place, page)
+                    while include in LARGE and len(begun) < AHEAD and (place := pages.next()):
+                        begin(place, 0.0, page.batch.state.ended)
+                elif not begun:
+                    pages = _Pages(cursor)
+                for group in page.groups:
+                    yield group
+                # An empty page that was begun is the last one only if the batch had ended by then.
+                more = page.groups or begun or not ended
+                if not begun and (page.last or (not more and (page.batch.state.ended or polls.over))):
+                    return
+                if not more:
+                    await polls.pause()
+        finally:
+            for _, task, _ in begun:
+                task.cancel()
 
     async def extend(
         self, batch_id: str, prompts: Sequence[RolloutRequest] = (), closed: bool | None = None
@@ -146,59 +180,8 @@ class AsyncBatches:
         return await self._gateway.fetch(Batch, "POST", _path(batch_id, "/cancel"))
 
     async def _add(self, batch_id: str, request: PromptsRequest) -> int:
-        body = request.model_dump_json(exclude_defaults=True).encode()
         path = _path(batch_id, "/prompts")
-        return (await self._gateway.fetch(PromptsResponse, "POST", path, body=body)).waiting
-
-    async def _follow(
-        self,
-        batch_id: str,
-        cursor: str,
-        polls: Polls,
-        include: GroupInclude,
-        every: bool,
-        show: Callable[[Batch], None] | None = None,
-    ) -> AsyncIterator[Group]:
-        """Groups of page after page. Where one was full, the next are on their way while the caller works."""
-        pages = _Pages(cursor)
-        begun: deque[_Begun] = deque()
-        try:
-            while True:
-                if begun:
-                    place, task, ended = begun.popleft()
-                    page = await task
-                else:
-                    if (place := pages.next()) is None:
-                        pages = _Pages(cursor)
-                        place = pages.next()
-                    ended = True
-                    page = await self.groups(
-                        batch_id, place.cursor, polls.next(), place.limit, include, every
-                    )
-                cursor = page.cursor
-                if show:
-                    await self._gateway.aside(partial(show, page.batch))
-                if len(page.groups) == place.limit and not page.last:
-                    pages.learn(place, page)
-                    while include in LARGE and len(begun) < AHEAD and (following := pages.next()):
-                        # What is begun does not wait.
-                        request = self.groups(
-                            batch_id, following.cursor, 0.0, following.limit, include, every
-                        )
-                        begun.append(_Begun(following, asyncio.create_task(request), page.batch.state.ended))
-                elif not begun:
-                    pages = _Pages(cursor)
-                for group in page.groups:
-                    yield group
-                # An empty page that was begun is the last one only if the batch had ended by then.
-                more = page.groups or begun or not ended
-                if not begun and (page.last or (not more and (page.batch.state.ended or polls.over))):
-                    return
-                if not more:
-                    await polls.pause()
-        finally:
-            for _, task, _ in begun:
-                task.cancel()
+        return (await self._gateway.fetch(PromptsResponse, "POST", path, body=request)).waiting
 
 
 class _Place(NamedTuple):
@@ -208,15 +191,6 @@ class _Place(NamedTuple):
     """Groups before it."""
     cursor: str
     limit: int
-
-
-class _Begun(NamedTuple):
-    """A page that is on its way."""
-
-    place: _Place
-    task: asyncio.Task[GroupPage]
-    ended: bool
-    """Whether the batch had ended when it was asked for."""
 
 
 class _Pages:
@@ -251,6 +225,5 @@ def _path(batch_id: str, rest: str = "") -> str:
 
 
 def _parts(prompts: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
-    """Prompts by calls: at most 1,000 of them and 8 MiB each; one part without any where there are none."""
-    parts = parts_of(prompts, lambda _: 1, MAX_PROMPTS_PER_CALL)
-    return [[prompt for prompt, _ in part] for part in parts] or [[]]
+    """Prompts by calls; one part without any where there are none."""
+    return [[prompt for prompt, _ in part] for part in parts_of(prompts)] or [[]]

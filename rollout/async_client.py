@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import math
 import sys
 import time
@@ -14,23 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-import httpx
-
 from rollout.async_batches import AsyncBatches, GroupInclude
 from rollout.async_service import AsyncService
-from rollout.calls import Requests, ids_by_calls, parts_of, requests_in, take, with_ids
-from rollout.errors import ApiError, Unavailable, WaitTimeout
-from rollout.http import (
-    RETRIED_STATUS,
-    Polls,
-    backoff_s,
-    given,
-    include_of,
-    leave_arrays,
-    problem_of,
-)
+from rollout.calls import Requests, ids_by_calls, parts_of, requests_in, take, with_id
+from rollout.errors import WaitTimeout
+from rollout.http import Polls, present
 from rollout.schema import (
-    MAX_ROLLOUTS_PER_CALL,
     AckResponse,
     BatchRequest,
     Group,
@@ -41,12 +28,10 @@ from rollout.schema import (
     SubmitResponse,
     Submitted,
 )
-from rollout.sse import Event, events
+from rollout.sse import EventReader, warn_of_gaps
 
 if TYPE_CHECKING:
-    from rollout.progress import Meter
-
-log = logging.getLogger("rollout")
+    from rollout.progress import BatchMeter, Meter
 
 PAGE = 50
 """Rollouts asked for at once from the stream of results; a long trajectory is 1 MB of JSON."""
@@ -56,7 +41,6 @@ is trimmed, and a caller that fell behind it must not wait for ever. Also the se
 after which a connection of server-sent events counts as dead; the gateway sends one every 15."""
 PROBED = 16
 """Rollouts asked for by id after such a silence."""
-NOT_FOUND = 404
 
 Include = Literal["trajectory", "arrays", "summary"]
 """What comes with a rollout. `arrays`: `rollout.arrays` alone; `rollout.trajectory` is None, for to make
@@ -92,9 +76,7 @@ class AsyncClient(AsyncService):
         Requests without an id get one before they are sent, so a retry creates nothing twice. More
         than 1,000 rollouts are split into several calls, each of which is accepted or refused whole.
         """
-        parts = await self.aside(
-            lambda: parts_of(with_ids(requests_in(requests)), lambda one: one.n, MAX_ROLLOUTS_PER_CALL)
-        )
+        parts = await self.aside(lambda: parts_of(map(with_id, requests_in(requests))))
         accepted: Accepted = []
         for part in parts:
             body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
@@ -107,7 +89,7 @@ class AsyncClient(AsyncService):
     ) -> Rollout:
         """One rollout. With `wait`, the answer comes when it has ended or after so many seconds."""
         path = f"/v1/rollouts/{quote(rollout_id)}"
-        return await self.fetch_rollouts(Rollout, path, given(wait=wait), include, wait or 0.0)
+        return await self.fetch_rollouts(Rollout, path, present(wait=wait), include, wait or 0.0)
 
     async def wait(
         self, rollout_id: str, timeout: float | None = None, include: Include = "trajectory"
@@ -141,8 +123,8 @@ class AsyncClient(AsyncService):
         Args:
             tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
         """
-        filters = given(state=state, handler=handler, group_id=group_id, tag=tag)
-        filters |= given(limit=limit, cursor=cursor, tenant=tenant)
+        filters = present(state=state, handler=handler, group_id=group_id, tag=tag)
+        filters |= present(limit=limit, cursor=cursor, tenant=tenant)
         return await self.fetch(RolloutPage, "GET", "/v1/rollouts", params=filters)
 
     async def cancel(self, rollout_id: str) -> dict[str, Any]:
@@ -153,27 +135,27 @@ class AsyncClient(AsyncService):
         self, ids: Iterable[str] | None = None, group_id: str | None = None, tag: str | None = None
     ) -> dict[str, int]:
         """Cancel by exactly one of ids, group and tag: `{"cancelled", "already_ended"}`."""
-        chosen = given(ids=ids, group_id=group_id, tag=tag)
+        chosen = present(ids=ids, group_id=group_id, tag=tag)
         if len(chosen) != 1:
             names = " and ".join(chosen) or "none of them"
             raise ValueError(f"cancel_many takes one of ids, group_id and tag; got {names}")
-        parts = [] if ids is None else await self.aside(partial(ids_by_calls, ids))
-        bodies = [chosen] if ids is None else [{"ids": part} for part in parts]
-        total = {"cancelled": 0, "already_ended": 0}
-        for body in bodies:
-            answer = await self.fetch_json("POST", "/v1/rollouts/cancel", body=json.dumps(body).encode())
-            for key in total:
-                total[key] += int(answer.get(key, 0))
-        return total
+        selections = [chosen] if ids is None else await self.aside(partial(ids_by_calls, ids))
+        return await self._counted("/v1/rollouts/cancel", selections, ("cancelled", "already_ended"))
 
     async def ack(self, ids: Iterable[str]) -> AckResponse:
         """Say that results have arrived for good: their trajectories may be freed early."""
-        total = AckResponse(acknowledged=0, already_acknowledged=0, not_ended=0, unknown=0)
-        for part in await self.aside(partial(ids_by_calls, ids)):
-            body = json.dumps({"ids": part}).encode()
-            answer = await self.fetch(AckResponse, "POST", "/v1/rollouts/ack", body=body)
-            for name in AckResponse.model_fields:
-                setattr(total, name, getattr(total, name) + getattr(answer, name))
+        selections = await self.aside(partial(ids_by_calls, ids))
+        return AckResponse(**await self._counted("/v1/rollouts/ack", selections, AckResponse.model_fields))
+
+    async def _counted(
+        self, path: str, selections: Iterable[dict[str, Any]], names: Iterable[str]
+    ) -> dict[str, int]:
+        """Send a call for each selection of rollouts; the sums of what the answers count."""
+        total = dict.fromkeys(names, 0)
+        for selection in selections:
+            answer = await self.fetch_json("POST", path, body=json.dumps(selection).encode())
+            for name in total:
+                total[name] += int(answer.get(name, 0))
         return total
 
     # ------------------------------------------------------------------------------ results
@@ -194,7 +176,7 @@ class AsyncClient(AsyncService):
             wait: Seconds that the gateway may wait for a first one.
             tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
         """
-        params = given(cursor=cursor, wait=wait, limit=limit, tag=tag, tenant=tenant)
+        params = present(cursor=cursor, wait=wait, limit=limit, tag=tag, tenant=tenant)
         return await self.fetch_rollouts(ResultPage, "/v1/results", params, include, wait or 0.0)
 
     completions = results
@@ -328,7 +310,7 @@ class AsyncClient(AsyncService):
         while pending is None or pending:
             page = await self.results(cursor, polls.next(), PAGE, tag, include)
             cursor = page.cursor
-            _warn_of_gaps(page.expired, page.missed)
+            warn_of_gaps(page.expired, page.missed)
             for rollout in page.rollouts:
                 if pending is None or rollout.id in pending:
                     if pending is not None:
@@ -374,55 +356,15 @@ class AsyncClient(AsyncService):
             cursor: None or "0" = from the beginning, "$" = from now on.
             timeout: Seconds after which the iterator ends; None = never.
         """
-        polls, call = Polls(timeout, SILENCE_S), "GET /v1/results/stream"
-        cursor = cursor or "0"
-        failures, failing_since = 0, 0.0
-        while not polls.over:
-            failure: httpx.TransportError | None = None
-            try:
-                async with self._open_stream(cursor, tag, include, polls) as response:
-                    if response.status_code == NOT_FOUND or response.status_code in RETRIED_STATUS:
-                        break
-                    if not response.is_success:
-                        await response.aread()
-                        raise ApiError(response.status_code, problem_of(response), call)
-                    failures = 0
-                    async for event in events(response.aiter_lines()):
-                        # Only now: an event that was cut must come again.
-                        cursor = event.id or cursor
-                        if (rollout := _rollout_of(event, include)) is not None:
-                            yield rollout
-                        if polls.over:
-                            return
-            except httpx.TransportError as error:
-                if isinstance(error, httpx.ReadTimeout) and polls.over:
-                    return
-                failure = error
-            failing_since = failing_since if failures else time.monotonic()
-            pause = backoff_s(failures)
-            failures += 1
-            if time.monotonic() + pause - failing_since > self.retry_for:
-                raise Unavailable(
-                    f"{call} failed for {self.retry_for:g} s (the last: {failure!r}). Is the gateway up?"
-                )
-            await asyncio.sleep(pause)
+        polls = Polls(timeout, SILENCE_S)
+        events = EventReader(self, cursor or "0", tag, include, polls)
+        async for rollout in events:
+            yield rollout
         if not polls.over:
-            async for rollout in self.stream(None, tag, cursor, polls.left, include):
+            async for rollout in self.stream(None, tag, events.cursor, polls.remaining, include):
                 yield rollout
 
     stream_completions = stream_results
-
-    def _open_stream(self, cursor: str, tag: str | None, include: Include, polls: Polls) -> Any:
-        headers = {"accept": "text/event-stream", "cache-control": "no-store"}
-        if cursor != "$":  # the header is what goes on after a cut; "$" is only a place to begin
-            headers["last-event-id"] = cursor
-        return self._http.stream(
-            "GET",
-            self.base_url + "/v1/results/stream",
-            params=given(tag=tag, include=include_of(include), cursor=cursor),
-            headers=self._headers(typed=False) | headers,
-            timeout=httpx.Timeout(self.timeout, read=polls.next() + 0.05),
-        )
 
     # ------------------------------------------------------------------------------ batches
 
@@ -449,15 +391,9 @@ class AsyncClient(AsyncService):
             progress: A bar on standard error; None = where that is a terminal.
         """
         batch = await self.batches.create(request)
-        where = (cursor, timeout, include, every)
-        if not shown(progress):
-            async for group in self.batches.stream(batch.id, *where):
-                yield group
-            return
-        from rollout.progress import BatchMeter
-
-        with BatchMeter(request.groups) as meter:
-            async for group in self.batches.watch(batch.id, meter.show, *where):
+        with await self.aside(partial(_batch_meter, progress, request.groups)) as meter:
+            show = meter.show if meter else None
+            async for group in self.batches.watch(batch.id, show, cursor, timeout, include, every):
                 yield group
 
 
@@ -470,37 +406,24 @@ def _not_ended(pending: dict[str, None], timeout: float | None) -> WaitTimeout:
     )
 
 
-def shown(progress: bool | None) -> bool:
+def _shown(progress: bool | None) -> bool:
     """Whether there is to be a progress bar; unasked only where a person sees it."""
     return sys.stderr.isatty() if progress is None else progress
 
 
 def _meter(progress: bool | None, requests: Requests) -> AbstractContextManager[Meter | None]:
     """A bar over rollouts as they end, if it is to be shown."""
-    if not shown(progress):
+    if not _shown(progress):
         return nullcontext()
     from rollout.progress import Meter, expected  # takes 40 ms: rich
 
     return Meter(expected(requests))
 
 
-def _warn_of_gaps(expired: Iterable[str], missed: bool) -> None:
-    """Say what a reader that came too late does not get."""
-    if missed:
-        log.warning("the cursor is older than what is kept: some results are past their retention")
-    for rollout_id in expired:
-        log.warning("rollout %s ended, and is past its retention", rollout_id)
+def _batch_meter(progress: bool | None, groups: int) -> AbstractContextManager[BatchMeter | None]:
+    """A bar over groups that are kept, if it is to be shown."""
+    if not _shown(progress):
+        return nullcontext()
+    from rollout.progress import BatchMeter
 
-
-def _rollout_of(event: Event, include: Include) -> Rollout | None:
-    """The rollout that an event brings, if it brings one."""
-    if event.name == "completion" and event.data:
-        rollout = Rollout.model_validate_json(event.data)
-        if include == "arrays":
-            leave_arrays(rollout)
-        return rollout
-    if event.name == "expired":
-        _warn_of_gaps([json.loads(event.data)["id"]], missed=False)
-    elif event.name == "missed":
-        _warn_of_gaps([], missed=True)
-    return None
+    return BatchMeter(groups)

@@ -57,8 +57,7 @@ class AsyncService(Gateway):
             capacity_tokens=capacity_tokens,
             max_rollouts=max_rollouts,
         )
-        body = request.model_dump_json(exclude_none=True).encode()
-        return await self.fetch(Backend, "POST", "/v1/backends", body=body)
+        return await self.fetch(Backend, "POST", "/v1/backends", body=request)
 
     async def backend(self, backend_id: str) -> Backend:
         """One LLM server."""
@@ -66,8 +65,8 @@ class AsyncService(Gateway):
 
     async def drain_backend(self, backend_id: str, drain: bool = True) -> Backend:
         """Let an LLM server take no new rollouts, or with `drain=False` again some; those on it go on."""
-        body = DrainRequest(drain=drain).model_dump_json().encode()
-        return await self.fetch(Backend, "POST", f"{_backend_path(backend_id)}/drain", body=body)
+        request = DrainRequest(drain=drain)
+        return await self.fetch(Backend, "POST", f"{_backend_path(backend_id)}/drain", body=request)
 
     async def remove_backend(self, backend_id: str, force: bool = True) -> None:
         """Take an LLM server out of service; its rollouts move to others at their next call.
@@ -111,8 +110,7 @@ class AsyncService(Gateway):
         polls = Polls(wait)
         first = polls.next()
         request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, wait=first, **more)
-        body = request.model_dump_json(exclude_none=True).encode()
-        update = await self.fetch(PolicyUpdate, "POST", "/v1/policy", body=body, wait=first)
+        update = await self.fetch(PolicyUpdate, "POST", "/v1/policy", body=request, wait=first)
         while not update.state.ended and not polls.over:
             update = await self.policy_update(update.id, polls.next())
             await polls.pause()

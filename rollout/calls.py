@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-from rollout.schema import MAX_ROLLOUTS_PER_CALL, RolloutRequest, new_id
+from rollout.schema import MAX_ROLLOUTS_PER_CALL, BatchRequest, RolloutRequest, new_id
 
 Requests = RolloutRequest | Iterable[RolloutRequest]
+R = TypeVar("R", RolloutRequest, BatchRequest)
 MAX_CALL_BYTES = 8 << 20
 """Body size at which a submission is split, well under the gateway's default limit of 32 MiB."""
 
@@ -25,30 +27,28 @@ def take(source: Iterator[RolloutRequest], room: float) -> list[RolloutRequest]:
     return requests
 
 
-def with_ids(requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
-    """The requests, each with an id, so that sending one twice creates nothing twice."""
-    return [r if r.id else r.model_copy(update={"id": new_id()}) for r in requests]
+def with_id(request: R) -> R:
+    """The request with an id, so that sending it twice creates nothing twice."""
+    return request if request.id else request.model_copy(update={"id": new_id()})
 
 
-def ids_by_calls(ids: Iterable[str]) -> list[list[str]]:
-    """Ids by calls, 1,000 in each."""
+def ids_by_calls(ids: Iterable[str]) -> list[dict[str, list[str]]]:
+    """Ids as the bodies of calls, 1,000 in each."""
     every = [*ids]
     starts = range(0, len(every), MAX_ROLLOUTS_PER_CALL)
-    return [every[start : start + MAX_ROLLOUTS_PER_CALL] for start in starts]
+    return [{"ids": every[start : start + MAX_ROLLOUTS_PER_CALL]} for start in starts]
 
 
-def parts_of(
-    requests: Iterable[RolloutRequest], weight: Callable[[RolloutRequest], int], most: int
-) -> list[list[tuple[RolloutRequest, bytes]]]:
-    """Requests with their JSON by calls, in order: at most `most` by weight, and 8 MiB, in each."""
+def parts_of(requests: Iterable[RolloutRequest]) -> list[list[tuple[RolloutRequest, bytes]]]:
+    """Requests with their JSON by calls, in order: at most 1,000 rollouts, and 8 MiB, in each."""
     parts: list[list[tuple[RolloutRequest, bytes]]] = []
     total = size = 0
     for request in requests:
         text = request.model_dump_json(exclude_defaults=True).encode()
-        if not parts or total + weight(request) > most or size + len(text) > MAX_CALL_BYTES:
+        if not parts or total + request.n > MAX_ROLLOUTS_PER_CALL or size + len(text) > MAX_CALL_BYTES:
             parts.append([])
             total = size = 0
         parts[-1].append((request, text))
-        total += weight(request)
+        total += request.n
         size += len(text)
     return parts

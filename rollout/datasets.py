@@ -8,17 +8,21 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import resources
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollout.errors import problems_of
 
 BATCH_ROWS = 256
 """Rows of Parquet in memory at a time."""
 HINT = "pip install 'rollout-service[datasets]'"
-KEYS = ("handler", "fields", "constants", "keep", "where")
+_MAPS = resources.files("rollout") / "field_maps"
 
 
 class DatasetError(ValueError):
@@ -36,19 +40,19 @@ class Row:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class FieldMap:
+class FieldMap(BaseModel):
     """How the rows of a set become tasks of a handler."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
     handler: str | None = None
     """The handler that the rows are for; None = whatever the caller says."""
-    fields: Mapping[str, str] = field(default_factory=dict)
+    fields: dict[str, str] = Field(default_factory=dict)
     """Field of the task → path in the row, with dots: `prompt.0.content`, `reward_model.ground_truth`."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = Field(default_factory=dict)
     """Fields with the same value in every task."""
     keep: bool = False
     """Whether fields of the row that are not named stay in the task."""
-    where: Mapping[str, Any] = field(default_factory=dict)
+    where: dict[str, Any] = Field(default_factory=dict)
     """Path → value; other rows are left out."""
 
     def wants(self, row: Row) -> bool:
@@ -65,12 +69,9 @@ class FieldMap:
         Raises:
             DatasetError: The row lacks a field.
         """
-        if not self.fields and not self.constants:
-            return dict(row.data)
-        task = dict(row.data) if self.keep else {}
-        for name, path in self.fields.items():
-            task[name] = _at(row, path)
-        return task | dict(self.constants)
+        whole = self.keep or not (self.fields or self.constants)
+        fields = {name: _at(row, path) for name, path in self.fields.items()}
+        return (dict(row.data) if whole else {}) | fields | self.constants
 
 
 def _at(row: Row, path: str) -> Any:
@@ -79,15 +80,14 @@ def _at(row: Row, path: str) -> Any:
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
-            there = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-            raise DatasetError(f"{row.where}: no field {path!r} (at {part!r}; there: {there})") from None
+            names = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
+            raise DatasetError(f"{row.where}: no field {path!r} (at {part!r}; there: {names})") from None
     return value
 
 
 def published_maps() -> list[str]:
     """Names of the maps that come along."""
-    found = resources.files("rollout").joinpath("field_maps").iterdir()
-    return sorted(entry.name.removesuffix(".yaml") for entry in found if entry.name.endswith(".yaml"))
+    return sorted(Path(entry.name).stem for entry in _MAPS.iterdir() if entry.name.endswith(".yaml"))
 
 
 def load_map(name: str | Path) -> FieldMap:
@@ -96,35 +96,24 @@ def load_map(name: str | Path) -> FieldMap:
     Raises:
         DatasetError: There is none, or it is not one.
     """
-    text, where = _map_text(str(name))
+    if str(name) in published_maps():
+        where, text = f"{name}.yaml", (_MAPS / f"{name}.yaml").read_text("utf-8")
+    elif (path := Path(name)).is_file():
+        where, text = str(path), path.read_text("utf-8")
+    else:
+        raise DatasetError(
+            f"no field map {str(name)!r}: give a file, or one of {', '.join(published_maps())}"
+        )
     try:
         data = json.loads(text) if where.endswith(".json") else _yaml(text)
+        if not isinstance(data, dict):
+            raise ValueError("not a mapping")
+        return FieldMap.model_validate({key: value for key, value in data.items() if value is not None})
+    except ValidationError as error:
+        keys = ", ".join(FieldMap.model_fields)
+        raise DatasetError(f"{where}: {problems_of(error)}; a field map has {keys}") from None
     except ValueError as error:
         raise DatasetError(f"{where}: {error}") from None
-    if not isinstance(data, dict) or (unknown := set(data) - set(KEYS)):
-        what = f"unknown keys {sorted(unknown)}" if isinstance(data, dict) else "not a mapping"
-        raise DatasetError(f"{where}: {what}; a field map has {', '.join(KEYS)}")
-    for key in ("fields", "constants", "where"):
-        if not isinstance(data.get(key) or {}, dict):
-            raise DatasetError(f"{where}: {key} must map names to {'paths' if key == 'fields' else 'values'}")
-    return FieldMap(
-        handler=data.get("handler"),
-        fields={str(name): str(path) for name, path in (data.get("fields") or {}).items()},
-        constants=data.get("constants") or {},
-        keep=bool(data.get("keep")),
-        where=data.get("where") or {},
-    )
-
-
-def _map_text(name: str) -> tuple[str, str]:
-    if name in published_maps():
-        return resources.files("rollout").joinpath("field_maps", f"{name}.yaml").read_text(
-            "utf-8"
-        ), f"{name}.yaml"
-    path = Path(name)
-    if not path.is_file():
-        raise DatasetError(f"no field map {name!r}: give a file, or one of {', '.join(published_maps())}")
-    return path.read_text("utf-8"), str(path)
 
 
 def _yaml(text: str) -> Any:
@@ -164,29 +153,24 @@ def _rows(path: str, split: str | None) -> Iterator[Row]:
     if path == "-":
         yield from _json_lines(sys.stdin, "stdin")
         return
-    found = Path(path)
-    if found.is_dir():
-        yield from _directory(found, split)
+    source = Path(path)
+    if source.is_dir():
+        yield from _directory(source, split)
         return
-    if not found.is_file():
+    if not source.is_file():
         raise DatasetError(f"{path}: there is no such file or directory")
-    name = found.name.removesuffix(".gz")
+    name = source.name.removesuffix(".gz")
     if name.endswith(".parquet"):
-        yield from _parquet([found])
+        yield from _parquet([source])
         return
-    with _opened(found) as file:
-        yield from (_json_list if name.endswith(".json") else _json_lines)(file, found.name)
+    opened = gzip.open if source.suffix == ".gz" else open
+    with opened(source, "rt", encoding="utf-8") as file:
+        yield from (_json_list if name.endswith(".json") else _json_lines)(file, source.name)
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _json_lines(file: IO[str], name: str) -> Iterator[Row]:
+def _json_lines(lines: Iterable[str], name: str) -> Iterator[Row]:
     try:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{name}, line {number}"
                 try:
@@ -203,7 +187,7 @@ def _json_list(file: IO[str], name: str) -> Iterator[Row]:
     try:
         data = json.loads(text)
     except ValueError:  # JSON lines under the other name are common
-        yield from _json_lines(iter(text.splitlines()), name)  # type: ignore[arg-type]
+        yield from _json_lines(text.splitlines(), name)
         return
     for number, entry in enumerate(data if isinstance(data, list) else [data], 1):
         yield _row(number, f"{name}, row {number}", entry)
@@ -222,11 +206,10 @@ def _parquet(files: list[Path]) -> Iterator[Row]:
     for path in files:
         try:
             with parquet.ParquetFile(path) as file:
-                at = 0
-                for batch in file.iter_batches(BATCH_ROWS):
-                    for data in batch.to_pylist():
-                        number, at = number + 1, at + 1
-                        yield Row(number, f"{path.name}, row {at}", data)
+                batches = (batch.to_pylist() for batch in file.iter_batches(BATCH_ROWS))
+                for at, data in enumerate(chain.from_iterable(batches), 1):
+                    number += 1
+                    yield Row(number, f"{path.name}, row {at}", data)
         except (pyarrow.ArrowException, OSError) as error:
             raise DatasetError(f"{path}: {error}") from None
 
@@ -236,37 +219,29 @@ def _directory(path: Path, split: str | None) -> Iterator[Row]:
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if split is None and len(splits) > 1:
             raise DatasetError(f"{path} has the splits {', '.join(splits)}: name one")
-        path /= _one_of(splits, split, path)
+        if split is not None and split not in splits:
+            raise DatasetError(f"{path} has no split {split!r}, only {', '.join(splits)}")
+        path /= split or splits[0]
     if (path / "state.json").is_file():
         yield from _saved(path)
         return
     files = sorted(path.glob("**/*.parquet"))
     if split is not None:
         # `train-00000-of-00002.parquet` or `train/0.parquet`, as hubs lay them out.
-        files = [
-            one for one in files if one.name.startswith(f"{split}-") or split in (one.stem, one.parent.name)
-        ]
+        files = [f for f in files if f.name.startswith(f"{split}-") or split in (f.stem, f.parent.name)]
     if not files:
-        what = f"of split {split!r} " if split else ""
-        raise DatasetError(f"{path} holds no Parquet files {what}and no dataset written by save_to_disk")
+        which = f"of split {split!r} " if split else ""
+        raise DatasetError(f"{path} holds no Parquet files {which}and no dataset written by save_to_disk")
     yield from _parquet(files)
-
-
-def _one_of(splits: list[str], wanted: str | None, path: Path) -> str:
-    if wanted is None:
-        return splits[0]
-    if wanted not in splits:
-        raise DatasetError(f"{path} has no split {wanted!r}, only {', '.join(splits)}")
-    return wanted
 
 
 def _saved(path: Path) -> Iterator[Row]:
     datasets = _import("datasets", "a dataset on disk")
     try:
-        found = datasets.load_from_disk(str(path))
+        rows = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: {error}") from None
-    for number, data in enumerate(found, 1):
+    for number, data in enumerate(rows, 1):
         yield Row(number, f"{path.name}, row {number}", data)
 
 

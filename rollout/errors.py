@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from rollout.schema import Problem
 
 MAX_FIELDS_SHOWN = 5
@@ -50,3 +52,8 @@ class ApiKeyError(RolloutError, ValueError):
 
 class AddressError(RolloutError, ValueError):
     """The gateway's address is not an http(s) URL."""
+
+
+def problems_of(error: ValidationError) -> str:
+    """Each field at fault, with what is wrong with it."""
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

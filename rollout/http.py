@@ -7,11 +7,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractAsyncContextManager
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
-from urllib.parse import SplitResult, urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -30,6 +29,7 @@ BACKOFF_S = (0.1, 5.0)
 """First and longest pause between tries of one request."""
 RETRIED_STATUS = frozenset({502, 503, 504})
 """503 is the gateway's own; the others come from a proxy before it."""
+NOT_FOUND, CONFLICT = 404, 409
 OVER_QUOTA = 429
 """A request is sent again when the gateway says, by Retry-After, when that may help."""
 LONG_POLL_S = 30.0
@@ -54,30 +54,25 @@ class Key(httpx.Auth):
         """
         self._origin = account.origin(url)
         self._header = f"Bearer {key}"
-        self._owned = owned
-
-    @property
-    def found(self) -> bool:
-        """Whether the key was found in a file of this account's."""
-        return self._owned is not None
+        self.owned = owned
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         if account.origin(str(request.url)) == self._origin:
-            if self._owned:
-                self._owned.require()
+            if self.owned:
+                self.owned.require()
             request.headers["Authorization"] = self._header
         yield request
 
 
-def authorization(url: str, given: str | None) -> Key | None:
-    """What authorizes requests to `url`: the key given, the environment's, or that of our own service there.
+def authorization(url: str, api_key: str | None) -> Key | None:
+    """What authorizes requests to `url`: this key, the environment's, or that of our own service there.
 
     Raises:
         ApiKeyError: No header can carry the key, or its file is not ours alone.
     """
     owned = None
-    key = (given if given is not None else os.environ.get(KEY_VARIABLE, "")).strip()
-    if not key and given is None and (own_key := account.key_for(url)):
+    key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()
+    if not key and api_key is None and (own_key := account.key_for(url)):
         key, owned = own_key, account.Owned(url)
     if not key:
         return None
@@ -87,13 +82,6 @@ def authorization(url: str, given: str | None) -> Key | None:
             f"or {KEY_VARIABLE}"
         )
     return Key(url, key, owned)
-
-
-def _has_port(parts: SplitResult) -> bool:
-    try:
-        return parts.port is None or parts.port > 0
-    except ValueError:
-        return False
 
 
 # ---------------------------------------------------------------------------------- requests
@@ -119,8 +107,8 @@ class Gateway:
                 (over quota) that says when to.
             api_key: None = `$ROLLOUT_API_KEY`, else that of this account's own service at that address. It is
                 sent to no other address.
-            wire: How trajectories come: `msgpack` as typed arrays, `json`, or `auto`: as arrays where the
-                package `msgspec` is installed. A gateway that knows only JSON sends that in any case.
+            wire: How trajectories come: `msgpack` as typed arrays, which `auto` means too, or `json`. A
+                gateway that knows only JSON sends that in any case.
 
         Raises:
             AddressError: The address is not an http(s) URL.
@@ -130,16 +118,19 @@ class Gateway:
         self.base_url = url.rstrip("/")
         self.timeout = timeout
         self.retry_for = retry_for
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
+        try:
+            scheme, host, port = account.origin(self.base_url)
+        except ValueError:
+            scheme, host, port = "", "", 0
+        if scheme not in ("http", "https") or not host or not port:
             raise AddressError(
                 f"gateway address {self.base_url!r} is not an http(s) URL; give one like {DEFAULT_URL} "
                 f"as base_url, --url or {URL_VARIABLE}"
             )
         if wire not in get_args(Wire):
             raise ValueError(f"wire = {wire!r} is not one of {', '.join(get_args(Wire))}")
-        self._typed = wire == "msgpack" or (wire == "auto" and find_spec("msgspec") is not None)
-        self._local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        self._typed = wire != "json"
+        self._local = host in ("localhost", "::1") or host.startswith("127.")
         self.auth = authorization(self.base_url, api_key)
         """What authorizes requests; None = nothing does."""
         _ = self._http  # made here and not by the first call: what is wrong in the environment is told here
@@ -147,7 +138,7 @@ class Gateway:
     @cached_property
     def _http(self) -> httpx.AsyncClient:
         # A proxy of the environment cannot reach this machine's own loopback.
-        direct = self._local or (self.auth is not None and self.auth.found)
+        direct = self._local or (self.auth is not None and self.auth.owned is not None)
         return httpx.AsyncClient(trust_env=not direct, auth=self.auth)
 
     def forget_connections(self) -> None:
@@ -170,16 +161,26 @@ class Gateway:
             headers["accept-encoding"] = "identity"
         return headers
 
+    def open_stream(
+        self, path: str, params: dict[str, Any], headers: dict[str, str], silence_s: float
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """Ask once for an answer that comes bit by bit, with no longer silence in between."""
+        timeout = httpx.Timeout(self.timeout, read=silence_s)
+        headers = self._headers(typed=False) | headers
+        return self._http.stream("GET", self.base_url + path, params=params, headers=headers, timeout=timeout)
+
     async def _send_once(
         self,
         method: str,
         path: str,
         params: dict[str, Any] | None = None,
-        body: bytes | None = None,
+        body: BaseModel | bytes | None = None,
         wait: float = 0.0,
         typed: bool = False,
     ) -> httpx.Response:
         headers = self._headers(typed)
+        if isinstance(body, BaseModel):
+            body = body.model_dump_json(exclude_defaults=True).encode()
         if body is not None:
             headers["content-type"] = "application/json"
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
@@ -196,8 +197,8 @@ class Gateway:
         Every request of this API is idempotent, so that it may be sent again.
 
         Args:
-            request: `params`; `body` (bytes of JSON); `wait`, the seconds for which the gateway may hold the
-                answer back; `typed`, whether it may come as msgpack with typed arrays.
+            request: `params`; `body`, a model or bytes of JSON; `wait`, the seconds for which the gateway may
+                hold the answer back; `typed`, whether it may come as msgpack with typed arrays.
 
         Raises:
             ApiError: Any other answer that is not a success; also 429 when `retry_for` is over.
@@ -273,14 +274,15 @@ class Polls:
         return self._end is not None and time.monotonic() >= self._end
 
     @property
-    def left(self) -> float | None:
-        """Seconds left; None = no limit."""
+    def remaining(self) -> float | None:
+        """Seconds until then; None = no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def next(self) -> float:
         """Seconds that the next long-poll may take, which begins now."""
         self._began = time.monotonic()
-        return round(self._longest if self.left is None else min(self._longest, self.left), 3)
+        remaining = self.remaining
+        return round(self._longest if remaining is None else min(self._longest, remaining), 3)
 
     async def pause(self) -> None:
         """Wait a little where something before the gateway does not hold long-polls."""
@@ -288,7 +290,7 @@ class Polls:
             await asyncio.sleep(0.2)
 
 
-def given(**values: Any) -> dict[str, Any]:
+def present(**values: Any) -> dict[str, Any]:
     """Those that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 

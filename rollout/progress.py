@@ -67,7 +67,7 @@ class BatchMeter(_Bar):
 
     def show(self, batch: Batch) -> None:
         """The counters of the batch as they are now."""
-        others = {
+        counts = {
             "filtered": batch.filtered,
             "failed": batch.failed,
             "under way": batch.open,
@@ -75,7 +75,7 @@ class BatchMeter(_Bar):
             "rollouts in flight": batch.in_flight,
         }
         notes = ["paused"] if batch.paused else []
-        notes += [f"{count} {name}" for name, count in others.items() if count]
+        notes += [f"{count} {name}" for name, count in counts.items() if count]
         self._progress.update(self._task, completed=batch.kept, total=batch.wanted, note=", ".join(notes))
 
 

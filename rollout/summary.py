@@ -23,50 +23,50 @@ def summarize(rollouts: Iterable[Rollout]) -> dict[str, float]:
         and `pass@<k>` (share of the groups with a solved one), and `informative` (share of groups of at least
         two whose rewards differ).
     """
-    found = list(rollouts)
-    scored = [one for one in found if one.reward is not None and not one.drop]
-    numbers: dict[str, float] = {"rollouts": len(found), "scored": len(scored)}
-    dropped = Counter(one.drop_reason or "unknown" for one in found if one.drop)
+    results = list(rollouts)
+    scored = [result for result in results if result.reward is not None and not result.drop]
+    numbers: dict[str, float] = {"rollouts": len(results), "scored": len(scored)}
+    dropped = Counter(result.drop_reason or "unknown" for result in results if result.drop)
     numbers["dropped"] = dropped.total()
     numbers |= {f"dropped/{reason}": count for reason, count in sorted(dropped.items())}
     if not scored:
         return numbers
-    rewards = [one.reward for one in scored if one.reward is not None]
+    groups = by_group(scored)
+    rewards = [reward for group in groups.values() for reward in group]
     numbers |= {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "solved": fmean(reward >= SUCCESS for reward in rewards),
     }
     named: dict[str, list[float]] = defaultdict(list)
-    for one in scored:
-        for name, value in one.reward_components.items():
+    for result in scored:
+        for name, value in result.reward_components.items():
             named[f"component/{name}"].append(value)
-        for name, value in one.metrics.items():
+        for name, value in result.metrics.items():
             if math.isfinite(value):
                 named[f"metric/{name}"].append(value)
     numbers |= {name: fmean(values) for name, values in sorted(named.items())}
-    return numbers | _within_groups(scored)
+    return numbers | _within_groups([*groups.values()])
 
 
 def by_group(rollouts: Iterable[Rollout]) -> dict[str, list[float]]:
     """Group id → the rewards of its members that were scored."""
     groups: dict[str, list[float]] = defaultdict(list)
-    for one in rollouts:
-        if one.reward is not None and not one.drop:
-            groups[one.group_id].append(one.reward)
+    for rollout in rollouts:
+        if rollout.reward is not None and not rollout.drop:
+            groups[rollout.group_id].append(rollout.reward)
     return groups
 
 
-def _within_groups(scored: list[Rollout]) -> dict[str, float]:
-    groups = by_group(scored)
-    shares = [fmean(reward >= SUCCESS for reward in rewards) for rewards in groups.values()]
+def _within_groups(groups: list[list[float]]) -> dict[str, float]:
+    shares = [fmean(reward >= SUCCESS for reward in rewards) for rewards in groups]
     numbers = {"groups": len(groups), "pass@1": fmean(shares)}
-    sizes = Counter(len(rewards) for rewards in groups.values() if len(rewards) > 1)
-    if sizes:
+    several = [rewards for rewards in groups if len(rewards) > 1]
+    if several:
         # Groups that lost members to failures would say something else under the same name.
+        sizes = Counter(map(len, several))
         k = max(sizes, key=lambda size: (sizes[size], size))
-        whole = [rewards for rewards in groups.values() if len(rewards) == k]
+        whole = [rewards for rewards in several if len(rewards) == k]
         numbers[f"pass@{k}"] = fmean(max(rewards) >= SUCCESS for rewards in whole)
-        several = [rewards for rewards in groups.values() if len(rewards) > 1]
         numbers["informative"] = fmean(max(rewards) > min(rewards) for rewards in several)
     return numbers

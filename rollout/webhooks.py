@@ -87,12 +87,12 @@ def verify_webhook(
     Raises:
         WebhookError: It is not.
     """
-    given = {name.lower(): value for name, value in headers.items()}
-    missing = [name for name in (ID, TIMESTAMP, SIGNATURE) if not given.get(name)]
+    values = {name.lower(): value for name, value in headers.items()}
+    missing = [name for name in (ID, TIMESTAMP, SIGNATURE) if not values.get(name)]
     if missing:
         raise WebhookError(f"headers are missing: {', '.join(missing)}")
     try:
-        timestamp = int(given[TIMESTAMP])
+        timestamp = int(values[TIMESTAMP])
     except ValueError:
         raise WebhookError(f"{TIMESTAMP} is not a number of seconds") from None
     age = (time.time() if now is None else now) - timestamp
@@ -100,8 +100,8 @@ def verify_webhook(
         raise WebhookError(
             f"the message is {age:.0f} s old and {tolerance_s:g} s are allowed: repeated, or a clock is wrong"
         )
-    expected = signature(secret, given[ID], timestamp, body).encode()
-    if not any(hmac.compare_digest(expected, one.encode()) for one in given[SIGNATURE].split()):
+    expected = signature(secret, values[ID], timestamp, body).encode()
+    if not any(hmac.compare_digest(expected, each.encode()) for each in values[SIGNATURE].split()):
         raise WebhookError("no signature fits: another secret, or the body was changed on its way")
     try:
         message = json.loads(body)

@@ -70,10 +70,10 @@ def draw_conversation(rng: random.Random, maker: ConversationMaker) -> Conversat
     """One training episode; its operator is right with probability RIGHT_OPERATOR, else another one."""
     a, b = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
     word = rng.choice(sorted(OPERATORS))
-    said = word
+    meant = word
     if rng.random() >= RIGHT_OPERATOR:
-        said = rng.choice([other for other in sorted(OPERATORS) if other != word])
-    symbol, function = OPERATORS[said]
+        meant = rng.choice([wrong for wrong in sorted(OPERATORS) if wrong != word])
+    symbol, function = OPERATORS[meant]
     value = str(function(a, b))
     shown = rng.choices([form for form, _ in OBSERVATIONS], [share for _, share in OBSERVATIONS])[0]
     return maker.make(f"{a} {word} {b}", bash_command(a, symbol, b), shown.format(value), value)

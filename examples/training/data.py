@@ -31,27 +31,27 @@ class Sample:
 
 def scored(group: Group) -> list[Rollout]:
     """The rollouts of a group that may be learned from."""
-    return [one for one in group.rollouts if not one.drop and one.reward is not None and one.trajectory]
+    return [r for r in group.rollouts if not r.drop and r.reward is not None and r.trajectory]
 
 
 def is_informative(group: Group) -> bool:
     """Whether its rewards differ."""
-    return len({one.reward for one in scored(group)}) > 1
+    return len({rollout.reward for rollout in scored(group)}) > 1
 
 
 def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]]) -> list[Sample]:
     """A sample for every chain with something sampled; all chains of a rollout share its advantage."""
     rollouts = scored(group)
-    rewards = [float(one.reward) for one in rollouts]
+    rewards = [float(rollout.reward) for rollout in rollouts]
     samples = []
     for rollout, reward, advantage in zip(rollouts, rewards, advantages(rewards), strict=True):
         for chain in rollout.trajectory.chains:
-            given = [False] * len(chain.prompt_ids)
+            prompt = [False] * len(chain.prompt_ids)
             sample = Sample(
                 token_ids=chain.token_ids,
-                sampled=given + [bool(one) for one in chain.loss_mask],
-                logprobs=[0.0] * len(given) + chain.logprobs,
-                versions=[None] * len(given) + chain.policy_versions,
+                sampled=prompt + [bool(bit) for bit in chain.loss_mask],
+                logprobs=[0.0] * len(prompt) + chain.logprobs,
+                versions=[None] * len(prompt) + chain.policy_versions,
                 reward=reward,
                 advantage=advantage,
             )
@@ -87,14 +87,14 @@ def collate(samples: Sequence[Sample], version: str, device: torch.device | str 
             table[row, : len(sample.token_ids)] = torch.tensor(list(of(sample)), dtype=kind)
         return table.to(device)
 
-    longest = max(len(one.token_ids) for one in samples)
-    mask = padded("mask", 0, lambda one: one.sampled)[:, 1:].bool()
-    advantage = torch.tensor([one.advantage for one in samples], device=device)
+    longest = max(len(sample.token_ids) for sample in samples)
+    mask = padded("mask", 0, lambda sample: sample.sampled)[:, 1:].bool()
+    advantage = torch.tensor([sample.advantage for sample in samples], device=device)
     return Rows(
-        ids=padded("ids", 0, lambda one: one.token_ids),
+        ids=padded("ids", 0, lambda sample: sample.token_ids),
         mask=mask,
-        behaviour=padded("behaviour", 0.0, lambda one: one.logprobs)[:, 1:],
+        behaviour=padded("behaviour", 0.0, lambda sample: sample.logprobs)[:, 1:],
         advantages=torch.where(mask, advantage[:, None], 0.0),
-        current=padded("current", 0, lambda one: (v == version for v in one.versions))[:, 1:].bool() & mask,
-        rewards=torch.tensor([one.reward for one in samples], device=device),
+        current=padded("current", 0, lambda s: (v == version for v in s.versions))[:, 1:].bool() & mask,
+        rewards=torch.tensor([sample.reward for sample in samples], device=device),
     )

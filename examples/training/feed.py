@@ -42,7 +42,7 @@ class Collected:
     groups: list[Group] = field(default_factory=list)
 
     def of(self, verdict: Verdict) -> list[Group]:
-        return [one for one in self.groups if one.verdict is verdict]
+        return [group for group in self.groups if group.verdict is verdict]
 
 
 class Feed:
@@ -81,7 +81,7 @@ class Feed:
             page = self.client.batches.groups(request.id, cursor, wait=POLL_S, limit=PAGE, every=True)
             cursor = page.cursor
             if page.groups:
-                self._note({"cursor": cursor, "groups": [one.model_dump(mode="json") for one in page.groups]})
+                self._note(page.model_dump(mode="json", include={"cursor", "groups"}))
                 groups += page.groups
             progress(page.batch)
             if not page.groups and page.batch.state.ended:
@@ -96,15 +96,11 @@ class Feed:
         if self._batch(step) is not None:
             self.client.batches.cancel(self.batch_id(step))
 
-    def counters(self, step: int) -> Batch | None:
-        """A step's batch as the service has it now."""
-        return self._batch(step)
-
     def _request(self, step: int) -> BatchRequest:
         plan, before = self.plan, self._batch(step - 1) if step > 1 else None
-        there = before.waiting_prompts + before.open if before else 0
+        at_hand = before.waiting_prompts + before.open if before else 0
         source = self.prompts(step)
-        count = max(1, round(plan.groups * plan.supply) - there)
+        count = max(1, round(plan.groups * plan.supply) - at_hand)
         return BatchRequest(
             id=self.batch_id(step),
             prompts=[next(source) for _ in range(count)],
@@ -139,7 +135,7 @@ class Feed:
         rest = lines[1:]
         # Without the line that a kill cut off: others are to follow.
         rewrite(self.journal, lines)
-        groups = [Group.model_validate(one) for line in rest for one in line["groups"]]
+        groups = [Group.model_validate(group) for line in rest for group in line["groups"]]
         return BatchRequest.model_validate(lines[0]["request"]), rest[-1]["cursor"] if rest else "0", groups
 
     def _source_is_gone(self, request: dict) -> bool:

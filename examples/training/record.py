@@ -41,8 +41,8 @@ class Log:
 
 def mean(values: Sequence[float | None]) -> float | None:
     """None when there is nothing to take the mean of."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def report(rows: Sequence[dict], settings: dict) -> dict:

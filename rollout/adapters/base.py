@@ -8,7 +8,7 @@ reward of its group, which shifts no baseline.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rollout.schema import Chain, FinishReason, Rollout, Trajectory
@@ -95,8 +95,7 @@ def last_sample(rollout: Rollout) -> Sample:
     Without one it is a row that weighs nothing: two ids that every vocabulary has, neither sampled. The
     prompt is not in it, for it may be what did not fit.
     """
-    found = samples(rollout)
-    return found[-1] if found else weightless()
+    return next(reversed(samples(rollout)), None) or weightless()
 
 
 def weightless() -> Sample:
@@ -110,26 +109,27 @@ def neutral_reward(group: Iterable[Rollout]) -> float:
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Group id → what a dropped member of the group gets."""
+def _with_means(rollouts: Iterable[Rollout]) -> list[tuple[float, float]]:
+    """For each its reward and the mean of its group, which stands for a reward that is not to be used."""
     groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
+    every = list(rollouts)
+    for rollout in every:
         groups.setdefault(rollout.group_id, []).append(rollout)
-    return {group_id: neutral_reward(group) for group_id, group in groups.items()}
+    means = {group_id: neutral_reward(group) for group_id, group in groups.items()}
+    return [
+        (rollout.reward if usable(rollout) else means[rollout.group_id], means[rollout.group_id])
+        for rollout in every
+    ]
 
 
 def rewards(rollouts: Iterable[Rollout]) -> list[float]:
     """A reward for each; dropped ones get the mean of their group."""
-    every = list(rollouts)
-    means = _means(every)
-    return [rollout.reward if usable(rollout) else means[rollout.group_id] for rollout in every]
+    return [reward for reward, _ in _with_means(rollouts)]
 
 
 def advantages(rollouts: Iterable[Rollout]) -> list[float]:
     """Each reward less the mean of its group; 0.0 for what may not be learned from."""
-    every = list(rollouts)
-    means = _means(every)
-    return [reward - means[rollout.group_id] for rollout, reward in zip(every, rewards(every), strict=True)]
+    return [reward - mean for reward, mean in _with_means(rollouts)]
 
 
 def step_of(version: str | None) -> int:
@@ -140,9 +140,9 @@ def step_of(version: str | None) -> int:
     """
     if version is None or version == _FIRST_WEIGHTS:
         return 0
-    found = re.search(r"\d+$", version)
-    if found is None:
+    digits = re.search(r"\d+$", version)
+    if digits is None:
         raise ValueError(
             f"policy version {version!r} does not end in a number; name versions so, or pass step_of="
         )
-    return int(found[0])
+    return int(digits[0])

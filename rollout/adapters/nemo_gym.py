@@ -22,18 +22,20 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
     row = dict(row or {})
     row.setdefault("responses_create_params", {"input": []})
     params = row["responses_create_params"]
-    found = samples(rollout)
-    unread = rollout.trajectory.unread if rollout.trajectory else ()
+    turns = samples(rollout)
+    trajectory = rollout.trajectory
+    if turns:
+        output = output_items(turns[-1].chain, rollout.id, trajectory.unread if trajectory else ())
+    else:
+        output = [weightless_item(rollout.id)]
     answer = {
         **row,
         "response": {
             "id": f"resp_{rollout.id}",
             "created_at": int(rollout.created_at),
-            "model": params.get("model") or (rollout.trajectory.model if rollout.trajectory else None) or "",
+            "model": params.get("model") or (trajectory.model if trajectory else None) or "",
             "object": "response",
-            "output": output_items(found[-1].chain, rollout.id, unread)
-            if found
-            else [weightless_item(rollout.id)],
+            "output": output,
             "parallel_tool_calls": True,
             "tool_choice": params.get("tool_choice", "auto"),
             "tools": params.get("tools", []),
@@ -51,15 +53,21 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
 def weightless_item(name: str) -> dict[str, Any]:
     """A turn that says nothing, for a masked row without one: a row without tokens ends NeMo RL's step."""
     row = weightless()
-    return {
-        "type": "message",
-        "id": f"msg_{name}_none",
-        "role": "assistant",
-        "status": "incomplete",
-        "content": [{"type": "output_text", "text": "", "annotations": []}],
+    return _message_item(f"{name}_none", "", cut=True) | {
         "prompt_token_ids": row.prompt_ids,
         "generation_token_ids": row.response_ids,
         "generation_log_probs": row.logprobs,
+    }
+
+
+def _message_item(name: str, text: str, *, cut: bool) -> dict[str, Any]:
+    """A message of the model."""
+    return {
+        "type": "message",
+        "id": f"msg_{name}",
+        "role": "assistant",
+        "status": "incomplete" if cut else "completed",
+        "content": [{"type": "output_text", "text": text, "annotations": []}],
     }
 
 
@@ -76,20 +84,20 @@ def output_items(chain: Chain, name: str, unread: Iterable[Message] = ()) -> lis
     for call in calls_of(chain):
         ids = [token for segment in call for token in segment.token_ids]
         if call[0].sampled:
-            said = _sampled(call, f"{name}_{number}")
+            turn = _sampled(call, f"{name}_{number}")
             number += 1
-            said[-1] |= {
+            turn[-1] |= {
                 "prompt_token_ids": list(seen),
                 "generation_token_ids": ids,
                 "generation_log_probs": [value for segment in call for value in segment.logprobs or ()],
             }
             if call[-1].routed_experts is not None:
-                said[-1]["routed_experts"] = call[-1].routed_experts
-            items += said
+                turn[-1]["routed_experts"] = call[-1].routed_experts
+            items += turn
         elif number:  # what comes before the first turn is the input
-            items += _given(message for segment in call for message in segment.messages)
+            items += _observations(message for segment in call for message in segment.messages)
         seen += ids
-    return [*items, *_given(unread)]
+    return [*items, *_observations(unread)]
 
 
 def _sampled(call: list[Segment], name: str) -> list[dict[str, Any]]:
@@ -99,16 +107,7 @@ def _sampled(call: list[Segment], name: str) -> list[dict[str, Any]]:
         text = {"type": "summary_text", "text": message.reasoning}
         items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [text]})
     if message.text or not message.tool_calls:
-        cut = call[-1].finish_reason in ("length", "abort")
-        items.append(
-            {
-                "type": "message",
-                "id": f"msg_{name}",
-                "role": "assistant",
-                "status": "incomplete" if cut else "completed",
-                "content": [{"type": "output_text", "text": message.text, "annotations": []}],
-            }
-        )
+        items.append(_message_item(name, message.text, cut=call[-1].finish_reason in ("length", "abort")))
     for tool_call in message.tool_calls:
         items.append(
             {
@@ -123,7 +122,7 @@ def _sampled(call: list[Segment], name: str) -> list[dict[str, Any]]:
     return items
 
 
-def _given(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+def _observations(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """What the environment said. A call that could not be parsed has no id that an output could name."""
     for message in messages:
         if message.role == "tool" and message.tool_call_id:

@@ -25,23 +25,20 @@ def training_samples(
     """
     if not usable(rollout):
         return []
-    found = []
+    rows = []
     for sample in samples(rollout):
         prompt = len(sample.prompt_ids)
         tokens = sample.prompt_ids + sample.response_ids
         mask = [False] * prompt + [bit == 1 for bit in sample.loss_mask]
-        found.append(
-            {
-                "token_ids": tokens,
-                "mask": mask,
-                "logprobs": [0.0] * prompt + sample.logprobs,
-                "temperatures": [rollout.request.sampling.temperature] * len(tokens),
-                "env_name": env_name or rollout.handler,
-            }
-        )
-        if advantage is not None:
-            found[-1]["advantages"] = [advantage * bit for bit in mask]
-    return found
+        row = {
+            "token_ids": tokens,
+            "mask": mask,
+            "logprobs": [0.0] * prompt + sample.logprobs,
+            "temperatures": [rollout.request.sampling.temperature] * len(tokens),
+            "env_name": env_name or rollout.handler,
+        }
+        rows.append(row if advantage is None else row | {"advantages": [advantage * bit for bit in mask]})
+    return rows
 
 
 def trace_fields(rollout: Rollout) -> dict[str, Any]:
@@ -50,20 +47,17 @@ def trace_fields(rollout: Rollout) -> dict[str, Any]:
     for sample in samples(rollout):
         nodes += _nodes(sample.chain, len(nodes))
     names = rollout.reward_components or ({} if rollout.reward is None else {"reward": rollout.reward})
-    # verifiers sums its rewards, and our components need not sum to the reward.
-    shown = {"reward": rollout.reward} if usable(rollout) else {}
     error = rollout.error
     return {
         "nodes": nodes,
-        "rewards": {name: {"score": score} for name, score in shown.items()},
+        # verifiers sums its rewards, and our components need not sum to the reward.
+        "rewards": {"reward": {"score": rollout.reward}} if usable(rollout) else {},
         "metrics": {**rollout.metrics, **{f"reward/{name}": value for name, value in names.items()}},
         "is_completed": rollout.state.terminal,
         "ok": usable(rollout),
         "stop_condition": rollout.finish_reason.value if rollout.finish_reason else None,
         "is_timeout": rollout.state is State.TIMED_OUT,
-        "errors": [{"type": error.type, "message": error.message, "traceback": error.traceback}]
-        if error
-        else [],
+        "errors": [error.model_dump(include={"type", "message", "traceback"})] if error else [],
     }
 
 
@@ -95,14 +89,14 @@ def _nodes(chain: Chain, first: int) -> list[dict[str, Any]]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": message.role, "content": message.text}
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.role == "tool":
-        said["tool_call_id"] = message.tool_call_id or ""
+        fields["tool_call_id"] = message.tool_call_id or ""
     if message.reasoning:
-        said["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
             for call in message.tool_calls
         ]
-    return said
+    return fields

@@ -20,9 +20,9 @@ def generator_output(
     """
     rows: list[tuple[Rollout, Sample, float, bool]] = []
     for rollout, reward in zip(rollouts, rewards(rollouts), strict=True):
-        last = [last_sample(rollout)]
-        found = (samples(rollout) or last) if step_wise else last
-        rows += [(rollout, sample, reward, sample is found[-1]) for sample in found]
+        steps = samples(rollout)[:-1] if step_wise else []
+        rows += [(rollout, sample, reward, False) for sample in steps]
+        rows.append((rollout, last_sample(rollout), reward, True))
     return {
         "prompt_token_ids": [sample.prompt_ids for _, sample, _, _ in rows],
         "response_ids": [sample.response_ids for _, sample, _, _ in rows],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.adapters.base import TRUNCATED, Sample, last_sample, rewards, samples, usable
+from rollout.adapters.base import TRUNCATED, Sample, rewards, samples, usable, weightless
 from rollout.schema import Rollout, State
 
 
@@ -19,13 +19,13 @@ def sample_dicts(group: Sequence[Rollout], *, group_index: int, first_index: int
         group_index: Number of the prompt.
         first_index: Number of the first sample; they count on from it.
     """
-    found = []
+    rows = []
     for rollout, reward in zip(group, rewards(group), strict=True):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
-        for sample in samples(rollout) or [last_sample(rollout)]:
-            found.append(_fields(rollout, sample, reward) | {"group_index": group_index})
-            found[-1]["index"] = first_index + len(found) - 1
-    return found
+        for sample in samples(rollout) or [weightless()]:
+            place = {"group_index": group_index, "index": first_index + len(rows)}
+            rows.append(_fields(rollout, sample, reward) | place)
+    return rows
 
 
 def _fields(rollout: Rollout, sample: Sample, reward: float) -> dict[str, Any]:

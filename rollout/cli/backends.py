@@ -10,6 +10,8 @@ from rollout.cli import render
 from rollout.cli.common import err, out, url_option
 from rollout.client import Client
 
+backend_id = click.argument("backend_id", metavar="ID")
+
 
 @click.group(invoke_without_command=True)
 @click.pass_context
@@ -24,9 +26,9 @@ def backends(ctx: click.Context) -> None:
 def list_backends(url: str | None) -> None:
     """Show each with its load, its health and the weights it serves."""
     with Client(url) as client:
-        found = client.backends()
-    if found:
-        out.print(render.backends_table(found))
+        servers = client.backends()
+    if servers:
+        out.print(render.backends_table(servers))
     else:
         err.print("there is no backend: add one with `rollout backends add SERVER`")
 
@@ -47,7 +49,7 @@ def add_backend(server: str, backend_id: str | None, url: str | None, **fields: 
 
 
 @backends.command()
-@click.argument("backend_id", metavar="ID")
+@backend_id
 @url_option
 def drain(backend_id: str, url: str | None) -> None:
     """Give it no new rollouts; those on it go on."""
@@ -57,7 +59,7 @@ def drain(backend_id: str, url: str | None) -> None:
 
 
 @backends.command()
-@click.argument("backend_id", metavar="ID")
+@backend_id
 @url_option
 def undrain(backend_id: str, url: str | None) -> None:
     """Give it new rollouts again."""
@@ -67,7 +69,7 @@ def undrain(backend_id: str, url: str | None) -> None:
 
 
 @backends.command("remove")
-@click.argument("backend_id", metavar="ID")
+@backend_id
 @click.option("--if-idle", is_flag=True, help="Only when no rollout is on it.")
 @url_option
 def remove_backend(backend_id: str, if_idle: bool, url: str | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from rollout.cli import render
 from rollout.cli.common import out, url_option
-from rollout.cli.sheet import Column, Sheet
 from rollout.client import Client
 
 batch_id = click.argument("batch_id", metavar="ID")
@@ -19,27 +19,13 @@ def batches(ctx: click.Context) -> None:
         ctx.invoke(list_batches, limit=20, url=None)
 
 
-COLUMNS = (
-    Column("batch", lambda batch: batch.id),
-    Column("state", lambda batch: batch.state.value + (" (paused)" if batch.paused else "")),
-    Column("kept", lambda batch: f"{batch.kept}/{batch.wanted}"),
-    Column("filtered", lambda batch: str(batch.filtered), drop=5),
-    Column("failed", lambda batch: str(batch.failed), drop=4),
-    Column("cancelled", lambda batch: str(batch.cancelled), drop=3),
-    Column("carried", lambda batch: f"+{batch.carried_in} -{batch.carried_out}", drop=2),
-    Column("open", lambda batch: str(batch.open), drop=7),
-    Column("in flight", lambda batch: str(batch.in_flight), drop=6),
-    Column("prompts", lambda batch: str(batch.waiting_prompts), drop=1),
-)
-
-
 @batches.command("list")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
 @url_option
 def list_batches(limit: int, url: str | None) -> None:
     """Show the newest with their counters."""
     with Client(url) as client:
-        out.print(Sheet(COLUMNS, client.batches.list(limit)))
+        out.print(render.batches_table(client.batches.list(limit)))
 
 
 @batches.command()
@@ -49,7 +35,7 @@ def show(batch_id: str, url: str | None) -> None:
     """Show one, with the reasons for which groups were not kept."""
     with Client(url) as client:
         batch = client.batches.get(batch_id)
-    out.print(Sheet(COLUMNS, [batch]))
+    out.print(render.batches_table([batch]))
     for reason, count in sorted(batch.reasons.items(), key=lambda pair: -pair[1]):
         out.print(f"  {count} {reason}", highlight=False)
 
@@ -60,7 +46,7 @@ def _steer(action: str, text: str) -> None:
     @url_option
     def command(batch_id: str, url: str | None) -> None:
         with Client(url) as client:
-            out.print(Sheet(COLUMNS, [getattr(client.batches, action)(batch_id)]))
+            out.print(render.batches_table([getattr(client.batches, action)(batch_id)]))
 
 
 _steer("pause", "Start no more groups; what runs goes on.")

@@ -8,8 +8,9 @@ import click
 from pydantic import ValidationError
 
 from rollout.cli import render
-from rollout.cli.common import out, problems_of, url_option
+from rollout.cli.common import out, url_option
 from rollout.client import Client
+from rollout.errors import problems_of
 from rollout.schema import Canary, LoraAdapter, UpdateState
 
 

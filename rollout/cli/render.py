@@ -13,9 +13,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollout.cli.sheet import Column, Sheet, or_dash
+from rollout.cli.common import Column, Sheet, or_dash
 from rollout.schema import (
     Backend,
+    BackendUpdateState,
+    Batch,
     Message,
     PolicyStatus,
     PolicyUpdate,
@@ -201,19 +203,12 @@ def _shorten(text: str, limit: int) -> str:
 # ---------------------------------------------------------------------------------- many rollouts
 
 
-def end_of(rollout: Rollout) -> float:
-    """When it ended, or what is known last; seconds since the epoch."""
-    return rollout.finished_at or rollout.updated_at
+def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> Sheet:
+    """One line a rollout. An id is there to be copied: where the window is narrow, the others give way.
 
-
-def note_of(rollout: Rollout) -> Text:
-    """The first line of why it failed or was dropped."""
-    note = rollout.error.message if rollout.error else rollout.drop_reason or ""
-    return Text(note.splitlines()[0] if note else "")
-
-
-def rollouts_table(rollouts: Sequence[Rollout]) -> Sheet:
-    """One line a rollout. An id is there to be copied: where the window is narrow, the others give way."""
+    Args:
+        now: Seconds since the epoch, for a column with the time since each ended; None = without it.
+    """
     columns = [
         Column("id", lambda rollout: rollout.id),
         Column("state", lambda rollout: state_text(rollout.state)),
@@ -221,10 +216,46 @@ def rollouts_table(rollouts: Sequence[Rollout]) -> Sheet:
         Column("reward", lambda rollout: number(rollout.reward), True),
         Column("turns", lambda rollout: or_dash(rollout.metrics.get("turns"), "{:g}"), True, 3),
         Column("attempt", lambda rollout: str(rollout.attempt), True, 2),
-        Column("seconds", lambda rollout: f"{end_of(rollout) - rollout.created_at:.1f}", True, 5),
-        Column("note", lambda rollout: _shorten(note_of(rollout).plain, 60), drop=1),
+        Column("seconds", lambda rollout: f"{_end_of(rollout) - rollout.created_at:.1f}", True, 5),
+        Column("note", lambda rollout: _shorten(_note_of(rollout), 60), drop=1),
     ]
+    if now is not None:
+        columns.insert(0, Column("ago", lambda rollout: f"{max(0.0, now - _end_of(rollout)):.0f} s", True, 6))
     return Sheet(columns, rollouts)
+
+
+def _end_of(rollout: Rollout) -> float:
+    """When it ended, or what is known last; seconds since the epoch."""
+    return rollout.finished_at or rollout.updated_at
+
+
+def _note_of(rollout: Rollout) -> str:
+    """The first line of why it failed or was dropped."""
+    note = rollout.error.message if rollout.error else rollout.drop_reason or ""
+    return note.partition("\n")[0]
+
+
+def batches_table(batches: Sequence[Batch]) -> Sheet:
+    """One line a batch, with its counters."""
+
+    def state(batch: Batch) -> Text:
+        if batch.state.ended:
+            return Text(batch.state.value, "dim")
+        return Text(batch.state.value + (" (paused)" if batch.paused else ""), "green")
+
+    columns = [
+        Column("batch", lambda batch: batch.id),
+        Column("state", state),
+        Column("kept", lambda batch: f"{batch.kept}/{batch.wanted}"),
+        Column("filtered", lambda batch: str(batch.filtered), True, 5),
+        Column("failed", lambda batch: str(batch.failed), True, 4),
+        Column("cancelled", lambda batch: str(batch.cancelled), True, 3),
+        Column("carried", lambda batch: f"+{batch.carried_in} -{batch.carried_out}", drop=2),
+        Column("open", lambda batch: str(batch.open), True, 7),
+        Column("in flight", lambda batch: str(batch.in_flight), True, 6),
+        Column("prompts", lambda batch: str(batch.waiting_prompts), True, 1),
+    ]
+    return Sheet(columns, batches)
 
 
 def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> Table:
@@ -257,28 +288,25 @@ def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> 
 
 def status_view(status: dict[str, Any]) -> RenderableType:
     """What `GET /v1/status` says."""
-    states = status.get("states", {})
-    queues = status.get("queues", {})
-    workers = status.get("workers", {})
+    states = [f"{count} {name}" for name, count in status["states"].items() if count]
+    queues = [f"{name} {depth}" for name, depth in status["queues"].items()]
+    workers = [f"{stage} {len(names)}" for stage, names in status.get("workers", {}).items()]
     rows: list[tuple[str, RenderableType]] = [
-        ("version", str(status.get("version", "–"))),
-        ("rollouts", ", ".join(f"{count} {name}" for name, count in states.items() if count) or "none"),
-        ("queues", ", ".join(f"{name} {depth}" for name, depth in queues.items()) or "–"),
-        ("workers", ", ".join(f"{stage} {len(names)}" for stage, names in workers.items()) or "–"),
+        ("version", status["version"]),
+        ("rollouts", ", ".join(states) or "none"),
+        ("queues", ", ".join(queues) or "–"),
+        ("workers", ", ".join(workers) or "–"),
     ]
-    for node, said in status.get("nodes", {}).items():
-        rows += [("node " + node, Text(f"INIT is stopped: {why}", "red")) for why in said["stopped"].values()]
-        if said["full"]:
-            rows.append(("node " + node, f"INIT waits for RUN: {said['ahead']} rollouts are ahead of it"))
-    backends = status.get("backends", [])
-    for backend in backends:
-        load = f"{backend.get('live_rollouts', 0)} rollouts, load {backend.get('load', 0):g}"
-        version = backend.get("policy_version") or "–"
-        draining = ", draining" if backend.get("draining") else ""
-        rows.append(
-            ("backend", f"{backend['url']} ({backend.get('model')}), version {version}, {load}{draining}")
-        )
-    if not backends:
+    for name, node in status.get("nodes", {}).items():
+        rows += [("node " + name, Text(f"INIT is stopped: {why}", "red")) for why in node["stopped"].values()]
+        if node["full"]:
+            rows.append(("node " + name, f"INIT waits for RUN: {node['ahead']} rollouts are ahead of it"))
+    for backend in status["backends"]:
+        load = f"{backend['live_rollouts']} rollouts, load {backend['load']:g}"
+        served = f"{backend['model']}), version {backend['policy_version'] or '–'}"
+        draining = ", draining" if backend["draining"] else ""
+        rows.append(("backend", f"{backend['url']} ({served}, {load}{draining}"))
+    if not status["backends"]:
         rows.append(("backend", "none: rollouts that need a model wait"))
     if flower := status.get("flower"):
         rows.append(("flower", Text(flower["url"])))
@@ -303,8 +331,12 @@ def flower_link(status: dict[str, Any], rollout_id: str) -> Text | None:
 # ---------------------------------------------------------------------------------- backends
 
 
-def backends_table(backends: Sequence[Backend]) -> Sheet:
-    """One line a backend, the least loaded first."""
+def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] | None = None) -> Sheet:
+    """One line a backend, the least loaded first.
+
+    Args:
+        tokens_per_s: By id, for a column with it and one with the mean time of a call; None = without them.
+    """
 
     def load(backend: Backend) -> str:
         return f"{backend.load:g}" + (f" of {backend.capacity_tokens}" if backend.capacity_tokens else "")
@@ -312,32 +344,38 @@ def backends_table(backends: Sequence[Backend]) -> Sheet:
     def engine(backend: Backend) -> str:
         return backend.engine if backend.engine == backend.api else f"{backend.engine} ({backend.api})"
 
+    def stat(field: str, form: str = "{}") -> Callable[[Backend], str]:
+        return lambda backend: or_dash(getattr(backend.stats, field, None), form)
+
+    def call(backend: Backend) -> str:
+        stats = backend.stats
+        if stats is None or not stats.requests or stats.request_seconds is None:
+            return "–"
+        return f"{stats.request_seconds / stats.requests:.2g} s"
+
     columns = [
         Column("id", lambda backend: backend.id),
-        Column("state", backend_state),
-        Column("url", lambda backend: backend.url, drop=7),
-        Column("model", lambda backend: backend.model, drop=6),
-        Column("engine", engine, drop=5),
+        Column("state", _backend_state),
+        Column("url", lambda backend: backend.url, drop=9),
+        Column("model", lambda backend: backend.model, drop=8),
+        Column("engine", engine, drop=7),
         Column("version", lambda backend: backend.policy_version or "–"),
         Column("rollouts", lambda backend: str(backend.live_rollouts), True),
-        Column("load", load, True, 8),
-        *engine_columns(running=3, waiting=4, cache=2, cached=1),
+        Column("load", load, True, 10),
+        Column("running", stat("running"), True, 5),
+        Column("waiting", stat("waiting"), True, 6),
+        Column("cache", stat("kv_usage", "{:.0%}"), True, 4),
+        Column("cached", stat("cached_ratio", "{:.0%}"), True, 3),
     ]
+    if tokens_per_s is not None:
+        columns += [
+            Column("tokens/s", lambda backend: or_dash(tokens_per_s.get(backend.id), "{:.0f}"), True),
+            Column("call", call, True, 2),
+        ]
     return Sheet(columns, backends)
 
 
-def engine_columns(**drops: int) -> list[Column]:
-    """What backends say of themselves: `running`, `waiting`, `cache`, `cached`, and when each is left out."""
-    fields = {"running": "{}", "waiting": "{}", "cache": "{:.0%}", "cached": "{:.0%}"}
-    names = {"cache": "kv_usage", "cached": "cached_ratio"}
-
-    def cell(name: str, form: str) -> Callable[[Backend], str]:
-        return lambda backend: or_dash(getattr(backend.stats, names.get(name, name), None), form)
-
-    return [Column(name, cell(name, form), True, drops[name]) for name, form in fields.items()]
-
-
-def backend_state(backend: Backend) -> Text:
+def _backend_state(backend: Backend) -> Text:
     if not backend.healthy:
         return Text(f"unhealthy: {_shorten(backend.error or 'no reason given', 60)}", style="red")
     states = [name for name in ("draining", "paused") if getattr(backend, name)]
@@ -357,23 +395,31 @@ def policy_view(status: PolicyStatus) -> RenderableType:
     else:
         path = now.path or "weights brought by the trainer"
         head = Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
-    table = Table(box=None, pad_edge=False)
-    for name in ("update", "version", "state", "mode", "backends", "seconds"):
-        table.add_column(name, justify="right" if name == "seconds" else "left")
-    for update in status.history:
-        took = None
-        if update.started_at and update.finished_at:
-            took = update.finished_at - update.started_at
-        good = sum(one.state.value == "resumed" for one in update.backends.values())
-        table.add_row(
-            update.id,
-            Text(update.version),
-            Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue")),
-            update.mode,
-            f"{good} of {len(update.backends)}",
-            number(took),
-        )
-    return Group(_grid([("policy", head)]), *(["", table] if status.history else []))
+    columns = [
+        Column("update", lambda update: update.id),
+        Column("version", lambda update: update.version),
+        Column("state", _update_state),
+        Column("mode", lambda update: update.mode, drop=1),
+        Column("backends", _backends_done),
+        Column("seconds", _update_seconds, True),
+    ]
+    history = ["", Sheet(columns, status.history)] if status.history else []
+    return Group(_grid([("policy", head)]), *history)
+
+
+def _update_state(update: PolicyUpdate) -> Text:
+    return Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue"))
+
+
+def _backends_done(update: PolicyUpdate) -> str:
+    done = sum(backend.state is BackendUpdateState.RESUMED for backend in update.backends.values())
+    return f"{done} of {len(update.backends)}"
+
+
+def _update_seconds(update: PolicyUpdate) -> str:
+    if update.started_at and update.finished_at:
+        return number(update.finished_at - update.started_at)
+    return "–"
 
 
 def update_view(update: PolicyUpdate) -> RenderableType:
@@ -381,12 +427,12 @@ def update_view(update: PolicyUpdate) -> RenderableType:
     rows: list[tuple[str, RenderableType]] = [
         ("update", update.id),
         ("version", Text(update.version)),
-        ("state", Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue"))),
+        ("state", _update_state(update)),
         *(("warning", Text(line, style="yellow")) for line in update.warnings),
     ]
-    for name, one in update.backends.items():
-        seconds = ", ".join(f"{step} {value:.3f} s" for step, value in one.seconds.items())
-        worst = "" if one.canary_max_error is None else f"; canary off by {one.canary_max_error:.2g}"
-        error = f"; {one.error}" if one.error else ""
-        rows.append((name, Text(f"{one.state.value}: {seconds or '–'}{worst}{error}")))
+    for name, backend in update.backends.items():
+        seconds = ", ".join(f"{step} {value:.3f} s" for step, value in backend.seconds.items())
+        worst = "" if backend.canary_max_error is None else f"; canary off by {backend.canary_max_error:.2g}"
+        error = f"; {backend.error}" if backend.error else ""
+        rows.append((name, Text(f"{backend.state.value}: {seconds or '–'}{worst}{error}")))
     return _grid(rows)

@@ -37,16 +37,16 @@ def list_(
     state: str | None, handler: str | None, group_id: str | None, tag: str | None, limit: int, url: str | None
 ) -> None:
     """List rollouts, one line each."""
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     cursor = None
     with Client(url) as client:
-        while len(found) < limit:
-            page = client.list(state, handler, group_id, tag, min(limit - len(found), 500), cursor)
-            found += page.rollouts
+        while len(rollouts) < limit:
+            page = client.list(state, handler, group_id, tag, min(limit - len(rollouts), 500), cursor)
+            rollouts += page.rollouts
             cursor = page.cursor
             if cursor is None:
                 break
-    out.print(render.rollouts_table(found))
+    out.print(render.rollouts_table(rollouts))
     if cursor is not None:
         err.print(f"[dim]there are more than {limit}: raise --limit[/]")
 

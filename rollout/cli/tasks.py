@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any, TypeVar
 
 import click
 from pydantic import ValidationError
 
-from rollout.cli.common import err, problems_of, url_option
+from rollout.calls import with_id
+from rollout.cli.common import err, url_option
 from rollout.client import Client
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read
+from rollout.errors import problems_of
 from rollout.progress import Meter
-from rollout.schema import Rollout, RolloutRequest, new_id
+from rollout.schema import RolloutRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_FLIGHT = 1000
@@ -41,28 +44,30 @@ class Tasks:
         handler: str | None = None,
         *,
         map_name: str | None = None,
-        split: str | None = None,
-        first: int | None = None,
-        skip: int = 0,
         n: int | None = None,
         tags: tuple[str, ...] = (),
+        **part: Any,
     ) -> None:
         """With `handler`, or a map, each row is a task; without, a whole request.
+
+        Args:
+            part: `split`, `first` and `skip`, as `rollout.datasets.read` has them.
 
         Raises:
             click.ClickException: The map, or standard input, cannot be used.
         """
         try:
-            self._map = load_map(map_name) if map_name else None
-            # Standard input cannot be read twice.
-            self._rows = list(read(path, first=first, skip=skip)) if path == "-" else None
+            self._map = load_map(map_name) if map_name else FieldMap()
+            self._read = partial(read, path, **part)
+            if path == "-":  # standard input cannot be read twice
+                rows = list(self._read())
+                self._read = lambda: iter(rows)
         except DatasetError as error:
             raise click.ClickException(str(error)) from None
-        self.handler = handler or (self._map.handler if self._map else None)
-        if self._map and self.handler is None:
+        self.handler = handler or self._map.handler
+        if map_name and self.handler is None:
             raise click.UsageError(f"the map {map_name} names no handler: give --handler")
         self._n, self._tags = n, tags
-        self._path, self._split, self._first, self._skip = path, split, first, skip
 
     def rows(self) -> Iterator[tuple[Row, dict[str, Any]]]:
         """Rows, each with its task (or request).
@@ -70,13 +75,9 @@ class Tasks:
         Raises:
             DatasetError: A row cannot be read, or lacks a field.
         """
-        field_map = self._map or FieldMap()
-        rows: Iterable[Row] | None = self._rows
-        if rows is None:
-            rows = read(self._path, split=self._split, first=self._first, skip=self._skip)
-        for row in rows:
-            if field_map.wants(row):
-                yield row, field_map.apply(row)
+        for row in self._read():
+            if self._map.wants(row):
+                yield row, self._map.apply(row)
 
     def __iter__(self) -> Iterator[RolloutRequest]:
         """Raises:
@@ -118,16 +119,7 @@ class Tasks:
 )
 @dataset_options
 @url_option
-def submit(
-    file: str,
-    output: IO[str],
-    handler: str | None,
-    n: int | None,
-    tags: tuple[str, ...],
-    in_flight: int,
-    url: str | None,
-    **dataset: Any,
-) -> None:
+def submit(file: str, output: IO[str], in_flight: int, url: str | None, **tasks: Any) -> None:
     """Submit what FILE holds and write each rollout as it ends.
 
     FILE is JSON lines (- is stdin), Parquet, or a dataset on disk; it is checked to its end before the first
@@ -136,7 +128,7 @@ def submit(
     What the service accepted survives the end of any of its processes. A power cut of the machine of Redis
     may lose the last second, unless the service was started with ROLLOUT_REDIS_FSYNC=always.
     """
-    submit_all(Tasks(file, handler, n=n, tags=tags, **dataset), output, in_flight, url, file)
+    submit_all(Tasks(file, **tasks), output, in_flight, url, file)
 
 
 def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, name: str) -> None:
@@ -152,8 +144,7 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
 
     def noted() -> Iterator[RolloutRequest]:
         for request in tasks:
-            # With an id, so that sending one twice creates nothing twice, and Ctrl-C knows what to cancel.
-            request = request if request.id else request.model_copy(update={"id": new_id()})
+            request = with_id(request)  # Ctrl-C has to know what to cancel
             pending.update(request.rollout_ids()[1])
             yield request
 
@@ -161,7 +152,8 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
         try:
             for rollout in client.rollouts(noted(), in_flight, progress=False):
                 pending.discard(rollout.id)
-                _write(rollout, output)
+                output.write(rollout.model_dump_json() + "\n")
+                output.flush()
                 meter.add(rollout)
         except KeyboardInterrupt:
             meter.__exit__(None, None, None)  # the question needs the terminal to itself
@@ -169,18 +161,12 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
             raise click.exceptions.Exit(130) from None
 
 
-def _write(rollout: Rollout, output: IO[str]) -> None:
-    output.write(rollout.model_dump_json() + "\n")
-    output.flush()
-
-
 def _cancel_rest(client: Client, pending: set[str]) -> None:
     """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no."""
     try:
-        asked = sys.stdin.isatty() and sys.stderr.isatty()
-        if asked and not click.confirm(
-            f"Cancel the {len(pending)} rollouts not ended?", default=True, err=True
-        ):
+        question = f"Cancel the {len(pending)} rollouts not ended?"
+        person = sys.stdin.isatty() and sys.stderr.isatty()
+        if person and not click.confirm(question, default=True, err=True):
             err.print("[dim]they go on; `rollout list` shows them[/]")
             return
     except (click.Abort, KeyboardInterrupt):
@@ -212,20 +198,20 @@ def tasks(
 
     Each task that does not fit is named with its row and field. Ends with 1 when there is one.
     """
-    found = Tasks(file, handler, **dataset)
+    source = Tasks(file, handler, **dataset)
     schema: dict[str, Any] | None = None
     if not no_check:
-        if found.handler is None:
+        if source.handler is None:
             raise click.UsageError(f"give --handler, --no-check, or a --map: {', '.join(published_maps())}")
         with Client(url) as client:
             schemas = {info.name: info.task_schema for info in client.handlers()}
-        if found.handler not in schemas:
-            known = ", ".join(sorted(schemas))
-            raise click.ClickException(f"the service has no handler {found.handler!r}; it has: {known}")
-        schema = schemas[found.handler]
+        if source.handler not in schemas:
+            names = ", ".join(sorted(schemas))
+            raise click.ClickException(f"the service has no handler {source.handler!r}; it has: {names}")
+        schema = schemas[source.handler]
     good, wrong = 0, 0
     try:
-        for row, task in found.rows():
+        for row, task in source.rows():
             if schema is not None and (words := problem(task, schema, row)):
                 err.print(words, highlight=False, soft_wrap=True, markup=False)
                 wrong += 1

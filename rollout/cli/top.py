@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -88,7 +87,8 @@ def _pauses() -> Iterator[Pause]:
 
 def _print(look: Look, url: str, console: Console, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(look.to_json()), flush=True)
+        left_out = {"recent": {"__all__": {"request", "trajectory", "timeline", "notes"}}}
+        print(look.model_dump_json(exclude=left_out), flush=True)
     else:
         console.print(view(look, url))
 

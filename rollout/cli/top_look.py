@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import BaseModel
 
 from rollout.client import Client
 from rollout.errors import ApiError
-from rollout.schema import TERMINAL_STATES, Backend, Batch, Fleet, ResultPage, Rollout, State
+from rollout.schema import Backend, Batch, Fleet, ResultPage, Rollout, State
 
 WINDOW_S = 15.0
 """Rates are over so many seconds: steady enough to read, and the numbers of backends come every 5 s."""
@@ -20,47 +20,24 @@ EVERYBODY = "*"
 FORBIDDEN = 403
 
 
-@dataclass(frozen=True)
-class Look:
-    """The service at one moment, and what happened a second lately."""
+class Look(BaseModel):
+    """The service at one moment, and what happened a second lately; names are those of the API."""
 
+    at: float
+    """The gateway's clock, seconds since the epoch."""
+    version: str
+    tenant: str
+    """Whose batches and rollouts these are; `*` = everybody's."""
+    flower: str | None
     fleet: Fleet
+    rates: dict[str, dict[str, float]]
+    """A second, empty after the first look: `stages`, times that each ended, over all attempts; `ended`,
+    rollouts by state; `tokens` that each backend sampled, where it says."""
     backends: list[Backend]
     batches: list[Batch]
     """The newest first."""
     recent: list[Rollout]
     """Summaries of what ended, the latest first."""
-    tenant: str | None
-    """Whose batches and rollouts these are; None = everybody's."""
-    version: str
-    flower: str | None
-    stages_per_s: dict[str, float] = field(default_factory=dict)
-    """Times that a stage ended a second, over all attempts; empty after the first look."""
-    ended_per_s: dict[str, float] = field(default_factory=dict)
-    """Rollouts that ended a second, by state."""
-    tokens_per_s: dict[str, float] = field(default_factory=dict)
-    """Tokens that a backend sampled a second, where it says."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For scripts; names are those of the API."""
-        return {
-            "at": self.fleet.at,
-            "version": self.version,
-            "tenant": self.tenant or EVERYBODY,
-            "flower": self.flower,
-            "fleet": self.fleet.model_dump(),
-            "rates": {
-                "stages": self.stages_per_s,
-                "ended": self.ended_per_s,
-                "tokens": self.tokens_per_s,
-            },
-            "backends": [one.model_dump() for one in self.backends],
-            "batches": [one.model_dump(mode="json") for one in self.batches],
-            "recent": [
-                one.model_dump(mode="json", exclude={"request", "trajectory", "timeline", "notes"})
-                for one in self.recent
-            ],
-        }
 
 
 class Rates:
@@ -112,18 +89,23 @@ class Watcher:
             self._tenant = None
             batches = self._client.batches.list(BATCHES)
         self._follow()
-        backends = [Backend.model_validate(one) for one in status["backends"]]
+        backends = [Backend.model_validate(backend) for backend in status["backends"]]
+        stages = {name: load.ended for name, load in fleet.stages.items()}
+        ended = {state: count for state, count in fleet.states.items() if State(state).terminal}
         return Look(
+            at=fleet.at,
+            version=status["version"],
+            tenant=self._tenant or status["tenant"]["name"],
+            flower=(status.get("flower") or {}).get("url"),
             fleet=fleet,
+            rates={
+                "stages": self._stages.add(fleet.at, stages),
+                "ended": self._ends.add(fleet.at, ended),
+                "tokens": self._sampled(backends),
+            },
             backends=backends,
             batches=batches,
             recent=list(self._recent),
-            tenant=None if self._tenant else status["tenant"]["name"],
-            version=status["version"],
-            flower=(status.get("flower") or {}).get("url"),
-            stages_per_s=self._stages.add(fleet.at, _stage_counts(fleet)),
-            ended_per_s=self._ends.add(fleet.at, _end_counts(fleet)),
-            tokens_per_s=self._sampled(backends),
         )
 
     def _results(self, cursor: str) -> ResultPage:
@@ -141,8 +123,8 @@ class Watcher:
         page = self._results(self._cursor)
         # Where more ended than anybody reads, go on from now.
         self._cursor = self._results("$").cursor if len(page.rollouts) == RECENT else page.cursor
-        known = {rollout.id for rollout in self._recent}
-        self._recent.extendleft(rollout for rollout in page.rollouts if rollout.id not in known)
+        listed = {rollout.id for rollout in self._recent}
+        self._recent.extendleft(rollout for rollout in page.rollouts if rollout.id not in listed)
 
     def _sampled(self, backends: list[Backend]) -> dict[str, float]:
         """Tokens a second, of the backends that say how many they have sampled."""
@@ -157,11 +139,3 @@ class Watcher:
             if time.time() - stats.at < 2 * WINDOW_S:
                 sampled |= latest
         return sampled
-
-
-def _stage_counts(fleet: Fleet) -> dict[str, int]:
-    return {name: load.ended for name, load in fleet.stages.items()}
-
-
-def _end_counts(fleet: Fleet) -> dict[str, int]:
-    return {state.value: fleet.states.get(state.value, 0) for state in State if state in TERMINAL_STATES}

@@ -44,26 +44,27 @@ class Strict(BaseModel):
 
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,159}")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 
 
-def _check_id(value: str) -> str:
-    if not _ID.fullmatch(value):
-        raise ValueError(
-            "an id is 1 to 128 characters of letters, digits and . _ : - and starts with a letter or digit"
-        )
-    return value
+def _check_id(most: int, problem: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if len(value) > most or not _ID.fullmatch(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
-def _check_rollout_id(value: str) -> str:
-    if not _ROLLOUT_ID.fullmatch(value):
-        raise ValueError("not the id of a rollout: those have 1 to 160 letters, digits and . _ : -")
-    return value
-
-
-Identifier = Annotated[str, AfterValidator(_check_id)]
-RolloutId = Annotated[str, AfterValidator(_check_rollout_id)]
+Identifier = Annotated[
+    str,
+    _check_id(
+        128, "an id is 1 to 128 characters of letters, digits and . _ : - and starts with a letter or digit"
+    ),
+]
+RolloutId = Annotated[
+    str, _check_id(160, "not the id of a rollout: those have 1 to 160 letters, digits and . _ : -")
+]
 """A rollout's id is its group's with a number, so it may be longer than what a caller may choose."""
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:/=-]+$")]
 

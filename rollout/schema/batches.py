@@ -87,10 +87,9 @@ class BatchRequest(Strict):
         if self.min_scored is not None and self.min_scored > self.n:
             raise ValueError(f"min_scored = {self.min_scored} is above n = {self.n}")
         for position, prompt in enumerate(self.prompts):
-            given = [name for name in ("id", "group_id") if getattr(prompt, name) is not None]
-            if given or prompt.n != 1:
-                what = given[0] if given else "n"
-                raise ValueError(f"prompts.{position}.{what}: the batch gives its own; leave it out")
+            for name, value in (("id", None), ("group_id", None), ("n", 1)):
+                if getattr(prompt, name) != value:
+                    raise ValueError(f"prompts.{position}.{name}: the batch gives its own; leave it out")
         if self.closed and not self.prompts and self.carry_from is None:
             raise ValueError("prompts: a closed batch needs some, or carry_from")
         return self

@@ -90,7 +90,7 @@ class UpdateState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        return self in (UpdateState.DONE, UpdateState.PARTLY, UpdateState.FAILED)
+        return self not in (UpdateState.QUEUED, UpdateState.RUNNING)
 
 
 class BackendUpdateState(StrEnum):
@@ -109,11 +109,7 @@ class BackendUpdateState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        return self in (
-            BackendUpdateState.RESUMED,
-            BackendUpdateState.FAILED,
-            BackendUpdateState.SKIPPED,
-        )
+        return self.value in ("resumed", "failed", "skipped")
 
 
 class BackendUpdate(BaseModel):

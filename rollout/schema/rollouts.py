@@ -329,10 +329,8 @@ class AckRequest(Strict):
     ids: Items[RolloutId] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
 
 
-class RedeliverRequest(Strict):
+class RedeliverRequest(AckRequest):
     """Rollouts whose webhooks are wanted once more."""
-
-    ids: Items[RolloutId] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
 
 
 class AckResponse(BaseModel):

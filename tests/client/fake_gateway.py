@@ -19,12 +19,14 @@ from rollout.schema import (
     BackendRequest,
     Batch,
     BatchState,
+    DrainRequest,
     GroupPage,
     Rollout,
     RolloutRequest,
     State,
     SubmitRequest,
 )
+from tests.helpers.rollouts import ended
 
 EMPTY_PAGE = GroupPage(
     groups=[],
@@ -44,7 +46,9 @@ class FakeGateway:
         self.submissions: list[SubmitRequest] = []
         self.backends: dict[str, Backend] = {}
         self.faults: list[Any] = []
-        """Taken one a request: an (status, headers, body) answer, "drop" before, or "drop-after" work."""
+        """Taken one a request: an (status, headers, body) answer, "drop" before, or "drop-after" work; or a
+        function that answers, given the handler."""
+        self.connections = 0
         self.finish_at_once = True
         self.lock = threading.Condition()
 
@@ -80,19 +84,8 @@ class FakeGateway:
         for index, rollout_id in enumerate(ids):
             created = rollout_id not in self.rollouts
             if created:
-                now = time.time()
-                self.rollouts[rollout_id] = Rollout(
-                    id=rollout_id,
-                    group_id=group,
-                    index=index,
-                    handler=request.handler,
-                    state=State.QUEUED,
-                    attempt=1,
-                    request=request,
-                    created_at=now,
-                    updated_at=now,
-                    deadline_at=now + 60,
-                )
+                names = {"id": rollout_id, "group_id": group, "index": index, "handler": request.handler}
+                self.rollouts[rollout_id] = ended(**names, state=State.QUEUED, request=request)
                 if self.finish_at_once:
                     self.finish(rollout_id)
             state = self.rollouts[rollout_id].state
@@ -103,6 +96,10 @@ class FakeGateway:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     fake: FakeGateway
+
+    def setup(self) -> None:
+        super().setup()
+        self.fake.connections += 1
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -131,6 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, tuple):
             self.answer(fault[0], fault[2], fault[1])
             return
+        if callable(fault):
+            fault(self)
+            return
         if fault == "drop-after":
             self.answer = lambda *_: setattr(self, "close_connection", True)  # type: ignore[method-assign]
         self.route(parts.path, query, json.loads(body) if body else None)
@@ -153,12 +153,12 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/v1/batches/b/groups":
             return self.answer(200, EMPTY_PAGE.model_dump(mode="json"))
         if path == "/v1/rollouts":
-            wanted = [
+            chosen = [
                 r.model_dump(mode="json")
                 for r in fake.rollouts.values()
                 if query.get("state") in (None, r.state) and query.get("handler") in (None, r.handler)
             ]
-            return self.answer(200, {"rollouts": wanted[: int(query.get("limit", 100))], "cursor": None})
+            return self.answer(200, {"rollouts": chosen[: int(query.get("limit", 100))], "cursor": None})
         if path.startswith("/v1/rollouts/"):
             return self.one(path.removeprefix("/v1/rollouts/"), query)
         if path == "/v1/handlers":
@@ -177,13 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             request = SubmitRequest.model_validate(body)
         except ValidationError as error:
-            errors = [
-                {"field": ".".join(map(str, e["loc"])), "message": e["msg"]}
-                for e in error.errors(include_url=False)
-            ]
+            errors = [{"field": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in error.errors()]
             return self.problem(400, "invalid request", errors=errors)
         self.fake.submissions.append(request)
-        created = [item for one in request.requests for item in self.fake.create(one)]
+        created = [item for each in request.requests for item in self.fake.create(each)]
         return self.answer(202, {"rollouts": created})
 
     def one(self, rest: str, query: dict[str, str]) -> None:
@@ -218,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
             del known[name]
             return self.answer(204, None)
         if verb == "drain":
-            known[name].draining = body["drain"]
+            known[name].draining = DrainRequest.model_validate(body).drain
         return self.answer(200, known[name].model_dump(mode="json"))
 
     def cancel_many(self, body: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from importlib.metadata import EntryPoint
 
@@ -16,7 +15,9 @@ from click.testing import CliRunner
 
 from rollout import cli
 from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
-from rollout.trajectory import Chain, FinishReason, Message, Segment, ToolCall, Trajectory
+from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
+from tests.helpers.rollouts import chain, sampled
+from tests.helpers.stack import wait_until
 
 TASKS = '{"question": "1 plus 2", "answer": "3"}\n\n{"question": "4 plus 5", "answer": "9"}\n'
 
@@ -34,51 +35,26 @@ def invoke(gateway, monkeypatch):
 
 
 def trajectory() -> Trajectory:
-    chain = Chain()
-    chain.append(
-        Segment(role="user", token_ids=[1, 2, 3], messages=[Message(role="user", content="37 times 85")])
-    )
     call = ToolCall(id="c", name="execute_bash", arguments={"command": "echo $((37*85))"})
-    chain.append(
-        Segment(
-            role="assistant",
-            token_ids=[4, 5],
-            sampled=True,
-            logprobs=[-0.5, -1.5],
-            policy_version="step-7",
-            finish_reason="stop",
-            call_id="1",
-            messages=[Message(role="assistant", tool_calls=[call])],
-        )
-    )
-    chain.append(
-        Segment(role="tool", token_ids=[6], messages=[Message(role="tool", content="[bold]3145[/]")])
-    )
-    return Trajectory(chains=[chain], finish_reason=FinishReason.STOP, warnings=["no memory limit"])
+    message = Message(role="assistant", tool_calls=[call])
+    fields = {"policy_version": "step-7", "finish_reason": "stop", "call_id": "1", "messages": [message]}
+    conversation = chain([1, 2, 3], sampled([4, 5], [-0.5, -1.5], **fields), [6])
+    conversation.segments[0].messages = [Message(role="user", content="37 times 85")]
+    conversation.segments[2].messages = [Message(role="tool", content="[bold]3145[/]")]
+    return Trajectory(chains=[conversation], finish_reason=FinishReason.STOP, warnings=["no memory limit"])
 
 
 def test_submit_reads_tasks_and_writes_one_rollout_a_line(gateway, invoke, tmp_path):
     (tmp_path / "in.jsonl").write_text(TASKS)
     target = tmp_path / "out.jsonl"
-    result = invoke(
-        "submit",
-        str(tmp_path / "in.jsonl"),
-        "-o",
-        str(target),
-        "--handler",
-        "calculator",
-        "--n",
-        "2",
-        "--tag",
-        "t",
-    )
+    options = ["-o", str(target), "--handler", "calculator", "--n", "2", "--tag", "t"]
+    result = invoke("submit", str(tmp_path / "in.jsonl"), *options)
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in target.read_text().splitlines()]
     assert len(lines) == 4
     assert {line["request"]["task"]["answer"] for line in lines} == {"3", "9"}
     assert all(line["request"]["tags"] == ["t"] for line in lines)
-    assert "4/4" in result.stderr
-    assert "4 completed, mean reward 1.000" in result.stderr
+    assert "4/4" in result.stderr and "4 completed, mean reward 1.000" in result.stderr
 
 
 def test_submit_reads_whole_requests_from_stdin_and_writes_to_stdout(invoke):
@@ -115,18 +91,11 @@ def test_an_api_error_is_one_message_and_no_traceback(gateway, invoke):
 def test_ctrl_c_cancels_what_was_submitted(gateway):
     gateway.finish_at_once = False
     command = [sys.executable, "-m", "rollout.cli", "submit", "-", "--url", gateway.url]
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child = subprocess.Popen(command, text=True, **pipes)
     child.stdin.write('{"handler": "calculator", "n": 3}\n')
     child.stdin.close()
-    deadline = time.monotonic() + 20
-    while len([c for c in gateway.calls if c[1] == "/v1/results"]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 2, 30, "it to wait")
     child.send_signal(signal.SIGINT)
     assert child.wait(20) == 130
     assert "cancelled 3; 0 had ended" in child.stderr.read()
@@ -170,18 +139,10 @@ def test_status_list_watch_and_cancel(gateway, invoke):
 
 def test_backends_are_listed_with_load_health_and_weights(gateway, invoke):
     assert "add one with `rollout backends add SERVER`" in invoke("backends").stderr
-    gateway.backends["b1"] = Backend(
-        id="b1",
-        url="http://h:1",
-        model="m",
-        tokenizer="t",
-        max_model_len=512,
-        policy_version="step-7",
-        capacity_tokens=9000,
-        load=450,
-        live_rollouts=3,
-        stats=BackendStats(at=0, running=2, waiting=1, kv_usage=0.25, prompt_tokens=100, cached_tokens=80),
-    )
+    stats = BackendStats(at=0, running=2, waiting=1, kv_usage=0.25, prompt_tokens=100, cached_tokens=80)
+    fields = {"id": "b1", "url": "http://h:1", "model": "m", "tokenizer": "t", "max_model_len": 512}
+    load = {"policy_version": "step-7", "capacity_tokens": 9000, "load": 450, "live_rollouts": 3}
+    gateway.backends["b1"] = Backend(**fields, **load, stats=stats)
     row = next(line for line in invoke("backends").stdout.splitlines() if line.startswith("b1"))
     words = " ".join(row.split())
     assert words == "b1 ready http://h:1 m vllm (generate) step-7 3 450 of 9000 2 1 25% 80%"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_type_hints
 
 import httpx
@@ -18,8 +19,10 @@ import pytest
 
 from rollout.async_batches import AsyncBatches
 from rollout.client import AsyncClient, Client, Unavailable
+from rollout.http import Gateway
 from rollout.schema import RolloutRequest
 from rollout.sync import Batches
+from tests.helpers.stack import wait_until
 
 
 def request(**fields) -> RolloutRequest:
@@ -46,8 +49,7 @@ def test_it_has_the_methods_of_the_asynchronous_one_with_their_signatures(derive
         }
 
     twins, originals = methods(derived), methods(original)
-    of_http = {"aside", "forget_connections", "send", "fetch", "fetch_json", "fetch_rollouts"}
-    assert twins.keys() == originals.keys() - of_http
+    assert twins.keys() == originals.keys() - (vars(Gateway).keys() - {"close"})
     for name in twins.keys() - {"close"}:
         twin, signature = inspect.signature(twins[name]), inspect.signature(originals[name])
         assert twin.parameters == signature.parameters
@@ -79,37 +81,23 @@ def test_calls_of_several_threads_go_on_at_once(gateway, client):
     gateway.finish_at_once = False
     names = [f"r{k}" for k in range(8)]
     client.submit([request(id=name) for name in names])
-    ended: dict[str, str] = {}
-
-    def wait(name: str) -> None:
-        ended[name] = client.wait(name, timeout=20).state.value
-
-    waiters = [threading.Thread(target=wait, args=(name,)) for name in names]
-    for waiter in waiters:
-        waiter.start()
-    assert client.status()["version"] == "x", "who waits keeps nobody up"
-    for name in names:
-        gateway.finish(name)
-    for waiter in waiters:
-        waiter.join(20)
-    assert ended == dict.fromkeys(names, "completed")
+    with ThreadPoolExecutor(len(names)) as threads:
+        waits = [threads.submit(client.wait, name, timeout=20) for name in names]
+        assert client.status()["version"] == "x", "who waits keeps nobody up"
+        for name in names:
+            gateway.finish(name)
+        assert [wait.result().id for wait in waits] == names
 
 
 def test_iterators_of_several_threads_do_not_mix(gateway, client):
-    taken: dict[str, list[str]] = {}
+    names = [[f"{prefix}{k:02}" for k in range(20)] for prefix in "xyz"]
 
-    def read(prefix: str) -> None:
-        requests = [request(id=f"{prefix}{k}") for k in range(20)]
-        taken[prefix] = [rollout.id for rollout in client.rollouts(iter(requests), in_flight=3)]
+    def read(ids: list[str]) -> list[str]:
+        requests = iter([request(id=name) for name in ids])
+        return sorted(rollout.id for rollout in client.rollouts(requests, in_flight=3))
 
-    readers = [threading.Thread(target=read, args=(prefix,)) for prefix in "xyz"]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(60)
-    assert {prefix: sorted(ids) for prefix, ids in taken.items()} == {
-        prefix: sorted(f"{prefix}{k}" for k in range(20)) for prefix in "xyz"
-    }
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(read, names, timeout=60)) == names
 
 
 GIVEN = {
@@ -185,10 +173,7 @@ def test_its_thread_begins_with_the_first_call_and_ends_with_the_client(gateway)
     dropped = Client(gateway.url)
     dropped.status()
     del dropped
-    deadline = time.monotonic() + 10
-    while len(loops()) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(loops()) == before
+    wait_until(lambda: len(loops()) == before, 10, "its thread to end")
 
 
 def test_closing_ends_what_other_threads_wait_for(gateway):
@@ -196,40 +181,28 @@ def test_closing_ends_what_other_threads_wait_for(gateway):
     client = Client(gateway.url)
     client.submit(request(id="a"))
     stream = client.stream(timeout=60)
-    errors: list[Exception] = []
-
-    def wait(call) -> None:
-        try:
-            call()
-        except RuntimeError as error:
-            errors.append(error)
-
-    waiters = [
-        threading.Thread(target=wait, args=(call,))
-        for call in (lambda: client.wait("a"), lambda: next(stream))
-    ]
-    for waiter in waiters:
-        waiter.start()
-    while sum(path in ("/v1/rollouts/a", "/v1/results") for _, path in gateway.calls) < 2:
-        time.sleep(0.01)
-    client.close()
-    for waiter in waiters:
-        waiter.join(10)
-    assert [str(error) for error in errors] == ["the client was closed during the call"] * 2
+    with ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(client.wait, "a"), threads.submit(next, stream)
+        asked = {("GET", "/v1/rollouts/a"), ("GET", "/v1/results")}
+        wait_until(lambda: asked <= set(gateway.calls), 10, "both to wait")
+        client.close()
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="the client was closed during the call"):
+                wait.result(10)
 
 
 def test_a_program_that_closes_nothing_ends(gateway):
     gateway.finish_at_once = False
     child = in_python("client.status()\nstream = client.stream(timeout=60)\nprint('over')", gateway.url)
-    said, errors = child.communicate(timeout=30)
-    assert (said, errors, child.returncode) == ("over\n", "", 0)
+    output, errors = child.communicate(timeout=30)
+    assert (output, errors, child.returncode) == ("over\n", "", 0)
 
 
 @pytest.mark.parametrize("before", ["client.status()", "pass"])
 def test_a_program_may_use_its_client_at_its_very_end(gateway, before):
     code = f"import atexit\natexit.register(lambda: print(client.status()['version']))\n{before}"
-    said, errors = in_python(code, gateway.url).communicate(timeout=30)
-    assert (said, errors) == ("x\n", "")
+    output, errors = in_python(code, gateway.url).communicate(timeout=30)
+    assert (output, errors) == ("x\n", "")
 
 
 def test_a_call_that_meets_the_end_of_the_client_is_answered(gateway):
@@ -237,22 +210,17 @@ def test_a_call_that_meets_the_end_of_the_client_is_answered(gateway):
     for _ in range(20):
         client = Client(gateway.url)
         client.status()
-        errors: list[str] = []
 
-        def ask(client=client, errors=errors) -> None:
-            try:
-                while True:
-                    client.status()
-            except RuntimeError as closed:
-                errors.append(str(closed))
+        def ask(client=client) -> None:
+            while True:
+                client.status()
 
-        askers = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
-        for asker in askers:
-            asker.start()
-        client.close()
-        for asker in askers:
-            asker.join(10)
-        assert len(errors) == 4 and all("the client was closed" in error for error in errors)
+        with ThreadPoolExecutor(4) as threads:
+            calls = [threads.submit(ask) for _ in range(4)]
+            client.close()
+            for call in calls:
+                with pytest.raises(RuntimeError, match="the client was closed"):
+                    call.result(10)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -350,15 +318,13 @@ def test_ctrl_c_ends_a_call_and_the_client_goes_on(gateway, call):
     )
     child = in_python(code, gateway.url)
     path = "/v1/rollouts/a" if call == "wait" else "/v1/results"
-    deadline = time.monotonic() + 30
     # `rollouts` asks for the cursor first, and is not waiting yet.
-    while [path for _, path in gateway.calls].count(path) < (1 if call == "wait" else 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    times = 1 if call == "wait" else 2
+    wait_until(lambda: gateway.calls.count(("GET", path)) >= times, 30, "the call")
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
-    said, errors = child.communicate(timeout=30)
-    assert (said, errors, child.returncode) == ("x\n", "", 0)
+    output, errors = child.communicate(timeout=30)
+    assert (output, errors, child.returncode) == ("x\n", "", 0)
     assert time.monotonic() - began < 5, "it ends now, not when the long-poll does"
 
 
@@ -372,10 +338,7 @@ def test_what_ctrl_c_ended_is_not_under_way_any_more(gateway, client):
             client.wait("a")
     finally:
         gc.enable()
-    deadline = time.monotonic() + 5
-    while (tasks := asyncio.all_tasks(client._loop)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not tasks
+    wait_until(lambda: not asyncio.all_tasks(client._loop), 5, "the call to end")
 
 
 # ---------------------------------------------------------------------------------- iterators
@@ -387,7 +350,5 @@ def test_an_iterator_that_is_left_lets_go_of_its_connection(gateway, client):
     for rollout in client.stream(timeout=60):
         assert rollout.id == "a"
         break
-    deadline = time.monotonic() + 5
-    while (tasks := asyncio.all_tasks(client._loop)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not tasks and client.status()["version"] == "x"
+    wait_until(lambda: not asyncio.all_tasks(client._loop), 5, "the call to end")
+    assert client.status()["version"] == "x"

@@ -8,7 +8,7 @@ import pytest
 
 from rollout import arrays
 from rollout.schema import RolloutRequest, Stage, State
-from rollout.trajectory import Chain, Segment, Trajectory
+from rollout.trajectory import Trajectory
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys
@@ -18,6 +18,7 @@ from services.state.results.stream import CompletionStore
 from services.state.rollouts import payloads
 from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import DEFAULT_TENANT
+from tests.helpers.rollouts import chain, sampled
 from tests.helpers.stack import wait_until
 
 
@@ -31,18 +32,9 @@ def client(server):
 def trajectory(ids=2000, seed=0):
     """As long and as irregular as real ones: token ids and log-probs."""
     draw = random.Random(seed)
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=[draw.randrange(150_000) for _ in range(50)]))
-    chain.append(
-        Segment(
-            role="assistant",
-            token_ids=[draw.randrange(150_000) for _ in range(ids)],
-            sampled=True,
-            logprobs=[-draw.expovariate(2.0) for _ in range(ids)],
-            policy_version="v1",
-        )
-    )
-    return Trajectory(chains=[chain])
+    prompt, answer = ([draw.randrange(150_000) for _ in range(number)] for number in (50, ids))
+    logprobs = [-draw.expovariate(2.0) for _ in range(ids)]
+    return Trajectory(chains=[chain(prompt, sampled(answer, logprobs, policy_version="v1"))])
 
 
 def stores(client, **settings):

@@ -41,10 +41,7 @@ def test_verl_takes_its_agent_loop_output(group):
 
 
 def test_skyrl_takes_its_generator_output(group):
-    released = classes(
-        "skyrl/train/generators/base.py",
-        ["TrajectoryID", "GeneratorOutput"],
-    )
+    released = classes("skyrl/train/generators/base.py", ["TrajectoryID", "GeneratorOutput"])
     made = skyrl.generator_output(group, trajectory_id=released.TrajectoryID)
     released.GeneratorOutput.__pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     TypeAdapter(released.GeneratorOutput).validate_python(made, strict=True)
@@ -57,21 +54,9 @@ def test_skyrl_takes_its_generator_output(group):
 
 
 def test_verifiers_takes_its_message_nodes_and_they_join_to_the_same_tokens(group):
-    types = classes(
-        "verifiers/v1/types.py",
-        [
-            *("TextContentPart", "ImageUrlSource", "ImageUrlContentPart", "ContentPart", "MessageContent"),
-            *(
-                "SystemMessage",
-                "UserMessage",
-                "ToolCall",
-                "AssistantMessage",
-                "ToolMessage",
-                "Message",
-                "Tool",
-            ),
-        ],
-    )
+    contents = ("TextContentPart", "ImageUrlSource", "ImageUrlContentPart", "ContentPart", "MessageContent")
+    messages = ("SystemMessage", "UserMessage", "ToolCall", "AssistantMessage", "ToolMessage", "Message")
+    types = classes("verifiers/v1/types.py", [*contents, *messages, "Tool"])
     known = {"Message": types.Message, "Tool": types.Tool, "ParentLink": dict, "SamplingMask": object}
     graph = classes("verifiers/v1/graph.py", ["MessageNode"], **known)
     known |= {"MessageNode": graph.MessageNode, "ModelCall": dict, "Messages": list, "Usage": dict}
@@ -109,12 +94,9 @@ def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, gro
         made = {name: torch.from_numpy(value) for name, value in found.items()}
         t = rollout.arrays.trajectory()
         tokens = len(t.chain.token_ids)
-        assert {name: tuple(one.shape) for name, one in made.items()} == {
-            **dict.fromkeys(
-                ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask"), (1, tokens)
-            ),
-            "rewards": (1,),
-        }
+        rows = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
+        shapes = dict.fromkeys(rows, (1, tokens)) | {"rewards": (1,)}
+        assert {name: tuple(tensor.shape) for name, tensor in made.items()} == shapes
         assert made["input_ids"][0].tolist() == t.chain.token_ids
         prompt = len(t.prompt_ids)
         assert made["loss_mask"][0].tolist() == [0] * prompt + t.loss_mask

@@ -14,13 +14,14 @@ from rollout.batch import BatchRequest
 from rollout.client import AsyncClient, Client
 from rollout.errors import RolloutError, Unavailable
 from rollout.schema import ResultPage, RolloutRequest
-from rollout.trajectory import Chain, Segment, Trajectory
+from rollout.trajectory import Trajectory
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts import payloads, reading
 from services.state.rollouts.reading import RolloutReader
 from tests.helpers.keys import http
+from tests.helpers.rollouts import chain, sampled
 
 MSGPACK = {"Accept": "application/msgpack"}
 
@@ -49,6 +50,24 @@ def as_json(stack):
         yield client
 
 
+@pytest.fixture
+def keep(stack, done, store):
+    """Has Redis keep something else for the rollout, and put the former back in the end."""
+    key, record = keys.trajectory(done.id), keys.record(done.id)
+    kept, size = payloads.encode_trajectory(done.trajectory), store.hget(record, "record_bytes")
+    assert int(size) == store.strlen(key)
+
+    def put(stored: bytes, record_bytes: int | None) -> None:
+        store.set(key, stored)
+        store.hdel(record, "record_bytes")
+        if record_bytes is not None:
+            store.hset(record, "record_bytes", record_bytes)
+
+    yield put
+    put(kept, size)
+    assert stack.client.get(done.id) == done
+
+
 def test_a_rollout_is_the_same_over_both_wires(stack, as_json, done):
     answer = http.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK)
     assert answer.headers["content-type"] == "application/msgpack" and "Accept" in answer.headers["vary"]
@@ -56,11 +75,9 @@ def test_a_rollout_is_the_same_over_both_wires(stack, as_json, done):
     assert typed == plain and typed.trajectory == done.trajectory
     assert typed.model_dump_json() == plain.model_dump_json()
     assert len(answer.content) < len(plain.model_dump_json())
-    for found in (typed, plain):
-        assert found.arrays.response_ids.tolist() == done.trajectory.response_ids
-        assert found.arrays.logprobs.tolist() == done.trajectory.logprobs
-        assert found.arrays.loss_mask.tolist() == done.trajectory.loss_mask
-        assert found.arrays.prompt_ids.tolist() == done.trajectory.prompt_ids
+    for rollout in (typed, plain):
+        for name in ("prompt_ids", "response_ids", "logprobs", "loss_mask"):
+            assert getattr(rollout.arrays, name).tolist() == getattr(done.trajectory, name)
     assert typed.arrays.logprobs.dtype == np.float32, "an engine's log-probs are float32 and need no more"
 
 
@@ -100,65 +117,37 @@ def test_groups_of_a_batch_are_the_same_over_both_wires_and_read_ahead(stack, as
     assert asyncio.run(arrays()) == [one.trajectory.response_ids for g in first for one in g.rollouts]
 
 
-def test_what_no_record_can_hold_is_read_over_both_wires(stack, as_json, done, store):
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=[1, 2**40]))
-    chain.append(Segment(role="assistant", token_ids=[3] * 600, sampled=True, logprobs=[-0.1] * 600))
-    left = Trajectory(chains=[chain])
-    key, kept = keys.trajectory(done.id), payloads.encode_trajectory(done.trajectory)
-    size = store.hget(keys.record(done.id), "record_bytes")
-    store.hdel(keys.record(done.id), "record_bytes")
-    store.set(key, payloads.encode_trajectory(left))
-    try:
-        assert not arrays.is_record(payloads.encode_trajectory(left))
-        assert stack.client.get(done.id).trajectory == as_json.get(done.id).trajectory == left
-        _, records = arrays.unpack_answer(
-            http.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK).content
-        )
-        assert list(records) == []
-    finally:
-        store.set(key, kept)
-        store.hset(keys.record(done.id), "record_bytes", size)
-    assert stack.client.get(done.id) == as_json.get(done.id)
+def test_what_no_record_can_hold_is_read_over_both_wires(stack, as_json, done, keep):
+    odd = Trajectory(chains=[chain([1, 2**40], sampled([3] * 600, [-0.1] * 600))])
+    stored = payloads.encode_trajectory(odd)
+    assert not arrays.is_record(stored)
+    keep(stored, None)
+    assert stack.client.get(done.id).trajectory == as_json.get(done.id).trajectory == odd
+    answer = http.get(f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK)
+    assert arrays.unpack_answer(answer.content)[1] == {}
 
 
-def test_a_trajectory_that_changes_while_it_is_sent_cuts_the_answer_off(stack, done, store):
+def test_a_trajectory_that_changes_while_it_is_sent_cuts_the_answer_off(stack, done, keep):
     """It is asked for again then, and no half of one is taken for a whole."""
-    size = store.hget(keys.record(done.id), "record_bytes")
-    assert int(size) == store.strlen(keys.trajectory(done.id))
-    store.hset(keys.record(done.id), "record_bytes", int(size) + 8)
-    try:
-        with (
-            Client(stack.url, retry_for=0.5) as client,
-            pytest.raises(Unavailable, match="RemoteProtocolError"),
-        ):
-            client.get(done.id)
-        threading.Timer(0.5, store.hset, (keys.record(done.id), "record_bytes", size)).start()
-        assert stack.client.get(done.id) == done
-    finally:
-        store.hset(keys.record(done.id), "record_bytes", size)
+    stored = payloads.encode_trajectory(done.trajectory)
+    keep(stored, len(stored) + 8)
+    with Client(stack.url, retry_for=0.5) as client, pytest.raises(Unavailable, match="RemoteProtocolError"):
+        client.get(done.id)
+    threading.Timer(0.5, keep, (stored, len(stored))).start()
+    assert stack.client.get(done.id) == done
     assert f"{done.id}}}:trajectory is not what it was" in stack.gateway.log.read_text()
 
 
-def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, done, store):
+def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, done, keep):
     """More of them than it has connections to Redis: what each had must be given back."""
-    key, kept = keys.trajectory(done.id), payloads.encode_trajectory(done.trajectory)
-    size = store.hget(keys.record(done.id), "record_bytes")
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=[1] * 4_000_000))  # 16 MB: no buffer of a socket holds it
-    large = payloads.encode_trajectory(Trajectory(chains=[chain]))
-    store.set(key, large)
-    store.hset(keys.record(done.id), "record_bytes", len(large))
-    try:
-        for _ in range(Settings().gateway_threads + 20):
-            with http.stream("GET", f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK) as answer:
-                assert int(answer.headers["content-length"]) > len(large)
-                next(answer.iter_raw(1))
-        assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000
-    finally:
-        store.set(key, kept)
-        store.hset(keys.record(done.id), "record_bytes", size)
-    assert stack.client.get(done.id) == done
+    # 16 MB: no buffer of a socket holds it.
+    large = payloads.encode_trajectory(Trajectory(chains=[chain([1] * 4_000_000)]))
+    keep(large, len(large))
+    for _ in range(Settings().gateway_threads + 20):
+        with http.stream("GET", f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK) as answer:
+            assert int(answer.headers["content-length"]) > len(large)
+            next(answer.iter_raw(1))
+    assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000
 
 
 def test_records_are_asked_of_redis_in_parts(stack, store, monkeypatch):

@@ -10,53 +10,35 @@ import pytest
 
 from rollout.adapters import areal, base, nemo_gym, prime_rl, skyrl, slime, trl, verl
 from rollout.arrays import Arrays
-from rollout.schema import Blame, ErrorInfo, Rollout, RolloutRequest, State
+from rollout.schema import Blame, ErrorInfo, Rollout, State
 from rollout.trajectory import Chain, FinishReason, Message, Segment, ToolCall, Trajectory
+from tests.helpers.rollouts import chain as chain_of
+from tests.helpers.rollouts import ended, sampled
 
 
 def chain(*versions: str) -> Chain:
     """A prompt, then a call and an observation a version."""
-    made = Chain()
-    prompt = [Message(role="system", content="S"), Message(role="user", content="Q")]
-    made.append(Segment(role="user", token_ids=[1, 2], messages=prompt))
+    made = chain_of([1, 2])
+    made.segments[0].messages = [Message(role="system", content="S"), Message(role="user", content="Q")]
     for turn, version in enumerate(versions):
         call = ToolCall(id=f"t{turn}", name="add", arguments={"a": 1})
-        said = Message(role="assistant", content=f"A{turn}", tool_calls=[call])
-        made.append(
-            Segment(
-                role="assistant",
-                token_ids=[10 + turn, 20 + turn],
-                sampled=True,
-                logprobs=[-0.5, -0.25],
-                policy_version=version,
-                call_id=f"c{turn}",
-                messages=[said],
-            )
-        )
+        text = Message(role="assistant", content=f"A{turn}", tool_calls=[call])
+        fields = {"policy_version": version, "call_id": f"c{turn}", "messages": [text]}
+        made.append(sampled([10 + turn, 20 + turn], [-0.5, -0.25], **fields))
         answer = Message(role="tool", content="2", tool_call_id=f"t{turn}")
         made.append(Segment(role="tool", token_ids=[30 + turn], messages=[answer]))
     return made
 
 
 def rollout(index=0, reward=1.0, *, chains=None, drop=False, **more) -> Rollout:
-    trajectory = Trajectory(chains=[chain("step-3", "step-4")] if chains is None else chains)
     fields = {
-        "id": f"r{index}",
-        "group_id": "g",
-        "index": index,
-        "handler": "math",
-        "state": State.COMPLETED,
-        "attempt": 1,
-        "request": RolloutRequest(handler="math"),
         "reward": None if drop else reward,
         "drop": drop,
-        "drop_reason": "the backend was gone" if drop else None,
         "finish_reason": FinishReason.STOP,
-        "trajectory": trajectory,
+        "trajectory": Trajectory(chains=[chain("step-3", "step-4")] if chains is None else chains),
         "stage_seconds": {"run": 2.0, "eval": 0.5},
-        **dict.fromkeys(("created_at", "updated_at", "deadline_at"), 1.0),
     }
-    return Rollout(**(fields | more))
+    return ended(id=f"r{index}", index=index, **(fields | more))
 
 
 DROPPED = rollout(

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.schema import Rollout, RolloutRequest, State
 from rollout.summary import summarize
-
-
-def ended(group: str, reward: float | None, **fields) -> Rollout:
-    return Rollout(
-        id=f"{group}.{id(fields)}",
-        group_id=group,
-        index=0,
-        handler="h",
-        state=State.COMPLETED,
-        attempt=1,
-        request=RolloutRequest(handler="h"),
-        reward=reward,
-        created_at=0,
-        updated_at=0,
-        deadline_at=1,
-        **fields,
-    )
+from tests.helpers.rollouts import ended
 
 
 def test_rewards_components_and_metrics_are_averaged_over_those_that_were_scored():
-    numbers = summarize(
-        [
-            ended("a", 1.0, reward_components={"correct": 1}, metrics={"turns": 2}),
-            ended("a", 0.0, reward_components={"correct": 0}, metrics={"turns": 4, "odd": float("inf")}),
-            ended("a", None, drop=True, drop_reason="sandbox: died", metrics={"turns": 100}),
-        ]
-    )
+    scored = {"reward_components": {"correct": 1}, "metrics": {"turns": 2}}
+    missed = {"reward_components": {"correct": 0}, "metrics": {"turns": 4, "odd": float("inf")}}
+    dropped = {"drop": True, "drop_reason": "sandbox: died", "metrics": {"turns": 100}}
+    numbers = summarize([ended(reward=1.0, **scored), ended(reward=0.0, **missed), ended(**dropped)])
     assert (numbers["rollouts"], numbers["scored"], numbers["dropped"]) == (3, 2, 1)
     assert numbers["dropped/sandbox: died"] == 1
     assert (numbers["reward/mean"], numbers["reward/std"], numbers["solved"]) == (0.5, 0.5, 0.5)
@@ -42,10 +22,11 @@ def test_rewards_components_and_metrics_are_averaged_over_those_that_were_scored
 
 def test_groups_give_pass_at_k_and_the_share_that_teaches():
     rewards = {"a": [1, 1, 1, 0], "b": [0, 0, 0, 0], "c": [1, 1, 1, 1], "d": [1, 0, None, 0]}
-    found = [
-        ended(group, reward, drop=reward is None) for group, values in rewards.items() for reward in values
-    ]
-    numbers = summarize(found)
+    numbers = summarize(
+        ended(group_id=group, reward=reward, drop=reward is None)
+        for group, values in rewards.items()
+        for reward in values
+    )
     assert numbers["groups"] == 4
     assert numbers["pass@1"] == pytest.approx((0.75 + 0 + 1 + 1 / 3) / 4)
     assert numbers["pass@4"] == pytest.approx(2 / 3), "over whole groups only"
@@ -54,4 +35,4 @@ def test_groups_give_pass_at_k_and_the_share_that_teaches():
 
 def test_of_nothing_there_are_only_counts():
     assert summarize([]) == {"rollouts": 0, "scored": 0, "dropped": 0}
-    assert "pass@1" in summarize([ended("a", 1.0)]) and "informative" not in summarize([ended("a", 1.0)])
+    assert "pass@1" in summarize([ended(reward=1.0)]) and "informative" not in summarize([ended(reward=1.0)])

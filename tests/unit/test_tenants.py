@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.client import ApiError, ApiKeyError, AsyncClient, Client
-from rollout.schema import RolloutRequest
+from rollout.client import ApiKeyError, AsyncClient, Client
 from services.state import api_keys
 from services.state.api_keys import FORMAT, Access, ApiKey, Scope
 from services.state.tenants import QuotaExceeded, Tenant, check_name
-from tests.client.fake_gateway import FakeGateway
 
 ID, SECRET = "0123456789ab", "c0ffee" + "0" * 58
 TEXT = f"rlt_{ID}_{SECRET}"
@@ -113,22 +111,3 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(bad):
     with pytest.raises(ApiKeyError, match="ROLLOUT_API_KEY") as caught:
         Client("http://127.0.0.1:9", api_key=bad)
     assert bad not in str(caught.value)
-
-
-OVER = b'{"title":"Over quota","status":429,"detail":"later"}'
-
-
-def test_the_client_comes_back_when_a_quota_has_room_again():
-    with FakeGateway() as gateway, Client(gateway.url) as client:
-        gateway.faults = [(429, {"retry-after": "0"}, OVER)] * 3
-        assert len(client.submit(RolloutRequest(handler="noop"))) == 1
-        assert len(gateway.calls) == 4
-
-
-@pytest.mark.parametrize("headers", [{}, {"retry-after": "60"}])
-def test_the_client_raises_what_the_gateway_said_where_waiting_is_too_long_or_no_use(headers):
-    with FakeGateway() as gateway, Client(gateway.url, retry_for=1.0) as client:
-        gateway.faults = [(429, headers, OVER)] * 3
-        with pytest.raises(ApiError, match="429 Over quota: later"):
-            client.submit(RolloutRequest(handler="noop"))
-        assert len(gateway.calls) == 1

@@ -23,8 +23,8 @@ from examples.training.losses import (
 )
 from examples.training.record import Log, plot, report
 from rollout.batch import Group
-from rollout.schema import Rollout, RolloutRequest, State
-from rollout.trajectory import Chain, Segment, Trajectory
+from rollout.schema import Rollout, Trajectory
+from tests.helpers.rollouts import chain, ended, sampled
 
 CLIP = Clip(low=0.2, high=0.28, truncate=2.0)
 
@@ -149,26 +149,10 @@ def test_the_critics_error_counts_sampled_tokens_only():
 
 
 def rollout(index: int, reward: float | None, versions=("r-1", "r-2"), drop=False) -> Rollout:
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=[1, 2, 3]))
-    chain.append(
-        Segment(
-            role="assistant",
-            token_ids=[4, 5],
-            sampled=True,
-            logprobs=[-0.1, -0.2],
-            policy_version=versions[0],
-        )
-    )
-    chain.append(Segment(role="tool", token_ids=[6]))
-    chain.append(
-        Segment(role="assistant", token_ids=[7], sampled=True, logprobs=[-0.3], policy_version=versions[1])
-    )
-    return Rollout(
-        id=f"g.{index}", group_id="g", index=index, handler="h", state=State.COMPLETED, attempt=1,
-        request=RolloutRequest(handler="h"), reward=reward, drop=drop, trajectory=Trajectory(chains=[chain]),
-        created_at=0, updated_at=0, deadline_at=0,
-    )  # fmt: skip
+    first = sampled([4, 5], [-0.1, -0.2], policy_version=versions[0])
+    second = sampled([7], [-0.3], policy_version=versions[1])
+    trajectory = Trajectory(chains=[chain([1, 2, 3], first, [6], second)])
+    return ended(id=f"g.{index}", index=index, reward=reward, drop=drop, trajectory=trajectory)
 
 
 def group(*rollouts: Rollout) -> Group:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rollout.trajectory import SCHEMA_VERSION, Chain, Message, Segment, Trajectory
+from tests.helpers.rollouts import chain as chain_of
+from tests.helpers.rollouts import sampled
 
 ids = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
 
@@ -18,23 +20,16 @@ def segments(draw):
     if not draw(st.booleans()):
         return Segment(role="tool", token_ids=token_ids)
     logprobs = [draw(st.floats(-50, 0)) for _ in token_ids]
-    version = draw(st.none() | st.sampled_from(["v1", "v2"]))
-    return Segment(
-        role="assistant", token_ids=token_ids, sampled=True, logprobs=logprobs, policy_version=version
-    )
+    return sampled(token_ids, logprobs, policy_version=draw(st.none() | st.sampled_from(["v1", "v2"])))
 
 
 @given(ids, st.lists(segments(), max_size=8))
 def test_the_views_are_parallel_and_together_they_are_the_chain(prompt, following):
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=prompt))
-    for segment in following:
-        chain.append(segment)
+    chain = chain_of(prompt, *following)
     assert chain.prompt_ids + chain.response_ids == chain.token_ids
     n = len(chain.response_ids)
     assert len(chain.loss_mask) == len(chain.logprobs) == len(chain.policy_versions) == n
-    sampled = sum(len(s.token_ids) for s in following if s.sampled)
-    assert sum(chain.loss_mask) == sampled
+    assert sum(chain.loss_mask) == sum(len(s.token_ids) for s in following if s.sampled)
     for mask, logprob, version in zip(chain.loss_mask, chain.logprobs, chain.policy_versions, strict=True):
         assert math.isfinite(logprob)
         if not mask:
@@ -61,9 +56,7 @@ def test_a_segment_with_broken_lengths_is_refused(fields, message):
 
 
 def test_a_segment_broken_after_it_was_made_is_refused_by_the_chain():
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=[1]))
-    segment = Segment(role="assistant", token_ids=[2], sampled=True, logprobs=[-0.5])
+    chain, segment = chain_of([1]), sampled([2])
     segment.token_ids.append(3)
     with pytest.raises(ValueError, match="2 sampled ids"):
         chain.append(segment)
@@ -72,7 +65,7 @@ def test_a_segment_broken_after_it_was_made_is_refused_by_the_chain():
 
 def test_a_chain_starts_with_a_prompt():
     with pytest.raises(ValueError, match="starts with a prompt"):
-        Chain().append(Segment(role="assistant", token_ids=[1], sampled=True, logprobs=[-1.0]))
+        Chain().append(sampled([1]))
     with pytest.raises(ValueError, match="at least one token"):
         Chain().append(Segment(role="user", token_ids=[]))
 
@@ -83,33 +76,17 @@ def test_a_newer_schema_version_is_refused_and_not_misread():
 
 
 def test_a_call_over_a_weight_swap_counts_as_one_turn():
-    chain = Chain()
-    chain.append(Segment(role="user", token_ids=[1]))
-    for version in ("v1", "v2"):
-        chain.append(
-            Segment(
-                role="assistant",
-                token_ids=[2],
-                sampled=True,
-                logprobs=[-1.0],
-                policy_version=version,
-                call_id="c",
-            )
-        )
-    trajectory = Trajectory(chains=[chain])
+    swapped = chain_of([1], *(sampled([2], policy_version=version, call_id="c") for version in ("v1", "v2")))
+    trajectory = Trajectory(chains=[swapped])
     assert trajectory.turns == 1 and trajectory.sampled_tokens == 2
     assert trajectory.policy_versions == ["v1", "v2"] and trajectory.versions_used == ["v1", "v2"]
 
 
 def test_versions_are_told_in_order_of_first_use_over_all_chains():
-    chains = []
-    for versions in (("v9", None), ("v2", "v9", "v1")):
-        chain = Chain()
-        chain.append(Segment(role="user", token_ids=[1]))
-        for version in versions:
-            sampled = {"sampled": True, "logprobs": [-1.0], "policy_version": version}
-            chain.append(Segment(role="assistant", token_ids=[2], **sampled))
-        chains.append(chain)
+    chains = [
+        chain_of([1], *(sampled([2], policy_version=version) for version in versions))
+        for versions in (("v9", None), ("v2", "v9", "v1"))
+    ]
     assert Trajectory(chains=chains).versions_used == ["v9", "v2", "v1"]
 
 

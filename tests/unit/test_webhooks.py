@@ -8,32 +8,18 @@ from ipaddress import ip_address
 
 import pytest
 
-from rollout import Rollout, WebhookError, verify_webhook
+from rollout import WebhookError, verify_webhook
 from rollout.webhooks import signature, signed_headers
 from services.settings import Settings, SettingsError
 from services.webhook_address import AddressRefused, AllowedAddresses
+from tests.helpers.rollouts import ended
 from workers.chores.webhooks import message
 
 SECRET = "correct horse battery staple"
 
 
 def genuine(secrets=(SECRET,), at=None):
-    rollout = Rollout.model_validate(
-        {
-            "id": "r-1",
-            "group_id": "r-1",
-            "index": 0,
-            "handler": "noop",
-            "state": "completed",
-            "attempt": 1,
-            "request": {"handler": "noop"},
-            "reward": 0.1 + 0.2,
-            "created_at": 1.0,
-            "updated_at": 2.0,
-            "finished_at": 2.0,
-            "deadline_at": 9.0,
-        }
-    )
+    rollout = ended(id="r-1", reward=0.1 + 0.2)
     body = message(rollout)
     return rollout, body, signed_headers(list(secrets), rollout.id, int(at or time.time()), body)
 
@@ -105,23 +91,9 @@ def test_numbers_keep_their_digits():
 
 
 PRIVATE = [
-    "127.0.0.1",
-    "127.1.2.3",
-    "10.0.0.1",
-    "192.168.1.1",
-    "172.16.0.1",
-    "169.254.169.254",
-    "0.0.0.0",
-    "100.64.0.1",
-    "224.0.0.1",
-    "[::1]",
-    "[fe80::1]",
-    "[fe80::1%25eth0]",
-    "[fd00::1]",
-    "[::ffff:127.0.0.1]",
-    "[::ffff:10.0.0.1]",
-    "[64:ff9b::a9fe:a9fe]",
-    "[2002:7f00:1::]",
+    *("127.0.0.1", "127.1.2.3", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "0.0.0.0"),
+    *("100.64.0.1", "224.0.0.1", "[::1]", "[fe80::1]", "[fe80::1%25eth0]", "[fd00::1]"),
+    *("[::ffff:127.0.0.1]", "[::ffff:10.0.0.1]", "[64:ff9b::a9fe:a9fe]", "[2002:7f00:1::]"),
 ]
 
 
