@@ -9,10 +9,9 @@ from rollout.schema import RolloutRequest, SubmitRequest, new_id
 
 
 def test_ids_are_uuid7_and_sorted_by_time():
-    made = [new_id() for _ in range(50)]
-    assert all(uuid.UUID(one).version == 7 for one in made)
-    assert all(uuid.UUID(one).variant == uuid.RFC_4122 for one in made)
-    prefixes = [one[:13] for one in made]
+    ids = [new_id() for _ in range(50)]
+    assert {(uuid.UUID(name).version, uuid.UUID(name).variant) for name in ids} == {(7, uuid.RFC_4122)}
+    prefixes = [name[:13] for name in ids]
     assert prefixes == sorted(prefixes)
 
 

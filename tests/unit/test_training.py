@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 
 from examples.training.data import collate, is_informative, samples_of
 from examples.training.feed import read_lines
-from examples.training.losses import (
-    Clip,
-    gae,
-    group_advantages,
-    kl_penalty,
-    policy_loss,
-    value_loss,
-    whiten,
-)
+from examples.training.losses import Clip, gae, group_advantages, kl_penalty, policy_loss, value_loss, whiten
 from examples.training.record import Log, plot, report
 from rollout.batch import Group
 from rollout.schema import Rollout, Trajectory
@@ -37,11 +29,10 @@ def gradient(new, start, behaviour, advantages, mask=None, tokens=None):
     """Of the loss, by the new log-probs."""
     new = table(new).requires_grad_()
     mask = torch.ones_like(new, dtype=torch.bool) if mask is None else table(mask).bool()
-    found = policy_loss(
-        new, table(start), table(behaviour), table(advantages), mask, tokens or int(mask.sum()), CLIP
-    )
-    found.loss.backward()
-    return new.grad[0].tolist(), found
+    tokens = tokens or int(mask.sum())
+    policy = policy_loss(new, table(start), table(behaviour), table(advantages), mask, tokens, CLIP)
+    policy.loss.backward()
+    return new.grad[0].tolist(), policy
 
 
 # -- advantages ------------------------------------------------------------------------------

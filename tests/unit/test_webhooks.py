@@ -44,24 +44,23 @@ def test_the_signature_is_that_of_the_published_standard():
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    ("header", "value"),
     [
-        lambda body, headers: (body + b" ", headers),
-        lambda body, headers: (body, {**headers, "webhook-id": "r-2"}),
-        lambda body, headers: (
-            body,
-            {**headers, "webhook-timestamp": str(int(headers["webhook-timestamp"]) - 1)},
-        ),
-        lambda body, headers: (body, {**headers, "webhook-timestamp": "soon"}),
-        lambda body, headers: (body, {**headers, "webhook-signature": "v1,é" + "A" * 40}),
-        lambda body, headers: (body, {**headers, "webhook-signature": " "}),
-        lambda body, headers: (body, {"webhook-id": "r-1"}),
+        ("webhook-id", "r-2"),
+        ("webhook-timestamp", "1000000001"),
+        ("webhook-timestamp", "soon"),
+        ("webhook-signature", "v1,é" + "A" * 40),
+        ("webhook-signature", " "),
+        ("webhook-signature", ""),
     ],
 )
-def test_whatever_was_changed_on_the_way_is_refused(spoil):
-    _, body, headers = genuine()
+def test_whatever_was_changed_on_the_way_is_refused(header, value):
+    _, body, headers = genuine(at=10**9)
+    verify_webhook(body, headers, SECRET, now=1e9)
     with pytest.raises(WebhookError):
-        verify_webhook(*spoil(body, headers), SECRET)
+        verify_webhook(body, headers | {header: value}, SECRET, now=1e9)
+    with pytest.raises(WebhookError, match="no signature fits"):
+        verify_webhook(body + b" ", headers, SECRET, now=1e9)
 
 
 def test_another_secret_and_an_old_message_are_refused():
@@ -122,18 +121,14 @@ def test_public_addresses_and_names_pass_and_a_name_is_checked_again_by_its_addr
 
 def test_an_operator_lists_names_domains_and_networks():
     allowed = AllowedAddresses("trainer.internal, .lab.internal, 10.1.0.0/16, 127.0.0.1")
-    for host, address in (
-        ("trainer.internal", "10.9.9.9"),
-        ("a.lab.internal", "192.168.0.1"),
-        ("whoever", "10.1.2.3"),
-    ):
+    good = {"trainer.internal": "10.9.9.9", "a.lab.internal": "192.168.0.1", "whoever": "10.1.2.3"}
+    for host, address in good.items():
         allowed.check_address(host, ip_address(address))
     allowed.check_url("http://127.0.0.1:9/x")
-    for host, address in (("other.internal", "10.9.9.9"), ("evil-lab.internal", "10.2.0.1")):
+    bad = {"other.internal": "10.9.9.9", "evil-lab.internal": "10.2.0.1", "public.example": "93.184.215.14"}
+    for host, address in bad.items():
         with pytest.raises(AddressRefused):
             allowed.check_address(host, ip_address(address))
-    with pytest.raises(AddressRefused):
-        allowed.check_address("public.example", ip_address("93.184.215.14"))
     with pytest.raises(AddressRefused):
         AllowedAddresses("trainer.internal").check_url("http://other.example/")
 
