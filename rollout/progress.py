@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sized
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,13 +17,14 @@ from rollout.schema import Batch, Rollout, RolloutRequest
 if TYPE_CHECKING:
     from rollout.calls import Requests
 
-B = TypeVar("B", bound="_Bar")
-
 
 class _Bar:
-    def __init__(self, unit: str, total: int | None, console: Console | None) -> None:
+    unit: str
+    """What is counted."""
+
+    def __init__(self, total: int | None = None, console: Console | None = None) -> None:
         self._progress = Progress(
-            TextColumn(unit),
+            TextColumn(self.unit),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -32,7 +33,7 @@ class _Bar:
         )
         self._task = self._progress.add_task("", total=total, note="")
 
-    def __enter__(self: B) -> B:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -43,8 +44,10 @@ class _Bar:
 class Meter(_Bar):
     """How many rollouts ended, in which states, and the mean reward so far."""
 
+    unit = "rollouts"
+
     def __init__(self, total: int | None = None, console: Console | None = None) -> None:
-        super().__init__("rollouts", total, console)
+        super().__init__(total, console)
         self.states: Counter[str] = Counter()
         self.rewards: list[float] = []
 
@@ -62,8 +65,7 @@ class Meter(_Bar):
 class BatchMeter(_Bar):
     """How many groups a batch has kept, and what became of the others."""
 
-    def __init__(self, total: int | None = None, console: Console | None = None) -> None:
-        super().__init__("groups", total, console)
+    unit = "groups"
 
     def show(self, batch: Batch) -> None:
         """The counters of the batch as they are now."""

@@ -28,7 +28,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rollout.async_batches import AsyncBatches
 from rollout.async_client import AsyncClient
-from rollout.http import Gateway, Key, Wire
+from rollout.http import Gateway, Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,11 +111,7 @@ class Client:
     base_url = _passed_on("base_url", "The gateway's address.")
     timeout = _passed_on("timeout", "Seconds to wait for one answer, beside what a long-poll waits.")
     retry_for = _passed_on("retry_for", "Seconds during which a request that fails is sent again.")
-
-    @property
-    def auth(self) -> Key | None:
-        """What authorizes requests; None = nothing does."""
-        return self._original.auth
+    auth = _passed_on("auth", "What authorizes requests; None = nothing does.")
 
     def close(self) -> None:
         """Close the connections; calls of other threads end with an error."""

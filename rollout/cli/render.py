@@ -46,10 +46,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
 def state_text(state: State | str) -> Text:
     state = State(state)
     return Text(state.value, style=STATE_STYLE.get(state, "blue"))
@@ -71,9 +67,9 @@ def rollout_view(rollout: Rollout) -> RenderableType:
     """A rollout to read: facts, the conversation with its token counts, the outcome."""
     parts: list[RenderableType] = [Rule(f"rollout {rollout.id}"), _grid(_facts(rollout)), Text()]
     chains = rollout.trajectory.chains if rollout.trajectory else []
-    for number_, chain in enumerate(chains):
+    for number, chain in enumerate(chains):
         if len(chains) > 1:
-            parts.append(Rule(f"chain {number_}", style="dim"))
+            parts.append(Rule(f"chain {number}", style="dim"))
         parts += _conversation(chain.segments)
     if rollout.trajectory and rollout.trajectory.unread:
         parts.append(Text("tool  not read by the model any more", style="dim"))
@@ -141,37 +137,30 @@ def _message(message: Message) -> Text:
     for call in message.tool_calls:
         arguments = call.arguments
         # A single argument is shown as it is: a command reads better without JSON's escapes.
-        shown = next(iter(arguments.values())) if len(arguments) == 1 else None
+        single = next(iter(arguments.values())) if len(arguments) == 1 else None
+        shown = single if isinstance(single, str) else json.dumps(arguments)
         text.append(f"→ {call.name} ", style="bold")
-        text.append(
-            _shorten(shown if isinstance(shown, str) else json.dumps(arguments), MAX_SHOWN_CHARS) + "\n"
-        )
+        text.append(_shorten(shown, MAX_SHOWN_CHARS) + "\n")
     text.rstrip()
     return text
 
 
 def _outcome(rollout: Rollout) -> list[tuple[str, RenderableType]]:
-    rows: list[tuple[str, RenderableType]] = []
     components = "".join(f"   {name} {value:g}" for name, value in rollout.reward_components.items())
-    rows.append(("reward", f"{number(rollout.reward)}{components}"))
+    rows: list[tuple[str, RenderableType]] = [("reward", or_dash(rollout.reward, "{:.3f}") + components)]
     if rollout.drop:
         rows.append(("dropped", rollout.drop_reason or "no reason given"))
     if rollout.finish_reason:
         rows.append(("finish", rollout.finish_reason.value))
     trajectory = rollout.trajectory
     if trajectory and trajectory.chains:
-        rows.append(
-            (
-                "tokens",
-                f"{len(trajectory.prompt_ids)} prompt, {len(trajectory.response_ids)} response, "
-                f"{trajectory.sampled_tokens} sampled in {trajectory.turns} turns",
-            )
-        )
+        lengths = f"{len(trajectory.prompt_ids)} prompt, {len(trajectory.response_ids)} response"
+        sampled = f"{trajectory.sampled_tokens} sampled in {trajectory.turns} turns"
+        rows.append(("tokens", f"{lengths}, {sampled}"))
         rows.append(("versions", ", ".join(trajectory.versions_used) or "–"))
         rows += [("warning", warning) for warning in trajectory.warnings]
-    times = [
-        f"{stage} {rollout.stage_seconds[stage]:.3f} s" for stage in STAGES if stage in rollout.stage_seconds
-    ]
+    seconds = rollout.stage_seconds
+    times = [f"{stage} {seconds[stage]:.3f} s" for stage in STAGES if stage in seconds]
     rows.append(("times", ", ".join(times) or "–"))
     return rows
 
@@ -185,14 +174,13 @@ def timeline_view(rollout: Rollout) -> RenderableType:
     for note in rollout.notes:
         lines.append((note.at, note.attempt, Text("·", style="dim"), note.fence, note.text))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("after (s)", justify="right")
-    table.add_column("attempt", justify="right")
-    table.add_column("fence", justify="right")
+    for name in ("after (s)", "attempt", "fence"):
+        table.add_column(name, justify="right")
     table.add_column("state")
     table.add_column("what", overflow="fold")
     # Stable: within a millisecond the order in which each list was written stays.
-    for at, attempt, state, fence, what in sorted(lines, key=lambda line: line[0]):
-        table.add_row(f"{at - rollout.created_at:.3f}", str(attempt), str(fence), state, Text(what))
+    for at, attempt, state, fence, text in sorted(lines, key=lambda line: line[0]):
+        table.add_row(f"{at - rollout.created_at:.3f}", str(attempt), str(fence), state, Text(text))
     return Group(Rule(f"rollout {rollout.id}"), table)
 
 
@@ -213,7 +201,7 @@ def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> She
         Column("id", lambda rollout: rollout.id),
         Column("state", lambda rollout: state_text(rollout.state)),
         Column("handler", lambda rollout: rollout.handler, drop=4),
-        Column("reward", lambda rollout: number(rollout.reward), True),
+        Column("reward", lambda rollout: or_dash(rollout.reward, "{:.3f}"), True),
         Column("turns", lambda rollout: or_dash(rollout.metrics.get("turns"), "{:g}"), True, 3),
         Column("attempt", lambda rollout: str(rollout.attempt), True, 2),
         Column("seconds", lambda rollout: f"{_end_of(rollout) - rollout.created_at:.1f}", True, 5),
@@ -267,7 +255,7 @@ def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> 
     def row(name: str, values: Sequence[float], digits: int) -> None:
         mean = sum(values) / len(values) if values else None
         spread = [percentile(values, share) if values else None for share in (0.5, 0.95)]
-        table.add_row(name, *(number(value, digits) for value in (mean, *spread)))
+        table.add_row(name, *(or_dash(value, f"{{:.{digits}f}}") for value in (mean, *spread)))
 
     with_tokens = [r.trajectory for r in rollouts if r.trajectory]
     row("reward", [r.reward for r in rollouts if r.reward is not None], 3)
@@ -418,7 +406,7 @@ def _backends_done(update: PolicyUpdate) -> str:
 
 def _update_seconds(update: PolicyUpdate) -> str:
     if update.started_at and update.finished_at:
-        return number(update.finished_at - update.started_at)
+        return f"{update.finished_at - update.started_at:.3f}"
     return "–"
 
 

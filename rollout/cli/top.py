@@ -21,6 +21,7 @@ from rollout.client import Client
 from rollout.errors import Unavailable
 
 Pause = Callable[[float], None]
+NOT_IN_JSON = {"recent": {"__all__": {"request", "trajectory", "timeline", "notes"}}}
 ANSWER_S = 10.0
 """For one answer of the gateway; then it counts as away."""
 
@@ -44,13 +45,20 @@ def top(once: bool, as_json: bool, interval: float, url: str | None) -> None:
     console = Console()
     with Client(url, timeout=ANSWER_S, retry_for=0.0) as client, _pauses() as pause:
         watcher = Watcher(client)
+
+        def show(look: Look) -> None:
+            if as_json:
+                print(look.model_dump_json(exclude=NOT_IN_JSON), flush=True)
+            else:
+                console.print(view(look, client.base_url))
+
         try:
             if once:
                 watcher.look()
                 pause(interval)
-                _print(watcher.look(), client.base_url, console, as_json)
+                show(watcher.look())
             elif as_json or not console.is_terminal:
-                _stream(watcher, client.base_url, console, as_json, interval, pause)
+                _stream(watcher, show, interval, pause)
             else:
                 _live(watcher, client.base_url, console, interval, pause)
         except KeyboardInterrupt:
@@ -85,21 +93,11 @@ def _pauses() -> Iterator[Pause]:
         os.close(writer)
 
 
-def _print(look: Look, url: str, console: Console, as_json: bool) -> None:
-    if as_json:
-        left_out = {"recent": {"__all__": {"request", "trajectory", "timeline", "notes"}}}
-        print(look.model_dump_json(exclude=left_out), flush=True)
-    else:
-        console.print(view(look, url))
-
-
-def _stream(
-    watcher: Watcher, url: str, console: Console, as_json: bool, interval: float, pause: Pause
-) -> None:
+def _stream(watcher: Watcher, show: Callable[[Look], None], interval: float, pause: Pause) -> None:
     """For a pipe: one look after the other. A gateway that is away is told of on stderr and waited for."""
     while True:
         try:
-            _print(watcher.look(), url, console, as_json)
+            show(watcher.look())
         except Unavailable as error:
             print(f"rollout top: {error}", file=sys.stderr, flush=True)
         pause(interval)
@@ -114,8 +112,8 @@ def _live(watcher: Watcher, url: str, console: Console, interval: float, pause: 
                 look = watcher.look()
             except Unavailable as error:
                 problem = f"{url} does not answer; trying on. {error}"
-            if look is not None:
-                live.update(view(look, url, console.size.height, problem), refresh=True)
-            else:
-                live.update(Text(problem or "", "bold red"), refresh=True)
+            screen = (
+                view(look, url, console.size.height, problem) if look else Text(problem or "", "bold red")
+            )
+            live.update(screen, refresh=True)
             pause(interval)

@@ -191,18 +191,22 @@ def test_closing_ends_what_other_threads_wait_for(gateway):
                 wait.result(10)
 
 
-def test_a_program_that_closes_nothing_ends(gateway):
+AT_EXIT = "import atexit\natexit.register(lambda: print(client.status()['version']))\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "client.status()\nstream = client.stream(timeout=60)\nprint('x')",
+        f"{AT_EXIT}client.status()",
+        f"{AT_EXIT}pass",
+    ],
+)
+def test_a_program_that_closes_nothing_ends_and_may_use_its_client_to_the_end(gateway, code):
     gateway.finish_at_once = False
-    child = in_python("client.status()\nstream = client.stream(timeout=60)\nprint('over')", gateway.url)
+    child = in_python(code, gateway.url)
     output, errors = child.communicate(timeout=30)
-    assert (output, errors, child.returncode) == ("over\n", "", 0)
-
-
-@pytest.mark.parametrize("before", ["client.status()", "pass"])
-def test_a_program_may_use_its_client_at_its_very_end(gateway, before):
-    code = f"import atexit\natexit.register(lambda: print(client.status()['version']))\n{before}"
-    output, errors = in_python(code, gateway.url).communicate(timeout=30)
-    assert (output, errors) == ("x\n", "")
+    assert (output, errors, child.returncode) == ("x\n", "", 0)
 
 
 def test_a_call_that_meets_the_end_of_the_client_is_answered(gateway):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import threading
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from rollout.client import AsyncClient, Client
+from rollout.client import Client
 from rollout.schema import RolloutRequest, State
 from tests.helpers.gateways import started_gateway
 from tests.helpers.keys import HEADERS, http
@@ -149,17 +148,6 @@ def test_the_client_follows_the_stream_through_the_death_of_the_gateway(stack):
 def test_the_client_ends_following_when_its_time_is_over(client):
     run(client, 1, "sse-time")
     assert list(client.stream_completions("$", tag="sse-time", timeout=0.5)) == []
-
-
-def test_the_async_client_follows_too(gateway, client):
-    ids = run(client, 3, "sse-async")
-
-    async def follow():
-        async with AsyncClient(gateway) as other:
-            following = other.stream_completions(tag="sse-async")
-            return [(await anext(following)).id for _ in ids]
-
-    assert asyncio.run(follow()) == ids
 
 
 def test_acknowledging_frees_the_trajectory_where_the_setting_says_so_and_keeps_the_rest(client):

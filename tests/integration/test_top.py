@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 
@@ -70,12 +69,9 @@ class Terminal:
     def text(self, since=0):
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.read()[since:])
 
-    def await_text(self, pattern, since=0, timeout=60):
-        def look():
-            return re.search(pattern, self.text(since))
-
+    def await_text(self, pattern, since=0):
         try:
-            return wait_until(look, timeout, f"{pattern!r} on the screen")
+            wait_until(lambda: re.search(pattern, self.text(since)), 60, f"{pattern!r} on the screen")
         except TimeoutError as error:
             raise AssertionError(f"{error}; the end of it:\n{self.text()[-3000:]}") from None
 
@@ -85,12 +81,10 @@ class Terminal:
             os.write(self.master, b"\x03")
         else:
             os.kill(self.process.pid, number)
-        deadline = time.monotonic() + 60
-        while self.process.poll() is None and time.monotonic() < deadline:
-            self.read()  # a full pty would hold it up
-            time.sleep(0.02)
+        # A full pty would hold it up.
+        wait_until(lambda: [self.read(), self.process.poll()][1] is not None, 60, "it to end")
         self.read()
-        return self.process.poll()
+        return self.process.returncode
 
     def close(self):
         if self.process.poll() is None:
@@ -108,8 +102,8 @@ def terminal():
         return opened[-1]
 
     yield open_one
-    for one in opened:
-        one.close()
+    for screen in opened:
+        screen.close()
 
 
 def once(url, *options, env=None):
@@ -130,11 +124,11 @@ def test_the_screen_shows_what_happens_and_ends_clean(stack, client, terminal):
     screen.await_text(r"backends")
     screen.await_text(rf"{NODE} +init run eval +192 ")
     (item,) = client.run([RolloutRequest(handler="noop", task={})])
-    screen.await_text(rf"\d+ s +{item.id} +noop +completed")
+    screen.await_text(rf"\d+ s +{item.id} +completed +noop")
     (held,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 600}))
     screen.await_text(r"1 running")
     client.cancel(held.id)
-    screen.await_text(rf"{held.id} +noop +cancelled")
+    screen.await_text(rf"{held.id} +cancelled +noop")
     assert screen.end() == 0
     assert screen.raw.endswith(ENDED) or ENDED in screen.raw[-200:]
     assert "Traceback" not in screen.text()
@@ -158,7 +152,7 @@ def test_once_and_json_are_for_scripts(stack, client):
     (item,) = client.run([RolloutRequest(handler="noop", task={})])
     shown = once(stack.url)
     assert shown.returncode == 0, shown.stderr
-    assert re.search(rf"{item.id} +noop +completed", shown.stdout)
+    assert re.search(rf"{item.id} +completed +noop", shown.stdout)
     assert "\x1b" not in shown.stdout
     said = once(stack.url, "--json")
     assert said.returncode == 0, said.stderr
