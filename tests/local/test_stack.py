@@ -12,21 +12,22 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+from click.testing import CliRunner, Result
 
 from rollout import account
+from rollout.cli import main
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
 from services.launch import StackError, parts
 from services.launch.local import Options, Stack
 from services.launch.parts import pick_port
 from services.launch.record import Record
-from services.launch.supervisor import Part, marked
+from services.launch.supervisor import MARK, Part, marked
 from tests.helpers.idle import in_time
 from tests.helpers.stack import wait_until
 
@@ -41,10 +42,16 @@ def rollout(*args: str, env: dict[str, str] | None = None) -> subprocess.Complet
     )
 
 
+def refused(*args: str, env: dict[str, str] | None = None) -> Result:
+    """The same in this process, for what ends before it has started much."""
+    clean = {"ROLLOUT_REDIS_URL": None, "ROLLOUT_URL": None}
+    return CliRunner().invoke(main, args, env={**clean, **(env or {})})
+
+
 def record(directory: Path) -> Record:
-    found = Record.load(directory / "stack.json")
-    assert found is not None
-    return found
+    record = Record.load(directory / "stack.json")
+    assert record is not None
+    return record
 
 
 @pytest.fixture
@@ -52,7 +59,7 @@ def state(tmp_path):
     """A state directory whose stack, whatever becomes of the test, is ended."""
     directory = tmp_path / "run"
     yield directory
-    rollout("down", "--state-dir", str(directory))
+    Stack(directory, print).down()
 
 
 @dataclass
@@ -60,7 +67,7 @@ class Started:
     """A stack that `rollout up` has started."""
 
     state: Path
-    said: str
+    output: str
     url: str
     usual: int
     """Port that the gateway was to have, and did not get."""
@@ -114,10 +121,10 @@ def first(tmp_path_factory):
 def test_up_serves_rollouts_and_nobody_gets_in_without_a_key(first):
     started, state = first.record, first.state
     for name in ("redis", "gateway", "fleets", "backend", "registered", "flower"):
-        assert re.search(rf"^{name} +[\d.]+ s  ", first.said, re.MULTILINE), first.said
-    assert "init 2, run 4, eval 16 slots" in first.said
-    assert f"export ROLLOUT_URL={started.url} ROLLOUT_API_KEY=$(cat {state}/api.key)" in first.said
-    assert f"port {first.usual} is taken: gateway gets" in first.said
+        assert re.search(rf"^{name} +[\d.]+ s  ", first.output, re.MULTILINE), first.output
+    assert "init 2, run 4, eval 16 slots" in first.output
+    assert f"export ROLLOUT_URL={started.url} ROLLOUT_API_KEY=$(cat {state}/api.key)" in first.output
+    assert f"port {first.usual} is taken: gateway gets" in first.output
     assert len(started.live) == len(started.parts) == 7
     # Without a key nobody is answered; client and command line of this account find it by themselves.
     assert httpx.get(f"{started.url}/v1/status").status_code == 401
@@ -148,7 +155,7 @@ def test_what_is_secret_is_in_files_of_its_owner_alone(first):
 
 
 def test_a_port_without_keys_is_for_the_tenant_it_was_opened_for(first):
-    assert f"NO KEY IS NEEDED AT 127.0.0.1:{first.compat}" in first.said
+    assert f"NO KEY IS NEEDED AT 127.0.0.1:{first.compat}" in first.output
     assert (
         f"NO KEY IS NEEDED AT 127.0.0.1:{first.compat}" in (first.state / "logs" / "gateway.log").read_text()
     )
@@ -178,12 +185,7 @@ def test_a_second_up_is_refused(first):
 def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(first):
     """The shell that ran `up` is gone: `subprocess.run` has waited for it."""
     before = first.record
-    groups = (
-        ("gateway", "init fleet", "flower"),
-        ("run fleet", "backend"),
-        ("redis",),
-        ("eval fleet",),
-    )
+    groups = ("gateway", "init fleet", "eval fleet", "flower"), ("run fleet", "backend"), ("redis",)
     names = sorted(name for group in groups for name in group)
     assert sorted(part.name for part in before.parts) == names
     with Client(before.url, retry_for=60) as client:
@@ -195,8 +197,8 @@ def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(first):
             done = client.run(requests, timeout=120)
             assert {item.state for item in done} == {State.COMPLETED}, group
         assert client.get(kept).state is State.COMPLETED, "Redis has loaded its file"
-        told = client.status()["parts"]
-    assert {name: part["restarts"] for name, part in told.items()} == dict.fromkeys(names, 1)
+        status = client.status()["parts"]
+    assert {name: part["restarts"] for name, part in status.items()} == dict.fromkeys(names, 1)
     shown = rollout("status", env={"ROLLOUT_URL": before.url, "COLUMNS": "200"})
     assert all(f"part {name}" in shown.stdout for name in names), shown.stdout
     assert "was started anew 1 times" in shown.stdout
@@ -233,71 +235,60 @@ def test_down_ends_exactly_what_up_has_started(first):
         bystander.wait()
 
 
-def again(first: Started, *options: str) -> Started:
-    """Start the stack of that directory anew, without a model."""
+def small(first: Started, *options: str) -> tuple[list[str], dict[str, str]]:
+    """How the stack of that directory is started anew, without a model: arguments and environment."""
     env = {
         "ROLLOUT_HANDLERS": "tests.helpers.handlers:all_handlers",
         "ROLLOUT_GATEWAY_PORT": str(first.usual),
     }
-    small = ("up", "--state-dir", str(first.state), "--no-backend", "--no-flower", "--slots-init", "4")
-    up = rollout(*small, *options, env=env)
-    assert up.returncode == 0, up.stdout + up.stderr
-    return Started(first.state, up.stdout, record(first.state).url, first.usual, 0)
+    arguments = ["up", "--state-dir", str(first.state), "--no-backend", "--no-flower", "--slots-init", "4"]
+    return [*arguments, *options], env
 
 
 @pytest.fixture(scope="module")
 def second(first):
     """The next life of the first one; RUN has room for one rollout."""
     first.down()
-    return again(first, "--slots-run", "1")
+    arguments, env = small(first, "--slots-run", "1")
+    up = rollout(*arguments, env=env)
+    assert up.returncode == 0, up.stdout + up.stderr
+    return Started(first.state, up.stdout, record(first.state).url, first.usual, 0)
 
 
 def test_a_port_that_was_not_the_usual_one_is_kept(first, second):
-    assert second.url == first.url and "which it had before" in second.said
+    assert second.url == first.url and "which it had before" in second.output
 
 
 @pytest.mark.timeout(600)
-def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt(second):
+def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_foreground(second):
     with Client(second.url, retry_for=60) as client:
         # RUN has room for one: the others wait with their sandboxes.
-        ids = [one.id for one in client.submit([RolloutRequest(handler="in_tool", n=3)])]
+        ids = [item.id for item in client.submit([RolloutRequest(handler="in_tool", n=3)])]
 
-        def waiting():
-            return [one for one in map(client.get, ids) if one.state is State.READY]
+        def in_state(state):
+            return [item for item in map(client.get, ids) if item.state is state]
 
-        ready = wait_until(
-            lambda: len(waiting()) == 2 and waiting(), 120, "two rollouts to wait with a sandbox"
-        )
+        wait_until(lambda: len(in_state(State.READY)) == 2, 120, "two rollouts to wait with a sandbox")
+        ready = in_state(State.READY)
         assert "handed back 2 rollouts" in second.down()
-        third = again(second, "--slots-run", "3")
-        assert third.url == second.url
-        running = lambda: all(client.get(one).state is State.RUNNING for one in ids)  # noqa: E731
-        wait_until(running, 60, "all to run, each in a new sandbox")
-        assert {client.get(one).attempt for one in ids} == {1}
-        assert all(client.get(one.id).error is None for one in ready)
-        for one in ids:
-            client.cancel(one)
-
-
-def test_what_was_killed_is_swept_by_the_next_up_whose_foreground_ends_all_at_ctrl_c(second):
-    lost = second.record
-    # The supervisor first, as when the machine goes: it would bring the others back.
-    for part in [lost.supervisor, *lost.parts]:
-        os.kill(part.pid, signal.SIGKILL)
-    command = [*ROLLOUT, "up", "--foreground", "--no-backend", "--no-flower"]
-    env = os.environ | {"ROLLOUT_GATEWAY_PORT": str(second.usual)}
-    child = subprocess.Popen(
-        [*command, "--state-dir", str(second.state)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
-    for line in child.stdout:
-        if line.startswith("export"):
-            break
-    assert list(marked(lost.mark)) == []
-    started = second.record
+        arguments, env = small(second, "--slots-run", "3", "--foreground")
+        child = subprocess.Popen(
+            [*ROLLOUT, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | env,
+        )
+        for line in child.stdout:
+            if line.startswith("export"):
+                break
+        started = second.record
+        assert started.url == second.url
+        wait_until(lambda: len(in_state(State.RUNNING)) == 3, 60, "all to run, each in a new sandbox")
+        assert {client.get(rollout_id).attempt for rollout_id in ids} == {1}
+        assert all(client.get(item.id).error is None for item in ready)
+        for rollout_id in ids:
+            client.cancel(rollout_id)
     second.kill("run fleet")
     back = second.part("run fleet")
     assert child.poll() is None
@@ -308,12 +299,24 @@ def test_what_was_killed_is_swept_by_the_next_up_whose_foreground_ends_all_at_ct
     assert started.live == [] and not back.alive and not started.supervisor.alive
 
 
-def test_a_redis_that_does_not_start_shows_its_log(state, tmp_path):
+def test_what_was_killed_is_swept_by_the_next_up_and_a_redis_that_does_not_start_shows_its_log(
+    state, tmp_path
+):
+    lost = Record(url="http://127.0.0.1:9", parts=[Part("gateway", ["sleep", "200"])])
+    lost.parts[0].log = str(tmp_path / "log")
+    lost.parts[0].env = {MARK: lost.mark}
+    gateway = lost.parts[0].start()
+    stray = subprocess.Popen(["sleep", "200"], env={MARK: lost.mark})
+    gateway.kill()
+    state.mkdir()
+    lost.save(state / "stack.json")
+    wait_until(lambda: len(list(marked(lost.mark))) == 1, 10, "the stray to be all that lives")
     fake = tmp_path / "redis-server"
     fake.write_text("#!/bin/sh\necho no luck today\nexit 3\n")
     fake.chmod(0o755)
-    up = rollout("up", "--state-dir", str(state), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert up.returncode == 1
+    up = refused("up", "--state-dir", str(state), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert list(marked(lost.mark)) == [] and stray.poll() is not None
+    assert up.exit_code == 1
     assert f"redis ended. The end of {state}/logs/redis.log:\nno luck today" in up.stderr
     assert not (state / "stack.json").exists()
 
@@ -322,8 +325,7 @@ def test_a_part_that_does_not_start_shows_its_log_and_ends_everything(state, mon
     monkeypatch.delenv("ROLLOUT_REDIS_URL", raising=False)
     broken = Part("gateway", ["sh", "-c", "for i in $(seq 30); do echo line $i; done; sleep 1; exit 3"])
     monkeypatch.setattr(parts, "gateway", lambda: broken)
-    said: list[str] = []
-    stack = Stack(state, said.append)
+    stack = Stack(state, print)
     with pytest.raises(StackError) as caught:
         stack.up(Options(state, embedded_backend=False, private_ports=True))
     lines = str(caught.value).splitlines()
@@ -335,39 +337,22 @@ def test_a_part_that_does_not_start_shows_its_log_and_ends_everything(state, mon
     assert stack.down() is None
 
 
-def test_ctrl_c_during_the_start_ends_everything(state):
-    child = subprocess.Popen(
-        [*ROLLOUT, "up", "--state-dir", str(state)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not (state / "stack.json").exists() or len(record(state).parts) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    started = record(state)
-    child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 130, stderr
-    assert "interrupted" in stderr
-    assert started.live == []
-    assert list(marked(started.mark)) == []
-
-
 def test_an_unreachable_redis_of_the_caller_s_is_named(state):
-    up = rollout("up", "--state-dir", str(state), env={"ROLLOUT_REDIS_URL": "redis://:pw@127.0.0.1:9/0"})
-    assert up.returncode == 1
+    up = refused("up", "--state-dir", str(state), env={"ROLLOUT_REDIS_URL": "redis://:pw@127.0.0.1:9/0"})
+    assert up.exit_code == 1
     assert "ROLLOUT_REDIS_URL=redis://***@127.0.0.1:9/0 does not answer" in up.stderr
     assert "pw" not in up.stderr
 
 
 def test_options_that_cannot_be_are_refused(state):
-    half = rollout("up", "--state-dir", str(state), "--compat-port", "1234")
-    assert half.returncode == 2 and "--compat-tenant" in half.stderr
+    half = refused("up", "--state-dir", str(state), "--compat-port", "1234")
+    assert half.exit_code == 2 and "--compat-tenant" in half.stderr
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        up = rollout("up", "--state-dir", str(state), "--port", str(port))
-    assert up.returncode == 1
+        up = refused("up", "--state-dir", str(state), "--port", str(port))
+    assert up.exit_code == 1
     assert f"--port {port} is taken" in up.stderr
 
 
@@ -397,17 +382,27 @@ def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_during_the_demo_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("moment", ["its start", "its end"])
+def test_ctrl_c_during_the_start_of_a_demo_leaves_nothing(tmp_path, moment):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    child = subprocess.Popen([*ROLLOUT, "demo"], stdout=subprocess.PIPE, text=True, env=env)
-    for line in child.stdout:
-        if line.startswith("flower"):
-            break
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([*ROLLOUT, "demo"], env=env, **pipes)
+    if moment == "its start":
+
+        def begun():
+            return [path for path in tmp_path.glob("*/stack.json") if len(record(path.parent).parts) >= 4]
+
+        wait_until(begun, 60, "four parts to start")
+    else:
+        for line in child.stdout:
+            if line.startswith("flower"):
+                break
     directory = next(tmp_path.glob("rollout-demo-*"))
     started = record(directory)
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=60)
-    assert child.returncode == 130
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130, stderr
+    assert "interrupted" in stderr
     assert started.live == []
     assert list(marked(started.mark)) == []
     assert not Path(started.sandbox_dir).exists()

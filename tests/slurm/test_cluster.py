@@ -63,8 +63,12 @@ def test_a_power_cut_takes_all_of_a_node_and_its_job_begins_again(cluster):
         cluster.report_down("n3")
         cluster.start_node("n3")
         cluster.wait_up("n3")
-        cluster.hurry()
-        cluster.wait(lambda: notes.read_text().split() == ["1"], "the job has begun again")
+
+        def begun_again():
+            cluster.hurry()  # Slurm says only after a while that it waits
+            return notes.read_text().split() == ["1"]
+
+        cluster.wait(begun_again, "the job has begun again")
     finally:
         cluster.run("scancel", job)
         cluster.wait_idle()

@@ -1,5 +1,4 @@
-"""What `up` and `status` say of jobs and programs that end; Slurm's commands are scripts that say what a test
-wants."""
+"""What `up` and `status` say of jobs and programs that end."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from services.launch.slurm import stack
 from services.launch.slurm.commands import slurm
 from services.launch.slurm.rundir import NO_SANDBOX, UP, Head, Member, RunDir, Step, Submitted
 from services.launch.supervisor import part_log
+from tests.helpers.slurm_commands import Commands
 from tests.helpers.stack import ROOT
 
 HEAD_RUNS = "10|10|10|RUNNING|n9|None|1:00"
@@ -25,30 +25,24 @@ def service(tmp_path, monkeypatch):
     for name in list(os.environ):
         if name.startswith(("SLURM_", "ROLLOUT_")):
             monkeypatch.delenv(name)
-    found = RunDir(tmp_path / "run")
-    found.make()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "jobs").touch()
+    run = RunDir(tmp_path / "run")
+    run.make()
     (tmp_path / "later").mkdir()
-    bodies = {
-        "squeue": f"cat {tmp_path}/jobs",
-        # What the jobs write comes with the first of them: `up` begins with an empty directory of members.
-        "sbatch": f"cp -r {tmp_path}/later/. {found.path}/\n"
-        'case "$*" in *head.sbatch*) echo 10 ;; *) echo 11 ;; esac',
-        "scontrol": f"echo $@ >> {tmp_path}/asked; echo JobId=12 JobState=FAILED ExitCode=3:0",
-        "scancel": ":",
-    }
-    for name, body in bodies.items():
-        script = tmp_path / "bin" / name
-        script.write_text(f"#!/bin/sh\n{body}\n")
-        script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    # What the jobs write comes with the first of them: `up` begins with an empty directory of members.
+    copy = f"cp -r {tmp_path}/later/. {run.path}/"
+    commands = Commands(
+        tmp_path,
+        monkeypatch,
+        sbatch=f'{copy}\ncase "$*" in *head.sbatch*) echo 10 ;; *allocation*) echo 7 ;; *) echo 11 ;; esac',
+        scontrol="echo JobId=12 JobState=FAILED ExitCode=3:0",
+    )
     monkeypatch.setattr(stack, "POLL_S", 0.01)
-    return found
+    run.commands = commands
+    return run
 
 
 def slurm_knows(service, *lines):
-    (service.path.parent / "jobs").write_text("".join(f"{line}\n" for line in lines))
+    service.commands.jobs(*lines)
 
 
 def say(service, job, text):
@@ -81,8 +75,8 @@ def test_up_tells_why_a_node_job_ended_and_gives_up_when_none_is_left(service):
     assert f"node job 11_1 failed on n1 (exit code 3). The end of {log}:\nnoise\nImportError" in done.output
     assert "node job 11_2 failed on n2 (exit code 3). It left no log" in done.output
     assert done.output.count("ImportError") == 1
-    asked = (service.path.parent / "asked").read_text().splitlines()
-    assert asked == ["--oneliner show job 11_1", "--oneliner show job 11_2"]
+    asked = ["--oneliner show job 11_1", "--oneliner show job 11_2"]
+    assert service.commands.called("scontrol") == asked
     assert "all node jobs have ended, as said above; `rollout slurm down` ends the others" in done.output
 
 
@@ -135,8 +129,8 @@ def test_up_tells_of_programs_that_keep_ending_and_of_nodes_without_sandboxes(se
     assert log == part_log(service.logs / "n1-12", "run fleet")
     done = run(service, "up", "--nodes", 1, "--timeout", 0.3)
     assert done.exit_code == 1 and "not up after" in done.output
-    said = f"run fleet of n1-12 keeps ending (exit code 1, 2 times in a row) on n1. The end of {log}"
-    assert done.output.count(said) == 1 and "ModuleNotFoundError: handlers" in done.output
+    line = f"run fleet of n1-12 keeps ending (exit code 1, 2 times in a row) on n1. The end of {log}"
+    assert done.output.count(line) == 1 and "ModuleNotFoundError: handlers" in done.output
     assert done.output.count("n1-12: NO SANDBOX WORKS: no apptainer") == 1
 
 
@@ -165,16 +159,14 @@ def test_jobs_that_ended_in_order_or_were_cancelled_are_no_failures(service):
     )
     done = run(service, "status", "--json")
     assert done.exit_code == 0
-    found = json.loads(done.output)
-    assert found["failures"] == [] and found["jobs"] == [] and found["gone"] == ["node"]
+    status = json.loads(done.output)
+    assert status["failures"] == [] and status["jobs"] == [] and status["gone"] == ["node"]
 
 
-def test_a_job_that_carries_everything_notes_how_its_steps_end(service, tmp_path):
+def test_a_job_that_carries_everything_notes_how_its_steps_end(service):
     """Its script, with an srun that fails for one node."""
-    srun = tmp_path / "bin" / "srun"
-    srun.write_text('#!/bin/sh\ncase "$*" in *node-7-n2.log*) exit 3;; esac\n')
-    srun.chmod(0o755)
-    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho n1; echo n2\n")
+    service.commands.write("srun", 'case "$*" in *node-7-n2.log*) exit 3;; esac')
+    service.commands.write("scontrol", "echo n1; echo n2")
     earlier = service.path / "control" / "node-7-n3.step"
     earlier.write_text("1\n")
     scripts = ROOT / "deploy" / "slurm"
@@ -192,25 +184,22 @@ def test_a_job_that_carries_everything_notes_how_its_steps_end(service, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("ended", "said"),
+    ("ended", "verdict"),
     [
         (["head-7"], "the head's job has ended, as said above"),
         (["node-7-n1", "node-7-n2"], "all node jobs have ended, as said above"),
         (["node-7-n1"], "not up after"),
     ],
 )
-def test_up_gives_up_when_the_head_s_step_or_those_of_all_nodes_have_ended(service, ended, said):
+def test_up_gives_up_when_the_head_s_step_or_those_of_all_nodes_have_ended(service, ended, verdict):
     slurm_knows(service, "7|7|7|RUNNING|n[1-2]|None|1:00")
-    (service.path.parent / "bin" / "sbatch").write_text(
-        f"#!/bin/sh\ncp -r {service.path.parent}/later/. {service.path}/; echo 7\n"
-    )
     control = service.path.parent / "later" / "control"
     control.mkdir()
     for step in ("head-7", "node-7-n1", "node-7-n2"):
         (control / f"{step}.step").write_text("2\n" if step in ended else "")
         say(service, step, f"{step} says why\n")
     done = run(service, "up", "--one-job", "--nodes", 2, "--timeout", 0.5)
-    assert done.exit_code == 1 and said in done.output
+    assert done.exit_code == 1 and verdict in done.output
     for step in ended:
         assert f"{step} failed (exit code 2)" in done.output and f"{step} says why" in done.output
 

@@ -19,6 +19,7 @@ from services.launch.slurm.node import NodeJob
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import HEAD
 from services.launch.slurm.rundir import DRAINING, Member, RunDir
+from tests.helpers.slurm_commands import Commands
 from tests.helpers.stack import wait_until
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -34,19 +35,15 @@ def scratch():
 
 @pytest.fixture
 def run_dir(tmp_path, scratch, monkeypatch):
-    """The job's own; `requeued` beside it has what was queued again."""
-    (tmp_path / "bin").mkdir()
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
-    scontrol.chmod(0o755)
-    (tmp_path / "requeued").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    """The job's own; what it asks of `scontrol` is noted."""
+    commands = Commands(tmp_path, monkeypatch)
     monkeypatch.setenv("ROLLOUT_SLURM_SCRATCH", str(scratch))
     monkeypatch.setenv("ROLLOUT_SLURM_RENEW", "1")
     monkeypatch.setattr(jobs, "LOOK_S", 0.01)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     run = RunDir(tmp_path / "run")
     run.make()
+    run.requeued = lambda: commands.called("scontrol")
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -71,10 +68,6 @@ class Job(MemberJob):
         pass
 
 
-def requeued(run):
-    return (run.path.parent / "requeued").read_text().splitlines()
-
-
 def send(*numbers):
     for number in numbers:
         os.kill(os.getpid(), number)
@@ -91,29 +84,26 @@ def test_near_its_time_limit_a_job_drains_leaves_nothing_and_queues_again(run_di
     later(send, signal.SIGUSR1)
     assert job.run() == 0
     assert job.looks > 0 and job.member.state == DRAINING
-    assert requeued(run_dir) == ["requeue 7"]
+    assert run_dir.requeued() == ["requeue 7"]
     assert run_dir.members() == [] and list(scratch.iterdir()) == []
 
 
 def test_a_node_whose_limit_is_near_while_there_is_no_head_queues_again(run_dir):
     later(send, signal.SIGUSR1)
     assert NodeJob(run_dir, Place("n1", "7"), ["run"]).run() == 0
-    assert requeued(run_dir) == ["requeue 7"]
+    assert run_dir.requeued() == ["requeue 7"]
 
 
-def test_a_node_that_waits_for_a_head_ends_when_the_service_goes_down(run_dir):
-    later(run_dir.ask_to_drain, HEAD, 0.0)
-    assert NodeJob(run_dir, Place("n1", "7", step=True), ["run"]).run() == 0
-    assert requeued(run_dir) == []
-
-
-def test_an_engine_that_still_starts_ends_when_the_service_goes_down(run_dir, monkeypatch):
+@pytest.mark.parametrize("role", ["node", "engine"])
+def test_a_job_that_still_starts_ends_when_the_service_goes_down(run_dir, monkeypatch, role):
+    """The node waits for a head, the engine for its server."""
     monkeypatch.setenv("ROLLOUT_SLURM_ENGINE_COMMAND", "sleep 900")
     monkeypatch.setenv("ROLLOUT_SLURM_ADDRESS", "127.0.0.1")
-    job = EngineJob(run_dir, Place("g1", "7", step=True))
+    place = Place("n1", "7", step=True)
+    job = NodeJob(run_dir, place, ["run"]) if role == "node" else EngineJob(run_dir, place)
     later(run_dir.ask_to_drain, HEAD, 0.0)
     assert job.run() == 0
-    assert job.supervisor.children == {} and requeued(run_dir) == []
+    assert job.supervisor.children == {} and run_dir.requeued() == []
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
@@ -121,14 +111,14 @@ def test_a_job_that_is_cancelled_ends_at_once_and_does_not_queue_again(run_dir, 
     job = Job(run_dir)
     later(send, *numbers)
     assert job.run() == 0
-    assert requeued(run_dir) == [] and run_dir.members() == []
+    assert run_dir.requeued() == [] and run_dir.members() == []
 
 
 def test_a_job_that_is_asked_to_end_does_so_within_its_grace_and_does_not_queue_again(run_dir):
     job = Job(run_dir)
     later(run_dir.ask_to_drain, job.name, 0.1)
     assert job.run() == 0
-    assert job.looks > 0 and requeued(run_dir) == []
+    assert job.looks > 0 and run_dir.requeued() == []
     assert run_dir.asked_to_drain(job.name) is None
 
 
@@ -149,7 +139,7 @@ def test_a_step_is_told_of_its_time_limit_by_a_file_and_leaves_the_queue_to_its_
     job.place = Place("n1", "7", step=True)
     later((run_dir.path / "control" / "7.ends").touch)
     assert job.run() == 0
-    assert job.looks > 0 and requeued(run_dir) == []
+    assert job.looks > 0 and run_dir.requeued() == []
 
 
 def test_a_job_goes_on_while_the_run_directory_cannot_be_read(run_dir):
@@ -198,9 +188,9 @@ def test_a_directory_that_somebody_else_could_have_made_is_refused_as_scratch(sc
 
 
 def test_a_job_that_was_killed_finds_its_directory_again_as_the_sandbox_host_left_it(scratch):
-    left = scratch / f"sbx-{os.getuid()}-abcdef-1"
-    left.mkdir()
-    left.chmod(0o711)
+    path = scratch / f"sbx-{os.getuid()}-abcdef-1"
+    path.mkdir()
+    path.chmod(0o711)
     held = Scratch(scratch, "abcdef", "1")
     held.remove()
     assert list(scratch.iterdir()) == []
@@ -208,8 +198,8 @@ def test_a_job_that_was_killed_finds_its_directory_again_as_the_sandbox_host_lef
 
 def test_of_a_name_with_several_addresses_one_that_others_reach_is_taken(monkeypatch):
     monkeypatch.setattr(place.scheduler, "node_address", lambda node: "n1")
-    found = [(2, 1, 6, "", (address, 0)) for address in ("127.0.1.1", "10.0.0.7")]
-    monkeypatch.setattr(place.socket, "getaddrinfo", lambda *_, **__: found)
+    entries = [(2, 1, 6, "", (address, 0)) for address in ("127.0.1.1", "10.0.0.7")]
+    monkeypatch.setattr(place.socket, "getaddrinfo", lambda *_, **__: entries)
     assert place.address("n1", {}) == "10.0.0.7"
-    del found[1]
+    del entries[1]
     assert place.address("n1", {}) == "127.0.1.1"

@@ -33,23 +33,22 @@ def load(**fields):
     return Load(**{"waiting": 0, "oldest_s": 0.0, "busy": 0, "slots": 8, "service_s": 10.0, **fields})
 
 
-def test_what_waits_is_to_begin_within_the_target():
-    # 60 rollouts of 10 s within 30 s: 20 slots, beside the 8 in use.
-    assert need(load(waiting=60, busy=8), GOAL) == 28
-
-
-def test_no_more_slots_are_asked_for_than_there_are_rollouts():
-    assert need(load(waiting=5, busy=8, service_s=3600.0), GOAL) == 13
-
-
-def test_a_stage_that_has_ended_nothing_yet_gets_a_slot_for_each_that_waits():
-    assert need(load(waiting=5, slots=0, service_s=None), GOAL) == 5
-
-
-def test_a_wait_over_the_target_asks_for_more_whatever_the_estimate_says():
-    short = {"busy": 8, "service_s": 0.01, "waiting": 1}
-    assert need(load(oldest_s=1.0, **short), GOAL) == 9
-    assert need(load(oldest_s=31.0, **short | {"slots": 12, "busy": 12}), GOAL) == 13
+@pytest.mark.parametrize(
+    ("fields", "slots"),
+    [
+        # 60 rollouts of 10 s within 30 s: 20 slots, beside the 8 in use.
+        ({"waiting": 60, "busy": 8}, 28),
+        # No more slots than there are rollouts.
+        ({"waiting": 5, "busy": 8, "service_s": 3600.0}, 13),
+        # Of a stage that has ended nothing yet, each that waits gets a slot.
+        ({"waiting": 5, "slots": 0, "service_s": None}, 5),
+        # A wait over the target asks for more whatever the estimate says.
+        ({"waiting": 1, "busy": 8, "service_s": 0.01, "oldest_s": 1.0}, 9),
+        ({"waiting": 1, "busy": 12, "slots": 12, "service_s": 0.01, "oldest_s": 31.0}, 13),
+    ],
+)
+def test_what_waits_is_to_begin_within_the_target(fields, slots):
+    assert need(load(**fields), GOAL) == slots
 
 
 def test_some_slots_are_kept_free_for_what_comes_next():

@@ -1,8 +1,6 @@
-"""Which jobs the autoscaler submits and drains; squeue, sbatch and scancel are scripts that keep a record."""
+"""Which jobs the autoscaler submits and drains."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
@@ -14,36 +12,25 @@ from services.launch.slurm.rundir import UP, Member, Submitted
 from services.launch.slurm.site import Site
 from services.launch.slurm.stack import SlurmStack
 from services.state.fleet import Worker
+from tests.helpers.slurm_commands import Commands
 
 SLOTS = {"init": 4, "run": 8, "eval": 4}
+RUNNING = "10_1|12|10|RUNNING|n1|None|1:00", "10_2|13|10|RUNNING|n2|None|1:00"
 
 
 @pytest.fixture
-def called(tmp_path, monkeypatch):
-    """What was called, a line each; `jobs` there is squeue's answer."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "called").touch()
-    bodies = {"squeue": f"cat {tmp_path}/jobs", "sbatch": "echo 20", "scancel": ":"}
-    for name, body in bodies.items():
-        script = tmp_path / "bin" / name
-        script.write_text(
-            f'#!/bin/sh\n[ {name} = squeue ] || echo {name} "$@" >> {tmp_path}/called\n{body}\n'
-        )
-        script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    return tmp_path
+def commands(tmp_path, monkeypatch):
+    return Commands(tmp_path, monkeypatch, sbatch="echo 20")
 
 
 @pytest.fixture
-def stack(called):
+def stack(commands):
     """Of three nodes: n1 and n2 serve, the third waits in the queue; beside it a job of RUN alone."""
-    stack = SlurmStack(called / "run")
+    stack = SlurmStack(commands.directory / "run")
     stack.run.make()
     stack.run.write_options(UpOptions(nodes=3, slots=SLOTS).to_json(Site()))
     stack.run.write_submitted([Submitted("10", "node", 3, list(STAGES)), Submitted("11", "node", 1, ["run"])])
-    jobs = ["10_1|12|10|RUNNING|n1|None|1:00", "10_2|13|10|RUNNING|n2|None|1:00"]
-    jobs += ["10_3|10|10|PENDING||Resources|1:00", "11|11|11|RUNNING|n3|None|1:00"]
-    (called / "jobs").write_text("\n".join(jobs) + "\n")
+    commands.jobs(*RUNNING, "10_3|10|10|PENDING||Resources|1:00", "11|11|11|RUNNING|n3|None|1:00")
     for node, job, stages in (("n1", "12", STAGES), ("n2", "13", STAGES), ("n3", "11", ("run",))):
         stack.run.write_member(Member(f"{node}-{job}", "node", job, node, UP, list(stages), SLOTS))
     return stack
@@ -66,25 +53,24 @@ def test_nodes_that_serve_are_told_from_those_on_their_way_and_from_other_kinds(
     assert pool.look(("run",), workers()) == NodeState(up=0, coming=1, slots={"run": 8})
 
 
-def test_more_nodes_are_submitted_as_up_was_asked(stack, called):
+def test_more_nodes_are_submitted_as_up_was_asked(stack, commands):
     SlurmNodes(stack).set(STAGES, 5, workers())
-    (line,) = (called / "called").read_text().splitlines()
-    assert line.startswith("sbatch ") and "--array=1-2" in line.split()
+    (line,) = commands.called("sbatch")
+    assert "--array=1-2" in line.split()
     assert line.endswith("init,run,eval")
 
 
-def test_jobs_that_wait_are_dropped_first_then_the_node_with_the_least_in_hand_is_drained(stack, called):
+def test_jobs_that_wait_are_dropped_first_then_the_node_with_the_least_in_hand_is_drained(stack, commands):
     SlurmNodes(stack, grace_s=77).set(STAGES, 1, workers(**{"n1-12": 1, "n2-13": 5}))
-    lines = (called / "called").read_text().splitlines()
-    assert any(line.startswith("scancel") and "10_3" in line.split() for line in lines)
+    assert any("10_3" in line.split() for line in commands.called("scancel"))
     assert stack.run.asked_to_drain("n1-12") == 77
     assert stack.run.asked_to_drain("n2-13") is None
     # It drains now, so it does not count any more.
-    (called / "jobs").write_text("10_1|12|10|RUNNING|n1|None|1:00\n10_2|13|10|RUNNING|n2|None|1:00\n")
+    commands.jobs(*RUNNING)
     assert SlurmNodes(stack).look(STAGES, workers()) == NodeState(up=1, coming=0, slots=SLOTS)
 
 
-def test_what_slurm_refuses_is_passed_on(stack, called):
-    (called / "bin" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
+def test_what_slurm_refuses_is_passed_on(stack, commands):
+    commands.write("sbatch", "echo 'sbatch: error: no such partition' >&2; exit 1")
     with pytest.raises(SlurmError, match="no such partition"):
         SlurmNodes(stack).set(STAGES, 9, workers())
