@@ -30,7 +30,7 @@ from services.gateway.compat.port import Compat
 from services.launch import StackError, parts, paths, redis
 from services.launch.parts import STAGES, answers
 from services.launch.record import Record
-from services.launch.supervisor import MARK, SANDBOX_MARK, Child, Part, Supervisor, end_marked
+from services.launch.supervisor import MARK, SANDBOX_MARK, Part, Supervisor, end_marked, stop
 from services.settings import ENV_PREFIX, Settings
 from services.state.api_keys import KeyProblem, KeyStore, Scope, new_text
 from services.state.redis import connect
@@ -302,7 +302,7 @@ class Stack:
     def _account_name(self) -> str:
         return hashlib.sha256(str(self.dir).encode()).hexdigest()[:16]
 
-    def _start_backend(self, options: Options, env: dict[str, str]) -> Child | None:
+    def _start_backend(self, options: Options, env: dict[str, str]) -> Part | None:
         self.record.backend_url = options.backend_url
         if options.backend_url or not options.embedded_backend:
             return None
@@ -339,17 +339,17 @@ class Stack:
             answer = client.ready()
         return None if answer["ready"] else str(answer.get("missing") or answer)
 
-    def _spawn(self, part: Part, env: dict[str, str]) -> Child:
+    def _spawn(self, part: Part, env: dict[str, str]) -> Part:
         part.log = str(self._logs / f"{part.name.removesuffix(' fleet')}.log")
         Path(part.log).write_bytes(b"")
-        child = self._supervisor.start(part, env)
+        self._supervisor.start(part, env)
         self.record.parts.append(part)
         self.record.save(self._file)
-        return child
+        return part
 
-    def _await(self, child: Child, url: str, begun: float, text: str) -> None:
-        self._supervisor.wait_for(child, lambda: answers(url), START_TIMEOUT_S)
-        self._done(child.part.name, begun, text)
+    def _await(self, part: Part, url: str, begun: float, text: str) -> None:
+        self._supervisor.wait_for(part, lambda: answers(url), START_TIMEOUT_S)
+        self._done(part.name, begun, text)
 
     def _done(self, name: str, begun: float, text: str) -> None:
         self.say(f"{name:<10} {time.monotonic() - begun:5.1f} s  {text}")
@@ -376,7 +376,7 @@ class Stack:
             record = Record.load(self._file)
             if record is not None and record.supervisor is not None:
                 # First, or it would start anew what is ended; it may just have done so.
-                self._stop([record.supervisor], END_S)
+                stop([record.supervisor], END_S)
                 record = Record.load(self._file)
             return self._end(record) if record else None
 
@@ -385,15 +385,13 @@ class Stack:
         account.withdraw(self._account_name)
         by_name = {part.name: part for part in record.parts}
         if record.supervisor is not None:
-            self._stop([record.supervisor], END_S)
-        ended = self._stop(
-            [part for part in record.parts if part.name.endswith("fleet")], record.grace_s + END_S
-        )
+            stop([record.supervisor], END_S)
+        ended = stop([part for part in record.parts if part.name.endswith("fleet")], record.grace_s + END_S)
         if record.sandbox_dir:
             self._hand_back(record, by_name["gateway"].env if "gateway" in by_name else {})
             _stop_sandbox_host(Path(record.sandbox_dir), self.say)
         for names in (("flower", "backend", "gateway"), ("redis",)):
-            ended += self._stop([by_name[name] for name in names if name in by_name], END_S)
+            ended += stop([by_name[name] for name in names if name in by_name], END_S)
         strays = end_marked(record.mark, 3.0)
         if record.sandbox_dir:
             shutil.rmtree(record.sandbox_dir, ignore_errors=True)
@@ -403,12 +401,6 @@ class Stack:
             )
         self._file.unlink(missing_ok=True)
         return Ended([f"{part.name} (pid {part.pid})" for part in ended], strays)
-
-    def _stop(self, chosen: list[Part], grace_s: float) -> list[Part]:
-        supervisor = Supervisor(self._logs)
-        for part in chosen:
-            supervisor.adopt(part)
-        return supervisor.stop_all(grace_s)
 
     def _hand_back(self, record: Record, env: dict[str, str]) -> None:
         """Rollouts that wait with a sandbox of this stack begin anew: it ends, or has ended, by no fault of

@@ -84,10 +84,9 @@ def watch(state_dir: Path) -> None:
     if record is None:
         raise FileNotFoundError(file)
     supervisor = Supervisor(state_dir / "logs")
-    for part in record.parts:
-        supervisor.adopt(part)
+    supervisor.parts = {part.name: part for part in record.parts}
     supervisor.listen()
-    log.info("looks after the stack", parts=list(supervisor.children))
+    log.info("looks after the stack", parts=list(supervisor.parts))
     saved = asdict(record)["parts"]
     while supervisor.signal is None:
         supervisor.look()

@@ -132,7 +132,7 @@ def _group(leader: psutil.Process) -> list[psutil.Process]:
 
 @dataclass
 class Part:
-    """A program to keep running, and how it fares: what a stack's record has of it."""
+    """A program to keep running, and how it fares: its fields are what a stack's record has of it."""
 
     name: str
     command: list[str]
@@ -150,22 +150,35 @@ class Part:
     exit: int | None = None
     """Status of its last end; below 0 = the signal that ended it, None = nobody saw it."""
 
+    def __post_init__(self) -> None:
+        self._process: psutil.Process | None = None
+        self.begun = time.monotonic()
+        """When it was started, or first looked after."""
+        self.failures = 0
+        """Ends in a row without having settled."""
+        self.again_at: float | None = None
+        """When it is to be started anew, by the monotonic clock; None while it runs."""
+        self.dismissed = False
+        """It is not started anew when it ends."""
+
     @property
     def process(self) -> psutil.Process | None:
         """The process that was started as this part; None when its pid is nobody's or another's by now."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.pid) if self.pid else None
-            return process if process and started_at(process) == self.started else None
-        return None
+        if self._process is None and self.pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(self.pid)
+                self._process = process if started_at(process) == self.started else None
+        return self._process
 
     @property
     def alive(self) -> bool:
-        process = self.process
-        return process is not None and is_alive(process)
+        return self.process is not None and is_alive(self.process)
 
     @property
-    def orphans(self) -> list[psutil.Process]:
-        """What lives on of its group when nobody saw it end; of its pid and its mark, the mark is its own."""
+    def group(self) -> list[psutil.Process]:
+        """Members of its group, itself left out; of a part that ended unseen those that carry its mark."""
+        if self.process is not None:
+            return _group(self.process)
         mark = self.env.get(MARK)
         members = []
         for process in marked(mark) if mark and self.pid else ():
@@ -174,7 +187,7 @@ class Part:
                     members.append(process)
         return members
 
-    def start(self, before_exec: Callable[[], None] | None = None) -> psutil.Process:
+    def start(self, before_exec: Callable[[], None] | None = None) -> None:
         """Start it, in a session of its own.
 
         Raises:
@@ -191,36 +204,27 @@ class Part:
                 start_new_session=True,
                 preexec_fn=before_exec,
             )
-        process = psutil.Process(child.pid)
+        self._process = psutil.Process(child.pid)
         # It is collected by `is_alive`, or by init when it outlives us; Popen need not warn of it.
         child.returncode = 0
-        self.pid, self.started = child.pid, started_at(process)
-        return process
+        self.pid, self.started = child.pid, started_at(self._process)
+        self.begun, self.again_at, self.away = time.monotonic(), None, False
 
 
-@dataclass
-class Child:
-    """A part that a supervisor looks after."""
+def stop(parts: Iterable[Part], grace_s: float) -> list[Part]:
+    """TERM to all of these at once, KILL after `grace_s` seconds; with each goes its group.
 
-    part: Part
-    process: psutil.Process | None
-    begun: float
-    """Monotonic seconds."""
-    failures: int = 0
-    """Ends in a row without having settled."""
-    again_at: float | None = None
-    """When it is to be started anew; None while it runs."""
-    dismissed: bool = False
-    """It is not started anew when it ends."""
-
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and is_alive(self.process)
-
-    @property
-    def group(self) -> list[psutil.Process]:
-        """Members of its group, itself left out."""
-        return self.part.orphans if self.process is None else _group(self.process)
+    Returns:
+        Those that were alive.
+    """
+    chosen = list(parts)
+    living = [part for part in chosen if part.alive]
+    before = [member for part in chosen for member in part.group]
+    _end([part.process for part in living if part.process is not None], grace_s)
+    rest = [*before, *(member for part in chosen for member in part.group)]
+    _send(rest, signal.SIGKILL)
+    _wait_gone(rest, KILL_S)
+    return living
 
 
 class Supervisor:
@@ -238,7 +242,7 @@ class Supervisor:
         self._error = error
         self._before_exec = _die_with_parent if die_with_parent else None
         logs.mkdir(parents=True, exist_ok=True)
-        self.children: dict[str, Child] = {}
+        self.parts: dict[str, Part] = {}
         self.signal: int | None = None
         """The gravest signal so far: TERM before USR1."""
 
@@ -278,24 +282,20 @@ class Supervisor:
 
     # -- start -------------------------------------------------------------------------------
 
-    def start(self, part: Part, env: Mapping[str, str]) -> Child:
+    def start(self, part: Part, env: Mapping[str, str]) -> Part:
         """Start a part with this environment; it logs to `part_log` unless it names another file."""
         part.env = dict(env)
         part.log = part.log or str(part_log(self.logs, part.name))
-        child = self.children[part.name] = Child(part, part.start(self._before_exec), time.monotonic())
-        return child
-
-    def adopt(self, part: Part) -> Child:
-        """Look after a part that somebody else has started."""
-        child = self.children[part.name] = Child(part, part.process, time.monotonic())
-        return child
+        part.start(self._before_exec)
+        self.parts[part.name] = part
+        return part
 
     def wait_for(
         self,
-        child: Child,
+        part: Part,
         missing: Callable[[], str | None],
         patience_s: float = START_S,
-        beside: Iterable[Child] = (),
+        beside: Iterable[Part] = (),
     ) -> None:
         """Wait until `missing` gives None.
 
@@ -306,15 +306,15 @@ class Supervisor:
             RuntimeError: A part ended, or does not answer in time; with the end of its log.
             Interrupted: The job is to end.
         """
-        together = [child, *beside]
+        together = [part, *beside]
         deadline = time.monotonic() + patience_s
         while (reason := missing()) is not None:
             if self.signal is not None:
                 raise Interrupted
-            if gone := next((part for part in together if not part.alive), None):
-                raise self.failure(gone.part, "ended")
+            if gone := next((other for other in together if not other.alive), None):
+                raise self.failure(gone, "ended")
             if time.monotonic() > deadline:
-                raise self.failure(child.part, f"is not ready after {patience_s:.0f} s ({reason})")
+                raise self.failure(part, f"is not ready after {patience_s:.0f} s ({reason})")
             self.pause(POLL_S)
 
     def failure(self, part: Part, what: str) -> RuntimeError:
@@ -326,25 +326,24 @@ class Supervisor:
     def look(self) -> None:
         """Start anew what has ended; ever later where it ends at once."""
         now = time.monotonic()
-        for child in self.children.values():
-            if child.dismissed or child.alive:
+        for part in self.parts.values():
+            if part.dismissed or part.alive:
                 continue
-            if child.again_at is None:
-                self._note_end(child, now)
-            elif now >= child.again_at and self.signal is None:
-                self._start_anew(child, now)
+            if part.again_at is None:
+                self._note_end(part, now)
+            elif now >= part.again_at and self.signal is None:
+                self._start_anew(part, now)
 
-    def _note_end(self, child: Child, now: float) -> None:
-        part = child.part
-        child.failures = 0 if now - child.begun > SETTLED_S else child.failures + 1
-        pause_s = min(LONGEST_PAUSE_S, 2.0**child.failures)
-        child.again_at = now + pause_s
+    def _note_end(self, part: Part, now: float) -> None:
+        part.failures = 0 if now - part.begun > SETTLED_S else part.failures + 1
+        pause_s = min(LONGEST_PAUSE_S, 2.0**part.failures)
+        part.again_at = now + pause_s
         part.away, part.ended_at, part.exit = True, time.time(), None
-        if child.process is not None:
+        if part.process is not None:
             with contextlib.suppress(psutil.TimeoutExpired):  # somebody else's child, not collected yet
-                part.exit = child.process.wait(0)
+                part.exit = part.process.wait(0)
         # What it left behind may hold its port.
-        _send(child.group, signal.SIGKILL)
+        _send(part.group, signal.SIGKILL)
         with contextlib.suppress(OSError):  # the disk of the log may be full
             log.error(
                 "ended by itself and will be started anew",
@@ -354,57 +353,45 @@ class Supervisor:
                 log=part.log,
             )
 
-    def _start_anew(self, child: Child, now: float) -> None:
+    def _start_anew(self, part: Part, now: float) -> None:
         try:
-            child.process = child.part.start(self._before_exec)
+            part.start(self._before_exec)
         except OSError as error:  # no memory, no process, no disk: there may be some later
-            child.again_at = now + LONGEST_PAUSE_S
+            part.again_at = now + LONGEST_PAUSE_S
             with contextlib.suppress(OSError):
-                log.error("cannot be started anew yet", part=child.part.name, error=str(error))
+                log.error("cannot be started anew yet", part=part.name, error=str(error))
             return
-        child.begun, child.again_at, child.part.away = now, None, False
-        child.part.restarts += 1
+        part.restarts += 1
 
     def failing(self) -> dict[str, str]:
         """Parts that keep ending, and how."""
         now = time.monotonic()
         return {
-            name: f"{ended(child.part.exit)}, {child.failures} times in a row"
-            for name, child in self.children.items()
-            if child.failures >= KEEPS_ENDING and not (child.alive and now - child.begun > SETTLED_S)
+            name: f"{ended(part.exit)}, {part.failures} times in a row"
+            for name, part in self.parts.items()
+            if part.failures >= KEEPS_ENDING and not (part.alive and now - part.begun > SETTLED_S)
         }
 
     def lives(self, name: str) -> bool:
         """Whether there is such a part and it runs."""
-        return name in self.children and self.children[name].alive
+        return name in self.parts and self.parts[name].alive
 
     # -- end ---------------------------------------------------------------------------------
 
     def dismiss(self, name: str) -> None:
         """TERM to a part, which is not started anew. `stop` still has to be called."""
-        if child := self.children.get(name):
-            child.dismissed = True
-            if child.process is not None and child.alive:
-                _send([child.process], signal.SIGTERM)
+        if part := self.parts.get(name):
+            part.dismissed = True
+            if part.process is not None and part.alive:
+                _send([part.process], signal.SIGTERM)
 
     def stop(self, names: Iterable[str], grace_s: float) -> list[Part]:
-        """TERM to all of these at once, KILL after `grace_s` seconds; with each goes its group.
-
-        Returns:
-            Those that were alive.
-        """
-        chosen = [self.children.pop(name) for name in list(names) if name in self.children]
-        living = [child for child in chosen if child.alive]
-        before = [member for child in chosen for member in child.group]
-        _end([child.process for child in living if child.process is not None], grace_s)
-        rest = [*before, *(member for child in chosen for member in child.group)]
-        _send(rest, signal.SIGKILL)
-        _wait_gone(rest, KILL_S)
-        return [child.part for child in living]
+        """See `stop`; none of these is looked after any more."""
+        return stop([self.parts.pop(name) for name in list(names) if name in self.parts], grace_s)
 
     def stop_all(self, grace_s: float) -> list[Part]:
         """End whatever is left."""
-        return self.stop(list(self.children), grace_s)
+        return self.stop(list(self.parts), grace_s)
 
 
 class Interrupted(Exception):

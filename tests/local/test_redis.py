@@ -70,9 +70,9 @@ def test_our_own_is_private_and_keeps_what_it_was_told(binary, tmp_path):
     def life():
         port = pick_port([], set())
         server = redis.prepare(redis.Choice("test", binary=binary), tmp_path / "redis", port)
-        child = supervisor.start(Part("redis", server.command), os.environ)
-        supervisor.wait_for(child, lambda: redis.ping(server.url))
-        return child.part, server, port
+        part = supervisor.start(Part("redis", server.command), os.environ)
+        supervisor.wait_for(part, lambda: redis.ping(server.url))
+        return part, server, port
 
     part, server, port = life()
     try:

@@ -103,7 +103,7 @@ def test_a_job_that_still_starts_ends_when_the_service_goes_down(run_dir, monkey
     job = NodeJob(run_dir, place, ["run"]) if role == "node" else EngineJob(run_dir, place)
     later(run_dir.ask_to_drain, HEAD, 0.0)
     assert job.run() == 0
-    assert job.supervisor.children == {} and run_dir.requeued() == []
+    assert job.supervisor.parts == {} and run_dir.requeued() == []
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])

@@ -46,7 +46,7 @@ def start(watched, *command):
 
 
 def test_term_is_enough_for_a_polite_process(watched):
-    part = start(watched, "sleep", "60").part
+    part = start(watched, "sleep", "60")
     assert part.alive
     assert watched.stop(["part"], 5.0) == [part]
     assert not part.alive
@@ -54,7 +54,7 @@ def test_term_is_enough_for_a_polite_process(watched):
 
 
 def test_a_process_that_ignores_term_is_killed_after_the_grace(watched):
-    part = start(watched, sys.executable, "-c", STUBBORN).part
+    part = start(watched, sys.executable, "-c", STUBBORN)
     wait_until(lambda: "up" in tail(part.log), 10, "it to ignore TERM")
     begun = time.monotonic()
     watched.stop(["part"], 0.3)
@@ -63,7 +63,7 @@ def test_a_process_that_ignores_term_is_killed_after_the_grace(watched):
 
 
 def test_the_rest_of_the_group_goes_too(watched):
-    part = start(watched, "sh", "-c", "sleep 61 & echo $!; wait").part
+    part = start(watched, "sh", "-c", "sleep 61 & echo $!; wait")
     wait_until(lambda: tail(part.log).strip().isdigit(), 10, "the child to be there")
     member = psutil.Process(int(tail(part.log)))
     watched.stop(["part"], 5.0)
@@ -71,7 +71,7 @@ def test_the_rest_of_the_group_goes_too(watched):
 
 
 def test_a_zombie_counts_as_ended(watched):
-    part = start(watched, "sleep", "60").part
+    part = start(watched, "sleep", "60")
     os.kill(part.pid, signal.SIGKILL)
     wait_until(lambda: not part.alive, 10, "it to count as ended")
 
@@ -89,7 +89,8 @@ def test_what_a_part_left_that_ended_unseen_goes_too(watched, tmp_path, do):
 
     (pid, ours), (_, other) = member("a1b2"), member("c3")
     try:
-        watched.adopt(Part("part", ["/bin/true"], env={MARK: "a1b2"}, log=str(tmp_path / "log"), pid=pid))
+        part = Part("part", ["/bin/true"], env={MARK: "a1b2"}, log=str(tmp_path / "log"), pid=pid)
+        watched.parts["part"] = part
         if do == "look":
             watched.look()
         else:
@@ -107,7 +108,7 @@ def test_who_has_a_dead_parts_pid_now_is_left_alone(watched, tmp_path, do):
         part = Part("part", ["/bin/true"], log=str(tmp_path / "log"), pid=stranger.pid)
         part.started = supervisor.started_at(psutil.Process(stranger.pid)) - 1
         assert not part.alive
-        watched.adopt(part)
+        watched.parts["part"] = part
         if do == "look":
             watched.look()
         assert watched.stop_all(0.1) == []
@@ -119,20 +120,20 @@ def test_who_has_a_dead_parts_pid_now_is_left_alone(watched, tmp_path, do):
 
 
 def test_a_part_of_an_earlier_supervisor_is_adopted_and_started_anew(watched, tmp_path):
-    part = start(watched, "sleep", "60").part
-    watched.children.clear()
+    part = start(watched, "sleep", "60")
+    watched.parts.clear()
     other = Supervisor(tmp_path / "logs")
-    child = other.adopt(replace(part))
+    child = other.parts["part"] = replace(part)
     assert child.alive
     os.kill(part.pid, signal.SIGKILL)
     wait_until(lambda: not child.alive, 10, "it to have ended")
     other.look()
-    assert (child.part.away, child.part.restarts) == (True, 0)
+    assert (child.away, child.restarts) == (True, 0)
     child.again_at = 0.0
     other.look()
-    assert (child.part.away, child.part.restarts) == (False, 1)
-    assert child.part.pid != part.pid and child.alive
-    assert other.stop_all(5.0) == [child.part]
+    assert (child.away, child.restarts) == (False, 1)
+    assert child.pid != part.pid and child.alive
+    assert other.stop_all(5.0) == [child]
 
 
 def test_strays_are_found_by_the_mark_in_their_environment():
@@ -159,7 +160,7 @@ def test_tail_of_a_missing_log_says_so(tmp_path):
 
 def test_a_part_that_cannot_be_started_now_is_started_later(watched, monkeypatch):
     child = start(watched, "sleep", "60")
-    os.killpg(child.part.pid, signal.SIGKILL)
+    os.killpg(child.pid, signal.SIGKILL)
     wait_until(lambda: not child.alive, 10, "it to have ended")
     watched.look()
 
@@ -179,7 +180,7 @@ def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(watched, tm
         f"echo life >> {tmp_path}/lives; [ $(wc -l < {tmp_path}/lives) -gt 1 ] || exit 3; "
         f"(trap '' TERM; echo $BASHPID > {tmp_path}/child; while :; do sleep 0.2; done) & wait"
     )
-    part = start(watched, "bash", "-c", script).part
+    part = start(watched, "bash", "-c", script)
 
     def has_a_child():
         watched.look()
@@ -188,7 +189,7 @@ def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(watched, tm
     grandchild = psutil.Process(int(wait_until(has_a_child, 60, "the part to be started anew")))
     assert (part.restarts, part.exit, part.away) == (1, 3, False)
     watched.stop_all(10.0)
-    assert not watched.children and (tmp_path / "lives").read_text() == "life\nlife\n"
+    assert not watched.parts and (tmp_path / "lives").read_text() == "life\nlife\n"
     wait_until(lambda: not is_alive(grandchild), 60, "the child to be gone")
 
 
@@ -205,7 +206,7 @@ def test_a_part_that_keeps_ending_is_told_until_it_lives(watched, tmp_path, monk
 
     def lives():
         watched.look()
-        return child.alive and Path(f"/proc/{child.part.pid}/comm").read_text().strip() == "sleep"
+        return child.alive and Path(f"/proc/{child.pid}/comm").read_text().strip() == "sleep"
 
     wait_until(lives, 60, "it to live")
     assert watched.failing()  # it has not settled

@@ -24,7 +24,7 @@ from services.launch.slurm import plan, site
 from services.launch.slurm.plan import ENGINE, NODE, Engines, UpOptions
 from services.launch.slurm.rundir import RunDir
 from services.launch.slurm.stack import DOWN_GRACE_S, DRAIN_GRACE_S, SlurmStack
-from services.launch.slurm.view import Status
+from services.launch.slurm.view import Status, status_of
 from services.settings import SettingsError
 
 out = Console()
@@ -175,7 +175,7 @@ def status(as_json: bool, run_dir: Path | None) -> None:
     """Show the jobs, where they are, and what their workers do."""
     with _guarded():
         stack = _stack(run_dir)
-        now = stack.status()
+        now = status_of(stack.run)
         if as_json:
             click.echo(json.dumps(asdict(now)))
         else:

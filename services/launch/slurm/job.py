@@ -27,7 +27,7 @@ from services.launch.slurm import place as places
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import ENGINE, HEAD, NODE
 from services.launch.slurm.rundir import DRAINING, UP, Member, RunDir
-from services.launch.supervisor import LOOK_S, Child, Interrupted, Part, Supervisor
+from services.launch.supervisor import LOOK_S, Interrupted, Part, Supervisor
 from services.queues import STAGES
 from services.settings import SettingsError, settings
 
@@ -112,10 +112,10 @@ class ServiceJob(ABC):
         env = places.clean(os.environ) | {"PYTHONUNBUFFERED": "1"}
         return {name: value for name, value in env.items() if name not in without}
 
-    def _spawn(self, part: Part, env: Mapping[str, str]) -> Child:
-        child = self.supervisor.start(part, env)
+    def _spawn(self, part: Part, env: Mapping[str, str]) -> Part:
+        self.supervisor.start(part, env)
         log.info("started", part=part.name, pid=part.pid, log=part.log)
-        return child
+        return part
 
     def _asked(self) -> float | None:
         """Seconds of grace that `rollout slurm` gave this job to end; None = it was not asked to."""

@@ -183,7 +183,7 @@ class NodeJob(MemberJob):
         if (check := self._check) is not None:
             self._check = None
             check.end()
-        if self.supervisor.children:
+        if self.supervisor.parts:
             if not (self.drained or self.supervisor.ends_now):
                 # RUN first: what it finishes meanwhile is scored here.
                 own_grace_s = Settings.from_env(self._env).shutdown_grace_s

@@ -70,15 +70,10 @@ class UpOptions:
     form: str = SEPARATE
 
     def __post_init__(self) -> None:
-        if not 0 <= self.nodes <= MOST_NODES:
-            raise SlurmError(f"--nodes {self.nodes} is not between 0 and {MOST_NODES}")
         if self.form == ONE_JOB and not self.nodes:
             raise SlurmError("--one-job needs --nodes of at least 1: the head is on the first")
-        if self.engines:
-            if self.engines.nodes < 1:
-                raise SlurmError(f"--engine-nodes {self.engines.nodes} must be at least 1")
-            if not (self.engines.model or self.engines.command):
-                raise SlurmError("--engine-nodes needs --engine-model or --engine-command")
+        if self.engines and not (self.engines.model or self.engines.command):
+            raise SlurmError("--engine-nodes needs --engine-model or --engine-command")
         site.check_options("sbatch", self.given)
 
     def to_json(self, where: Site) -> dict[str, Any]:

@@ -50,12 +50,10 @@ class SlurmStack:
         self.say = say
         self._reasons: set[str] = set()
         """Last lines of the logs that were shown."""
+        self._told: set[str] = set()
+        """Names of failures and members that were told of."""
         self._script: subprocess.Popen[bytes] | None = None
         """Of the allocation that we began steps in."""
-
-    def status(self) -> Status:
-        """What runs, as Slurm, the members and the gateway have it."""
-        return status_of(self.run)
 
     # -- up ----------------------------------------------------------------------------------
 
@@ -123,11 +121,10 @@ class SlurmStack:
             SlurmError: Nothing can come of it, for the head or all nodes have ended; or the time is over.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        last_said, looks_without = "", 0
-        told: set[str] = set()
+        last_lacking, looks_without = "", 0
         while True:
-            status = self.status()
-            self._tell_news(status, told)
+            status = status_of(self.run)
+            self._tell_news(status)
             lacking = missing(self.run, status, nodes)
             if not lacking:
                 assert status.head is not None
@@ -138,9 +135,9 @@ class SlurmStack:
                 raise SlurmError(self._why_gone(over[0], status))
             if self._script is not None and self._script.poll() is not None:
                 raise SlurmError(f"the steps in the allocation have ended. {self.last_words(ALLOCATION)}")
-            if lacking != last_said:
+            if lacking != last_lacking:
                 self.say(lacking)
-                last_said = lacking
+                last_lacking = lacking
             if deadline is not None and time.monotonic() > deadline:
                 raise SlurmError(
                     f"not up after {timeout_s:.0f} s: {lacking}. "
@@ -148,14 +145,14 @@ class SlurmStack:
                 )
             time.sleep(POLL_S)
 
-    def _tell_news(self, status: Status, told: set[str]) -> None:
+    def _tell_news(self, status: Status) -> None:
         """Say what failed since the last look."""
-        self.tell([failure for failure in status.failures if failure.what not in told])
-        told.update(failure.what for failure in status.failures)
+        self.tell([failure for failure in status.failures if failure.what not in self._told])
+        self._told.update(failure.what for failure in status.failures)
         for member in (view.member for view in status.jobs if view.member):
-            if member.sandbox.startswith(NO_SANDBOX) and member.name not in told:
+            if member.sandbox.startswith(NO_SANDBOX) and member.name not in self._told:
                 self.say(f"{member.name}: {member.sandbox}")
-                told.add(member.name)
+                self._told.add(member.name)
 
     def tell(self, failures: list[Failure]) -> None:
         """Say what failed: of a few the end of the log, the others in a line."""
