@@ -305,9 +305,9 @@ def test_what_was_killed_is_swept_by_the_next_up_and_a_redis_that_does_not_start
     lost = Record(url="http://127.0.0.1:9", parts=[Part("gateway", ["sleep", "200"])])
     lost.parts[0].log = str(tmp_path / "log")
     lost.parts[0].env = {MARK: lost.mark}
-    gateway = lost.parts[0].start()
+    lost.parts[0].start()
     stray = subprocess.Popen(["sleep", "200"], env={MARK: lost.mark})
-    gateway.kill()
+    lost.parts[0].process.kill()
     state.mkdir()
     lost.save(state / "stack.json")
     wait_until(lambda: len(list(marked(lost.mark))) == 1, 10, "the stray to be all that lives")
