@@ -238,7 +238,7 @@ def main() -> int:
         try:
             with Chaos(directory, directory / "s", shipped() if options.real else None) as chaos:
                 if options.real:
-                    chaos.slots = {stage: parts.slots_of(stage, {}, Settings()) for stage in STAGES}
+                    chaos.slots = {stage: parts.slots_of(stage, {}) for stage in STAGES}
                 chaos.start_stages()
                 wait_until(lambda: "noop" in _handlers(chaos), 60, "the handlers to be announced")
                 backend = Backend(chaos) if options.real else None
