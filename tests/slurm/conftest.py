@@ -1,4 +1,4 @@
-"""One virtual cluster for all tests of this directory."""
+"""One virtual cluster for all tests of this directory, and what those without one share."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ def cluster():
             yield cluster
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def scratch():
+    """Shorter than pytest's own directories: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as directory:
+        yield Path(directory)

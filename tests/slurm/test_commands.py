@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +43,13 @@ def site_file(tmp_path):
     path = tmp_path / "slurm.toml"
     path.write_text(SITE)
     return path
+
+
+@pytest.fixture
+def directory(tmp_path):
+    directory = RunDir(tmp_path / "run")
+    directory.make()
+    return directory
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +114,6 @@ def test_inside_an_allocation_its_nodes_are_used(tmp_path):
     assert done.exit_code == 0 and not sbatch_lines(done.output)
     assert done.output.splitlines()[-1].startswith("bash ")
     assert sbatch_lines(run("up", "--dry-run", "--nodes", 2, "--run-dir", tmp_path / "run", env=env).output)
-    done = run("up", "--attach", "--nodes", 2, "--run-dir", tmp_path / "run", env=env)
-    assert done.exit_code == 2 and "leave out --nodes" in done.output
 
 
 def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, site_file):
@@ -142,27 +146,23 @@ def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, sit
     assert not {"ROLLOUT_URL", "ROLLOUT_NODE", "AWS_SECRET"} & values.keys()
 
 
-def test_a_module_that_is_not_there_ends_the_job_with_a_word_why(tmp_path):
-    text = plan.environment(
-        RunDir(tmp_path / "run"), site.parse({"modules": ["nonsuch/1"]}), UpOptions(1), {}
-    )
-    (tmp_path / "environment").write_text(text)
-    shell = f". {tmp_path}/environment; echo goes on"
+@pytest.mark.parametrize(
+    ("before", "output", "error"),
+    [
+        ("", [], "module load nonsuch/1 failed"),
+        ("module() { echo loaded$NOT_SET; }; ", ["loaded", "strict"], ""),
+    ],
+)
+def test_a_module_may_use_what_is_not_set_and_one_that_is_not_there_ends_the_job_with_a_word_why(
+    tmp_path, before, output, error
+):
+    options = RunDir(tmp_path / "run"), site.parse({"modules": ["nonsuch/1"]}), UpOptions(1), {}
+    (tmp_path / "environment").write_text(plan.environment(*options))
+    shell = f"{before}. {tmp_path}/environment; case $- in *u*) echo strict ;; esac"
     env = {"PATH": os.environ["PATH"]}
     done = subprocess.run(["bash", "-euc", shell], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines()[-1] == "module load nonsuch/1 failed"
-
-
-def test_a_module_may_use_what_is_not_set_and_what_follows_may_not(tmp_path):
-    text = plan.environment(RunDir(tmp_path / "run"), site.parse({"modules": ["m"]}), UpOptions(1), {})
-    (tmp_path / "environment").write_text(text)
-    shell = (
-        f"module() {{ echo loaded$NOT_SET; }}; . {tmp_path}/environment; case $- in *u*) echo strict ;; esac"
-    )
-    env = {"PATH": os.environ["PATH"]}
-    said = subprocess.run(["bash", "-euc", shell], env=env, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["loaded", "strict"]
+    assert done.stdout.splitlines() == output
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == ((1, [error]) if error else (0, []))
 
 
 def test_slots_stay_those_that_up_was_given_whoever_submits_more(monkeypatch):
@@ -201,20 +201,26 @@ def test_a_site_file_that_cannot_be_is_refused_by_its_key(tmp_path, text, messag
     assert str(path) in done.output and message in done.output
 
 
-def test_options_that_do_not_fit_together_are_refused(tmp_path):
-    done = run("up", "--dry-run", "--engine-nodes", 1, "--run-dir", tmp_path / "run")
-    assert done.exit_code == 1 and "--engine-model or --engine-command" in done.output
-    done = run("up", "--attach", "--dry-run", "--one-job", "--run-dir", tmp_path / "run")
-    assert done.exit_code == 2 and "leave out" in done.output
-    done = run("up", "--dry-run", "--one-job", "--nodes", 0, "--run-dir", tmp_path / "run")
-    assert done.exit_code == 1 and "needs --nodes of at least 1" in done.output
-    engines = ("--engine-nodes", 1, "--engine-model", "m")
-    done = run("up", *engines, "--run-dir", tmp_path / "run", env={"SLURM_JOB_ID": "17"})
-    assert done.exit_code == 1 and "second component of a heterogeneous allocation" in done.output
-    done = run("scale", "--run-dir", tmp_path / "run")
-    assert done.exit_code == 2 and "give --nodes, --engines or --stage" in done.output
-    done = run("scale", "--stage", "score=2", "--run-dir", tmp_path / "run")
-    assert done.exit_code == 2 and "write run=4" in done.output
+@pytest.mark.parametrize(
+    ("arguments", "env", "status", "words"),
+    [
+        (("up", "--dry-run", "--engine-nodes", 1), {}, 1, "--engine-model or --engine-command"),
+        (("up", "--attach", "--dry-run", "--one-job"), {}, 2, "leave out"),
+        (("up", "--attach", "--nodes", 2), {"SLURM_JOB_ID": "17"}, 2, "leave out --nodes"),
+        (("up", "--dry-run", "--one-job", "--nodes", 0), {}, 1, "needs --nodes of at least 1"),
+        (
+            ("up", "--engine-nodes", 1, "--engine-model", "m"),
+            {"SLURM_JOB_ID": "17"},
+            1,
+            "second component of a heterogeneous allocation",
+        ),
+        (("scale",), {}, 2, "give --nodes, --engines or --stage"),
+        (("scale", "--stage", "score=2"), {}, 2, "write run=4"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(tmp_path, arguments, env, status, words):
+    done = run(*arguments, "--run-dir", tmp_path / "run", env=env)
+    assert done.exit_code == status and words in done.output
 
 
 def test_without_slurm_s_commands_the_message_says_where_to_go(tmp_path, monkeypatch):
@@ -225,8 +231,8 @@ def test_without_slurm_s_commands_the_message_says_where_to_go(tmp_path, monkeyp
 
 
 def test_a_refusal_of_slurm_names_the_command_and_the_remedy():
-    said = scheduler.explain(["sbatch", "-p", "x"], "sbatch: error: invalid partition specified: x")
-    assert "`sbatch -p x` failed" in said and "sinfo -s" in said
+    text = scheduler.explain(["sbatch", "-p", "x"], "sbatch: error: invalid partition specified: x")
+    assert "`sbatch -p x` failed" in text and "sinfo -s" in text
 
 
 def test_slurm_s_commands_get_no_secrets_of_the_caller():
@@ -266,9 +272,7 @@ def test_the_run_directory_and_what_is_secret_in_it_are_the_owner_s_alone(tmp_pa
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_a_run_directory_keeps_what_members_and_commands_say(tmp_path):
-    directory = RunDir(tmp_path / "run")
-    directory.make()
+def test_a_run_directory_keeps_what_members_and_commands_say(directory, tmp_path):
     member = Member("n1-3", "node", "3", "n1", "up", ["run"], {"run": 4})
     directory.write_member(member)
     directory.write_submitted([Submitted("3", "node", 2, ["run"])])
@@ -283,9 +287,7 @@ def test_a_run_directory_keeps_what_members_and_commands_say(tmp_path):
         same.submitted()
 
 
-def test_a_job_that_was_requeued_forgets_what_it_said_on_another_node(tmp_path):
-    directory = RunDir(tmp_path / "run")
-    directory.make()
+def test_a_job_that_was_requeued_forgets_what_it_said_on_another_node(directory):
     for name, job, node in (("n1-3", "3", "n1"), ("n2-4", "4", "n2")):
         directory.write_member(Member(name, "node", job, node, "up"))
         directory.ask_to_drain(name, 1.0)
@@ -318,13 +320,6 @@ def test_the_address_to_listen_on_can_be_chosen():
     assert place.address("n1", {"ROLLOUT_SLURM_INTERFACE": "lo"}) == "127.0.0.1"
     with pytest.raises(SlurmError, match=r"ib9.*no such interface"):
         place.address("n1", {"ROLLOUT_SLURM_INTERFACE": "ib9"})
-
-
-@pytest.fixture
-def scratch():
-    """Shorter than pytest's own directories: sockets lie in it."""
-    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as directory:
-        yield Path(directory)
 
 
 def test_a_job_clears_what_killed_jobs_of_its_service_left_and_nothing_else(scratch):

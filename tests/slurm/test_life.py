@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -24,13 +22,6 @@ from tests.helpers.stack import wait_until
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 BUSY_S = 60.0
-
-
-@pytest.fixture
-def scratch():
-    """Shorter than pytest's own directories: sockets lie in it."""
-    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture
