@@ -67,8 +67,8 @@ class SentinelTransport(kombu_redis.SentinelTransport):
 
 def register() -> None:
     """Have kombu use these transports in this process."""
-    one, group = (f"{__name__}:{kind.__name__}" for kind in (Transport, SentinelTransport))
-    TRANSPORT_ALIASES.update(redis=one, rediss=one, sentinel=group)
+    single, group = (f"{__name__}:{kind.__name__}" for kind in (Transport, SentinelTransport))
+    TRANSPORT_ALIASES.update(redis=single, rediss=single, sentinel=group)
 
 
 def binding_keys(queues: Iterable[str]) -> list[str]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import redis
 import structlog
 from celery import Celery
-from kombu import Producer
 from kombu.exceptions import KombuError
 
 from rollout.schema import RolloutRequest, State, Submitted
@@ -105,7 +102,7 @@ class Dispatcher:
         first, *rest = (self._app.signature(STAGE_TASK[name]) for name in STAGES[STAGES.index(stage) :])
         following = rest[::-1]  # the last of the list goes next
         try:
-            with self._app.producer_or_acquire() as producer, _batch(producer):
+            with self._app.producer_or_acquire() as producer, producer.batch(MESSAGES_AT_ONCE):
                 for args in messages:
                     first.apply_async(args, chain=following, producer=producer)
         except (KombuError, redis.RedisError) as error:
@@ -127,7 +124,7 @@ class Dispatcher:
             if word == "cancelled" and node
         ]
         if sandboxes:
-            with self._app.producer_or_acquire() as producer, _batch(producer):
+            with self._app.producer_or_acquire() as producer, producer.batch(MESSAGES_AT_ONCE):
                 for ref in sandboxes:
                     self._app.send_task(TASK_CLEANUP, args=(ref,), producer=producer)
         return [(word, state) for word, state, _, _ in answers]
@@ -139,13 +136,6 @@ class Dispatcher:
         except (KombuError, redis.RedisError) as error:
             # The host's own time limit is behind it.
             log.warning("sandbox not released: no message could be sent", node=node, error=str(error))
-
-
-def _batch(producer: Producer) -> AbstractContextManager[Any]:
-    """Few round trips for all messages, where this kombu can (5.7 on)."""
-    if getattr(producer, "supports_batch_publish", False):
-        return producer.batch(MESSAGES_AT_ONCE)
-    return nullcontext()
 
 
 def _expand(request: RolloutRequest, batch_group: str = "") -> list[NewRollout]:

@@ -189,7 +189,7 @@ def create(
 ) -> None:
     """Make a key for TENANT and print it, this once. Options that limit the tenant hold for all its keys."""
     text = os.environ.get(KEY_VARIABLE, "").strip() if from_env else None
-    wanted = {scope for group in scopes for scope in group} or {Scope.SUBMIT, Scope.READ}
+    rights = {scope for group in scopes for scope in group} or {Scope.SUBMIT, Scope.READ}
     with _connected(redis_url) as client:
         store = KeyStore(client)
         try:
@@ -197,7 +197,7 @@ def create(
         except ValueError as error:
             raise click.ClickException(str(error)) from error
         _limited(client, tenant, limits)
-        key, text = store.create(tenant, wanted, lifetime_s=expires, text=text)
+        key, text = store.create(tenant, rights, lifetime_s=expires, text=text)
     if from_env:
         click.echo(f"key {key.id} of tenant {tenant} is accepted", err=True)
     else:

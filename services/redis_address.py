@@ -111,10 +111,10 @@ def _parse_sentinel(url: str) -> RedisAddress:
     if not hosts or not master:
         raise AddressError(f"the name of the master is missing: {form}")
     sentinels = []
-    for one in hosts.split(","):
-        parts = urlsplit(f"//{one}")
+    for host in hosts.split(","):
+        parts = urlsplit(f"//{host}")
         if not parts.hostname:
-            raise AddressError(f"{one!r} is no host of a Sentinel: {form}")
+            raise AddressError(f"{host!r} is no host of a Sentinel: {form}")
         sentinels.append((parts.hostname, parts.port or SENTINEL_PORT))
     query = dict(parse_qsl(raw_query, keep_blank_values=True))
     for name in query:

@@ -29,7 +29,7 @@ class AllowedAddresses:
         self._names: set[str] = set()
         self._networks: list[IPv4Network | IPv6Network] = []
         self._public = False
-        for entry in filter(None, (one.strip().lower() for one in allow.split(","))):
+        for entry in filter(None, (entry.strip().lower() for entry in allow.split(","))):
             if entry == PUBLIC:
                 self._public = True
             elif "/" in entry or ":" in entry or entry.replace(".", "").isdigit():
@@ -94,7 +94,7 @@ def _is_number(host: str) -> bool:
     `017700000001` are the same address to others. Digits of other scripts are digits to some, too.
     """
     last = unicodedata.normalize("NFKC", host).lower().rstrip(".").rpartition(".")[2]
-    return last.isdigit() or (last.startswith("0x") and all(one in string.hexdigits for one in last[2:]))
+    return last.isdigit() or (last.startswith("0x") and all(digit in string.hexdigits for digit in last[2:]))
 
 
 def _literal(host: str) -> Address | None:

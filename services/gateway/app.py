@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import redis
 import structlog
-from flask import Flask, request
+from flask import Blueprint, Flask
 
 from services import logs
 from services.gateway import auth, door, problems, requests
@@ -42,34 +44,41 @@ def create_app(settings: Settings | None = None) -> Flask:
     """
     settings = settings or process_settings()
     logs.configure(settings)
-    app = Flask("services.gateway")
-    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    gate = app.extensions[EXTENSION] = Gateway.create(settings)
-    requests.register(app)
-    for blueprint in BLUEPRINTS:
-        app.register_blueprint(blueprint)
-    register_compat(app)
-    problems.register(app)
-    compress_answers(app)
-    door.register(app, names=_names(settings))
-
-    @app.before_request
-    def _fit() -> None:
-        view = app.view_functions.get(request.endpoint or "")
-        if view is not None and auth.scope_of(view, request.method) is not None:
-            gate.start.require()  # what is open to everybody answers whatever Redis is
-
-    auth.register(app, gate.guard)
-    door.register_bodies(app)
+    gate = Gateway(settings)
+    # Whom other machines reach knows callers by their keys, whatever name they call it by.
+    local = door.is_loopback(settings.gateway_host)
+    names = door.own_names(*settings.gateway_names.split(",")) if local else None
+    app = application("services.gateway", gate, gate.guard, BLUEPRINTS, names)
+    register_compat(app, application)
     _check_start(gate)
     return app
 
 
-def _names(settings: Settings) -> set[str] | None:
-    """Host names that callers of the ordinary port may use; None = any: others than this machine reach it."""
-    if not door.is_loopback(settings.gateway_host):
-        return None
-    return door.own_names(*settings.gateway_names.split(","))
+def application(
+    name: str,
+    gate: Gateway,
+    guard: auth.Guard,
+    blueprints: Iterable[Blueprint],
+    names: Collection[str] | None,
+) -> Flask:
+    """Routes behind the gateway's door.
+
+    Args:
+        guard: Says who calls.
+        names: As `door.register` has it.
+    """
+    app = Flask(name)
+    app.config["MAX_CONTENT_LENGTH"] = gate.settings.max_body_bytes
+    app.extensions[EXTENSION] = gate
+    requests.register(app)
+    for blueprint in blueprints:
+        app.register_blueprint(blueprint)
+    problems.register(app)
+    compress_answers(app)
+    door.register(app, names=names)
+    auth.register(app, guard, gate.start)
+    door.register_bodies(app)
+    return app
 
 
 def _check_start(gate: Gateway) -> None:

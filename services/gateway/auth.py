@@ -18,6 +18,7 @@ from rollout.schema import FieldError, Problem
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem, respond
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
+from services.state.startup import StartCheck
 from services.state.tenants import Tenant
 
 log = structlog.get_logger("gateway")
@@ -128,12 +129,12 @@ class Guard:
 
 def _challenge(error: str | None = None, scope: Scope | None = None) -> Mapping[str, str]:
     """The header of RFC 6750, section 3."""
-    said = 'Bearer realm="rollout"'
+    challenge = 'Bearer realm="rollout"'
     if error:
-        said += f', error="{error}"'
+        challenge += f', error="{error}"'
     if scope:
-        said += f', scope="{scope.value}"'
-    return {"WWW-Authenticate": said}
+        challenge += f', scope="{scope.value}"'
+    return {"WWW-Authenticate": challenge}
 
 
 def _key(access: Access, header: str | None) -> ApiKey:
@@ -159,8 +160,8 @@ def _key(access: Access, header: str | None) -> ApiKey:
     return key
 
 
-def register(app: Flask, guard: Guard) -> None:
-    """Have every call checked before its route sees it."""
+def register(app: Flask, guard: Guard, start: StartCheck) -> None:
+    """Have every call checked before its route sees it, and Redis with the first one."""
 
     @app.before_request
     def _check() -> None:
@@ -168,8 +169,9 @@ def register(app: Flask, guard: Guard) -> None:
         if view is None:  # 404 or 405; which routes there are is no secret
             return
         scope = scope_of(view, request.method)
-        if scope is None:
+        if scope is None:  # open to everybody, whatever Redis is
             return
+        start.require()
         g.checked_at = time.monotonic()
         g.caller = guard.identify(scope)
         structlog.contextvars.bind_contextvars(tenant=g.caller.tenant.name)
@@ -204,9 +206,8 @@ def caller() -> Caller:
 
 def holder() -> str | None:
     """For whom the call under way takes a place that others may want; None: there is one tenant alone."""
-    me, access = caller(), current_app.extensions["rollout"].guard.access()
-    others = any(key.tenant != me.tenant.name for key in access.keys.values())
-    return me.tenant.name if others else None
+    name, access = caller().tenant.name, current_app.extensions["rollout"].guard.access()
+    return name if any(key.tenant != name for key in access.keys.values()) else None
 
 
 def tenant_filter() -> str | None:

@@ -68,61 +68,58 @@ def read_json(data: bytes) -> Any:
         raise invalid("(body)", f"not UTF-8 at byte {error.start}") from None
     if text.startswith("\ufeff"):
         raise invalid("(body)", "begins with a byte order mark (BOM), which JSON has none of")
-    reader = _Reader()
+    decoder = _Decoder()
     try:
-        value = reader.read(text)
+        value = decoder.decode(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise invalid("(body)", f"not valid JSON: {error.msg} at {where}") from None
     except RecursionError:
         raise _too_deep("(body)") from None
-    _require_fit(value, whole=reader.refused or _SURROGATE.search(text) is not None)
+    _require_fit(value, whole=decoder.refused or _SURROGATE.search(text) is not None)
     return value
 
 
 def _require_few_values(data: bytes) -> None:
     """Before anything is made of it."""
-    marks = sum(map(data.count, (b",", b"[", b"{")))
-    if marks > MAX_VALUES:
-        # Most may be in texts.
-        bare = _STRING.sub(b"", data)
-        marks = sum(map(bare.count, (b",", b"[", b"{")))
-    if marks > MAX_VALUES:
+    # The second time without texts: most marks may be in those.
+    if _marks(data) > MAX_VALUES and _marks(_STRING.sub(b"", data)) > MAX_VALUES:
         raise invalid("(body)", f"holds more than {MAX_VALUES} values; send several calls")
+
+
+def _marks(data: bytes) -> int:
+    return sum(map(data.count, (b",", b"[", b"{")))
 
 
 def _too_deep(field: str) -> ApiProblem:
     return invalid(field, f"nested deeper than {MAX_DEPTH} levels")
 
 
-class _Reader:
+class _Decoder(json.JSONDecoder):
     """Parses, with a `_Refused` where something cannot be taken."""
 
     def __init__(self) -> None:
         self.refused = False
-        self._decoder = json.JSONDecoder(
+        super().__init__(
             object_pairs_hook=self._object,
             parse_float=self._float,
             parse_int=self._int,
             parse_constant=lambda name: self._refuse(f"{name} is no number in JSON"),
         )
 
-    def read(self, text: str) -> Any:
-        return self._decoder.decode(text)
-
     def _refuse(self, why: str) -> _Refused:
         self.refused = True
         return _Refused(why)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
             seen: set[str] = set()
             for name, _ in pairs:
                 if name in seen:
-                    found[name] = self._refuse("comes twice in one object: which one is meant?")
+                    value[name] = self._refuse("comes twice in one object: which one is meant?")
                 seen.add(name)
-        return found
+        return value
 
     def _int(self, text: str) -> Any:
         if len(text) > MAX_DIGITS or math.isinf(float(text)):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import redis
-from celery import Celery
 from flask import current_app
 
 from services.dispatch import Dispatcher
@@ -33,85 +29,52 @@ from services.webhook_address import AllowedAddresses
 EXTENSION = "rollout"
 
 
-@dataclass
 class Gateway:
-    """Connections and stores of a gateway process."""
+    """Connections and stores of a gateway process; nothing is sent before the first request."""
 
-    settings: Settings
-    redis: redis.Redis
-    start: StartCheck
-    observations: Observations
-    celery: Celery
-    rollouts: RolloutStore
-    batches: BatchStore
-    backends: BackendStore
-    policy: PolicyStore
-    fleet: FleetStore
-    completions: CompletionStore
-    results: ResultStore
-    webhooks: WebhookStore
-    webhook_addresses: AllowedAddresses
-    waiting: WaitingRoom
-    """Requests that wait for completions, streams among them."""
-    streams: Places
-    """One for each stream of completions that may be open."""
-    dispatcher: Dispatcher
-    tasks: TaskChecker
-    guard: Guard
-    tenants: TenantStore
-    jobs: JobStore
-
-    @classmethod
-    def create(cls, settings: Settings) -> Gateway:
-        """Connect lazily: nothing is sent before the first request."""
-        client = connect(settings.redis_url, max_connections=settings.gateway_threads + 4)
-        celery = make_celery(settings)
-        rollouts = RolloutStore(client, settings)
-        fleet = FleetStore(client)
-        completions = CompletionStore(client)
-        return cls(
-            settings=settings,
-            redis=client,
-            start=StartCheck(client, settings),
-            observations=Observations(client),
-            celery=celery,
-            rollouts=rollouts,
-            batches=BatchStore(client, settings),
-            backends=BackendStore(client),
-            policy=PolicyStore(client),
-            fleet=fleet,
-            completions=completions,
-            results=ResultStore(client, settings),
-            webhooks=WebhookStore(client, settings.webhook_url),
-            webhook_addresses=AllowedAddresses(settings.webhook_allow),
-            streams=Places(
-                settings.sse_streams,
-                settings.gateway_tenant_share,
-                noun="streams",
-                verb="are open",
-                setting="ROLLOUT_SSE_STREAMS",
-                remedy="read GET /v1/results?cursor=…&wait=… instead, or close some",
-                retry_after_s=10,
-            ),
-            waiting=WaitingRoom(
-                lambda: connect(settings.redis_url, max_connections=1),
-                completions,
-                Places(
-                    settings.gateway_waiters,
-                    settings.gateway_tenant_share,
-                    noun="waiting requests",
-                    verb="wait here",
-                    setting="ROLLOUT_GATEWAY_WAITERS",
-                    remedy="one client with GET /v1/results?cursor=…&wait=… can wait for all of its rollouts",
-                    retry_after_s=5,
-                ),
-            ),
-            dispatcher=Dispatcher(celery, rollouts),
-            tasks=TaskChecker(fleet),
-            guard=Guard(KeyStore(client)),
-            tenants=TenantStore(client),
-            jobs=JobStore(client),
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.redis = client = connect(settings.redis_url, max_connections=settings.gateway_threads + 4)
+        self.start = StartCheck(client, settings)
+        self.observations = Observations(client)
+        self.rollouts = RolloutStore(client, settings)
+        self.batches = BatchStore(client, settings)
+        self.backends = BackendStore(client)
+        self.policy = PolicyStore(client)
+        self.fleet = FleetStore(client)
+        self.completions = CompletionStore(client)
+        self.results = ResultStore(client, settings)
+        self.webhooks = WebhookStore(client, settings.webhook_url)
+        self.webhook_addresses = AllowedAddresses(settings.webhook_allow)
+        self.tenants = TenantStore(client)
+        self.jobs = JobStore(client)
+        self.guard = Guard(KeyStore(client))
+        self.tasks = TaskChecker(self.fleet)
+        self.dispatcher = Dispatcher(make_celery(settings), self.rollouts)
+        self.streams = Places(
+            settings.sse_streams,
+            settings.gateway_tenant_share,
+            noun="streams",
+            verb="are open",
+            setting="ROLLOUT_SSE_STREAMS",
+            remedy="read GET /v1/results?cursor=…&wait=… instead, or close some",
+            retry_after_s=10,
         )
+        """One for each stream of results that may be open."""
+        self.waiting = WaitingRoom(
+            lambda: connect(settings.redis_url, max_connections=1),
+            self.completions,
+            Places(
+                settings.gateway_waiters,
+                settings.gateway_tenant_share,
+                noun="waiting requests",
+                verb="wait here",
+                setting="ROLLOUT_GATEWAY_WAITERS",
+                remedy="one client with GET /v1/results?cursor=…&wait=… can wait for all of its rollouts",
+                retry_after_s=5,
+            ),
+        )
+        """Requests that wait for results, streams among them."""
 
 
 def gateway() -> Gateway:

@@ -13,14 +13,11 @@ from collections.abc import Collection
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-import structlog
 from flask import Flask, current_app, request
 
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem
 from services.gateway.waiting import waiter
-
-log = structlog.get_logger("gateway")
 
 ELSEWHERE = ("cross-site", "same-site")
 """Of `Sec-Fetch-Site`: a page of another origin (Fetch Metadata Request Headers, section 2.2)."""
@@ -71,8 +68,9 @@ def register_bodies(app: Flask) -> None:
 
 def own_names(*hosts: str) -> set[str]:
     """Names of this machine, and those given."""
-    own = socket.gethostname().lower()
-    return {name.strip().lower().rstrip(".") for name in (own, own.split(".")[0], *hosts) if name.strip()}
+    machine = socket.gethostname()
+    names = (machine, machine.split(".")[0], *hosts)
+    return {name.strip().lower().rstrip(".") for name in names if name.strip()}
 
 
 def is_loopback(host: str) -> bool:
@@ -84,8 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse(reason: str, title: str, detail: str, status: int = 403) -> ApiProblem:
-    refusals.REFUSED.labels(reason).inc()
-    log.warning("refused at the door", reason=reason, detail=detail, path=request.path[:SHOWN])
+    refusals.refuse(reason, detail)
     return ApiProblem(status, title, detail)
 
 
@@ -107,8 +104,8 @@ def _check_host(names: Collection[str]) -> None:
 
 def _check_origin() -> None:
     site, origin = request.headers.get("Sec-Fetch-Site", ""), request.headers.get("Origin")
-    own = {f"{scheme}://{request.headers.get('Host', '')}" for scheme in ("http", "https")}
-    if (origin is None or origin in own) and site.lower() not in ELSEWHERE:
+    same_site = {f"{scheme}://{request.headers.get('Host', '')}" for scheme in ("http", "https")}
+    if (origin is None or origin in same_site) and site.lower() not in ELSEWHERE:
         return
     shown = origin[:SHOWN] if origin is not None else site[:SHOWN]
     raise _refuse(refusals.BROWSER, "Other site", f"web pages of other sites ({shown!r}) may not call")

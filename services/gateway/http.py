@@ -25,6 +25,7 @@ from services.gateway.auth import tenant_filter
 from services.gateway.bodies import body_json
 from services.gateway.context import gateway
 from services.gateway.problems import from_validation, invalid
+from services.gateway.waiting import waiter
 
 F = TypeVar("F", bound=Callable[..., Any])
 Schema = type[BaseModel] | Mapping[str, Any] | None
@@ -141,8 +142,6 @@ class Operation:
     answers: Mapping[int, Schema]
     media: str
     arrays: bool
-    described: bool = False
-    """The view reads its call itself; what is said here is for the description alone."""
 
     def arguments(self, path: str) -> dict[str, Any]:
         """Arguments of the view, from the request under way.
@@ -150,15 +149,14 @@ class Operation:
         Raises:
             ApiProblem: They do not fit.
         """
-        if self.described:
-            return {}
         known = [name for name, query in self.query.items() if not query.header]
         unknown = [name for name in request.args if name not in known]
         if unknown and path.startswith("/v1/"):
             raise invalid(unknown[0], f"unknown parameter; there are: {', '.join(known) or 'none'}")
         values = {name: query.read(name) for name, query in self.query.items()}
         if self.body:
-            values["body"] = self._read_body()
+            # A request that was parked is dispatched again, when its body has been read.
+            values["body"] = waiter().remember("body", self._read_body)
         return values
 
     def _read_body(self) -> BaseModel:
@@ -184,7 +182,6 @@ def operation(
     answers: Mapping[int, Schema] | None = None,
     media: str = JSON,
     arrays: bool = False,
-    describes: type[BaseModel] | None = None,
 ) -> Callable[[F], F]:
     """Have a view called with what its signature names.
 
@@ -194,13 +191,12 @@ def operation(
         answers: Instead of that annotation, models by status.
         media: Media type of the answer.
         arrays: The answer comes as msgpack with typed arrays as well.
-        describes: Model of the body of a view that reads its call itself.
     """
 
     def declare(view: F) -> F:
         hints = get_type_hints(view, include_extras=True)
         marks = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) is Annotated}
-        body, given = describes or hints.get("body"), hints.get("return")
+        body, given = hints.get("body"), hints.get("return")
         if "body" in marks:
             body = get_args(body)[0]
         default = inspect.signature(view).parameters.get("body")
@@ -216,7 +212,6 @@ def operation(
             answers=answers or {status: model},
             media=media,
             arrays=arrays,
-            described=describes is not None,
         )
 
         @wraps(view)

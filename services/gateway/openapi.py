@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -41,66 +40,46 @@ def _schema(value: Schema) -> Any:
     return {"$ref": f"#/components/schemas/{value.__name__}"} if isinstance(value, type) else value
 
 
-def _body(schema: Any) -> dict[str, Any]:
-    return {"required": True, "content": {JSON: {"schema": schema}}}
-
-
 def _answer(text: str, schema: Any = None, media: str = JSON) -> dict[str, Any]:
     return {"description": text} | ({"content": {media: {"schema": schema}}} if schema else {})
 
 
-def _operation(
-    summary: str, answers: dict[str, Any], *problems: int, public: bool = False, **more: Any
-) -> dict[str, Any]:
-    """One operation, with its problems beside those of every call that is not public."""
-    statuses = {*problems} if public else {*problems, 401, 403, 503}
-    refusals = {
-        str(status): _answer(_PROBLEMS[status], _schema(Problem), "application/problem+json")
-        for status in sorted(statuses)
-    }
-    return {"summary": summary, "responses": refusals | answers, **more}
-
-
 def _described(rule: str, declared: Operation, *, public: bool) -> dict[str, Any]:
-    names = re.findall(r"<(\w+)>", rule)
-    problems, more = {*declared.problems}, {}
-    if rule.startswith("/v1/"):
-        problems.add(400)
-    if names:
-        problems.add(404)
-        more["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": STRING} for name in names
-        ]
-    if declared.query:
-        more["parameters"] = more.get("parameters", []) + [
-            {
-                "name": query.header or name,
-                "in": "header" if query.header else "query",
-                "schema": query.schema,
-                "description": query.text,
-            }
-            for name, query in declared.query.items()
-        ]
+    """One operation, with its problems beside those of every call that is not public."""
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": STRING}
+        for name in re.findall(r"<(\w+)>", rule)
+    ]
+    problems = {*declared.problems} | (set() if public else {401, 403, 503})
+    problems |= ({400} if rule.startswith("/v1/") else set()) | ({404} if parameters else set())
+    parameters += [
+        {
+            "name": query.header or name,
+            "in": "header" if query.header else "query",
+            "schema": query.schema,
+            "description": query.text,
+        }
+        for name, query in declared.query.items()
+    ]
+    operation: dict[str, Any] = {"summary": declared.summary}
+    if parameters:
+        operation["parameters"] = parameters
     if declared.body:
         problems |= {400, 413, 415}
         schemas = [_schema(model) for model in declared.body]
-        body = _body(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
-        more["requestBody"] = body | {"required": declared.empty is None}
-    answers = {}
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        content = {JSON: {"schema": schema}}
+        operation["requestBody"] = {"required": declared.empty is None, "content": content}
+    responses = operation["responses"] = {
+        str(status): _answer(_PROBLEMS[status], _schema(Problem), "application/problem+json")
+        for status in sorted(problems)
+    }
     for status, schema in declared.answers.items():
-        answers[str(status)] = _answer(HTTPStatus(status).phrase, _schema(schema), declared.media)
+        answer = _answer(HTTPStatus(status).phrase, _schema(schema), declared.media)
         if declared.arrays:
-            answers[str(status)]["content"][MEDIA_TYPE] = {"schema": _ARRAYS}
-    return _operation(declared.summary, answers, *problems, public=public, **more)
-
-
-def _operations(app: Flask) -> Iterator[tuple[str, str, Any]]:
-    """Path, method and view of each route that declares an operation."""
-    for rule in app.url_map.iter_rules():
-        view = app.view_functions[rule.endpoint]
-        if hasattr(view, "operation"):
-            for method in sorted(rule.methods - {"HEAD", "OPTIONS"}):
-                yield rule.rule, method, view
+            answer["content"][MEDIA_TYPE] = {"schema": _ARRAYS}
+        responses[str(status)] = answer
+    return operation
 
 
 def document(app: Flask) -> dict[str, Any]:
@@ -113,14 +92,18 @@ def document(app: Flask) -> dict[str, Any]:
 def _document(app: Flask) -> dict[str, Any]:
     models: dict[tuple[type[BaseModel], Any], None] = {(Problem, "serialization"): None}
     paths: dict[str, dict[str, Any]] = {}
-    for rule, method, view in _operations(app):
-        declared = view.operation
+    for rule in app.url_map.iter_rules():
+        view = app.view_functions[rule.endpoint]
+        declared = getattr(view, "operation", None)
+        if declared is None:
+            continue
         models |= {(model, "validation"): None for model in declared.body}
         answered = (schema for schema in declared.answers.values() if isinstance(schema, type))
         models |= {(model, "serialization"): None for model in answered}
-        public = scope_of(view, method) is None
-        path = paths.setdefault(re.sub(r"<(\w+)>", r"{\1}", rule), {})
-        path[method.lower()] = _described(rule, declared, public=public)
+        path = paths.setdefault(re.sub(r"<(\w+)>", r"{\1}", rule.rule), {})
+        for method in sorted(rule.methods - {"HEAD", "OPTIONS"}):
+            public = scope_of(view, method) is None
+            path[method.lower()] = _described(rule.rule, declared, public=public)
     _, schemas = models_json_schema([*models], ref_template="#/components/schemas/{model}")
     return {
         "openapi": "3.1.0",

@@ -56,8 +56,8 @@ class ApiProblem(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         shown = [
-            FieldError(field=short(one.field, MAX_FIELD), message=short(one.message, MAX_MESSAGE))
-            for one in islice(errors, MAX_ERRORS)
+            FieldError(field=short(error.field, MAX_FIELD), message=short(error.message, MAX_MESSAGE))
+            for error in islice(errors, MAX_ERRORS)
         ]
         detail = short(detail, MAX_DETAIL)
         self.problem = Problem(title=title, status=status, detail=detail, errors=shown)

@@ -1,9 +1,13 @@
-"""Counts of what the gateway's door turned away, before or beside its routes."""
+"""What the gateway's door turned away, before or beside its routes: counted, and said once in a while."""
 
 from __future__ import annotations
 
+import time
+
+import structlog
 from prometheus_client import CollectorRegistry, Counter
 
+log = structlog.get_logger("gateway")
 registry = CollectorRegistry()
 REFUSED = Counter(
     "rollout_gateway_refused_total",
@@ -33,3 +37,15 @@ TYPE = "type"
 
 for _reason in (SLOW, ADDRESS, FULL, HEAD, KEY, SCOPE, BROWSER, HOST, TYPE):
     REFUSED.labels(_reason)
+QUIET_S = 10.0
+"""Between two lines of a reason: who attacks must not fill the log."""
+_logged_at: dict[str, float] = {}
+
+
+def refuse(reason: str, detail: str) -> None:
+    """Count a refusal, and log it unless one for the same reason was just before."""
+    REFUSED.labels(reason).inc()
+    now = time.monotonic()
+    if now - _logged_at.get(reason, float("-inf")) >= QUIET_S:
+        _logged_at[reason] = now
+        log.warning("refused", reason=reason, detail=detail)

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -182,6 +182,59 @@ class Waiter:
         """Give the place back. Twice is harmless."""
         if self.room is not None:
             self.room.leave(self)
+
+
+class ParkedWaiter(Waiter):
+    """A waiter whose server parks its request."""
+
+    parks = True
+
+    def __init__(self, request: Any, conn: Any) -> None:
+        """
+        Args:
+            request: What the server dispatches again.
+            conn: Its connection; as many bytes of the body as `awaited` says are still to come.
+        """
+        super().__init__()
+        self.request, self._conn = request, conn
+        self.response: Any = None
+        """The server's own of a stream, to go on with."""
+        self.body: StreamBody | None = None
+
+    def need_body(self) -> None:
+        if self._conn.awaited:
+            raise Parked(self)
+
+    def pause(self) -> None:
+        raise Parked(self)
+
+
+class StreamBody:
+    """The body of a stream: where it yields its waiter, the request is parked instead of held."""
+
+    def __init__(self, inner: Any, waiter: ParkedWaiter) -> None:
+        self._inner, self._items = inner, iter(inner)
+        self._waiter = waiter
+        self._parked = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        item = next(self._items)
+        self._parked = item is self._waiter
+        if self._parked:
+            raise Parked(self._waiter)
+        return item
+
+    def close(self) -> None:
+        """Called by the server also when the stream is merely parked."""
+        if not self._parked:
+            self.end()
+
+    def end(self) -> None:
+        if hasattr(self._inner, "close"):
+            self._inner.close()
 
 
 def waiter() -> Waiter:

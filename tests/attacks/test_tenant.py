@@ -174,51 +174,38 @@ def test_have_a_reader_get_a_large_request_a_thousand_times(target):
     return answer.status_code == 202
 
 
-@attack(stopped_by="a quota of bytes a tenant, of ended rollouts too")
-def test_fill_redis_by_requests_that_are_cancelled_at_once(target):
+@pytest.mark.parametrize(
+    "by", ["requests that are cancelled at once", "prompts of a batch that never starts"]
+)
+@attack(stopped_by="a quota of bytes a tenant, of ended rollouts and of prompts that wait too")
+def test_fill_redis(target, by):
     if not target.control:
         target.world.tenants.set(Tenant(name=ATTACKER, quota_bytes=MB))
     before = target.world.redis.info("memory")["used_memory"]
+    batch = {"id": "open", "n": 1, "groups": 1, "closed": False}
+    assert target.world.post("/v1/batches", ATTACKER, batch).status_code == 202
+    task = {"text": "x" * (MB // 3)}
     for k in range(12):
-        target.world.submit(ATTACKER, id=f"fill-{k}", task={"text": "x" * (MB // 3)})
-        target.end(ATTACKER)
+        if by.startswith("requests"):
+            target.world.submit(ATTACKER, id=f"fill-{k}", task=task)
+            target.end(ATTACKER)
+        else:
+            prompts = {"prompts": [{"handler": "noop", "task": task}]}
+            target.world.post("/v1/batches/open/prompts", ATTACKER, prompts)
     return target.world.redis.info("memory")["used_memory"] - before > 2 * MB
 
 
-@attack(stopped_by="a quota of bytes a tenant, of prompts that wait too")
-def test_fill_redis_by_prompts_of_a_batch_that_never_starts(target):
-    if not target.control:
-        target.world.tenants.set(Tenant(name=ATTACKER, quota_bytes=MB))
-    before = target.world.redis.info("memory")["used_memory"]
-    body = {"id": new_id(), "n": 1, "groups": 1, "closed": False}
-    assert target.world.post("/v1/batches", ATTACKER, body).status_code == 202
-    prompts = [{"handler": "noop", "task": {"text": "x" * (MB // 3)}}]
-    for _ in range(12):
-        target.world.post(f"/v1/batches/{body['id']}/prompts", ATTACKER, {"prompts": prompts})
-    return target.world.redis.info("memory")["used_memory"] - before > 2 * MB
-
-
-def crowd(target, **settings):
+@pytest.mark.parametrize("setting", ["sse_streams", "gateway_waiters"])
+@attack(stopped_by="a share of the streams and of the waiting places a tenant")
+def test_take_every_place_to_wait_in(target, setting):
     """The attacker opens streams until there is no room for it; then the victim asks."""
-    target.restart(gateway_tenant_share=1.0 if target.control else 0.75, **settings)
-    mine = [target.world.get("/v1/results/stream?cursor=$", ATTACKER) for _ in range(10)]
-    stream = target.world.get("/v1/results/stream?cursor=$", VICTIM)
+    target.restart(gateway_tenant_share=1.0 if target.control else 0.75, **{setting: 8})
+    streams = [target.world.get("/v1/results/stream?cursor=$", ATTACKER) for _ in range(10)]
+    streams.append(target.world.get("/v1/results/stream?cursor=$", VICTIM))
     waits = target.world.get("/v1/results?cursor=$&wait=0.05", VICTIM)
-    for answer in (*mine, stream):
+    for answer in streams:
         answer.close()
-    return stream.status_code, waits.status_code
-
-
-@attack(stopped_by="a share of the streams a tenant")
-def test_take_every_stream(target):
-    stream, _ = crowd(target, sse_streams=8)
-    return stream == 503
-
-
-@attack(stopped_by="a share of the waiting places a tenant")
-def test_take_every_place_to_wait_in(target):
-    _, waits = crowd(target, gateway_waiters=8)
-    return waits == 503
+    return (streams[-1] if setting == "sse_streams" else waits).status_code == 503
 
 
 @attack(stopped_by="each tenant's webhooks are signed with a secret of its own")

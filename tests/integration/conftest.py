@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway import auth
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import Stack
+from tests.helpers.tenants import World
 
 
 @pytest.fixture(scope="package")
@@ -29,3 +31,11 @@ def stack(tmp_path_factory, embedded):
 @pytest.fixture
 def client(stack):
     return stack.client
+
+
+@pytest.fixture
+def world(server, monkeypatch):
+    """A gateway in this process, its keys, and calls in the name of tenants."""
+    # Keys made in a test count at once; the test of the cache sets its own.
+    monkeypatch.setattr(auth, "CACHE_S", 0.0)
+    return World(server.url)

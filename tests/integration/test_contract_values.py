@@ -25,7 +25,6 @@ from rollout.schema import (
     SubmitRequest,
 )
 from rollout.trajectory import Trajectory
-from services.gateway import auth
 from services.gateway.compat.nemo_gym_answers import AggregateRequest
 from services.gateway.routes.rollouts import CancelRequest
 from services.settings import Settings
@@ -33,7 +32,6 @@ from services.state.api_keys import Scope
 from services.state.rollouts.store import Claim, Finish
 from tests.helpers.chores import services
 from tests.helpers.long_forms import CHAOS
-from tests.helpers.tenants import World
 from workers.chores.archive import Archiver
 from workers.chores.batches import Batcher
 
@@ -61,9 +59,7 @@ MARK = "the odd value goes here"
 
 
 @pytest.fixture
-def world(server, monkeypatch):
-    monkeypatch.setattr(auth, "CACHE_S", 0.0)
-    world = World(server.url)
+def world(world):
     world.key("a", Scope.ADMIN)
     return world
 

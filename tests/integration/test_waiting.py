@@ -188,26 +188,6 @@ def test_clients_that_come_and_go_get_what_they_ask_and_leave_nothing(usual):
     end(usual, "lasts")
 
 
-def test_one_more_than_may_wait_is_told_to_come_back(small):
-    (rollout_id,) = submitted(small, 1, "full")
-    path = f"/v1/rollouts/{rollout_id}?{WAIT}"
-    with wait_at(small, [path] * 40) as waiters:
-        until_waiting(small, 40)
-        for refused in (path, "/v1/results/stream"):
-            answer = http.get(small.url + refused, timeout=PATIENCE_S)
-            assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
-            assert "ROLLOUT_GATEWAY_WAITERS" in answer.json()["detail"]
-        assert small.client.get(rollout_id).state == "queued", "no wait, no place"
-        waiters.leave([0])
-        until_waiting(small, 39)
-        with wait_at(small, [path]) as again:
-            until_waiting(small, 40)
-            end(small, "full")
-            assert again.read_answers(PATIENCE_S)
-            assert again.statuses() == [200]
-    until_waiting(small, 0)
-
-
 def test_a_reload_and_a_stop_answer_all_who_wait(small):
     """The last of the small gateway: it ends."""
     (rollout_id,) = submitted(small, 1, "stop")

@@ -288,7 +288,7 @@ def test_what_never_sampled_is_no_reward_for_clients_of_other_servers():
     told = result(found)
     assert (told["success"], told["filter"], told["reward"]) == (False, True, None)
     assert "leaves no room for a turn" in told["error"]
-    row = nemo_gym_answers.answer({}, {}, found, None)
+    row = nemo_gym_answers.answer({"responses_create_params": {}}, found, None)
     assert row["mask_sample"] and row["reward"] == 0.0
     (item,) = row["response"]["output"]
     assert (item["prompt_token_ids"], item["generation_token_ids"]) == ([0], [0]), "NeMo RL wants some"
@@ -323,7 +323,7 @@ def test_only_what_the_service_failed_at_is_filtered(found, critical, filtered, 
     assert told["timing"]["timeout_triggered"] is timeout
     assert (told["reward"] is None) == filtered and bool(told["error"]) == filtered
     assert not (filtered and told["resolved"])
-    row = nemo_gym_answers.answer({}, {}, found, None)
+    row = nemo_gym_answers.answer({"responses_create_params": {}}, found, None)
     assert bool(row.get("mask_sample")) == filtered
     # Without tokens a row would end the step of a trainer that masks it.
     assert check_response(row["response"]) == ([0, 0] if found.trajectory is None else [1, 2, 3, 4, 5, 6, 7])

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from gunicorn.config import Config
 
-from services.gateway.parking import Connection, ParkedWaiter, ParkingWorker
+from services.gateway.parking import Connection, ParkingWorker
+from services.gateway.waiting import ParkedWaiter
 
 
 class Room:
@@ -41,9 +42,9 @@ def worker():
 @pytest.fixture
 def parked(worker):
     ours, client = socket.socketpair()
-    conn = Connection(worker, worker.cfg, ours, ("127.0.0.1", 1), ("127.0.0.1", 2))
+    conn = Connection(worker.cfg, ours, ("127.0.0.1", 1), ("127.0.0.1", 2))
     worker.nr_conns += 1
-    waiter = ParkedWaiter(SimpleNamespace())
+    waiter = conn.waiter = ParkedWaiter(SimpleNamespace(), conn)
     waiter.room, waiter.deadline = Room(), float("inf")
     worker._park(conn, waiter)
     yield SimpleNamespace(conn=conn, waiter=waiter, client=client)
@@ -76,10 +77,10 @@ def test_a_wake_that_comes_after_the_client_has_gone_wakes_nobody(worker, parked
 
 
 def test_a_connection_that_lingers_may_be_given_up_in_the_look_that_finds_it_closed(worker, parked):
-    worker._unpark(parked.conn)
+    worker._unwatch(parked.conn)
     worker._linger(parked.conn)
     events = hang_up(worker, parked)
-    worker._end_linger(parked.conn)
+    worker._drop(parked.conn)
     for key, _ in events:
         key.data(key.fileobj)
     assert worker.nr_conns == 0
@@ -87,28 +88,35 @@ def test_a_connection_that_lingers_may_be_given_up_in_the_look_that_finds_it_clo
 
 def test_timers_of_requests_that_have_ended_are_swept(worker, parked):
     for _ in range(5000):
-        worker._unpark(parked.conn)
+        worker._unwatch(parked.conn)
         worker._park(parked.conn, parked.waiter)
     assert len(worker._timers) < 1000
 
 
 def test_who_is_parked_goes_on_when_its_time_is_up_and_not_before(worker, parked):
-    worker._unpark(parked.conn)
+    worker._unwatch(parked.conn)
     parked.waiter.deadline = time.monotonic() + 60.0
     worker._park(parked.conn, parked.waiter)
     worker.wait_for_and_dispatch_events(0.0)
     assert worker.enqueued == []
-    worker._unpark(parked.conn)
+    worker._unwatch(parked.conn)
     parked.waiter.deadline = time.monotonic() + 0.1
     worker._park(parked.conn, parked.waiter)
     began = time.monotonic()
     worker.wait_for_and_dispatch_events(30.0)
     assert 0.1 <= time.monotonic() - began < 15.0, "the poller sleeps no longer than whoever is next"
     assert worker.enqueued == [parked.conn] and not parked.waiter.over
-    assert worker._parked == {}
+    assert worker._watched == {}
 
 
 def test_a_stop_wakes_all_that_are_parked(worker, parked):
     worker.alive = False
     worker.wait_for_and_dispatch_events(0.0)
     assert worker.enqueued == [parked.conn] and parked.waiter.over
+
+
+def test_tls_of_its_own_is_refused_with_what_to_do_instead():
+    cfg = Config()
+    cfg.set("certfile", __file__)
+    with pytest.raises(RuntimeError, match="proxy"):
+        ParkingWorker.check_config(cfg, logging.getLogger())

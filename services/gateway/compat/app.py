@@ -7,19 +7,21 @@ tenant. The application behind it has these routes and no others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import structlog
-from flask import Flask, current_app, g, request
+from flask import Flask, request
 
-from services.gateway import auth, door, problems, requests
-from services.gateway.answers import compress_answers
+from services.gateway import door
+from services.gateway.auth import Caller, Guard
 from services.gateway.compat import nemo_gym, prorl
 from services.gateway.compat.port import EXTENSION, Compat
 from services.gateway.context import EXTENSION as GATEWAY
+from services.gateway.context import Gateway
 from services.gateway.problems import ApiProblem
 from services.gateway.routes import service
-from services.state.api_keys import ApiKey, Scope
+from services.state.api_keys import ApiKey, KeyStore, Scope
 
 log = structlog.get_logger("gateway")
 
@@ -30,54 +32,50 @@ NOBODY = "compat"
 """Stands for the id of a key."""
 
 
-def register(app: Flask) -> None:
+class _Anybody(Guard):
+    """Lets in whoever calls the port, as its tenant."""
+
+    def __init__(self, gate: Gateway, compat: Compat) -> None:
+        super().__init__(KeyStore(gate.redis))
+        self._compat = compat
+        scopes = frozenset((Scope.SUBMIT, Scope.READ))
+        self._key = ApiKey(id=NOBODY, tenant=compat.tenant, scopes=scopes, digest="", created_at=0.0)
+
+    def identify(self, scope: Scope) -> Caller:
+        if not self._key.may(scope) and not (self._compat.servers and request.endpoint in SERVERS):
+            detail = f"{request.path} is closed at this port; `rollout backends add SERVER` needs a key"
+            raise ApiProblem(403, "Not permitted", detail)
+        structlog.contextvars.bind_contextvars(port=NOBODY)
+        return Caller(self.access().tenant(self._compat.tenant), self._key)
+
+    def holds(self, caller: Caller) -> bool:
+        return True
+
+
+def register(app: Flask, application: Callable[..., Flask]) -> None:
     """Add the routes to the gateway; calls that come by the port get an application of their own.
+
+    Args:
+        application: Makes it, as the gateway's own.
 
     Raises:
         SettingsError: The port is set up by halves.
     """
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
-    compat = Compat.of(app.extensions[GATEWAY].settings)
+    gate: Gateway = app.extensions[GATEWAY]
+    compat = Compat.of(gate.settings)
     if compat is None:
         return
     log.warning(str(compat))
     app.extensions[EXTENSION] = compat
-    ordinary, keyless, port = app.wsgi_app, _keyless(app, compat), str(compat.port)
+    names = door.own_names(compat.host, *gate.settings.gateway_names.split(","))
+    keyless = application("services.gateway.compat", gate, _Anybody(gate, compat), BLUEPRINTS, names)
+    keyless.add_url_rule("/health", "service.health", service.health)
+    ordinary, port = app.wsgi_app, str(compat.port)
 
     def choose(environ: dict[str, Any], start_response: Any) -> Any:
         # The listener's own, whatever the request says.
         return (keyless if environ["SERVER_PORT"] == port else ordinary)(environ, start_response)
 
     app.wsgi_app = choose  # type: ignore[method-assign]
-
-
-def _keyless(gateway: Flask, compat: Compat) -> Flask:
-    app = Flask("services.gateway.compat")
-    gate = app.extensions[GATEWAY] = gateway.extensions[GATEWAY]
-    app.config["MAX_CONTENT_LENGTH"] = gate.settings.max_body_bytes
-    requests.register(app)
-    for blueprint in BLUEPRINTS:
-        app.register_blueprint(blueprint)
-    app.add_url_rule("/health", "service.health", service.health)
-    problems.register(app)
-    compress_answers(app)
-    door.register(app, names=door.own_names(compat.host, *gate.settings.gateway_names.split(",")))
-    scopes = frozenset((Scope.SUBMIT, Scope.READ))
-    nobody = ApiKey(id=NOBODY, tenant=compat.tenant, scopes=scopes, digest="", created_at=0.0)
-
-    @app.before_request
-    def _let_in() -> None:
-        view = current_app.view_functions.get(request.endpoint or "")
-        if view is None or getattr(view, "scope", "") is None:
-            return
-        gate.start.require()
-        scope = auth.scope_of(view, request.method)
-        if not nobody.may(scope) and not (compat.servers and request.endpoint in SERVERS):
-            detail = f"{request.path} is closed at this port; `rollout backends add SERVER` needs a key"
-            raise ApiProblem(403, "Not permitted", detail)
-        g.caller = auth.Caller(gate.guard.access().tenant(compat.tenant), nobody)
-        structlog.contextvars.bind_contextvars(tenant=compat.tenant, port=NOBODY)
-
-    door.register_bodies(app)
-    return app

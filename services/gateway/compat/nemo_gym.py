@@ -16,7 +16,6 @@ from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
 from rollout.schema.base import MAX_INT53
 from services.engines.address import root
 from services.gateway.auth import needs
-from services.gateway.bodies import body_json
 from services.gateway.compat import calls
 from services.gateway.compat.nemo_gym_answers import (
     VERIFIED,
@@ -91,12 +90,11 @@ class RunRequest(_Open):
     policy_base_url: str | None = Field(default=None, max_length=512)
     policy_api_key: str | None = Field(default=None, max_length=10_000)
 
-    def own(self) -> dict[str, Any]:
-        """The collector's own fields, which it finds its rows by."""
-        given = self.model_dump(by_alias=True, exclude_none=True)
-        return {
-            name: value for name, value in given.items() if name == "agent_ref" or name.startswith("_ng_")
-        }
+    def repeated(self) -> dict[str, Any]:
+        """What an answer repeats as it came: the request, and fields that the collector finds its rows by."""
+        given = self.model_dump(by_alias=True, exclude_unset=True)
+        kept = ("agent_ref", "responses_create_params")
+        return {name: value for name, value in given.items() if name in kept or name.startswith("_ng_")}
 
     @property
     def name(self) -> str | None:
@@ -163,10 +161,6 @@ def _handler(
     raise invalid("agent_ref.name", message)
 
 
-Started = tuple[RunRequest, dict[str, Any], "calls.Call | ApiProblem"]
-"""A row, its `responses_create_params` as they came, and its rollout or why there is none."""
-
-
 # -- routes ---------------------------------------------------------------------------------------
 
 
@@ -180,79 +174,60 @@ def alive() -> Response:
 
 @blueprint.post("/run")
 @needs(Scope.SUBMIT)
-@operation(answers={200: VERIFIED}, describes=RunRequest)
-def run() -> Response:
+@operation(answers={200: VERIFIED})
+def run(body: RunRequest) -> Response:
     """NeMo Gym: submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
-    row, params, call = calls.once(lambda: _begin(_object()))
+    call = calls.once(lambda: _begin(body))
     if isinstance(call, ApiProblem):
-        return jsonify(_refused(row, params, call))
+        return jsonify(_refused(body, call))
     try:
         # An id that the row names itself may come again; indices begin anew with every collection.
-        rollout = calls.finish(call, replay_s=calls.REPLAY_S if row.rollout_id else 0.0)
+        rollout = calls.finish(call, replay_s=calls.REPLAY_S if body.rollout_id else 0.0)
     except ApiProblem as problem:
         # The row counts as failed, and another attempt has another id.
         calls.abandon(gateway(), call)
-        return jsonify(_refused(row, params, problem))
+        return jsonify(_refused(body, problem))
     except (redis.RedisError, OperationalError) as error:
-        return jsonify(failed(row.own(), params, "infrastructure", f"Redis does not answer: {error}"))
-    return jsonify(answer(row.own(), params, rollout, gateway().tasks.handlers().get(rollout.handler)))
+        return jsonify(failed(body.repeated(), "infrastructure", f"Redis does not answer: {error}"))
+    return jsonify(answer(body.repeated(), rollout, gateway().tasks.handlers().get(rollout.handler)))
 
 
 @blueprint.post("/v1/responses")
 @needs(Scope.SUBMIT)
-@operation(404, 429, describes=CreateParams)
-def responses() -> Response:
+@operation(404, 429)
+def responses(body: CreateParams) -> Response:
     """NeMo Gym: `/run` without a score: the body is what `responses_create_params` of a row is."""
-    _, params, call = calls.once(lambda: _begin({"responses_create_params": _object()}))
+    row = RunRequest(responses_create_params=body)
+    call = calls.once(lambda: _begin(row))
     if isinstance(call, ApiProblem):
         raise call
     rollout = calls.finish(call, replay_s=0.0)
+    params = row.repeated()["responses_create_params"]
     return jsonify(response(params, rollout, gateway().tasks.handlers().get(rollout.handler)))
 
 
 @blueprint.post("/aggregate_metrics")
 @needs(Scope.READ)
-@operation(describes=AggregateRequest)
-def aggregate_metrics() -> Response:
+@operation()
+def aggregate_metrics(body: AggregateRequest) -> Response:
     """NeMo Gym: numbers of many answers of `/run`. Nothing is read but the body."""
+    return jsonify(aggregate(body.verify_responses))
+
+
+def _begin(row: RunRequest) -> calls.Call | ApiProblem:
+    """Submit the rollout of a row; what goes wrong is answered as the row's failure."""
     try:
-        asked = AggregateRequest.model_validate(body_json())
-    except ValidationError as error:
-        raise from_validation(error) from None
-    return jsonify(aggregate(asked.verify_responses))
-
-
-def _object() -> dict[str, Any]:
-    body = body_json()
-    if not isinstance(body, dict):
-        raise invalid("(body)", "must be an object")
-    return body
-
-
-def _begin(body: dict[str, Any]) -> Started:
-    """Read a row and submit its rollout.
-
-    Raises:
-        ApiProblem: 400; the body is no row. What else goes wrong is answered as the row's failure.
-    """
-    gate = gateway()
-    try:
-        row = RunRequest.model_validate(body)
-    except ValidationError as error:
-        raise from_validation(error) from None
-    params = body["responses_create_params"]
-    try:
-        request = rollout_request(row, calls.handlers(), gate.settings)
+        request = rollout_request(row, calls.handlers(), gateway().settings)
         if row.policy_base_url is not None:
             _check_policy(row.policy_base_url)
         name = row.name
         # Another row under the same indices is another rollout: they are unique within a collection only.
         job = name and calls.key_of(API, name, digest_of(request.model_dump_json()))
-        return row, params, calls.begin(request, job)
+        return calls.begin(request, job)
     except ApiProblem as problem:
-        return row, params, as_instance_problem(problem, "(row)")
+        return as_instance_problem(problem, "(row)")
     except (redis.RedisError, OperationalError) as error:
-        return row, params, ApiProblem(503, "Service unavailable", f"Redis does not answer: {error}")
+        return ApiProblem(503, "Service unavailable", f"Redis does not answer: {error}")
 
 
 def _check_policy(url: str) -> None:
@@ -265,16 +240,17 @@ def _check_policy(url: str) -> None:
     named = next((backend for backend in backends if root(backend.url) == root(url)), None)
     if named is None:
         raise invalid("policy_base_url", f"{url} is no LLM backend here: register it by POST /v1/backends")
-    others = sorted({other.id for other in backends if other.model != named.model and not other.draining})
-    if others:
+    rest = [backend for backend in backends if not backend.draining]
+    differing = ", ".join(sorted(backend.id for backend in rest if backend.model != named.model))
+    if differing:
         raise invalid(
             "policy_base_url",
-            f"{url} serves {named.model!r}, and a rollout goes to any backend, also to {', '.join(others)} "
+            f"{url} serves {named.model!r}, and a rollout goes to any backend, also to {differing} "
             "with another model: drain those",
         )
 
 
-def _refused(row: RunRequest, params: dict[str, Any], problem: ApiProblem) -> dict[str, Any]:
+def _refused(row: RunRequest, problem: ApiProblem) -> dict[str, Any]:
     status = problem.problem.status
     why = "infrastructure" if status in INFRASTRUCTURE or status == 404 else "task"
-    return failed(row.own(), params, why, problem.problem.detail or problem.problem.title)
+    return failed(row.repeated(), why, problem.problem.detail or problem.problem.title)

@@ -41,18 +41,14 @@ class AggregateRequest(BaseModel):
     verify_responses: Items[dict[str, Any]] = Field(max_length=MAX_ROWS)
 
 
-def answer(
-    own: dict[str, Any], params: dict[str, Any], rollout: Rollout, info: HandlerInfo | None
-) -> dict[str, Any]:
+def answer(repeated: dict[str, Any], rollout: Rollout, info: HandlerInfo | None) -> dict[str, Any]:
     """A row's verified response. What is dropped has reward 0, a mask and the class of its failure.
 
     Args:
-        own: The collector's own fields of the row, which it finds its rows by.
-        params: `responses_create_params` of the row, as they came.
+        repeated: Fields of the row that the answer repeats, `responses_create_params` among them.
     """
-    verified = own | {
-        "responses_create_params": params,
-        "response": response(params, rollout, info),
+    verified = repeated | {
+        "response": response(repeated["responses_create_params"], rollout, info),
         "reward": 0.0 if rollout.drop else rollout.reward or 0.0,
         "reward_components": {} if rollout.drop else rollout.reward_components,
         "rollout_id": rollout.id,
@@ -68,18 +64,13 @@ def answer(
     return verified
 
 
-def failed(own: dict[str, Any], params: dict[str, Any], why: str, message: str) -> dict[str, Any]:
-    """A row of which no rollout could be made."""
-    empty = _responses_object(params, "failed", [weightless_item("none")], None) | {
-        "id": "resp_none",
-        "created_at": 0,
-        "model": "",
-    }
-    return (
-        own
-        | {"responses_create_params": params, "response": empty, "reward": 0.0, "reward_components": {}}
-        | failure(why, message)
-    )
+def failed(repeated: dict[str, Any], why: str, message: str) -> dict[str, Any]:
+    """The answer to a row of which no rollout could be made; `repeated` as in `answer`."""
+    params = repeated["responses_create_params"]
+    empty = _responses_object(params, "failed", [weightless_item("none")], None)
+    empty |= {"id": "resp_none", "created_at": 0, "model": ""}
+    masked = {"response": empty, "reward": 0.0, "reward_components": {}} | failure(why, message)
+    return repeated | masked
 
 
 def failure(why: str, message: str) -> dict[str, Any]:

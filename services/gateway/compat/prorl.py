@@ -16,7 +16,6 @@ from rollout.schema.base import MAX_INT53
 from services.engines.address import root
 from services.gateway import metrics
 from services.gateway.auth import caller, needs
-from services.gateway.bodies import body_json
 from services.gateway.compat import calls
 from services.gateway.compat.prorl_result import RESULT, Ids, result
 from services.gateway.compat.rows import DEFAULT_SOURCE, as_instance_problem, handler_of, task_of
@@ -213,27 +212,23 @@ def stop() -> Response:
 
 @blueprint.post("/process")
 @needs(Scope.SUBMIT)
-@operation(404, 409, 429, answers={200: RESULT}, describes=ProcessRequest)
-def process() -> Response:
+@operation(404, 409, 429, answers={200: RESULT})
+def process(body: ProcessRequest) -> Response:
     """ProRL: submit a rollout and answer when it has ended."""
-    call, ids = calls.once(_begin)
+    call = calls.once(lambda: _begin(body))
     rollout = calls.finish(call, replay_s=calls.REPLAY_S)
     _store().ended(call.tenant, call.rollout_id)
     info = gateway().tasks.handlers().get(rollout.handler)
+    ids = body.sampling_params.ids if body.sampling_params else "sampled"
     return jsonify(result(rollout, info, ids=ids))
 
 
-def _begin() -> tuple[calls.Call, Ids]:
+def _begin(body: ProcessRequest) -> calls.Call:
     gate, tenant = gateway(), caller().tenant.name
-    try:
-        body = ProcessRequest.model_validate(body_json())
-    except ValidationError as error:
-        raise from_validation(error) from None
     run = _store().run(tenant)
     if run.running is False:
         raise ApiProblem(409, "Stopped", "POST /stop was called: POST /start first")
     request = rollout_request(body, calls.handlers(), gate.settings, run.number)
-    ids = body.sampling_params.ids if body.sampling_params else "sampled"
     job = None if body.job_id is None else _job(body.job_id)
     try:
         call = calls.begin(request, job, before=lambda rollout_id: _store().began(tenant, rollout_id))
@@ -242,7 +237,7 @@ def _begin() -> tuple[calls.Call, Ids]:
     if _store().run(tenant).number != run.number:
         # A /stop came in between, and may not have seen it.
         gate.dispatcher.cancel(call.rollout_id, tenant)
-    return call, ids
+    return call
 
 
 @blueprint.post("/cancel")

@@ -61,8 +61,8 @@ def task_of(info: HandlerInfo | None, instance: Mapping[str, Any]) -> dict[str, 
     """
     if isinstance(task := instance.get("task"), dict):
         return dict(task)
-    own = SERVICE_FIELDS - (info.task_schema.get("properties", {}).keys() if info else set())
-    return {name: value for name, value in instance.items() if name not in own}
+    service_fields = SERVICE_FIELDS - (info.task_schema.get("properties", {}).keys() if info else set())
+    return {name: value for name, value in instance.items() if name not in service_fields}
 
 
 def as_instance_problem(problem: ApiProblem, where: str = "instance") -> ApiProblem:

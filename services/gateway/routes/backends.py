@@ -55,7 +55,7 @@ def register(request: BackendRequest) -> Backend:
 
 @blueprint.get("/backends/<backend_id>")
 @operation()
-def one(backend_id: str) -> Backend:
+def get(backend_id: str) -> Backend:
     """One LLM backend."""
     return _existing(backend_id)
 

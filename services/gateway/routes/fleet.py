@@ -51,12 +51,12 @@ def fleet() -> Fleet:
 
 def _stage(
     stage: str,
-    found: Sequence[Worker],
+    workers: Sequence[Worker],
     ended: Mapping[str, tuple[float, int]],
     ages: Ages,
     states: Mapping[str, int],
 ) -> StageLoad:
-    mine = [one for one in found if stage in one.stages]
+    serving = [worker for worker in workers if stage in worker.stages]
     busy = ages.leases[stage]
     waiting = {
         INIT: states.get(State.QUEUED, 0),
@@ -66,8 +66,8 @@ def _stage(
     }[stage]
     seconds, count = ended.get(stage, (0.0, 0))
     return StageLoad(
-        workers=len(mine),
-        slots=sum(one.slots for one in mine),
+        workers=len(serving),
+        slots=sum(worker.slots for worker in serving),
         busy=busy,
         waiting=waiting,
         ended=count,
@@ -76,27 +76,23 @@ def _stage(
 
 
 def _nodes(
-    found: Sequence[Worker],
+    workers: Sequence[Worker],
     hosts: Mapping[str, Mapping[str, Any]],
     admissions: Mapping[str, NodeAdmission],
 ) -> list[NodeLoad]:
-    names = {one.node for one in found} | set(hosts) | set(admissions)
-    return [_node(name, found, hosts.get(name), admissions.get(name)) for name in sorted(names)]
-
-
-def _node(
-    name: str, found: Sequence[Worker], host: Mapping[str, Any] | None, said: NodeAdmission | None
-) -> NodeLoad:
-    mine = [one for one in found if one.node == name]
-    node = NodeLoad(
-        node=name,
-        stages=[stage for stage in STAGES if any(stage in one.stages for one in mine)],
-        slots=sum(one.slots for one in mine),
-        busy=sum(one.held for one in mine),
-    )
-    if host is not None:
-        node.sandboxes, node.warm = host.get("claimed", 0), host.get("warm", 0)
-    if said is not None:
-        node.free_disk, node.free_memory = said.free_disk, said.free_memory
-        node.stopped, node.waits_for_run = list(said.stopped.values()), said.full
-    return node
+    nodes = []
+    for name in sorted({worker.node for worker in workers} | set(hosts) | set(admissions)):
+        local = [worker for worker in workers if worker.node == name]
+        node = NodeLoad(
+            node=name,
+            stages=[stage for stage in STAGES if any(stage in worker.stages for worker in local)],
+            slots=sum(worker.slots for worker in local),
+            busy=sum(worker.held for worker in local),
+        )
+        if host := hosts.get(name):
+            node.sandboxes, node.warm = host.get("claimed", 0), host.get("warm", 0)
+        if admission := admissions.get(name):
+            node.free_disk, node.free_memory = admission.free_disk, admission.free_memory
+            node.stopped, node.waits_for_run = list(admission.stopped.values()), admission.full
+        nodes.append(node)
+    return nodes

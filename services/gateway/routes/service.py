@@ -69,10 +69,10 @@ def _parts(record: str) -> dict[str, dict[str, Any]] | None:
     if not record:
         return None
     try:
-        found = json.loads(Path(record).read_text())
+        stack = json.loads(Path(record).read_text())
         return {
             part["name"]: {key: part[key] for key in ("restarts", "away", "ended_at")}
-            for part in found["parts"]
+            for part in stack["parts"]
         }
     except (OSError, ValueError, TypeError, KeyError):
         return None
