@@ -88,23 +88,22 @@ DURATION, NAMES, COUNT = Parsed("duration", _duration), Parsed("names", _names),
 """Seconds; several names, or a number, or `any` = no limit."""
 
 
+LIMITS = {
+    "--quota-live": (COUNT, "Rollouts that may be under way at once."),
+    "--per-minute": (COUNT, "Rollouts that may be submitted a minute."),
+    "--quota-bytes": (COUNT, "Bytes of requests that may be kept at once."),
+    "--handlers": (NAMES, "Handlers, or patterns."),
+    "--images": (NAMES, "Sandbox images, or patterns such as swe-*."),
+    "--runtimes": (NAMES, "Sandbox runtimes. [default: all that isolate]"),
+    "--mounts": (NAMES, "Paths of nodes, or patterns, that sandboxes may show."),
+    "--weight": (click.FloatRange(0.01, 1000), "Share of INIT while others wait as well. [default: 1]"),
+}
+
+
 def limit_options(command: F) -> F:
     """What a tenant may use; an option that is not given leaves things as they are."""
-    for option in (
-        click.option(
-            "--weight",
-            type=click.FloatRange(0.01, 1000),
-            help="Share of INIT while others wait as well. [default: 1]",
-        ),
-        click.option("--mounts", type=NAMES, help="Paths of nodes, or patterns, that sandboxes may show."),
-        click.option("--runtimes", type=NAMES, help="Sandbox runtimes. [default: all that isolate]"),
-        click.option("--images", type=NAMES, help="Sandbox images, or patterns such as swe-*."),
-        click.option("--handlers", type=NAMES, help="Handlers, or patterns."),
-        click.option("--quota-bytes", type=COUNT, help="Bytes of requests that may be kept at once."),
-        click.option("--per-minute", type=COUNT, help="Rollouts that may be submitted a minute."),
-        click.option("--quota-live", type=COUNT, help="Rollouts that may be under way at once."),
-    ):
-        command = option(command)
+    for name, (kind, text) in reversed(LIMITS.items()):
+        command = click.option(name, type=kind, help=text)(command)
     return command
 
 
@@ -305,7 +304,6 @@ def set_(tenant: str, redis_url: str | None, **limits: Any) -> None:
     with _connected(redis_url) as client:
         changed = _limited(client, tenant, limits)
         if changed is None:
-            options = "--quota-live, --per-minute, --quota-bytes, --handlers, --images, --runtimes, --mounts"
-            raise click.UsageError(f"give {options} or --weight")
+            raise click.UsageError(f"give at least one of {', '.join(LIMITS)}")
         rows = [(changed, TenantStore(client).live(tenant))]
     out.print(_tenants_table(rows))

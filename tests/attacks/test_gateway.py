@@ -171,17 +171,6 @@ def test_learn_where_redis_is(target, monkeypatch):
 # -- with a key of less --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("held", "needed", "method", "body"),
-    [("reads", "submits", "POST", '{"handler": "noop"}'), ("metrics", "reads", "GET", None)],
-)
-@attack(stopped_by="scopes")
-def test_do_what_a_key_is_not_for(target, held, needed, method, body):
-    key = target.key(needed if target.control else held)
-    answer = call(method, f"{target.url}/v1/rollouts", body, Content_Type="application/json", **key)
-    return answer.is_success
-
-
 @attack(stopped_by="keys are read again every 2 s")
 def test_go_on_with_a_key_that_was_revoked(target):
     store = KeyStore(target.stack.redis.client)
@@ -286,53 +275,6 @@ def test_be_allowed_by_a_preflight(target):
     return any("access-control-allow-origin" in headers for headers in said)
 
 
-# -- by the port that needs no key ---------------------------------------------------------------
-
-
-@attack(stopped_by="an application of its own")
-def test_use_the_port_without_keys_for_everything_else(target):
-    # In the control: the ordinary port of a gateway that trusts loopback.
-    url = target.url if target.control else target.compat
-    paths = (
-        "/v1/backends",
-        "/v1/status",
-        "/v1/rollouts",
-        "/metrics",
-        "//v1/backends",
-        "/status/../v1/backends",
-    )
-    found = [call("GET", url + path) for path in paths]
-    return any(one.is_success for one in found)
-
-
-@attack(stopped_by="jobs are kept by tenant")
-def test_cancel_a_job_of_another_tenant_at_the_port_without_keys(target):
-    name = f"job-{time.monotonic_ns()}"
-    job = json.dumps({"job_id": name})
-    body = json.dumps({"instance": {"data_source": "noop"}, "job_id": name})
-    # The victim submits with its key, and waits. Where walls are down it comes by the same door.
-    victim = target.compat if target.control else target.url
-    call("POST", f"{victim}/start", **target.key("submits"))
-    sent = {"headers": {"Content-Type": "application/json", **target.key("submits")}, "timeout": 60}
-    waiting = threading.Thread(
-        target=lambda: httpx.post(f"{victim}/process", content=body, **sent), daemon=True
-    )
-    before = target.stack.redis.client.zcard("rollouts:created")
-    waiting.start()
-    wait_until(
-        lambda: target.stack.redis.client.zcard("rollouts:created") > before, PATIENCE_S, "its rollout"
-    )
-    answer = call(
-        "POST",
-        f"{target.compat}/cancel?tenant={OTHER}",
-        job,
-        Content_Type="application/json",
-        X_Tenant=OTHER,
-        **target.key("reads"),
-    )
-    return answer.json().get("status") in ("cancelled", "cancelling")
-
-
 # -- by not finishing ----------------------------------------------------------------------------
 
 JSON_TO = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -360,22 +302,6 @@ def stopped(url: str, what: bytes, count: int = 200) -> bool:
 def test_stop_the_gateway_with_requests_that_do_not_come_to_their_end(target, kind):
     # Where no key is needed a large body is asked for.
     return stopped(target.compat if kind == "large body" else target.url, HALF[kind])
-
-
-@attack(stopped_by="a limit of 32 KiB for a head")
-def test_fill_memory_with_a_header(target):
-    host, port = target.url[7:].split(":")
-    with socket.create_connection((host, int(port)), PATIENCE_S) as one:
-        one.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-        one.settimeout(1.0)
-        for number in range(80):
-            try:
-                one.sendall(b"X-%d: %s\r\n" % (number, b"a" * 8000))
-            except OSError:
-                return False
-        with suppress(TimeoutError, ConnectionError):
-            return not one.recv(1000)  # nothing yet, after 640 KB
-        return True
 
 
 # -- one connection for two requests -------------------------------------------------------------

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import tracemalloc
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 
-import httpx
 import pytest
 import redis
 from pydantic import ConfigDict, Field
@@ -21,7 +18,6 @@ from rollout.schema import HandlerInfo, Limits, RolloutRequest, Stage
 from services import dispatch
 from services.gateway import auth, bodies, metrics, problems, requests, tasks
 from services.gateway.compat import nemo_gym, nemo_gym_answers
-from services.gateway.routes import results as result_routes
 from services.gateway.routes import rollouts as rollout_routes
 from services.settings import Settings
 from services.state import keys, scripts
@@ -34,7 +30,6 @@ from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, OPERATOR, VICTIM, service
 from tests.helpers.chores import services
-from tests.helpers.stack import GUNICORN, Process, free_port, wait_until
 from workers.chores.archive import Archiver
 
 MB = 1 << 20
@@ -161,13 +156,6 @@ def test_store_what_nests_deeper_than_readers_go(target):
     target.without(bodies, "MAX_DEPTH", 10**6)
     sent = [b"[" * depth + b"]" * depth for depth in (70, 180, 900, 100_000)]
     return not all(refused(target.raw(ATTACKER, "/v1/rollouts", body)) for body in tasks_with(*sent))
-
-
-@attack(stopped_by="a cursor is two numbers of 64 bits")
-def test_have_redis_refuse_a_cursor(target):
-    target.without(result_routes, "is_cursor", lambda _: True)
-    paths = [f"/v1/results?cursor={at}" for at in ("٣", "99999999999999999999", "1-99999999999999999999")]
-    return any(target.world.get(path, ATTACKER).status_code >= 500 for path in paths)
 
 
 # -- one bad record ----------------------------------------------------------------------------
@@ -299,50 +287,6 @@ def test_have_five_megabytes_echoed(target):
     long = "x" * (5 * MB)
     sent = [{"handler": "numbers", "task": {"all": long}}, {"handler": "noop", long: 1}]
     return max(len(target.world.post("/v1/rollouts", ATTACKER, body).data) for body in sent) > MB
-
-
-@contextmanager
-def deployed(target, directory, **env):
-    """A gateway on the target's Redis, on the server that is deployed; in the control, on gunicorn's own."""
-    port = free_port()
-    argv = [*GUNICORN, *(["--worker-class", "gthread"] if target.control else []), "--threads", "16"]
-    argv += ["--bind", f"127.0.0.1:{port}", "services.gateway.app:create_app()"]
-    env = {**os.environ, "ROLLOUT_REDIS_URL": target.world.url, **env}
-    process = Process("gateway", argv, directory, env)
-    try:
-        wait_until(lambda: answers(port), 90, "the gateway", process)
-        yield port
-    finally:
-        process.stop()
-
-
-def answers(port) -> bool:
-    with suppress(httpx.HTTPError):
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
-    return False
-
-
-@attack(stopped_by="a body in chunks is refused")
-def test_send_more_than_the_limit_in_chunks(target, tmp_path):
-    """What is beyond the limit is cut off unseen, so that one body has two readings. Over a socket: where a
-    body in chunks ends is for the server to say.
-    """
-    limit, whole = 4096, b'{"handler": "noop"}'
-    pieces = (whole, b" " * (limit - len(whole)), b'"and what nobody looks at"' * 100)
-    headers = {
-        "Authorization": f"Bearer {target.world.texts[ATTACKER]}",
-        "Content-Type": "application/json",
-    }
-    with deployed(target, tmp_path, ROLLOUT_MAX_BODY_BYTES=str(limit)) as port:
-        url = f"http://127.0.0.1:{port}/v1/rollouts"
-        honest = httpx.post(url, content=whole, headers=headers, timeout=30)
-        assert honest.status_code == 202, honest.text
-        # A body of pieces has no length, so it goes out in chunks.
-        answer = httpx.post(url, content=iter(pieces), headers=headers, timeout=30)
-    assert answer.status_code in (202, 411), answer.text
-    stored = len(target.gate.rollouts.ids(tenant=ATTACKER, limit=10))
-    assert stored == (2 if answer.status_code == 202 else 1)
-    return stored == 2
 
 
 @attack(stopped_by="series only of known methods and routes")

@@ -51,7 +51,7 @@ def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack,
     assert get(stack, "/v1/results", cursor=every.cursor).json()["rollouts"] == []
 
 
-@pytest.mark.parametrize("cursor", ["x", "-1", "1-2-3", "(0"])
+@pytest.mark.parametrize("cursor", ["x", "-1", "1-2-3", "(0", "٣", "9" * 20, "1-" + "9" * 20])
 def test_a_bad_cursor_is_refused(stack, cursor):
     response = get(stack, "/v1/results", cursor=cursor)
     assert response.status_code == 400 and response.json()["errors"][0]["field"] == "cursor"

@@ -8,6 +8,7 @@ from services.gateway import door
 from services.gateway.compat import port
 from services.settings import Settings, SettingsError
 from services.state.api_keys import Scope
+from services.state.jobs import JobStore
 from services.state.tenants import Tenant
 
 COMPAT = {"compat_port": 8006, "compat_tenant": "trainer"}
@@ -133,6 +134,8 @@ def test_the_port_serves_the_compatible_routes_and_no_others(ported):
         *("/", "/health", "/run", "/v1/responses", "/aggregate_metrics"),
         *("/start", "/stop", "/process", "/cancel", "/status", "/add_llm_server", "/clear_llm_server"),
     }
+    for path in ("//v1/backends", "/status/../v1/backends"):
+        assert at_port(ported, "GET", path).status_code == 404
     assert ported.get("/status").status_code == 401, "the ordinary port needs a key for them"
     assert at_port(ported, "GET", "/v1/backends", headers={"Host": "127.0.0.1:8080"}).status_code == 404
 
@@ -147,6 +150,13 @@ def test_whoever_comes_by_the_port_is_its_tenant_with_its_rights_and_no_more(por
     refused = at_port(ported, "POST", "/process", json=JOB)
     assert refused.status_code == 403 and "quota" in refused.text
     assert at_port(ported, "GET", "/status?tenant=other", headers=bearer).json["pending_jobs"] == 0
+    (new,) = ported.submit("other").json["rollouts"]
+    ported.gate.jobs.claim(JobStore.key("other", "prorl", "0", "theirs"), new["id"], "body", 60.0)
+    named = {**bearer, "X-Tenant": "other"}
+    answer = at_port(ported, "POST", "/cancel?tenant=other", json={"job_id": "theirs"}, headers=named)
+    assert answer.json["status"] == "unknown"
+    answer = ported.post("/cancel", "other", {"job_id": "theirs"})
+    assert answer.json["status"] == "cancelled", "it is there, and its tenant's"
 
 
 def test_llm_servers_may_be_closed_there(world):

@@ -65,8 +65,10 @@ def test_an_admin_may_name_another_tenant_or_all(world):
     assert world.get("/v1/rollouts?tenant=*&tag=other", "chief").json["rollouts"] == []
     assert world.post("/v1/rollouts/cancel?tenant=*", "chief", {"tag": "t"}).status_code == 400
     assert world.post("/v1/rollouts/cancel?tenant=a", "chief", {"tag": "t"}).json["cancelled"] == 1
-    refused = world.get("/v1/rollouts?tenant=chief", "a")
-    assert refused.status_code == 403 and refused.json["errors"][0]["field"] == "tenant"
+    for what in ("rollouts", "results", "results/stream", "batches", f"rollouts/{made['id']}"):
+        for name in ("chief", "*"):
+            refused = world.get(f"/v1/{what}?tenant={name}", "a")
+            assert refused.status_code == 403 and refused.json["errors"][0]["field"] == "tenant"
 
 
 def test_an_id_of_another_tenant_is_taken_and_says_no_more_than_that(world):
