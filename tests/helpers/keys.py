@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import httpx
@@ -62,3 +63,10 @@ class http:
     @staticmethod
     def stream(method: str, url: str, headers: dict[str, str] | None = None, **more: Any) -> Any:
         return httpx.stream(method, url, headers={**HEADERS, **(headers or {})}, **more)
+
+
+def metric(url: str, line: str) -> float | None:
+    """The value of one line of `/metrics`, which begins with the name and labels; None = it is not there."""
+    text = http.get(f"{url}/metrics", timeout=60.0).text
+    value = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+    return float(value[1]) if value else None

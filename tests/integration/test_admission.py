@@ -24,7 +24,7 @@ from services.state.redis import connect
 from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.chores import Clock, services
-from tests.helpers.keys import http
+from tests.helpers.keys import metric
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import NODE, Stack, wait_until
 from workers.chores.admission import LEAST_AHEAD, LOOK_WHEN_CLOSED_S, SLOTS_EVERY_S, Admission
@@ -55,10 +55,7 @@ class Service:
         return self.store.get(rollout_id)
 
     def metric(self, line):
-        """The value of one line of /metrics."""
-        text = http.get(f"{self.stack.url}/metrics").text
-        found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else None
+        return metric(self.stack.url, line)
 
     def wait_for_metric(self, line, value):
         wait_until(lambda: self.metric(line) == value, PATIENCE_S, f"{line} {value}")

@@ -10,8 +10,8 @@ from rollout.schema import ResultPage, RolloutPage, RolloutRequest
 from services.gateway.app import create_app
 from services.settings import Settings
 from tests.helpers.idle import in_time
-from tests.helpers.keys import http
-from tests.helpers.stack import wait_until
+from tests.helpers.keys import http, metric
+from tests.helpers.stack import NODE, wait_until
 
 SOON_S = 1.0
 """For an answer to be there, at an idle service."""
@@ -93,9 +93,8 @@ def test_ready_and_health(stack):
 
 
 def test_metrics_count_what_happened(stack, client):
-    def value(name):
-        text = get(stack, "/metrics").text
-        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE).group(1))
+    def value(line):
+        return metric(stack.url, line)
 
     before = value('rollout_rollouts{state="completed"}')
     client.run([RolloutRequest(handler="noop", n=3)])
@@ -108,12 +107,7 @@ def test_metrics_count_what_happened(stack, client):
 
 def test_metrics_tell_of_the_sandboxes_of_each_node(stack, client):
     def started():
-        found = re.findall(
-            r'^rollout_sandbox_events_total{event="started",node="[^"]+"} (\S+)$',
-            get(stack, "/metrics").text,
-            re.MULTILINE,
-        )
-        return float(found[0]) if found else 0
+        return metric(stack.url, f'rollout_sandbox_events_total{{event="started",node="{NODE}"}}') or 0.0
 
     before = started()
     client.run([RolloutRequest(handler="in_tool", task={"command": "true"})])

@@ -13,7 +13,7 @@ from rollout.schema import Rollout, State
 from services.state.fleet import FleetStore
 from services.state.tenants import DEFAULT_TENANT
 from tests.helpers.fake_engine import fake_engine
-from tests.helpers.keys import HEADER, http
+from tests.helpers.keys import HEADER, http, metric
 from tests.helpers.nemo_gym_client import GymClient, check_response
 from tests.helpers.policy_script import VARIABLE, Plans
 from tests.helpers.prorl_client import Process, ProrlClient, turns
@@ -183,9 +183,8 @@ def hang_up(stack: Stack, body: str) -> None:
     wait_until(lambda: waiters(stack) == before, PATIENCE_S, "its place to be free")
 
 
-def waiters(stack: Stack) -> int:
-    text = http.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text
-    return next(int(float(found)) for found in re.findall(r"^rollout_gateway_waiters (\S+)$", text, re.M))
+def waiters(stack: Stack) -> float:
+    return metric(stack.url, "rollout_gateway_waiters")
 
 
 # -- ProRL -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
 from tests.helpers.gateways import started_gateway
-from tests.helpers.keys import HEADER, HEADERS, http
+from tests.helpers.keys import HEADER, HEADERS, metric
 from tests.helpers.stack import Stack, free_port, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
@@ -87,8 +86,7 @@ def answer(one: socket.socket) -> bytes:
 
 
 def refused(url: str, reason: str) -> float:
-    text = http.get(f"{url}/metrics", timeout=PATIENCE_S).text
-    return float(re.search(rf'^rollout_gateway_refused_total{{reason="{reason}"}} (\S+)$', text, re.M)[1])
+    return metric(url, f'rollout_gateway_refused_total{{reason="{reason}"}}')
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -228,16 +226,13 @@ def test_500_long_polls_of_one_address_wait_beside_half_sent_requests(gateway):
         half_sent(gateway.port, 64, HALVES["head"]),
         Waiters("127.0.0.1", gateway.port, paths) as waiters,
     ):
-        wait_until(lambda: parked(gateway.url) == 500, PATIENCE_S, "all of them to wait")
+        wait_until(
+            lambda: metric(gateway.url, "rollout_gateway_waiters") == 500, PATIENCE_S, "all of them to wait"
+        )
         assert p99_s(gateway.url, 100) < 2.0
         gateway.client.cancel(new.id)
         assert waiters.read_answers(PATIENCE_S)
         assert waiters.statuses() == [200] * 500
-
-
-def parked(url: str) -> float:
-    text = http.get(f"{url}/metrics", timeout=PATIENCE_S).text
-    return float(re.search(r"^rollout_gateway_waiters (\S+)$", text, re.M)[1])
 
 
 def test_where_all_places_are_taken_the_half_sent_make_room(gateway):

@@ -26,7 +26,7 @@ from services.state.fleet import FleetStore, NodeAdmission
 from services.state.observations import BUCKETS_MS, BUCKETS_S, Observations
 from services.state.redis import connect
 from services.state.rollouts.store import Finish, RolloutStore
-from tests.helpers.keys import http, keyed
+from tests.helpers.keys import http, keyed, metric
 from tests.helpers.stack import NODE, ROOT, Stack, free_port, wait_until
 
 DOCUMENTED = ROOT / "docs" / "observability.md"
@@ -388,12 +388,11 @@ def test_every_request_has_an_id_and_a_line(service):
 
 
 def test_a_worker_shows_its_own_metrics(service):
-    url = f"http://127.0.0.1:{service.worker_metrics}/metrics"
+    url = f"http://127.0.0.1:{service.worker_metrics}"
     (new,) = service.client.submit(RolloutRequest(handler="noop", task={"run_s": 600}))
 
-    def value(name):
-        found = re.search(rf"^{re.escape(name)} (\S+)$", http.get(url).text, re.MULTILINE)
-        return float(found.group(1)) if found else 0.0
+    def value(line):
+        return metric(url, line) or 0.0
 
     wait_until(lambda: value('rollout_worker_held{stage="run"}') == 1, 60, "the rollout in hand")
     wait_until(lambda: value("rollout_worker_loop_lag_seconds_count") > 0, 60, "the loop to be measured")

@@ -20,7 +20,7 @@ from rollout.client import Client
 from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
 from tests.helpers.gateways import started_gateway
-from tests.helpers.keys import HEADER, http
+from tests.helpers.keys import HEADER, http, metric
 from tests.helpers.stack import Stack, free_port, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
@@ -68,11 +68,7 @@ def submitted(process, count, tag):
 
 
 def waiting(process):
-    text = http.get(f"{process.url}/metrics", timeout=PATIENCE_S).text
-    return next(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(GAUGE))
-
-
-GAUGE = "rollout_gateway_waiters "
+    return metric(process.url, "rollout_gateway_waiters")
 
 
 def until_waiting(process, count):
