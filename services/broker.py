@@ -46,11 +46,11 @@ class _KeptClient:
 
 
 class Channel(_KeptClient, kombu_redis.Channel):
-    """Of one Redis server."""
+    """A channel to one Redis server."""
 
 
 class SentinelChannel(_KeptClient, kombu_redis.SentinelChannel):
-    """Of a group of servers behind sentinels."""
+    """A channel to the master that sentinels name."""
 
 
 class Transport(kombu_redis.Transport):

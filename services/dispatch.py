@@ -23,7 +23,7 @@ from services.state.tenants import Tenant
 log = structlog.get_logger("dispatch")
 
 MESSAGES_AT_ONCE = 64
-"""In one round trip: workers begin with the first ones while the next are built."""
+"""Messages sent in one round trip: workers begin with the first ones while the next are built."""
 
 
 class IdConflict(ValueError):

@@ -71,7 +71,7 @@ def credentials(path: Path) -> list[str]:
 
 
 def command(port: int = PORT, address: str = "127.0.0.1") -> list[str]:
-    """How Flower is started; the password and the database come by the environment and deploy/flower."""
+    """The command that starts Flower; its password and database come by the environment and deploy/flower."""
     return [
         *(sys.executable, "-m", "celery", "-A", "workers.app", "flower"),
         *(f"--conf={CONFIG}", f"--address={address}", f"--port={port}"),

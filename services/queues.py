@@ -35,7 +35,7 @@ class Ref(TypedDict):
     node: str | None
     """Node that holds the rollout's sandbox; None before there is one, or where none is used."""
     handler: NotRequired[str]
-    """For those who read messages; absent where the sender does not know it."""
+    """The handler's name, for those who read messages; absent where the sender does not know it."""
 
 
 def queue_for(stage: str, node: str | None) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 SENTINEL_PORT = 26379
 SCHEMES = ("redis", "rediss", "unix", "sentinel")
 SENTINEL_TIMEOUT_S = 2.0
-"""For one Sentinel to answer; then the next one is asked."""
+"""Seconds that one Sentinel has to answer; then the next one is asked."""
 _SENTINEL_OPTIONS = ("username", "password", "sentinel_username", "sentinel_password")
 _SECRETS = re.compile(r"((?:^|[?&])(?:sentinel_)?password=)[^&#\s]*")
 
@@ -34,7 +34,7 @@ class RedisAddress:
     sentinels: tuple[tuple[str, int], ...] = ()
     """Host and port of each Sentinel; empty for a server that is spoken to directly."""
     master: str | None = None
-    """Under which name the Sentinels know the master."""
+    """The name by which the Sentinels know the master."""
     credentials: dict[str, str] = field(default_factory=dict)
     """`username` and `password` for the server behind the Sentinels."""
     sentinel_credentials: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where webhooks may go: who may submit a rollout must not reach the operator's own network through it."""
+"""The addresses that webhooks may go to: whoever may submit must not reach the operator's own network so."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from services.gateway.context import gateway
 from services.gateway.http import JSON
 
 LEAST_BYTES = 32 << 10
-"""Of an answer that is compressed; below it the time saved on the wire is less than that of compressing."""
+"""The smallest answer that is compressed; below it compressing takes longer than it saves on the wire."""
 LEVEL = 1
 """The gateway has one processor for everybody; higher levels take more of it for a few percent."""
 

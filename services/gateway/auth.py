@@ -205,7 +205,7 @@ def caller() -> Caller:
 
 
 def holder() -> str | None:
-    """For whom the call under way takes a place that others may want; None: there is one tenant alone."""
+    """The tenant for whom the call under way takes a place that others want; None: there are no others."""
     name, access = caller().tenant.name, current_app.extensions["rollout"].guard.access()
     return name if any(key.tenant != name for key in access.keys.values()) else None
 

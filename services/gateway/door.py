@@ -20,7 +20,7 @@ from services.gateway.problems import ApiProblem
 from services.gateway.waiting import waiter
 
 ELSEWHERE = ("cross-site", "same-site")
-"""Of `Sec-Fetch-Site`: a page of another origin (Fetch Metadata Request Headers, section 2.2)."""
+"""Values of `Sec-Fetch-Site` (Fetch Metadata Request Headers, 2.2) that mean a page of another origin."""
 FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 """What a page may send without asking first (Fetch, CORS-safelisted request-header)."""
 SHOWN = 200

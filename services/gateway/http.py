@@ -29,7 +29,7 @@ from services.gateway.waiting import waiter
 
 F = TypeVar("F", bound=Callable[..., Any])
 Schema = type[BaseModel] | Mapping[str, Any] | None
-"""Of a value: a model, or JSON Schema; None = there is no value."""
+"""What describes a value: a model, or JSON Schema; None = there is no value."""
 
 JSON = "application/json"
 OBJECT = {"type": "object"}
@@ -187,7 +187,7 @@ def operation(
 
     Args:
         problems: Statuses of refusals, beside those that its inputs imply.
-        status: Of what it returns, whose model is its return annotation.
+        status: The status of what it returns, whose model is its return annotation.
         answers: Instead of that annotation, models by status.
         media: Media type of the answer.
         arrays: The answer comes as msgpack with typed arrays as well.

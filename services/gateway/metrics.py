@@ -262,7 +262,7 @@ ProcessCollector(namespace="rollout_gateway", registry=_own)
 Value = float | None
 """None = there is none just now."""
 Values = Mapping[Any, Value]
-"""By label, or by tuple of labels."""
+"""Values by label, or by tuple of labels."""
 
 
 class Row(NamedTuple):

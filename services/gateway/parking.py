@@ -47,9 +47,9 @@ from services.gateway.waiting import WAITER, Parked, ParkedWaiter, StreamBody
 from services.settings import settings
 
 HEAD_S = 10.0
-"""From the first byte of a request to the end of its head, and of a small body."""
+"""Seconds from the first byte of a request to the end of its head, and of a small body."""
 BODY_S, BODY_RATE = 20.0, 64 << 10
-"""For a large body: so many seconds, and one more for each so many bytes."""
+"""A large body has so many seconds, and one more for each so many bytes."""
 HEAD_BYTES = 32 << 10
 EARLY_BYTES = 16 << 10
 """Largest body that is collected before anybody has looked at the key."""
@@ -57,13 +57,13 @@ READ_BYTES = 1 << 20
 BODIES_BYTES = 256 << 20
 """Most that large bodies may hold together while they come; beyond it the one that ends first is given up."""
 LINGER_S = 2.0
-"""For a client to read its answer and to close, where the connection is not to be kept."""
+"""Seconds that a client has to read its answer and to close, where the connection is not to be kept."""
 ROOM = 16
 """Connections that are closed at once where all places are taken."""
 _LENGTH = re.compile(rb"\r\nContent-Length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
 _NOT_EARLY = re.compile(rb"\r\n(?:Transfer-Encoding|Expect)[ \t]*:", re.IGNORECASE)
 SEND_S = 10.0
-"""Longest that a reader may keep a thread from sending the next piece."""
+"""Seconds that a reader may keep a thread from sending the next piece."""
 SEND_RATE = 256 << 10
 """Bytes a second that a reader of an answer has to take beyond that."""
 STALE_TIMERS = 256
@@ -110,7 +110,7 @@ class Connection(TConn):
         self.parser = Parser(self)
         self.initialized = self.data_ready = True
         self.address = self.client[0] if isinstance(self.client, tuple) else ""
-        """Of the client; "" for a local socket."""
+        """The client's; "" for a local socket."""
         self.awaited = 0
         """Bytes of the body that are still to come."""
         self.large = False
@@ -132,7 +132,7 @@ class Watch(NamedTuple):
     on_late: Callable[[Connection], None]
     """Its deadline has passed."""
     flags: int = 0
-    """Of `recv`."""
+    """Flags of `recv`."""
 
 
 class ParkingWorker(ThreadWorker):
@@ -296,7 +296,7 @@ class ParkingWorker(ThreadWorker):
     def _set_deadline(self, conn: Connection, deadline: float) -> None:
         conn.deadline = deadline
         if len(self._timers) > 2 * len(self._watched) + STALE_TIMERS:
-            self._timers = [(other.deadline, next(self._number), other) for other in self._watched]
+            self._timers = [(each.deadline, next(self._number), each) for each in self._watched]
             heapq.heapify(self._timers)
         heapq.heappush(self._timers, (deadline, next(self._number), conn))
 

@@ -38,7 +38,7 @@ TYPE = "type"
 for _reason in (SLOW, ADDRESS, FULL, HEAD, KEY, SCOPE, BROWSER, HOST, TYPE):
     REFUSED.labels(_reason)
 QUIET_S = 10.0
-"""Between two lines of a reason: who attacks must not fill the log."""
+"""Seconds between two lines of a reason: who attacks must not fill the log."""
 _logged_at: dict[str, float] = {}
 
 

@@ -50,7 +50,7 @@ class Interest:
 
     @property
     def name(self) -> tuple[str, str] | None:
-        """Of the one rollout or batch; None = any."""
+        """The one rollout or batch, with its kind; None = any."""
         if self.rollout_id is not None:
             return "rollout", self.rollout_id
         return None if self.batch_id is None else ("batch", self.batch_id)
@@ -136,7 +136,7 @@ class Waiter:
         self.tenant: str | None = None
         """Whose place it has; None = no matter."""
         self.room: WaitingRoom | None = None
-        """Where it has a place."""
+        """The room that it has a place in."""
         self._memory: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._woken = False
@@ -149,10 +149,10 @@ class Waiter:
         return self._memory[name]
 
     def need_body(self) -> None:
-        """To be called before the body is read: a server that has not got it yet raises `Parked`."""
+        """Ask for the body before it is read: a server that has not got it yet raises `Parked`."""
 
     def rearm(self) -> None:
-        """To be called before looking: what happens after it wakes."""
+        """Begin to listen, before looking: what happens from now on wakes."""
         with self._lock:
             self._woken, self._wake = False, None
 
@@ -254,7 +254,7 @@ class WaitingRoom:
         self._lock = threading.RLock()
         self._someone = threading.Condition(self._lock)
         self._by_name: dict[tuple[str, str] | None, set[Waiter]] = {}
-        """Those who wait for one rollout or batch; under None, for any."""
+        """The waiters for one rollout or batch; under None, for any."""
         self._after: dict[str, str] | None = None
         """Last entry of each stream that was read; None = nobody waits, and nothing is read."""
         self._thread: threading.Thread | None = None

@@ -42,7 +42,7 @@ class Call:
     tenant: str
     deadline_s: float
     job: str | None = None
-    """Where its job is kept; None: nobody can ask for it again."""
+    """The key of its job in Redis; None: nobody can ask for it again."""
 
 
 def once(make: Callable[[], T]) -> T:
@@ -61,7 +61,7 @@ def begin(
     Args:
         request: Without an id.
         job: As `JobStore.key` has it; None = there is none, so a client that hangs up cancels the rollout.
-        before: Told the rollout's id before it is submitted.
+        before: Is told the rollout's id before it is submitted.
 
     Raises:
         ApiProblem: It was refused, and nothing was enqueued; 409 for a job with another body.
@@ -143,5 +143,5 @@ def handlers() -> dict[str, HandlerInfo]:
 
 
 def key_of(api: str, *parts: str) -> str:
-    """Where the caller's job of an API is kept."""
+    """The key in Redis of a job of the caller's."""
     return JobStore.key(caller().tenant.name, api, *parts)

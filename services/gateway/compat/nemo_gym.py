@@ -37,7 +37,7 @@ blueprint = Blueprint("nemo_gym", __name__)
 
 API = "nemo-gym"
 TAG = "api:nemo-gym"
-"""Of every rollout that came by `/run` or `/v1/responses`."""
+"""The tag of every rollout that came by `/run` or `/v1/responses`."""
 NOT_THE_TASK = ("responses_create_params", "agent_ref", "policy_base_url", "policy_api_key", "handler")
 INFRASTRUCTURE = (429, 503)
 """Statuses of a refusal after which another attempt may do better."""

@@ -18,11 +18,11 @@ TERMINAL = frozenset({"task", "handler"})
 """Classes of failures that another attempt would not mend."""
 _CUT = (FinishReason.LENGTH, FinishReason.TOKEN_LIMIT, FinishReason.CONTEXT_LENGTH)
 MAX_ROWS = 50_000
-"""Of one call of `/aggregate_metrics`."""
+"""Most rows of one call of `/aggregate_metrics`."""
 MAX_NUMBERS = 1000
-"""Of `metrics` or `reward_components` of a row."""
+"""Most entries of `metrics` or `reward_components` of a row."""
 MAX_NUMBER = 1e150
-"""Of a row: its square is still a number."""
+"""The largest number of a row; its square is still one."""
 VERIFIED = {
     "type": "object",
     "required": ["responses_create_params", "response", "reward"],

@@ -1,4 +1,4 @@
-"""Where the port that needs no key is, and whose, from the settings. It imports no web framework."""
+"""The port that needs no key, as the settings have it. This file imports no web framework."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from services.settings import Settings, SettingsError
 from services.state.tenants import check_name
 
 EXTENSION = "rollout.compat"
-"""Of the gateway's application: its `Compat`, where there is one."""
+"""The name under which the gateway's application has its `Compat`, where there is one."""
 
 
 @dataclass(frozen=True)
 class Compat:
-    """Where the port is, and whose."""
+    """A port that needs no key: its address, and the tenant that its callers are."""
 
     host: str
     port: int

@@ -33,7 +33,7 @@ blueprint = Blueprint("prorl", __name__)
 
 API = "prorl"
 TAG = "api:prorl"
-"""Of every rollout that came by `/process`."""
+"""The tag of every rollout that came by `/process`."""
 NO_EFFECT = frozenset(
     {
         "model",
@@ -105,7 +105,7 @@ class ProrlSampling(_Open):
 
     @property
     def ids(self) -> Ids:
-        """How messages are to carry ids."""
+        """The messages that are to carry ids."""
         return "compact" if self.compact else "all" if self.token_level_generation else "sampled"
 
     def sampling(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class AddressRequest(BaseModel):
     """Body of `POST /add_llm_server`."""
 
     address: str = Field(max_length=512)
-    """For example `http://gpu1:8000/v1`."""
+    """A URL such as `http://gpu1:8000/v1`."""
 
 
 def rollout_request(
@@ -183,7 +183,7 @@ def _store() -> ProrlStore:
 
 
 def _job(job_id: str | int) -> str:
-    """Where a job is kept: its id counts until the next `/stop`."""
+    """The key in Redis of a job, whose id counts until the next `/stop`."""
     number = _store().run(caller().tenant.name).number
     return calls.key_of(API, str(number), str(job_id))
 

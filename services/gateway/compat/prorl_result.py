@@ -32,7 +32,7 @@ def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids) -> dict[str,
     """The result object of an ended rollout.
 
     Args:
-        info: Of its handler, for the tools; None = unknown.
+        info: What its handler announced, for the tools; None = unknown.
         ids: Which messages carry ids.
     """
     trajectory = rollout.trajectory
@@ -75,7 +75,7 @@ def _cut_off(rollout: Rollout) -> bool:
 
 
 def _critical_error(rollout: Rollout) -> str | None:
-    """Where it failed; of a cancelled one, where it was."""
+    """The stage in which it failed, or in which it was when it was cancelled."""
     if not rollout.drop:
         return None
     if rollout.state is State.TIMED_OUT or (rollout.error and rollout.error.blame == "timeout"):

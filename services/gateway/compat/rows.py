@@ -27,7 +27,7 @@ HANDLERS = {
 }
 """Data source → handler; `ROLLOUT_DATA_SOURCES` adds to it."""
 SERVICE_FIELDS = frozenset({"data_source", "data_kind", "instance_id", "trajectory_id"})
-"""Of an instance: for the service, and for the task only where its handler's schema names them."""
+"""Fields of an instance that are the service's, and the task's only where its handler's schema names them."""
 
 
 def handler_of(source: str, known: Mapping[str, Any], more: Mapping[str, str]) -> str:
@@ -57,7 +57,7 @@ def task_of(info: HandlerInfo | None, instance: Mapping[str, Any]) -> dict[str, 
     """The task that an instance is: its field `task`, or all that it has beside the service's own.
 
     Args:
-        info: Of the handler; None = no worker has announced it.
+        info: What the handler announced; None = no worker has announced it.
     """
     if isinstance(task := instance.get("task"), dict):
         return dict(task)

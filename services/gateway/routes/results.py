@@ -31,7 +31,7 @@ blueprint = Blueprint("results", __name__, url_prefix="/v1")
 
 LAST = Query("Where a stream was cut.", header="Last-Event-ID")
 AWAY_PAUSE_S = 2.0
-"""Between two tries of a stream to read from a Redis that is away."""
+"""Seconds between two tries of a stream to read from a Redis that is away."""
 STREAM_PAGE = 16
 """Rollouts of a stream that are read at once: a long trajectory is 1 MB of JSON."""
 

@@ -64,7 +64,7 @@ def status() -> dict[str, Any]:
 
 
 def _parts(record: str) -> dict[str, dict[str, Any]] | None:
-    """How often each part of a stack of `rollout up` was started anew, and whether it is away; None = no such
+    """The restarts of each part of a stack of `rollout up`, and whether it is away; None = there is no such
     stack, or its record cannot be read just now."""
     if not record:
         return None
