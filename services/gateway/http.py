@@ -5,21 +5,20 @@ and `openapi` describes the same signature.
     @operation(429)
     def get(rollout_id: str, wait: Wait, tenant: Tenant) -> Rollout:
 
-A parameter annotated with a `Query` comes from the query string, and a misspelt one is an error; `body` is a
+A parameter annotated with a `query` comes from the query string, and a misspelt one is an error; `body` is a
 pydantic model of the JSON body. A view returns the model or the dictionary of its answer, or a response.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from flask import Response, request
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from services.gateway.auth import tenant_filter
 from services.gateway.bodies import body_json
@@ -37,90 +36,36 @@ STRING = {"type": "string"}
 MAX_PAGE = 1000
 
 
-@dataclass(frozen=True)
-class Query:
-    """A parameter of the query string: any text."""
-
-    text: str
-    schema: Mapping[str, Any] = field(default_factory=lambda: STRING)
-    default: Any = None
-    header: str = ""
-    """The header that it is instead."""
-
-    def read(self, name: str) -> Any:
-        """Its value in the request under way.
-
-        Raises:
-            ApiProblem: 400, naming the parameter.
-        """
-        if self.header:
-            return request.headers.get(self.header, self.default)
-        return request.args.get(name, self.default)
+def _short_enough(seconds: float) -> float:
+    most = gateway().settings.max_wait_s
+    if seconds > most:
+        raise ValueError(f"{seconds:g} is more than {most:g}")
+    return seconds
 
 
-@dataclass(frozen=True)
-class Number(Query):
-    """A number within limits."""
-
-    low: float = 0.0
-    high: Callable[[], float] = lambda: math.inf
-    kind: Callable[[float], float] = float
-
-    def read(self, name: str) -> float:
-        raw, high = super().read(name), self.high()
-        try:
-            value = float(raw)
-        except ValueError:
-            raise invalid(name, f"{raw!r} is not a number") from None
-        if not self.low <= value <= high:
-            raise invalid(name, f"{raw} is not between {self.low:g} and {high:g}")
-        return self.kind(value)
+def query(text: str, default: Any = None, **limits: Any) -> Any:
+    """What the annotation of a view's parameter says beside its type: it comes from the query string."""
+    return Field(default=default, description=text, **limits)
 
 
-@dataclass(frozen=True)
-class Choice(Query):
-    """One of some words."""
-
-    options: tuple[str, ...] = ()
-
-    def read(self, name: str) -> str | None:
-        value = super().read(name)
-        if value is not None and value not in self.options:
-            raise invalid(name, f"{value!r} is not one of {', '.join(self.options)}")
-        return value
-
-
-class _Tenant(Query):
-    def read(self, name: str) -> str | None:
-        return tenant_filter()
-
-
-def page_size(default: int, most: int = MAX_PAGE) -> Number:
+def page_size(default: int, most: int = MAX_PAGE) -> Any:
     """The parameter `limit`."""
-    schema = {"type": "integer", "minimum": 1, "maximum": most}
-    return Number("Most entries of a page.", schema, default, low=1, high=lambda: most, kind=int)
-
-
-def choice(text: str, *options: str) -> Choice:
-    """One of some words, by default the first of them."""
-    return Choice(text, {"enum": list(options)}, options[0], options=options)
+    return query("Most entries of a page.", default, ge=1, le=most)
 
 
 Wait = Annotated[
     float,
-    Number(
-        "Seconds to wait for an answer (long-poll).",
-        {"type": "number", "minimum": 0},
-        default=0.0,
-        high=lambda: gateway().settings.max_wait_s,
-    ),
+    query("Seconds to wait for an answer (long-poll).", 0.0, ge=0, allow_inf_nan=False),
+    AfterValidator(_short_enough),
 ]
 Limit = Annotated[int, page_size(100)]
-Include = Annotated[str, choice("Whether trajectories come along.", "trajectory", "summary")]
-Tag = Annotated[str | None, Query("Only rollouts with this tag.")]
-Cursor = Annotated[str, Query("Where the last page ended.", default="0")]
+Include = Annotated[Literal["trajectory", "summary"], query("Whether trajectories come along.", "trajectory")]
+Tag = Annotated[str | None, query("Only rollouts with this tag.")]
+Cursor = Annotated[str, query("Where the last page ended.", "0")]
 Tenant = Annotated[
-    str | None, _Tenant("Another tenant than the key's own, or * for all: needs the scope admin.")
+    str | None,
+    query("Another tenant than the key's own, or * for all: needs the scope admin.", validate_default=True),
+    BeforeValidator(lambda _: tenant_filter()),
 ]
 """Whose rollouts the call is about; None = everybody's."""
 
@@ -131,7 +76,8 @@ class Operation:
 
     summary: str
     problems: tuple[int, ...]
-    query: Mapping[str, Query]
+    query: type[BaseModel]
+    """Its parameters of the query string; one with an alias is the header of that name."""
     body: tuple[type[BaseModel], ...]
     """The first whose required fields are there is meant, else the last; () = no body is read."""
     prepare: Callable[[Any], Any] | None
@@ -149,11 +95,13 @@ class Operation:
         Raises:
             ApiProblem: They do not fit.
         """
-        known = [name for name, query in self.query.items() if not query.header]
+        fields = self.query.model_fields
+        known = [name for name, field in fields.items() if not field.alias]
         unknown = [name for name in request.args if name not in known]
         if unknown and path.startswith("/v1/"):
             raise invalid(unknown[0], f"unknown parameter; there are: {', '.join(known) or 'none'}")
-        values = {name: query.read(name) for name, query in self.query.items()}
+        headers = {field.alias: request.headers.get(field.alias) for field in fields.values() if field.alias}
+        values = dict(_validated(self.query, request.args.to_dict() | headers))
         if self.body:
             # A request that was parked is dispatched again, when its body has been read.
             values["body"] = waiter().remember("body", self._read_body)
@@ -164,10 +112,14 @@ class Operation:
         if self.prepare is not None:
             value = self.prepare(value)
         model = next((model for model in self.body[:-1] if _has_required(model, value)), self.body[-1])
-        try:
-            return model.model_validate(value)
-        except ValidationError as error:
-            raise from_validation(error) from None
+        return _validated(model, value)
+
+
+def _validated(model: type[BaseModel], value: Any) -> BaseModel:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def _has_required(model: type[BaseModel], value: Any) -> bool:
@@ -195,18 +147,19 @@ def operation(
 
     def declare(view: F) -> F:
         hints = get_type_hints(view, include_extras=True)
-        marks = {name: get_args(hint)[-1] for name, hint in hints.items() if get_origin(hint) is Annotated}
-        body, given = hints.get("body"), hints.get("return")
-        if "body" in marks:
-            body = get_args(body)[0]
+        prepare = None
+        body, given = hints.pop("body", None), hints.pop("return", None)
+        if get_origin(body) is Annotated:
+            body, prepare = get_args(body)
+        marked = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
         default = inspect.signature(view).parameters.get("body")
         model = given if isinstance(given, type) and issubclass(given, BaseModel) else OBJECT
         declared = Operation(
             summary=(view.__doc__ or "").partition("\n")[0].rstrip("."),
             problems=problems,
-            query={name: mark for name, mark in marks.items() if isinstance(mark, Query)},
+            query=type("Parameters", (BaseModel,), {"__annotations__": marked, "__module__": __name__}),
             body=() if body is None else get_args(body) or (body,),
-            prepare=marks.get("body"),
+            prepare=prepare,
             empty={} if default is not None and default.default is not inspect.Parameter.empty else None,
             status=status,
             answers=answers or {status: model},

@@ -29,6 +29,7 @@ _PROBLEMS = {
     503: "Redis does not answer, or something else that is needed; Retry-After says when to try again",
 }
 """Answers with a problem document (RFC 9457), by status."""
+_REFERENCE = "#/components/schemas/{model}"
 _ARRAYS = {
     **STRING,
     "format": "binary",
@@ -37,7 +38,7 @@ _ARRAYS = {
 
 
 def _schema(value: Schema) -> Any:
-    return {"$ref": f"#/components/schemas/{value.__name__}"} if isinstance(value, type) else value
+    return {"$ref": _REFERENCE.format(model=value.__name__)} if isinstance(value, type) else value
 
 
 def _answer(text: str, schema: Any = None, media: str = JSON) -> dict[str, Any]:
@@ -52,15 +53,18 @@ def _described(rule: str, declared: Operation, *, public: bool) -> dict[str, Any
     ]
     problems = {*declared.problems} | (set() if public else {401, 403, 503})
     problems |= ({400} if rule.startswith("/v1/") else set()) | ({404} if parameters else set())
-    parameters += [
-        {
-            "name": query.header or name,
-            "in": "header" if query.header else "query",
-            "schema": query.schema,
-            "description": query.text,
-        }
-        for name, query in declared.query.items()
-    ]
+    schemas = declared.query.model_json_schema(ref_template=_REFERENCE).get("properties", {})
+    for name, field in declared.query.model_fields.items():
+        schema = schemas[field.alias or name]
+        schema = schema.get("anyOf", [schema])[0]  # no parameter is null: it is left out
+        parameters.append(
+            {
+                "name": field.alias or name,
+                "in": "header" if field.alias else "query",
+                "schema": {key: schema[key] for key in schema.keys() - {"title", "description", "default"}},
+                "description": field.description,
+            }
+        )
     operation: dict[str, Any] = {"summary": declared.summary}
     if parameters:
         operation["parameters"] = parameters
@@ -104,7 +108,7 @@ def _document(app: Flask) -> dict[str, Any]:
         for method in sorted(rule.methods - {"HEAD", "OPTIONS"}):
             public = scope_of(view, method) is None
             path[method.lower()] = _described(rule.rule, declared, public=public)
-    _, schemas = models_json_schema([*models], ref_template="#/components/schemas/{model}")
+    _, schemas = models_json_schema([*models], ref_template=_REFERENCE)
     return {
         "openapi": "3.1.0",
         "info": {"title": "rollout service", "version": rollout.__version__},

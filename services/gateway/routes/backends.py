@@ -11,13 +11,12 @@ from rollout.schema import Backend, BackendRequest, DrainRequest
 from services.engines.address import root
 from services.engines.describe import DescribeError, describe
 from services.gateway.context import gateway
-from services.gateway.http import Choice, operation
+from services.gateway.http import operation, query
 from services.gateway.problems import ApiProblem, invalid
 
 blueprint = Blueprint("backends", __name__, url_prefix="/v1")
 
 DRAIN = DrainRequest()
-FORCE = Choice("false: not while in use.", {"type": "boolean"}, "true", options=("true", "false"))
 
 
 class BackendList(BaseModel):
@@ -71,9 +70,9 @@ def drain(backend_id: str, body: DrainRequest = DRAIN) -> Backend:
 
 @blueprint.delete("/backends/<backend_id>")
 @operation(409, answers={204: None})
-def remove(backend_id: str, force: Annotated[str, FORCE]) -> Response:
+def remove(backend_id: str, force: Annotated[bool, query("false: not while in use.", True)]) -> Response:
     """Forget an LLM backend; its rollouts move at their next call."""
-    if force == "false":
+    if not force:
         backend = _existing(backend_id)
         if backend.live_rollouts:
             raise ApiProblem(

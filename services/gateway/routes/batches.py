@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from flask import Blueprint, Response
 
@@ -21,7 +21,7 @@ from rollout.schema.batches import (
 from services.gateway.answers import Answer
 from services.gateway.auth import caller, needs
 from services.gateway.context import gateway
-from services.gateway.http import Cursor, Limit, Tenant, Wait, choice, operation, page_size
+from services.gateway.http import Cursor, Limit, Tenant, Wait, operation, page_size, query
 from services.gateway.problems import ApiProblem, invalid, over_quota
 from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
@@ -128,8 +128,10 @@ def groups(
     cursor: Cursor,
     wait: Wait,
     limit: Annotated[int, page_size(16, MAX_GROUPS)],
-    include: Annotated[str, choice("What comes along.", "trajectory", "summary", "verdicts")],
-    verdict: Annotated[str, choice("Only groups that were kept, or all.", "kept", "all")],
+    include: Annotated[
+        Literal["trajectory", "summary", "verdicts"], query("What comes along.", "trajectory")
+    ],
+    verdict: Annotated[Literal["kept", "all"], query("Only groups that were kept, or all.", "kept")],
     tenant: Tenant,
 ) -> Response:
     """Groups in the order in which they were decided, since a cursor; `wait`s for one or the end."""

@@ -19,7 +19,7 @@ from rollout.schema import AckRequest, AckResponse, ResultPage
 from services.gateway.answers import Answer
 from services.gateway.auth import Caller, caller, holder, needs
 from services.gateway.context import Gateway, gateway
-from services.gateway.http import STRING, Cursor, Include, Limit, Query, Tag, Tenant, Wait, operation
+from services.gateway.http import STRING, Cursor, Include, Limit, Tag, Tenant, Wait, operation, query
 from services.gateway.problems import invalid
 from services.gateway.waiting import Interest, Waiter, waiter
 from services.state.api_keys import Scope
@@ -29,7 +29,7 @@ from services.state.results.stream import is_cursor
 log = structlog.get_logger("gateway")
 blueprint = Blueprint("results", __name__, url_prefix="/v1")
 
-LAST = Query("Where a stream was cut.", header="Last-Event-ID")
+LAST = query("Where a stream was cut.", alias="Last-Event-ID")
 AWAY_PAUSE_S = 2.0
 """Seconds between two tries of a stream to read from a Redis that is away."""
 STREAM_PAGE = 16

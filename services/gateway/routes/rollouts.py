@@ -18,23 +18,20 @@ from rollout.schema import (
     SubmitRequest,
     SubmitResponse,
 )
-from rollout.schema.base import Items, Strict
+from rollout.schema.base import MAX_INT53, Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
 from services.gateway.auth import caller, needs
 from services.gateway.context import gateway
 from services.gateway.http import (
     MAX_PAGE,
-    STRING,
-    Choice,
     Include,
     Limit,
-    Number,
-    Query,
     Tag,
     Tenant,
     Wait,
     operation,
+    query,
 )
 from services.gateway.problems import ApiProblem, invalid, over_quota
 from services.gateway.tasks import check_submission
@@ -46,9 +43,6 @@ blueprint = Blueprint("rollouts", __name__, url_prefix="/v1")
 
 _SCAN_PAGES = 20
 """Pages of an index that one listing reads while it looks for matches."""
-STATE = Choice("Only this state.", {"enum": [*State]}, options=tuple(State))
-HANDLER, GROUP_ID = Query("Only this handler."), Query("Only this group.")
-OFFSET = Number("Where the last page ended.", STRING, 0, high=lambda: 2**53, kind=int)
 
 
 class CancelRequest(Strict):
@@ -113,12 +107,12 @@ def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Respon
 @blueprint.get("/rollouts")
 @operation()
 def list_rollouts(
-    state: Annotated[str | None, STATE],
-    handler: Annotated[str | None, HANDLER],
-    group_id: Annotated[str | None, GROUP_ID],
+    state: Annotated[State | None, query("Only this state.")],
+    handler: Annotated[str | None, query("Only this handler.")],
+    group_id: Annotated[str | None, query("Only this group.")],
     tag: Tag,
     limit: Limit,
-    cursor: Annotated[int, OFFSET],
+    cursor: Annotated[int, query("Where the last page ended.", 0, ge=0, le=MAX_INT53)],
     tenant: Tenant,
 ) -> RolloutPage:
     """List rollouts, the newest first, by any of the filters."""
@@ -127,7 +121,7 @@ def list_rollouts(
     more = True
     for _ in range(_SCAN_PAGES):
         ids = store.ids(
-            state=State(state) if state else None,
+            state=state,
             group_id=group_id,
             tag=tag,
             tenant=tenant,
