@@ -6,9 +6,9 @@ Every call needs a key, wherever it comes from. What is open to all says nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
 import structlog
@@ -31,22 +31,6 @@ WORKING = ("active", "replaced")
 """States of a key that is accepted."""
 ALL_TENANTS = "*"
 MAKE_KEY = "make one with `rollout keys create TENANT --scope admin`"
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def needs(scope: Scope | None) -> Callable[[F], F]:
-    """Say what a route needs. A route that says nothing needs `read` to read and `admin` for anything else.
-
-    Args:
-        scope: None = open to everybody.
-    """
-
-    def mark(view: F) -> F:
-        view.scope = scope  # type: ignore[attr-defined]
-        return view
-
-    return mark
 
 
 @dataclass(frozen=True)

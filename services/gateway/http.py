@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from types import EllipsisType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from flask import Response, request
@@ -25,6 +26,7 @@ from services.gateway.bodies import body_json
 from services.gateway.context import gateway
 from services.gateway.problems import from_validation, invalid
 from services.gateway.waiting import waiter
+from services.state.api_keys import Scope
 
 F = TypeVar("F", bound=Callable[..., Any])
 Schema = type[BaseModel] | Mapping[str, Any] | None
@@ -130,6 +132,7 @@ def _has_required(model: type[BaseModel], value: Any) -> bool:
 
 def operation(
     *problems: int,
+    scope: Scope | EllipsisType | None = ...,
     status: int = 200,
     answers: Mapping[int, Schema] | None = None,
     media: str = JSON,
@@ -139,6 +142,8 @@ def operation(
 
     Args:
         problems: Statuses of refusals, beside those that its inputs imply.
+        scope: What a key needs; None = the route is open to everybody. By default `read` to read, and `admin`
+            for anything else.
         status: The status of what it returns, whose model is its return annotation.
         answers: Instead of that annotation, models by status.
         media: Media type of the answer.
@@ -173,6 +178,8 @@ def operation(
             return reply(made, status) if isinstance(made, BaseModel) else made
 
         call.operation = declared  # type: ignore[attr-defined]
+        if scope is not ...:
+            call.scope = scope  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return declare

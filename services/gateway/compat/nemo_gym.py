@@ -15,7 +15,6 @@ from rollout.datasets import user_text
 from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
 from rollout.schema.base import MAX_INT53
 from services.engines.address import root
-from services.gateway.auth import needs
 from services.gateway.compat import calls
 from services.gateway.compat.nemo_gym_answers import (
     VERIFIED,
@@ -165,16 +164,14 @@ def _handler(
 
 
 @blueprint.get("/")
-@needs(None)
-@operation()
+@operation(scope=None)
 def alive() -> Response:
     """NeMo Gym: 200 while the process lives."""
     return jsonify(status="ok")
 
 
 @blueprint.post("/run")
-@needs(Scope.SUBMIT)
-@operation(answers={200: VERIFIED})
+@operation(answers={200: VERIFIED}, scope=Scope.SUBMIT)
 def run(body: RunRequest) -> Response:
     """NeMo Gym: submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
     call = calls.once(lambda: _begin(body))
@@ -193,8 +190,7 @@ def run(body: RunRequest) -> Response:
 
 
 @blueprint.post("/v1/responses")
-@needs(Scope.SUBMIT)
-@operation(404, 429)
+@operation(404, 429, scope=Scope.SUBMIT)
 def responses(body: CreateParams) -> Response:
     """NeMo Gym: `/run` without a score: the body is what `responses_create_params` of a row is."""
     row = RunRequest(responses_create_params=body)
@@ -207,8 +203,7 @@ def responses(body: CreateParams) -> Response:
 
 
 @blueprint.post("/aggregate_metrics")
-@needs(Scope.READ)
-@operation()
+@operation(scope=Scope.READ)
 def aggregate_metrics(body: AggregateRequest) -> Response:
     """NeMo Gym: numbers of many answers of `/run`. Nothing is read but the body."""
     return jsonify(aggregate(body.verify_responses))

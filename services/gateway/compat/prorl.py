@@ -15,7 +15,7 @@ from rollout.schema import BackendRequest, HandlerInfo, Limits, RolloutRequest, 
 from rollout.schema.base import MAX_INT53
 from services.engines.address import root
 from services.gateway import metrics
-from services.gateway.auth import caller, needs
+from services.gateway.auth import caller
 from services.gateway.compat import calls
 from services.gateway.compat.prorl_result import RESULT, Ids, result
 from services.gateway.compat.rows import DEFAULT_SOURCE, as_instance_problem, handler_of, task_of
@@ -189,8 +189,7 @@ def _job(job_id: str | int) -> str:
 
 
 @blueprint.post("/start")
-@needs(Scope.SUBMIT)
-@operation(400)
+@operation(400, scope=Scope.SUBMIT)
 def start() -> Response:
     """ProRL: take jobs again after a `/stop`; 400 when that is so already, as the clients expect."""
     if not _store().start(caller().tenant.name):
@@ -199,8 +198,7 @@ def start() -> Response:
 
 
 @blueprint.post("/stop")
-@needs(Scope.SUBMIT)
-@operation()
+@operation(scope=Scope.SUBMIT)
 def stop() -> Response:
     """ProRL: cancel the caller's jobs, and take none until the next `/start`."""
     gate, tenant = gateway(), caller().tenant.name
@@ -211,8 +209,7 @@ def stop() -> Response:
 
 
 @blueprint.post("/process")
-@needs(Scope.SUBMIT)
-@operation(404, 409, 429, answers={200: RESULT})
+@operation(404, 409, 429, answers={200: RESULT}, scope=Scope.SUBMIT)
 def process(body: ProcessRequest) -> Response:
     """ProRL: submit a rollout and answer when it has ended."""
     call = calls.once(lambda: _begin(body))
@@ -241,8 +238,7 @@ def _begin(body: ProcessRequest) -> calls.Call:
 
 
 @blueprint.post("/cancel")
-@needs(Scope.SUBMIT)
-@operation()
+@operation(scope=Scope.SUBMIT)
 def cancel(body: JobRequest) -> Response:
     """ProRL: cancel a job; its `/process` is answered. One that is unknown or has ended is no error."""
     gate, tenant = gateway(), caller().tenant.name

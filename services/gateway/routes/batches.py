@@ -19,7 +19,7 @@ from rollout.schema.batches import (
     PromptsResponse,
 )
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, needs
+from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.http import Cursor, Limit, Tenant, Wait, operation, page_size, query
 from services.gateway.problems import ApiProblem, invalid, over_quota
@@ -56,8 +56,7 @@ def _few_prompts(body: Any) -> Any:
 
 
 @blueprint.post("/batches")
-@needs(Scope.SUBMIT)
-@operation(409, 429, status=202)
+@operation(409, 429, status=202, scope=Scope.SUBMIT)
 def create(body: Annotated[BatchRequest, _few_prompts]) -> Batch:
     """Start a batch: groups of rollouts, of which informative ones are kept.
 
@@ -206,8 +205,7 @@ def _groups(answer: Answer, page: Sequence[Decided], include: str) -> list[Group
 
 
 @blueprint.post("/batches/<batch_id>/prompts")
-@needs(Scope.SUBMIT)
-@operation(409, 429)
+@operation(409, 429, scope=Scope.SUBMIT)
 def extend(batch_id: str, body: Annotated[PromptsRequest, _few_prompts], tenant: Tenant) -> PromptsResponse:
     """More prompts for a batch that is not closed."""
     gate = gateway()
@@ -229,8 +227,7 @@ def extend(batch_id: str, body: Annotated[PromptsRequest, _few_prompts], tenant:
 @blueprint.post("/batches/<batch_id>/pause", defaults={"action": "pause"})
 @blueprint.post("/batches/<batch_id>/resume", defaults={"action": "resume"})
 @blueprint.post("/batches/<batch_id>/cancel", defaults={"action": "cancel"})
-@needs(Scope.SUBMIT)
-@operation()
+@operation(scope=Scope.SUBMIT)
 def control(batch_id: str, action: str, tenant: Tenant) -> Batch:
     """Pause (start no more groups), resume, or cancel a batch. Twice is harmless."""
     store = gateway().batches

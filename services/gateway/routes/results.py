@@ -17,7 +17,7 @@ from flask import Blueprint, Response
 
 from rollout.schema import AckRequest, AckResponse, ResultPage
 from services.gateway.answers import Answer
-from services.gateway.auth import Caller, caller, holder, needs
+from services.gateway.auth import Caller, caller, holder
 from services.gateway.context import Gateway, gateway
 from services.gateway.http import STRING, Cursor, Include, Limit, Tag, Tenant, Wait, operation, query
 from services.gateway.problems import invalid
@@ -165,8 +165,7 @@ def _events(
 
 
 @blueprint.post("/rollouts/ack")
-@needs(Scope.READ)
-@operation()
+@operation(scope=Scope.READ)
 def acknowledge(body: AckRequest, tenant: Tenant) -> AckResponse:
     """Acknowledge results that have arrived. Twice is harmless."""
     words = gateway().results.acknowledge(body.ids, tenant)

@@ -21,7 +21,7 @@ from rollout.schema import (
 from rollout.schema.base import MAX_INT53, Items, Strict
 from services.dispatch import IdConflict
 from services.gateway.answers import Answer
-from services.gateway.auth import caller, needs
+from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.http import (
     MAX_PAGE,
@@ -54,8 +54,7 @@ class CancelRequest(Strict):
 
 
 @blueprint.post("/rollouts")
-@needs(Scope.SUBMIT)
-@operation(409, 429, status=202)
+@operation(409, 429, status=202, scope=Scope.SUBMIT)
 def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
     """Submit one request or many; all or none."""
     single = isinstance(body, RolloutRequest)
@@ -150,8 +149,7 @@ def list_rollouts(
 
 
 @blueprint.post("/rollouts/<rollout_id>/cancel")
-@needs(Scope.SUBMIT)
-@operation()
+@operation(scope=Scope.SUBMIT)
 def cancel(rollout_id: str, tenant: Tenant) -> dict[str, Any]:
     """Cancel one rollout. Twice, or after the end, is harmless and says so."""
     word, state = gateway().dispatcher.cancel(rollout_id, tenant)
@@ -166,8 +164,7 @@ def cancel(rollout_id: str, tenant: Tenant) -> dict[str, Any]:
 
 
 @blueprint.post("/rollouts/cancel")
-@needs(Scope.SUBMIT)
-@operation()
+@operation(scope=Scope.SUBMIT)
 def cancel_many(body: CancelRequest, tenant: Tenant) -> dict[str, Any]:
     """Cancel by ids, group or tag."""
     if len(body.model_fields_set) != 1:

@@ -7,7 +7,6 @@ from typing import Any
 from flask import Blueprint
 
 from rollout.schema import RedeliverRequest
-from services.gateway.auth import needs
 from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.state.api_keys import Scope
@@ -16,8 +15,7 @@ blueprint = Blueprint("webhooks", __name__, url_prefix="/v1")
 
 
 @blueprint.get("/webhooks")
-@needs(Scope.ADMIN)
-@operation()
+@operation(scope=Scope.ADMIN)
 def webhooks() -> dict[str, Any]:
     """Webhooks on their way, and the latest that were given up."""
     gate = gateway()
@@ -31,8 +29,7 @@ def webhooks() -> dict[str, Any]:
 
 
 @blueprint.post("/webhooks/redeliver")
-@needs(Scope.ADMIN)
-@operation()
+@operation(scope=Scope.ADMIN)
 def redeliver(body: RedeliverRequest) -> dict[str, Any]:
     """Send webhooks of ended rollouts once more."""
     return {"redelivering": gateway().webhooks.redeliver(body.ids)}
