@@ -260,7 +260,8 @@ def test_take_memory_by_a_million_errors(target):
         class Slow(nemo_gym._Open):
             verify_responses: list[dict]
 
-        target.without(nemo_gym, "AggregateRequest", Slow)
+        aggregate = nemo_gym.aggregate_metrics
+        target.without(aggregate, "operation", replace(aggregate.operation, body=(Slow,)))
     body = b'{"verify_responses": [' + b"1," * 200_000 + b"1]}"
     return peak_mb(lambda: target.raw(ATTACKER, "/aggregate_metrics", body)) > 30
 

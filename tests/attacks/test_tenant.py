@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rollout.batch import BatchRequest
-from rollout.schema import Rollout, RolloutRequest, State, new_id
+from rollout.schema import RolloutRequest, State, new_id
 from rollout.webhooks import WebhookError, signed_headers, tenant_secret, verify_webhook
 from services import dispatch
 from services.gateway import auth
@@ -23,6 +23,7 @@ from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
 from tests.helpers.attacked import ATTACKER, VICTIM, service
 from tests.helpers.chores import services
+from tests.helpers.results import ended
 from workers.chores import webhooks
 from workers.chores.batches import Batcher
 
@@ -202,21 +203,7 @@ def test_speak_for_the_service_with_ones_own_webhook_secret(target):
     (known,) = sender._secrets_for(delivery, ATTACKER)
     (victims,) = sender._secrets_for(delivery, VICTIM)
     assert victims == (base if target.control else tenant_secret(base, VICTIM))
-    told = Rollout(
-        id="r",
-        group_id="r",
-        index=0,
-        handler="noop",
-        tenant=VICTIM,
-        state=State.COMPLETED,
-        attempt=1,
-        request=RolloutRequest(handler="noop"),
-        reward=1.0,
-        created_at=0,
-        updated_at=0,
-        deadline_at=0,
-    )
-    forged = webhooks.message(told)
+    forged = webhooks.message(ended(tenant=VICTIM))
     headers = signed_headers([known], "r", int(time.time()), forged)
     try:
         return verify_webhook(forged, headers, victims).reward == 1.0

@@ -13,6 +13,7 @@ from services.gateway.compat import nemo_gym, nemo_gym_answers, prorl, prorl_res
 from services.gateway.compat.rows import handler_of, task_of
 from services.gateway.problems import ApiProblem
 from services.settings import Settings, SettingsError
+from tests.helpers import results
 from tests.helpers.nemo_gym_client import check_response
 from tests.helpers.prorl_client import check
 from workers.agent.tools import ExecuteBash
@@ -166,72 +167,35 @@ def test_sampling_parameters_keep_their_meaning():
 
 def ended(state: State = State.COMPLETED, **fields: Any) -> Rollout:
     values = {
-        "id": "r",
-        "group_id": "r",
-        "index": 0,
-        "handler": "noop",
-        "state": state,
-        "attempt": 1,
-        "request": RolloutRequest(handler="noop"),
         "trajectory": Trajectory(chains=[chain()], artifacts={"patch": "diff"}),
         "finish_reason": "stop",
-        "reward": 1.0,
         "stage_seconds": {"queued": 4.0, "init": 1.0, "run": 2.0},
-        "created_at": 1.0,
-        "updated_at": 1.0,
-        "deadline_at": 1.0,
     }
-    if fields.get("drop"):
-        values |= {"reward": None}
-    return Rollout(**values | fields)
+    return results.ended(state, **values | fields)
 
 
-def chain(first: int = 1, finish_reason: str = "stop") -> Chain:
+def chain(first: int = 1, finish_reason: str | None = "stop") -> Chain:
     """A prompt, a turn across a weight swap with two calls, their answers, a last turn."""
     calls = [ToolCall(id=f"c{n}", name="execute_bash", arguments={"command": "ls"}) for n in (1, 2)]
-    found = Chain()
-    parts: list[dict[str, Any]] = [
-        {
-            "role": "user",
-            "token_ids": [first, 2],
-            "messages": [Message(role="system", content="S"), Message(role="user", content="Q")],
-        },
-        {"ids": [3], "version": "a", "call": "x"},
-        {
-            "ids": [4],
-            "version": "b",
-            "call": "x",
-            "messages": [Message(role="assistant", reasoning="hm", tool_calls=calls)],
-        },
-        {
-            "role": "tool",
-            "token_ids": [5, 6],
-            "messages": [
-                Message(role="tool", content="one", tool_call_id="c1"),
-                Message(role="tool", content="malformed"),
-            ],
-        },
-        {
-            "ids": [7],
-            "version": "b",
-            "call": "y",
-            "messages": [Message(role="assistant", content="A")],
-            "finish_reason": finish_reason,
-        },
+    question = [Message(role="system", content="S"), Message(role="user", content="Q")]
+    turn = Message(role="assistant", reasoning="hm", tool_calls=calls)
+    answers = [
+        Message(role="tool", content="one", tool_call_id="c1"),
+        Message(role="tool", content="malformed"),
     ]
-    for part in parts:
-        if "ids" in part:
-            ids = part.pop("ids")
-            version, call = part.pop("version"), part.pop("call")
-            told = {
-                "sampled": True,
-                "logprobs": [-0.5] * len(ids),
-                "policy_version": version,
-                "call_id": call,
-            }
-            part |= told | {"role": "assistant", "token_ids": ids, "call_id": call}
-        found.append(Segment(**part))
-    return found
+    last = Message(role="assistant", content="A")
+
+    def sampled(token: int, version: str, call: str, *messages: Message, **more: Any) -> Segment:
+        fields = {"logprobs": [-0.5], "policy_version": version, "call_id": call, "messages": [*messages]}
+        return Segment(role="assistant", sampled=True, token_ids=[token], **fields, **more)
+
+    made = Chain()
+    made.append(Segment(role="user", token_ids=[first, 2], messages=question))
+    made.append(sampled(3, "a", "x"))
+    made.append(sampled(4, "b", "x", turn))
+    made.append(Segment(role="tool", token_ids=[5, 6], messages=answers))
+    made.append(sampled(7, "b", "y", last, finish_reason=finish_reason))
+    return made
 
 
 def result(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import redis
 import structlog
@@ -31,8 +30,6 @@ PATIENCE_S = 3600.0
 """Seconds past its deadline for which a call waits for a rollout; by then the reaper has ended it."""
 STOPS_RETRY_S = 2
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Call:
@@ -43,11 +40,6 @@ class Call:
     deadline_s: float
     job: str | None = None
     """The key of its job in Redis; None: nobody can ask for it again."""
-
-
-def once(make: Callable[[], T]) -> T:
-    """What `make` answers at the first dispatch of the request under way, in all that follow."""
-    return waiter().remember("call", make)
 
 
 def begin(

@@ -28,6 +28,7 @@ from services.gateway.compat.rows import HANDLERS, as_instance_problem, handler_
 from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
+from services.gateway.waiting import waiter
 from services.settings import Settings
 from services.state.api_keys import Scope
 from services.state.jobs import digest_of
@@ -174,7 +175,7 @@ def alive() -> Response:
 @operation(answers={200: VERIFIED}, scope=Scope.SUBMIT)
 def run(body: RunRequest) -> Response:
     """NeMo Gym: submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
-    call = calls.once(lambda: _begin(body))
+    call = waiter().remember("call", lambda: _begin(body))
     if isinstance(call, ApiProblem):
         return jsonify(_refused(body, call))
     try:
@@ -194,7 +195,7 @@ def run(body: RunRequest) -> Response:
 def responses(body: CreateParams) -> Response:
     """NeMo Gym: `/run` without a score: the body is what `responses_create_params` of a row is."""
     row = RunRequest(responses_create_params=body)
-    call = calls.once(lambda: _begin(row))
+    call = waiter().remember("call", lambda: _begin(row))
     if isinstance(call, ApiProblem):
         raise call
     rollout = calls.finish(call, replay_s=0.0)

@@ -23,6 +23,7 @@ from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.gateway.routes.backends import register
+from services.gateway.waiting import waiter
 from services.settings import Settings
 from services.state.api_keys import Scope
 from services.state.jobs import digest_of
@@ -212,7 +213,7 @@ def stop() -> Response:
 @operation(404, 409, 429, answers={200: RESULT}, scope=Scope.SUBMIT)
 def process(body: ProcessRequest) -> Response:
     """ProRL: submit a rollout and answer when it has ended."""
-    call = calls.once(lambda: _begin(body))
+    call = waiter().remember("call", lambda: _begin(body))
     rollout = calls.finish(call, replay_s=calls.REPLAY_S)
     _store().ended(call.tenant, call.rollout_id)
     info = gateway().tasks.handlers().get(rollout.handler)

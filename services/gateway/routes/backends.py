@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from flask import Blueprint, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 
 from rollout.schema import Backend, BackendRequest, DrainRequest
 from services.engines.address import root
@@ -17,6 +17,11 @@ from services.gateway.problems import ApiProblem, invalid
 blueprint = Blueprint("backends", __name__, url_prefix="/v1")
 
 DRAIN = DrainRequest()
+Force = Annotated[
+    Literal["true", "false"],
+    query("false: not while in use.", "true"),
+    WithJsonSchema({"type": "boolean"}),
+]
 
 
 class BackendList(BaseModel):
@@ -70,9 +75,9 @@ def drain(backend_id: str, body: DrainRequest = DRAIN) -> Backend:
 
 @blueprint.delete("/backends/<backend_id>")
 @operation(409, answers={204: None})
-def remove(backend_id: str, force: Annotated[bool, query("false: not while in use.", True)]) -> Response:
+def remove(backend_id: str, force: Force) -> Response:
     """Forget an LLM backend; its rollouts move at their next call."""
-    if not force:
+    if force == "false":
         backend = _existing(backend_id)
         if backend.live_rollouts:
             raise ApiProblem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway import door
+from services.gateway import door, refusals
 from services.gateway.compat import port
 from services.settings import Settings, SettingsError
 from services.state.api_keys import Scope
@@ -106,7 +106,8 @@ def test_on_loopback_the_host_must_be_known(world, host, status):
     assert world.get("/v1/status", "a", headers={"Host": host}).status_code == 200, "no page has the key"
 
 
-def test_what_is_turned_away_is_counted_and_said(world, caplog):
+def test_what_is_turned_away_is_counted_and_said(world, caplog, monkeypatch):
+    monkeypatch.setattr(refusals, "QUIET_S", 0.0)
     world.key("a", Scope.ADMIN)
     world.get("/v1/status", "a", headers={"Origin": "http://evil.example"})
     world.get("/v1/status")
