@@ -71,19 +71,6 @@ def test_cancelling_twice_or_after_the_end_is_harmless_and_says_so(client):
     assert client.get(item.id).state is State.COMPLETED
 
 
-def test_a_group_and_a_tag_are_cancelled_together(client):
-    sleep = {"run_s": 600.0}
-    client.submit([RolloutRequest(handler="noop", task=sleep, n=5, group_id="g-cancel")])
-    client.submit([RolloutRequest(handler="noop", task=sleep, n=3, tags=["t-cancel"])])
-    assert client.cancel_many(group_id="g-cancel")["cancelled"] == 5
-    assert client.cancel_many(tag="t-cancel")["cancelled"] == 3
-    wait_until(
-        lambda: {r.state for r in client.list(group_id="g-cancel").rollouts} == {State.CANCELLED},
-        5,
-        "the group to end",
-    )
-
-
 def test_thousands_are_cancelled_together_by_a_message_for_hundreds_of_them(stack, client):
     """Those that run and those that wait; of a rollout no more than its script and its own end."""
     count, slots = 2000, 64

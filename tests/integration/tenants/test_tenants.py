@@ -37,6 +37,7 @@ def test_another_tenant_s_rollouts_do_not_exist(world):
     acked = world.post("/v1/rollouts/ack", "b", {"ids": mine}).json
     assert acked["unknown"] == 2 and acked["acknowledged"] == 0
     assert world.get("/v1/rollouts?state=queued", "b").json["rollouts"][0]["group_id"] == "g"
+    assert world.post("/v1/rollouts/cancel", "b", {"group_id": "g"}).json["cancelled"] == 1
 
 
 def test_a_page_of_completions_is_full_however_many_others_ended(world):
