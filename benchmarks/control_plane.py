@@ -19,6 +19,7 @@ import signal
 import time
 from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 from benchmarks.harness import (
     PATIENCE_S,
@@ -89,41 +90,54 @@ class Others:
         return json.loads(answer)
 
 
-def waiters(stack: Stack) -> int:
+def waiters(url: str) -> int:
     """Clients that wait, as the gateway counts them."""
-    lines = http.get(f"{stack.url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    lines = http.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
     return next(int(float(line.split()[1])) for line in lines if line.startswith("rollout_gateway_waiters "))
 
 
-def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
-    """Let clients wait and ask other things for so many seconds; then end what is waited for.
+def wait_at_gateway(
+    stack: Stack, gateway: Process, url: str, seconds: float, singly: int = 0
+) -> dict[str, Any]:
+    """Let clients wait at a gateway and ask other things for so many seconds; then end what is waited for.
 
     No worker may run: what is submitted stays queued.
+
+    Args:
+        singly: So many rollouts end one after the other, before the rest.
     """
     FleetStore(stack.redis.client).put_handlers([Noop().info()])
-    others = Others(stack.port)
+    port, tag = urlsplit(url).port, f"waited-for-{gateway.pid}"
+    others = Others(port)
     others.requests(PAUSE_S)  # what the first requests import is not counted
     alone = others.requests(seconds / 2)
-    before_mb = memory_mb([stack.gateway.pid], "pss")
-    made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=["waited-for"])])
+    before_mb = memory_mb([gateway.pid], "pss")
+    made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=[tag])])
     paths = [f"/v1/rollouts/{new.id}?wait=60&include=summary" for new in made]
     paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * CURSORS
     paths += ["/v1/results/stream?cursor=$&tag=nobody-s"] * STREAMS
-    with Waiters("127.0.0.1", stack.port, paths) as clients:
-        wait_until(lambda: waiters(stack) == len(paths), PATIENCE_S, "all clients to wait")
-        cpu_s = cpu_seconds([stack.gateway.pid])
+    with Waiters("127.0.0.1", port, paths) as clients:
+        wait_until(lambda: waiters(url) == len(paths), PATIENCE_S, "all clients to wait", gateway)
+        cpu_s = cpu_seconds([gateway.pid])
         beside = others.requests(seconds)
-        cpu_s = cpu_seconds([stack.gateway.pid]) - cpu_s
+        cpu_s = cpu_seconds([gateway.pid]) - cpu_s
         clients.read()
-        if (still := waiters(stack)) != len(paths):
+        if (still := waiters(url)) != len(paths):
             raise RuntimeError(f"{still} of {len(paths)} waited to the end: measure for less than 60 s")
-        pss_mb = memory_mb([stack.gateway.pid], "pss")
+        pss_mb = memory_mb([gateway.pid], "pss")
+        singly_ms = []
+        for number in range(singly):
+            began = time.monotonic()
+            stack.client.cancel(made[number].id)
+            clients.read_answers(PATIENCE_S, [number])
+            singly_ms.append(((clients.answered_at[number] or time.monotonic()) - began) * 1e3)
+            time.sleep(PAUSE_S)
         began = time.monotonic()
-        stack.client.cancel_many(tag="waited-for")
+        stack.client.cancel_many(tag=tag)
         if not clients.read_answers(PATIENCE_S, range(POLLS)):
             raise TimeoutError("not all long-polls were answered")
         woken_s = time.monotonic() - began
-    wait_until(lambda: waiters(stack) == 0, PATIENCE_S, "those who left to be forgotten")
+    wait_until(lambda: waiters(url) == 0, PATIENCE_S, "those who left to be forgotten")
     p99_ms = {
         name: percentile([value for each in times.values() for value in each], 0.99) * 1e3
         for name, times in {"alone": alone, "beside": beside}.items()
@@ -135,7 +149,8 @@ def wait_at_gateway(stack: Stack, seconds: float) -> dict[str, Any]:
         "p99_ms": {name: round(value, 2) for name, value in p99_ms.items()},
         "others": {name: spread_ms(times) for name, times in beside.items()},
         "cpu_share": round(cpu_s / seconds, 3),
-        "woken_800_s": round(woken_s, 2),
+        "woken_singly_ms": singly_ms,
+        "woken_all_s": round(woken_s, 2),
     }
 
 
@@ -196,7 +211,7 @@ def main() -> None:
     short = options.rounds == 1
     lease_s = SHORT_LEASE_S if short else LEASE_S
     with service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
-        waiting = wait_at_gateway(stack, SHORT_S if short else LONG_S)
+        waiting = wait_at_gateway(stack, stack.gateway, stack.url, SHORT_S if short else LONG_S)
         fleet = start_fleet(stack, SLOTS)
         cpu_ms = race(stack, fleet, options.rounds, options.count)["cpu_ms"]
         kills = Kills(stack, fleet, lease_s)

@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -44,28 +45,16 @@ def pytest_runtest_makereport(item, call):
 
 
 SHARED = {
-    # Redis, gateway, three fleets, both engines, and the tests that use an engine alone.
-    "service": (
-        "tests/contract/",
-        "tests/inference/test_embedded_",
-        *(
-            f"tests/integration/test_{name}.py"
-            for name in (
-                *(
-                    "alerts",
-                    "api",
-                    "autoscale",
-                    "backends_api",
-                    "cancel",
-                    "docs",
-                    "faults",
-                    "fleet",
-                    "flower",
-                ),
-                *("policy_tokens", "results", "rollouts", "scorers", "slots", "top", "trainer_records"),
-                *("typed_arrays", "webhooks"),
-            )
-        ),
+    # Both engines, for tests that use one alone or both behind a service; nobody else starts vLLM.
+    "engines": ("tests/contract/", "tests/inference/test_embedded_", "tests/integration/test_rollouts.py"),
+    # Redis, gateway, three fleets, the embedded engine.
+    "service": tuple(
+        f"tests/integration/test_{name}.py"
+        for name in (
+            *("alerts", "api", "autoscale", "backends_api", "cancel", "docs", "faults", "fleet", "flower"),
+            *("policy_tokens", "results", "scorers", "slots", "top", "trainer_records", "typed_arrays"),
+            "webhooks",
+        )
     ),
     "broken service": tuple(
         f"tests/chaos/test_{name}.py" for name in ("batches", "connections", "handlers", "outages", "workers")
@@ -93,51 +82,59 @@ def pytest_runtest_setup(item):
 
 
 SECONDS = {
-    "tests/attacks/test_swe_reward.py": 3.5,
-    "tests/attacks/": 0.7,
-    "tests/chaos/": 5.0,
-    "tests/chaos/test_clocks.py": 8.0,
-    "tests/chaos/test_soak.py": 100.0,
-    "tests/contract/": 1.0,
-    "tests/handlers/": 0.5,
-    "tests/inference/": 1.0,
-    "tests/inference/test_engine.py": 10.0,
-    "tests/integration/": 1.5,
-    "tests/integration/batches/": 0.3,
-    "tests/integration/tenants/": 0.3,
-    "tests/integration/test_alerts.py": 0.1,
-    "tests/integration/test_benchmarks.py": 25.0,
-    "tests/integration/test_builtin_handlers.py": 8.0,
-    "tests/integration/test_failover.py": 7.0,
-    "tests/integration/test_lifecycle_model.py": 30.0,
-    "tests/integration/test_placement_fleet.py": 25.0,
-    "tests/integration/test_policy_updates.py": 7.0,
-    "tests/integration/test_recovery.py": 10.0,
-    "tests/integration/test_rollouts.py": 15.0,
-    "tests/integration/test_training.py": 20.0,
-    "tests/local/": 20.0,
-    "tests/sandbox/": 0.5,
-    "tests/sandbox/test_soak.py": 40.0,
-    "tests/sandbox/test_unprivileged.py": 100.0,
-    "tests/slurm/": 1.0,
-    "tests/slurm/test_cluster": 15.0,
-    "tests/swe/": 3.5,
-    "tests/unit/test_scoring.py": 1.0,
-    "tests/unit/test_swe_controls.py": 0.6,
+    "tests/attacks/test_gateway.py": 36,
+    "tests/attacks/test_server.py": 89,
+    "tests/attacks/test_swe_reward.py": 131,
+    "tests/chaos/test_batches.py": 34,
+    "tests/chaos/test_clocks.py": 30,
+    "tests/chaos/test_handlers.py": 37,
+    "tests/chaos/test_outages.py": 73,
+    "tests/chaos/test_soak.py": 130,
+    "tests/chaos/test_workers.py": 29,
+    "tests/contract/test_engine_contract.py": 90,
+    "tests/contract/test_llm_contract.py": 44,
+    "tests/contract/test_weight_updates.py": 80,
+    "tests/inference/test_engine.py": 50,
+    "tests/integration/test_benchmarks.py": 40,
+    "tests/integration/test_builtin_handlers.py": 26,
+    "tests/integration/test_compatibility.py": 27,
+    "tests/integration/test_failover.py": 209,
+    "tests/integration/test_faults.py": 57,
+    "tests/integration/test_intake.py": 57,
+    "tests/integration/test_policy_updates.py": 43,
+    "tests/integration/test_recovery.py": 54,
+    "tests/integration/test_redis_ops.py": 57,
+    "tests/integration/test_rollouts.py": 55,
+    "tests/integration/test_training.py": 82,
+    "tests/integration/test_webhooks.py": 39,
+    "tests/local/test_stack.py": 185,
+    "tests/sandbox/test_attacks.py": 97,
+    "tests/sandbox/test_exec.py": 31,
+    "tests/sandbox/test_ipython.py": 38,
+    "tests/sandbox/test_robustness.py": 95,
+    "tests/sandbox/test_shell_input.py": 66,
+    "tests/sandbox/test_unprivileged.py": 56,
+    "tests/slurm/test_cluster.py": 54,
+    "tests/slurm/test_cluster_run.py": 178,
+    "tests/swe/test_datasets.py": 45,
+    "tests/swe/test_hacks.py": 35,
+    "tests/swe/test_instances.py": 41,
+    "tests/swe/test_patches.py": 49,
 }
-"""About what a test takes there, the longest name first; 0.2 s elsewhere. Only for the order."""
+"""About what a file takes, or the longest test of one whose tests run apart; a test of another file 0.3 s.
+Only for the order."""
 
 
-def _seconds(nodeid: str) -> float:
-    names = [name for name in SECONDS if nodeid.startswith(name)]
-    return SECONDS[max(names, key=len)] if names else 0.2
+def _seconds(nodeids: Iterable[str]) -> float:
+    tests = Counter(nodeid.split("::")[0] for nodeid in nodeids)
+    return sum(SECONDS.get(file, 0.3 * count) for file, count in tests.items())
 
 
 class _LongestFirst(OrderedDict):
     """What is to be done, by what it takes: a long file that begins last keeps one process busy alone."""
 
     def popitem(self, last=True):
-        scope = max(self, key=lambda scope: sum(map(_seconds, self[scope])))
+        scope = max(self, key=lambda scope: _seconds(self[scope]))
         return scope, self.pop(scope)
 
 

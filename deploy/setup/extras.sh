@@ -54,16 +54,16 @@ done
 if [ -z "$extras" ]; then
     say "up to date"
 else
-    # All at once: each call of pip looks through the whole environment again.
-    pip install --progress-bar off -e "$REPO_ROOT[$extras]"
+    # All at once: each call of pip looks through the whole environment again. What is imported of it is compiled then.
+    pip install --progress-bar off --no-compile -e "$REPO_ROOT[$extras]"
     for name in "${new[@]}"; do
         case "$name" in
             bench) # Kernel Gateway brings it for a format that nobody here checks, and it builds its grammar
                 # whenever jsonschema is imported: 1.3 s for every process that checks a task.
                 pip uninstall --yes rfc3987-syntax ;;
             trainer) # Only their source, for the tests that hand them our records: to import them takes gigabytes.
-                pip install --progress-bar off --no-deps --upgrade --target "$ROLLOUT_HOME/trainers" "${TRAINER_SOURCES[@]}"
-                pip install --progress-bar off --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE" ;;
+                pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/trainers" "${TRAINER_SOURCES[@]}"
+                pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE" ;;
         esac
         echo "$wanted" >"$VENV/.rollout-$name-stamp"
     done

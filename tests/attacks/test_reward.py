@@ -27,7 +27,6 @@ from workers.errors import TaskError
 from workers.handlers import AgentHandler, EvalContext, Reward
 from workers.handlers.base import AnyTask
 from workers.handlers.code import CodeText
-from workers.scoring import reasoning_tasks
 from workers.testing import play
 
 SECRET = "hunter2hunter2"
@@ -249,6 +248,8 @@ def test_reach_the_network_from_a_scorer(target):
 
 @attack(stopped_by="a dataset whose entries are made by running code is refused")
 def test_have_a_scorer_execute_a_dataset_s_programs(target):
+    from workers.scoring import reasoning_tasks  # all of reasoning-gym: too long for who only collects
+
     if target.control:
         target.monkeypatch.setattr(reasoning_tasks, "_EXECUTING", frozenset())
     return "question" in reasoning_tasks.entry({"dataset": "codeio", "seed": 1, "index": 0})

@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 
-import datasets
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read
+from tests.helpers.lazy import Lazy
+
+datasets, pyarrow, parquet = Lazy("datasets"), Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 ROWS = [{"q": f"{i} plus 1", "meta": {"answer": str(i + 1)}, "chat": [{"content": "hi"}]} for i in range(5)]
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "demo_model" / "checkpoint"
 REDIS_CONF = ROOT / "deploy" / "redis" / "redis.conf"
+AS_DEPLOYED = ROOT / "tests" / "helpers" / "as_deployed"
+"""Before all others on the path of workers."""
 NODE = "testnode"
 GUNICORN = [
     *(sys.executable, "-m", "gunicorn", "--worker-class", "services.gateway.parking.ParkingWorker"),
@@ -268,7 +270,8 @@ class Stack:
         argv = [*self.worker_argv(queues, name), *options]
         if slots is not None:
             argv += ["-c", str(slots)]
-        return self.start(name, argv, env)
+        path = os.pathsep.join([str(AS_DEPLOYED), self.env["PYTHONPATH"]])
+        return self.start(name, argv, {"PYTHONPATH": path, **(env or {})})
 
     def _await_worker(self, process: Process) -> None:
         wait_until(lambda: self._announced(f"{process.name}@{NODE}"), 120, f"worker {process.name}", process)

@@ -102,14 +102,16 @@ def test_half_sent_requests_cost_others_nothing(gateway, kind):
             assert worker.num_threads() < 100
 
 
-@pytest.mark.parametrize("kind", ["line", "head", "small body"])
-def test_what_does_not_come_to_its_end_is_answered_and_closed(gateway, kind):
+def test_what_does_not_come_to_its_end_is_answered_and_closed(gateway):
+    kinds = ("line", "head", "small body")
     before = refused(gateway.url, "slow")
-    with half_sent(gateway.port, 1, HALVES[kind]) as (one,):
+    with ExitStack() as halves, ThreadPoolExecutor(len(kinds)) as threads:
         began = time.monotonic()
-        assert answer(one).startswith(b"HTTP/1.1 408 ")
-        assert HEAD_S - 1 < time.monotonic() - began < HEAD_S + 10
-    assert refused(gateway.url, "slow") == before + 1
+        connections = [halves.enter_context(half_sent(gateway.port, 1, HALVES[kind]))[0] for kind in kinds]
+        for closed in threads.map(lambda connection: (answer(connection), time.monotonic()), connections):
+            assert closed[0].startswith(b"HTTP/1.1 408 ")
+            assert HEAD_S - 1 < closed[1] - began < HEAD_S + 10
+    assert refused(gateway.url, "slow") == before + len(kinds)
 
 
 def test_one_byte_a_second_does_not_make_it_last_longer(gateway):

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.routing import (
+from benchmarks._fleet import (
     Fleet,
     Ours,
     Peer,

@@ -13,12 +13,12 @@ import redis
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollout.schema import Backend
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.engines.base import SampleRequest
 from services.state import keys
 from services.state.backends.store import BackendStore
 from services.state.redis import connect
+from tests.helpers.heap import backend
 from tests.helpers.llm_servers import free_port
 from workers import patience
 from workers.agent.llm import session
@@ -26,10 +26,6 @@ from workers.agent.placement import MAX_BATCH, Placements, PromptSizes
 from workers.agent.router import BackendRouter
 from workers.errors import InfrastructureError, StageTimeout
 from workers.patience import time_limit
-
-
-def backend(name, **fields):
-    return Backend(id=name, url=f"http://{name}", model="m", tokenizer="t", max_model_len=100, **fields)
 
 
 class Counting(BackendStore):

@@ -1,0 +1,23 @@
+"""Backends in the heap of placement, and what tests ask of it."""
+
+from __future__ import annotations
+
+from rollout.schema import Backend
+
+
+def backend(name, **fields):
+    return Backend(id=name, url=f"http://{name}", model="m", tokenizer="t", max_model_len=100, **fields)
+
+
+def put(heap, *names, **fields):
+    for name in names:
+        heap.put(backend(name, **fields))
+
+
+def home(placed):
+    assert placed.word == "ok", placed
+    return placed.backend.id
+
+
+def loads(heap):
+    return {one.id: (one.load, one.live_rollouts) for one in heap.list()}
