@@ -37,6 +37,8 @@ ROLLOUT = [sys.executable, "-m", "rollout.cli"]
 
 def rollout(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     clean = {k: v for k, v in os.environ.items() if k not in ("ROLLOUT_REDIS_URL", "ROLLOUT_URL")}
+    # Seconds of a processor for each start of a RUN worker; most stacks here see no tokenizer.
+    clean["ROLLOUT_PRELOAD_TOKENIZERS"] = "0"
     return subprocess.run(
         [*ROLLOUT, *args], capture_output=True, text=True, timeout=200, env={**clean, **(env or {})}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -174,7 +175,13 @@ def outcomes(directory: Path, source: str) -> dict[str, str]:
     (directory / "t_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-q", "-c", "/dev/null"]
     said = subprocess.run(
-        [*command, "--rootdir", ".", "t_it.py"], cwd=directory, capture_output=True, text=True, timeout=120
+        [*command, "--rootdir", ".", "t_it.py"],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        # They would be imported for longer than the tests run.
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     ).stdout
     lines = [line.split(" ") for line in said.splitlines()]
     return {line[1]: line[0] for line in lines if line[0] in ("PASSED", "FAILED", "XFAIL", "ERROR")}
