@@ -138,7 +138,12 @@ def recorded(directory: Path, source: str) -> object:
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", "test_it.py"],
         cwd=directory,
-        env={"PYTHONPATH": str(directory), "PATH": "/usr/bin:/bin"},
+        # Plug-ins of others would be imported for longer than the tests run.
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": str(directory),
+        },
         capture_output=True,
         timeout=120,
     )
