@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -185,14 +184,16 @@ def test_help_lists_operator_commands_without_importing_them(monkeypatch):
     )
 
 
-def test_a_light_install_loads_nothing_heavy():
-    heavy = ["flask", "celery", "kombu", "redis", "torch", "transformers", "services", "workers", "sandbox"]
-    code = (
-        "import sys, rollout, rollout.client, rollout.cli\n"
-        "rollout.cli.main(['--help'], standalone_mode=False)\n"
-        f"print('loaded:', [name for name in {heavy} if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ}
-    )
-    assert "loaded: []" in done.stdout
+USED = "import rollout, rollout.client, rollout.cli; rollout.cli.main(['--help'], standalone_mode=False)"
+SERVICE = {"flask", "celery", "kombu", "redis", "torch", "transformers", "services", "workers", "sandbox"}
+ADAPTERS = "from rollout.adapters import areal, nemo_gym, prime_rl, skyrl, slime, trl, verl"
+TRAINERS = {"verl", "skyrl", "slime", "trl", "areal", "verifiers", "torch", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"), [(USED, SERVICE | {"pyarrow", "datasets", "yaml"}), (ADAPTERS, TRAINERS)]
+)
+def test_what_a_trainer_imports_loads_nothing_heavy(code, absent):
+    code += f"; import sys; print('loaded:', {absent} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "loaded: set()" in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import numpy as np
@@ -11,7 +10,7 @@ from redis.client import NEVER_DECODE
 
 from rollout import arrays
 from rollout.batch import BatchRequest
-from rollout.client import AsyncClient, Client
+from rollout.client import Client
 from rollout.errors import RolloutError, Unavailable
 from rollout.schema import ResultPage, RolloutRequest
 from rollout.trajectory import Trajectory
@@ -34,9 +33,9 @@ def question(**more) -> RolloutRequest:
 def done(stack):
     """A real rollout: turns of a model with log-probs, tool answers in between."""
     request = question(limits={"max_turns": 4}, tags=["typed"], metadata={"big": 10**40})
-    (found,) = stack.client.run([request])
-    assert found.trajectory.turns >= 1
-    return found
+    (result,) = stack.client.run([request])
+    assert result.trajectory.turns >= 1
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +82,9 @@ def test_a_rollout_is_the_same_over_both_wires(stack, as_json, done):
 
 def test_arrays_alone_come_without_lists_and_can_be_turned_into_them(stack, as_json, done):
     for client in (stack.client, as_json):
-        found = client.get(done.id, include="arrays")
-        assert found.trajectory is None and found.reward == done.reward
-        assert found.arrays.response_ids.tolist() == done.trajectory.response_ids
-        assert found.arrays.trajectory() == done.trajectory
+        light = client.get(done.id, include="arrays")
+        assert light.trajectory is None and light.reward == done.reward
+        assert light.arrays.trajectory() == done.trajectory
         summary = client.get(done.id, include="summary")
         with pytest.raises(LookupError, match="summary"):
             _ = summary.arrays
@@ -101,20 +99,23 @@ def test_pages_of_completions_are_the_same_over_both_wires(stack, as_json, done)
     assert streamed.trajectory is None and streamed.arrays.trajectory() == done.trajectory
 
 
-def test_groups_of_a_batch_are_the_same_over_both_wires_and_read_ahead(stack, as_json):
+@pytest.fixture(scope="module")
+def groups(stack):
+    """Those of a batch, as they were decided."""
     request = BatchRequest(prompts=[question(limits={"max_turns": 1})] * 6, n=2, groups=6, filters=[])
-    made = stack.client.batches.create(request)
-    first = list(stack.client.batches.stream(made.id, timeout=120))
-    assert len(first) == 6 and all(one.trajectory for group in first for one in group.rollouts)
+    groups = list(stack.client.batch(request, timeout=120))
+    assert len(groups) == 6 and all(member.trajectory for group in groups for member in group.rollouts)
+    return groups
+
+
+def test_groups_of_a_batch_are_the_same_over_both_wires_and_read_ahead(stack, as_json, groups):
+    batch = groups[0].batch
     # From the beginning: full pages, so that the next one is on its way while this one is read.
-    assert list(stack.client.batches.stream(made.id)) == first == list(as_json.batches.stream(made.id))
-
-    async def arrays() -> list[list[int]]:
-        async with AsyncClient(stack.url) as client:
-            found = client.batches.stream(made.id, include="arrays")
-            return [one.arrays.response_ids.tolist() async for group in found for one in group.rollouts]
-
-    assert asyncio.run(arrays()) == [one.trajectory.response_ids for g in first for one in g.rollouts]
+    assert list(stack.client.batches.stream(batch)) == groups == list(as_json.batches.stream(batch))
+    light = stack.client.batches.stream(batch, include="arrays")
+    assert [member.arrays.response_ids.tolist() for group in light for member in group.rollouts] == [
+        member.trajectory.response_ids for group in groups for member in group.rollouts
+    ]
 
 
 def test_what_no_record_can_hold_is_read_over_both_wires(stack, as_json, done, keep):
@@ -150,19 +151,15 @@ def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, d
     assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000
 
 
-def test_records_are_asked_of_redis_in_parts(stack, store, monkeypatch):
-    made = stack.client.batches.create(
-        BatchRequest(prompts=[question(limits={"max_turns": 1})] * 2, n=2, groups=2, filters=[])
-    )
-    groups = list(stack.client.batches.stream(made.id, timeout=120))
-    ids = [one.id for group in groups for one in group.rollouts]
+def test_records_are_asked_of_redis_in_parts(store, groups, monkeypatch):
+    ids = [member.id for group in groups for member in group.rollouts]
     reader = RolloutReader(store)
-    kept = [store.execute_command("GET", keys.trajectory(one), **{NEVER_DECODE: True}) for one in ids]
-    found = dict(zip(ids, (size for _, size in reader.get_records(ids)), strict=True))
-    assert found == {one: len(record) for one, record in zip(ids, kept, strict=True)}
-    for most in (1, found[ids[0]] + found[ids[1]], 1 << 30):
+    kept = [store.execute_command("GET", keys.trajectory(name), **{NEVER_DECODE: True}) for name in ids]
+    sizes = dict(zip(ids, (size for _, size in reader.get_records(ids)), strict=True))
+    assert sizes == {name: len(record) for name, record in zip(ids, kept, strict=True)}
+    for most in (1, sizes[ids[0]] + sizes[ids[1]], 1 << 30):
         monkeypatch.setattr(reading, "PART_BYTES", most)
-        assert list(reader.records(found)) == kept
+        assert list(reader.records(sizes)) == kept
     assert list(reader.records({})) == []
 
 
