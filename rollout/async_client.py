@@ -300,7 +300,7 @@ class AsyncClient(AsyncService):
         include: Include,
         submit_more: Callable[[], AsyncIterator[Rollout]] | None = None,
     ) -> AsyncIterator[Rollout]:
-        """Completions from `cursor` on, until the time is up or none is pending any more.
+        """Results from `cursor` on, until the time is up or none is pending any more.
 
         Args:
             pending: Rollouts that are waited for, in order; those that end are taken out. None = all.

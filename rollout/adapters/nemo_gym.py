@@ -22,10 +22,10 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
     row = dict(row or {})
     row.setdefault("responses_create_params", {"input": []})
     params = row["responses_create_params"]
-    turns = samples(rollout)
+    sequences = samples(rollout)
     trajectory = rollout.trajectory
-    if turns:
-        output = output_items(turns[-1].chain, rollout.id, trajectory.unread if trajectory else ())
+    if sequences:
+        output = output_items(sequences[-1].chain, rollout.id, trajectory.unread if trajectory else ())
     else:
         output = [weightless_item(rollout.id)]
     answer = {
