@@ -45,37 +45,35 @@ class Exchange:
             fresh: Nobody has begun with this backend before.
         """
         backend, request, engine, progress = self._backend, self._request, self._engine, self.progress
-        watch = _Watch(progress.seconds)
         # Without a path the trainer has put new weights there itself.
         trusted = fresh and backend.healthy and request.path is not None
         loading = False
         self._backends.pause(backend.id)
         try:
-            self._enter(BackendUpdateState.PAUSING, report)
-            with watch("pause"):
-                engine.pause(request.mode, reset=request.reset_prefix_cache)
-            self._enter(BackendUpdateState.LOADING, report)
-            loading = True
-            with watch("reload"):
-                self._load()
-            if request.canary is not None:
-                self._enter(BackendUpdateState.CHECKING, report)
-            engine.resume()
-            if request.canary is not None:
-                with watch("canary"):
-                    progress.canary_max_error = check(engine, request.canary)
+            with self._timed("total"):
+                self._enter(BackendUpdateState.PAUSING, report)
+                with self._timed("pause"):
+                    engine.pause(request.mode, reset=request.reset_prefix_cache)
+                self._enter(BackendUpdateState.LOADING, report)
+                loading = True
+                with self._timed("reload"):
+                    self._load()
+                if request.canary is not None:
+                    self._enter(BackendUpdateState.CHECKING, report)
+                engine.resume()
+                if request.canary is not None:
+                    with self._timed("canary"):
+                        progress.canary_max_error = check(engine, request.canary)
         except (LeaseLost, redis.RedisError):
             raise
         except Exception as error:
             if not isinstance(error, ControlError):
                 log.exception("exchange broke off", backend=backend.id)
-            watch.stop()
             self._give_up(error, intact=trusted and (not loading or getattr(error, "harmless", False)))
             progress.canary_max_error = getattr(error, "max_error", None)
             progress.error = str(error) or type(error).__name__
             self._enter(BackendUpdateState.FAILED, report)
             return progress
-        watch.stop()
         self._backends.set_version(backend.id, request.version)
         self._backends.recover(backend.id)
         self._backends.resume(backend.id)
@@ -85,6 +83,14 @@ class Exchange:
     def _enter(self, state: BackendUpdateState, report: Report) -> None:
         self.progress.state = state
         report(self.progress)
+
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.progress.seconds[step] = round(time.monotonic() - began, 4)
 
     def _load(self) -> None:
         """New weights and their label, before anything is sampled from them."""
@@ -146,23 +152,3 @@ class CanaryFailed(ControlError):
     def __init__(self, max_error: float, message: str) -> None:
         super().__init__(message)
         self.max_error = max_error
-
-
-class _Watch:
-    """Seconds of the steps, and of all of them."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._started = time.monotonic()
-
-    @contextmanager
-    def __call__(self, step: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[step] = round(time.monotonic() - started, 4)
-
-    def stop(self) -> None:
-        """Note the total."""
-        self._seconds["total"] = round(time.monotonic() - self._started, 4)

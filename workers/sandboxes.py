@@ -132,8 +132,12 @@ class Sandboxes:
             start_ms=info.start_ms,
         )
         self.own_id = info.id
+        box = json.dumps({"record": record.model_dump(), "socket": info.socket})
+        took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
+        text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
+        fields = {"sandbox": box, "node": record.node}
         # Noted before it is used: should this worker die now, the reaper knows where to clean up.
-        await self._note(record, info.socket)
+        await ask(self._services.note, self._claim.rollout_id, self._claim.fence, fields, text)
         ctx.sandbox = SandboxClient(info.socket)
         return ctx.sandbox
 
@@ -212,14 +216,6 @@ class Sandboxes:
         info = await self._host.start(spec)
         _announce(info.runtime, info.isolation_missing)
         return info
-
-    async def _note(self, record: SandboxRecord, socket: str) -> None:
-        """Write where the rollout's sandbox lives."""
-        box = json.dumps({"record": record.model_dump(), "socket": socket})
-        took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
-        text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
-        fields = {"sandbox": box, "node": record.node}
-        await ask(self._services.note, self._claim.rollout_id, self._claim.fence, fields, text)
 
     async def release(self) -> None:
         """End every sandbox of the attempt, and of those before it; harmless without one."""

@@ -106,27 +106,22 @@ class Chaos(Stack):
             (gates / earlier).touch()
         return self.submit(count, gates), gates
 
-    def held(self, ids: Sequence[str], stage: str) -> int:
-        """How many of them a worker holds in a stage."""
+    def fields(self, ids: Sequence[str], *names: str) -> list[list[str | None]]:
+        """These fields of each record."""
         with self.redis.client.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
-                pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
-            return sum(state == ENTERED[stage] and owner is not None for state, owner in pipe.execute())
+                pipe.hmget(f"rollout:{{{rollout_id}}}", *names)
+            return pipe.execute()
 
-    def wait_for_held(self, ids: Sequence[str], stage: str, count: int) -> None:
-        wait_until(lambda: self.held(ids, stage) >= count, PATIENCE_S, f"{count} leases in {stage}")
+    def wait_for_held(self, ids: Sequence[str], stage: str, count: int, worker: str = "") -> None:
+        """Until a worker, or the one of that name, holds so many of them in a stage."""
 
-    def wait_for_held_by(self, ids: Sequence[str], stage: str, worker: str, count: int) -> None:
-        """As `wait_for_held`, by a worker of that name."""
+        def held() -> int:
+            pairs = self.fields(ids, "state", "owner")
+            owners = [owner for state, owner in pairs if state == ENTERED[stage] and owner]
+            return sum(owner.startswith(f"{worker}@" if worker else "") for owner in owners)
 
-        def held() -> bool:
-            with self.redis.client.pipeline(transaction=False) as pipe:
-                for rollout_id in ids:
-                    pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
-                owned = [owner for state, owner in pipe.execute() if state == ENTERED[stage] and owner]
-            return sum(owner.startswith(f"{worker}@") for owner in owned) >= count
-
-        wait_until(held, PATIENCE_S, f"{count} leases in {stage} with {worker}")
+        wait_until(lambda: held() >= count, PATIENCE_S, f"{count} leases in {stage} {worker}")
 
     def wait_for_arrived(self, gates: Path, stage: str, count: int) -> None:
         """Until the handlers of so many rollouts stand at the gate.
@@ -139,10 +134,7 @@ class Chaos(Stack):
 
     def states(self, ids: Sequence[str]) -> Counter[str]:
         """How many of them are in which state."""
-        with self.redis.client.pipeline(transaction=False) as pipe:
-            for rollout_id in ids:
-                pipe.hget(f"rollout:{{{rollout_id}}}", "state")
-            return Counter(pipe.execute())
+        return Counter(state for (state,) in self.fields(ids, "state"))
 
     def all_ended(self, ids: Sequence[str]) -> bool:
         return sum(self.states(ids)[state] for state in TERMINAL_STATES) == len(ids)
@@ -218,11 +210,8 @@ class Chaos(Stack):
         left += [
             f"load {i} {load}" for i, load in client.zrange("backends:load", 0, -1, withscores=True) if load
         ]
-        with client.pipeline(transaction=False) as pipe:
-            for rollout_id in ids:
-                pipe.hmget(f"rollout:{{{rollout_id}}}", "owner", "lease")
-            left += [f"lease {i}" for i, held in zip(ids, pipe.execute(), strict=True) if any(held)]
-        return left
+        leases = self.fields(ids, "owner", "lease")
+        return left + [f"lease {i}" for i, lease in zip(ids, leases, strict=True) if any(lease)]
 
     def _wrong_counts(self) -> list[str]:
         """The counters against the records themselves, all of the service's."""

@@ -67,14 +67,6 @@ def test_a_handler_that_ends_its_worker_costs_the_others_an_attempt(chaos, stage
     assert all(chaos.client.get(i, include="summary").state is State.COMPLETED for i in ids)
 
 
-def test_a_scorer_that_hangs_is_cut_off_without_a_reward(chaos):
-    limits = {"eval_timeout_s": 0.5, "max_attempts": 2}
-    rollout_id = submit(chaos, "scorer_hangs", limits)
-    item = chaos.client.wait(rollout_id, PATIENCE_S)
-    assert item.state is State.FAILED and item.attempt == 2
-    assert item.error.blame == "timeout" and item.reward is None and item.drop
-    chaos.require_exact([rollout_id])
-
 
 def test_a_worker_whose_handlers_leak_starts_anew_and_loses_no_rollout(chaos):
     """In place: the process id stays, the memory goes, and what it had in hand costs no attempt."""

@@ -29,7 +29,7 @@ def test_workers_killed_with_many_leases_cost_attempts_and_no_rollout(chaos, sta
     for _ in range(KILLS):
         for stage in stages:
             # By the one that is killed now: the leases of the one before have yet to run out.
-            chaos.wait_for_held_by(batches[stage][0], stage, chaos.workers[stage].name, LEASES)
+            chaos.wait_for_held(batches[stage][0], stage, LEASES, chaos.workers[stage].name)
         chaos.kill_workers(stages)
         chaos.start_stages(stages)
     for stage in STAGES:
@@ -53,7 +53,7 @@ def test_a_worker_that_sleeps_past_its_leases_writes_nothing_when_it_wakes(chaos
     sleeper.popen.send_signal(signal.SIGSTOP)
     try:
         chaos.start_stages(["run"])
-        chaos.wait_for_held_by(ids, "run", chaos.workers["run"].name, LEASES)
+        chaos.wait_for_held(ids, "run", LEASES, chaos.workers["run"].name)
         (gates / "run").touch()
         (gates / "eval").touch()
         chaos.wait_for_ends(ids)

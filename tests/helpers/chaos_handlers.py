@@ -54,12 +54,10 @@ _LEAKED: list[bytes] = []
 
 class BadTask(BaseModel):
     how: str
-    """`ignore` (every cancel), `block` (the event loop), `fork` (a child that outlives it), `exit` (the whole
-    worker), `leak`, `scorer_hangs`, `scorer_exits`."""
+    """`ignore` (every cancel), `block` (the loop), `exit` (the whole worker), `leak`, `scorer_exits`."""
     seconds: float = 3.0
-    first_attempt_only: bool = False
     note: str = ""
-    """File that says that it has begun, and the pids of children."""
+    """File that says that it has begun."""
 
 
 class Misbehaves(AgentHandler[BadTask]):
@@ -79,8 +77,6 @@ class Misbehaves(AgentHandler[BadTask]):
 
     async def _do(self, ctx: RunContext[BadTask] | EvalContext[BadTask], how: str) -> None:
         task = ctx.task
-        if task.first_attempt_only and ctx.attempt > 1:
-            return
         if how and task.note:
             Path(task.note).write_text(str(os.getpid()))
         ends = time.monotonic() + task.seconds
@@ -92,8 +88,6 @@ class Misbehaves(AgentHandler[BadTask]):
                     continue
         elif how == "block":
             time.sleep(task.seconds)
-        elif how == "hangs":
-            await asyncio.sleep(3600)
         elif how in ("exit", "exits"):
             os._exit(9)
         elif how == "leak":

@@ -48,8 +48,8 @@ class _Fleet(_OneBackend):
         self.suspected: list[str] = []
 
     async def extend(self, rollout_id: str, tokens: int, exclude: tuple[str, ...] = (), **_: Any) -> Placed:
-        left = [one for one in self._backends if one.id not in exclude]
-        return Placed("ok", left[0], "failover") if left else Placed("none", None, "all failed")
+        backend = next((backend for backend in self._backends if backend.id not in exclude), None)
+        return Placed("ok", backend, "failover") if backend else Placed("none", None, "all failed")
 
     async def suspect(self, backend_id: str) -> None:
         self.suspected.append(backend_id)

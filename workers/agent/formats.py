@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -19,21 +20,26 @@ class CodecError(RuntimeError):
     """The tokenizer's template cannot be continued token by token; the message says why."""
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Renders and parses one model's chat format."""
 
-    name: str
-    digest: str
+    digest: str = ""
     """Name and a digest of tokenizer and template: rollouts with the same digest share token ids."""
     stop_token_ids: list[int]
-    vocab_size: int | None
+    vocab_size: int | None = None
     """Rows of the model's output: an engine samples ids below it. None = not known."""
-    end_ids: frozenset[int] | None
+    end_ids: frozenset[int] | None = None
     """Ids that may end a turn beside the stop ids, for an engine knows further ones; None = not known."""
 
+    def __init__(self, name: str, guard: TokenizerGuard) -> None:
+        self.name = name
+        self._guard = guard
+
+    @abstractmethod
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Ids of the conversation's start, generation prompt included."""
 
+    @abstractmethod
     def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
         """Ids to append to `prompt + sampled` for new messages, generation prompt included.
 
@@ -43,20 +49,22 @@ class Codec(Protocol):
             CodecError: They cannot be appended without changing what is there.
         """
 
+    @abstractmethod
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         """The message that the sampled ids say. Never raises: anything may have been sampled."""
 
+    def _chat(self, messages: list[Message]) -> list[dict[str, Any]]:
+        return [self._guard.chat(message) for message in messages]
 
-class RendererCodec:
+    def _text_of(self, sampled: list[int]) -> str:
+        return self._guard.decode([token for token in sampled if token not in self.stop_token_ids])
+
+
+class RendererCodec(Codec):
     """Uses the library `renderers`, which knows the model's format in Python."""
 
-    vocab_size: int | None = None
-    end_ids: frozenset[int] | None = None
-
     def __init__(self, guard: TokenizerGuard, renderer: Any) -> None:
-        self.name = f"renderers/{type(renderer).__name__}"
-        self.digest = ""
-        self._guard = guard
+        super().__init__(f"renderers/{type(renderer).__name__}", guard)
         self._renderer = renderer
         self.stop_token_ids = list(renderer.get_stop_token_ids())
         eos = guard.eos_token_id
@@ -65,14 +73,14 @@ class RendererCodec:
         check_forging(self, guard, ("user", "tool"))
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        return self.render_chat([self._guard.chat(message) for message in messages], tools)
+        return self.render_chat(self._chat(messages), tools)
 
     def render_chat(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """As `render`, of messages in a template's form whose text is trusted."""
         return self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True)
 
     def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
-        chat = [self._guard.chat(message) for message in new]
+        chat = self._chat(new)
         delta = self._delta(prompt, sampled, chat)
         if delta is not None:
             return delta
@@ -100,8 +108,7 @@ class RendererCodec:
         except Exception as error:
             # Seen: nesting beyond the stack, and integers beyond what Python converts.
             log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])
-            ids = [token for token in sampled if token not in self.stop_token_ids]
-            return parse_text(self._guard.decode(ids))
+            return parse_text(self._text_of(sampled))
         attempts = [
             tool_call(call.name, call.arguments, call.raw, call.id)
             if str(call.status) == "ok"
@@ -115,7 +122,7 @@ _SENTINEL = "SENTINELanswerSENTINEL"
 _ASKED = {"role": "user", "content": "x"}
 
 
-class TemplateCodec:
+class TemplateCodec(Codec):
     """Uses the tokenizer's own chat template, for models that `renderers` does not know.
 
     The ids to append come from rendering `[user, assistant SENTINEL, new messages …]` and keeping
@@ -126,13 +133,8 @@ class TemplateCodec:
         CodecError: The tokenizer has no template, or one that takes neither tool nor user messages so.
     """
 
-    vocab_size: int | None = None
-    end_ids: frozenset[int] | None = None
-
     def __init__(self, guard: TokenizerGuard) -> None:
-        self.name = "chat-template"
-        self.digest = ""
-        self._guard = guard
+        super().__init__("chat-template", guard)
         if not guard.chat_template:
             raise CodecError("the tokenizer has no chat template")
         self._closing = self._end_of_turn()
@@ -192,19 +194,18 @@ class TemplateCodec:
                 raise CodecError(f"the chat template is not prefix-consistent for role {role!r}")
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        return self._guard.encode(self._text([self._guard.chat(message) for message in messages], tools))
+        return self._guard.encode(self._text(self._chat(messages), tools))
 
     def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
         for message in new:
             if message.role in self._refused:
                 raise self._refused[message.role]
-        delta = self._guard.encode(self._delta([self._guard.chat(message) for message in new]))
+        delta = self._guard.encode(self._delta(self._chat(new)))
         return delta if sampled and sampled[-1] == self._close else [self._close, *delta]
 
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
-        ids = [token for token in sampled if token not in self.stop_token_ids]
         thinking = self._guard.decode(prompt[-8:]).rstrip().endswith("<think>")
-        return parse_text(self._guard.decode(ids), thinking)
+        return parse_text(self._text_of(sampled), thinking)
 
 
 def check_forging(codec: Codec, guard: TokenizerGuard, roles: Sequence[str]) -> None:

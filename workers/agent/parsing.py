@@ -53,10 +53,6 @@ def parsed_turn(content: str, reasoning: str | None, attempts: list[ToolCall | M
     return ParsedTurn(message, attempts)
 
 
-def new_call_id() -> str:
-    return "call-" + new_id()[-12:]
-
-
 def tool_call(name: Any, arguments: Any, raw: str, call_id: str | None = None) -> ToolCall | Malformed:
     """A call with a name and an object of arguments that JSON can carry; missing arguments are none."""
     if not isinstance(name, str) or not name:
@@ -67,7 +63,7 @@ def tool_call(name: Any, arguments: Any, raw: str, call_id: str | None = None) -
     fault = _fault(name) or _fault(arguments)
     if fault:
         return Malformed(f"{fault}: {_shown(raw)}")
-    return ToolCall(id=call_id or new_call_id(), name=name, arguments=arguments)
+    return ToolCall(id=call_id or "call-" + new_id()[-12:], name=name, arguments=arguments)
 
 
 def _shown(raw: str) -> str:

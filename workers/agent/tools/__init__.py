@@ -3,9 +3,8 @@
 from workers.agent.tools.base import Arguments, Observation, Tool, ToolContext, by_name, sandbox_of
 from workers.agent.tools.bash import BashArgs, ExecuteBash
 from workers.agent.tools.editor import EditorArgs, StrReplaceEditor
-from workers.agent.tools.finish import Finish, FinishArgs
+from workers.agent.tools.finish import Finish, FinishArgs, Think, ThinkArgs
 from workers.agent.tools.ipython import ExecuteIPythonCell, IPythonArgs
-from workers.agent.tools.think import Think, ThinkArgs
 
 __all__ = [
     "Arguments",

@@ -1,4 +1,4 @@
-"""`finish`: the agent ends the rollout."""
+"""`think` and `finish`: tools that touch nothing."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ class Finish(Tool):
 
     async def call(self, args: FinishArgs, ctx: ToolContext) -> Observation:
         return Observation(args.message, finished=True)
+
+
+class ThinkArgs(Arguments):
+    thought: str
+
+
+class Think(Tool):
+    """Does nothing; the thought stays in the trajectory."""
+
+    name = "think"
+    description = "Write a thought down: a plan, a hypothesis, what was learnt. Nothing is run or changed."
+    Args = ThinkArgs
+
+    async def call(self, args: ThinkArgs, ctx: ToolContext) -> Observation:
+        return Observation("Noted.")
