@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
@@ -19,8 +18,6 @@ from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import wait_until
 
 LEASES = 50
-FREEZE_S = CHAOS("seconds that Redis stands still", short=5.0, long=20.0)
-"""Longer than a lease, which is 3 s here."""
 COUNT = CHAOS("rollouts", short=100, long=400)
 RESTARTS = CHAOS("restarts of Redis", short=1, long=3)
 CUTS = CHAOS("cuts of connections", short=10, long=30)
@@ -53,17 +50,6 @@ def test_redis_killed_and_restarted_from_its_file_loses_no_rollout(chaos, at_wor
     ids = chaos.submit(5)
     chaos.require_exact(ids)
     assert all(worker.popen.poll() is None for worker in workers.values()), "no worker went with Redis"
-
-
-def test_a_redis_that_freezes_past_every_lease_loses_no_rollout(chaos, at_work):
-    ids, open_gates = at_work
-    chaos.redis.popen.send_signal(signal.SIGSTOP)
-    try:
-        time.sleep(FREEZE_S)  # the fault itself, not a wait for something
-        open_gates()
-    finally:
-        chaos.redis.popen.send_signal(signal.SIGCONT)
-    chaos.require_exact(ids)
 
 
 def test_connections_cut_again_and_again_lose_no_rollout_and_no_cancel(chaos, at_work):

@@ -67,7 +67,6 @@ def test_a_handler_that_ends_its_worker_costs_the_others_an_attempt(chaos, stage
     assert all(chaos.client.get(i, include="summary").state is State.COMPLETED for i in ids)
 
 
-
 def test_a_worker_whose_handlers_leak_starts_anew_and_loses_no_rollout(chaos):
     """In place: the process id stays, the memory goes, and what it had in hand costs no attempt."""
     chaos.kill_workers(["run"])

@@ -19,7 +19,7 @@ class FaultTask(BaseModel):
     stage: str
     """Where it happens: init, run or eval."""
     how: str = "raise"
-    """`raise`, `hang`, `timeout` (raises TimeoutError), `cancel` (its own), `nan`, `wrong_type`."""
+    """`raise`, `hang`, `timeout` (raises TimeoutError), `cancel` (its own)."""
 
 
 class Faulty(AgentHandler[FaultTask]):
@@ -52,9 +52,7 @@ class Faulty(AgentHandler[FaultTask]):
 
     async def evaluate(self, ctx: EvalContext[FaultTask]) -> Reward:
         await self._go_wrong("eval", ctx.task)
-        if ctx.task.how == "nan":
-            return Reward(float("nan"))
-        return 1.0 if ctx.task.how == "wrong_type" else Reward(1.0)
+        return Reward(1.0)
 
 
 class BadImage(AgentHandler):

@@ -38,11 +38,6 @@ def archiver(client, directory, owner="w", **settings):
     return writer.Archiver(services(client, chosen, owner))
 
 
-def look(one):
-    """One look at the completions, as the thread of a worker takes it each second."""
-    one.turn()
-
-
 def ids(directory):
     return [rollout.id for rollout in archive.read(directory)]
 
@@ -50,29 +45,29 @@ def ids(directory):
 def test_what_has_ended_is_archived_with_its_trajectory_in_the_order_of_completion(client, store, tmp_path):
     done = [ended(store, ids=20, seed=number) for number in range(5)]
     submitted(store)
-    one = archiver(client, tmp_path / "new" / "archive")
-    look(one)
+    writing = archiver(client, tmp_path / "new" / "archive")
+    writing.turn()
     found = list(archive.read(tmp_path / "new" / "archive"))
     assert found == [store.get(rollout_id) for rollout_id in done]
     assert found[3].trajectory == trajectory(20, 3)
     later = ended(store, ids=20)
-    look(one)
-    look(one)
+    writing.turn()
+    writing.turn()
     assert ids(tmp_path / "new" / "archive") == [*done, later]
 
 
 def test_more_than_a_batch_is_archived_at_one_look(client, store, tmp_path):
     done = [ended(store, ids=1) for _ in range(writer.BATCH * 2 + 3)]
-    look(archiver(client, tmp_path))
+    archiver(client, tmp_path).turn()
     assert ids(tmp_path) == done
 
 
 def test_files_are_closed_at_their_size_and_any_tool_reads_them(client, store, tmp_path):
-    one = archiver(client, tmp_path, archive_file_bytes=1)
+    writing = archiver(client, tmp_path, archive_file_bytes=1)
     done = []
     for _ in range(3):
         done.append(ended(store, ids=20))
-        look(one)
+        writing.turn()
     names = [path.name for path in archive.files(tmp_path)]
     assert len(names) == 3 and all(name.endswith(".jsonl.gz") for name in names)
     lines = [gzip.decompress(path.read_bytes()).splitlines() for path in archive.files(tmp_path)]
@@ -81,10 +76,10 @@ def test_files_are_closed_at_their_size_and_any_tool_reads_them(client, store, t
 
 def test_a_crash_before_the_cursor_moved_writes_twice_and_reads_once(client, store, tmp_path):
     done = [ended(store, ids=20) for _ in range(3)]
-    look(archiver(client, tmp_path))
+    archiver(client, tmp_path).turn()
     client.set(keys.ARCHIVE_CURSOR, store.get(done[0]).completion)
     client.delete(keys.ARCHIVE_LOCK)
-    look(archiver(client, tmp_path, owner="next"))
+    archiver(client, tmp_path, owner="next").turn()
     written = [
         line
         for path in archive.files(tmp_path)
@@ -97,7 +92,7 @@ def test_a_crash_before_the_cursor_moved_writes_twice_and_reads_once(client, sto
 @pytest.mark.parametrize("cut", [1, 9, 40])
 def test_a_crash_in_the_middle_of_a_write_costs_nothing(client, store, tmp_path, cut):
     first = ended(store, ids=20)
-    look(archiver(client, tmp_path))
+    archiver(client, tmp_path).turn()
     (path,) = archive.files(tmp_path)
     before = client.get(keys.ARCHIVE_CURSOR)
     second = ended(store, ids=20)
@@ -107,7 +102,7 @@ def test_a_crash_in_the_middle_of_a_write_costs_nothing(client, store, tmp_path,
     assert ids(tmp_path) == [first], "a reader does without the torn end"
     assert client.get(keys.ARCHIVE_CURSOR) == before
     client.delete(keys.ARCHIVE_LOCK)
-    look(archiver(client, tmp_path, owner="next"))
+    archiver(client, tmp_path, owner="next").turn()
     assert ids(tmp_path) == [first, second]
     sealed = [path for path in archive.files(tmp_path) if path.name.endswith(".jsonl.gz")]
     assert [json.loads(gzip.decompress(path.read_bytes()))["id"] for path in sealed] == [first], (
@@ -117,8 +112,8 @@ def test_a_crash_in_the_middle_of_a_write_costs_nothing(client, store, tmp_path,
 
 def test_a_full_disk_moves_no_cursor_and_leaves_no_torn_end(client, store, tmp_path, monkeypatch):
     first = ended(store, ids=20)
-    one = archiver(client, tmp_path)
-    look(one)
+    writing = archiver(client, tmp_path)
+    writing.turn()
     second = ended(store, ids=20)
     write = os.write
 
@@ -133,11 +128,11 @@ def test_a_full_disk_moves_no_cursor_and_leaves_no_torn_end(client, store, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "write", fills_up)
-        assert one.turn() == writer.FAULT_PAUSE_S
+        assert writing.turn() == writer.FAULT_PAUSE_S
     assert client.hget(keys.RESULTS_TOTALS, "archive_errors") == "1"
     (path,) = archive.files(tmp_path)
     assert [end for end, _ in archive.members(path)] == [path.stat().st_size]
-    look(one)
+    writing.turn()
     assert ids(tmp_path) == [first, second]
 
 
@@ -156,23 +151,23 @@ def test_a_file_that_is_closed_while_the_archive_is_read_is_read_to_its_end(tmp_
 
 def test_one_who_is_not_elected_writes_nothing(client, store, tmp_path):
     done = ended(store, ids=20)
-    look(archiver(client, tmp_path, owner="first"))
+    archiver(client, tmp_path, owner="first").turn()
     ended(store, ids=20)
-    look(archiver(client, tmp_path, owner="second"))
+    archiver(client, tmp_path, owner="second").turn()
     assert ids(tmp_path) == [done]
 
 
 def test_what_went_past_its_retention_unarchived_is_counted_and_not_silent(client, store, tmp_path):
     gone, kept = ended(store, ids=20), ended(store, ids=20)
     client.delete(keys.record(gone))
-    look(archiver(client, tmp_path))
+    archiver(client, tmp_path).turn()
     assert ids(tmp_path) == [kept]
     assert client.hget(keys.RESULTS_TOTALS, "archive_missed") == "1"
 
 
 def test_the_command_lists_filters_and_flattens(client, store, tmp_path):
     done = [ended(store, ids=20, seed=number) for number in range(3)]
-    look(archiver(client, tmp_path))
+    archiver(client, tmp_path).turn()
     listed = CliRunner().invoke(main, ["archive", "list", str(tmp_path)])
     assert "3 rollouts" in listed.output and "being written" in listed.output
     read = CliRunner().invoke(main, ["archive", "read", str(tmp_path), "--handler", "noop"])

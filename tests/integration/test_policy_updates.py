@@ -217,13 +217,6 @@ def test_when_no_backend_takes_the_weights_the_current_ones_come_back(settled):
     assert {one.state for one in settled.results(settled.submit(4, 5))} == {State.COMPLETED}
 
 
-def test_a_path_that_a_backend_does_not_see_leaves_its_old_weights_in_service(settled, tmp_path):
-    update = settled.update("step-7", tmp_path / "nowhere")
-    assert update.state == "failed"
-    assert all("nowhere" in one.error for one in update.backends.values())
-    settled.check_settled("base")
-
-
 def test_a_backend_that_is_down_fails_and_the_others_go_on(settled):
     store = BackendStore(settled.stack.redis.client)
     store.put(
