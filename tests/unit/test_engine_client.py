@@ -111,13 +111,8 @@ def test_a_call_that_is_refused_would_be_refused_elsewhere_too(status):
         called(answer(status, b"max_tokens is too large"))
 
 
-@pytest.mark.parametrize("changes", [{"token_ids": [7]}, {"logprobs": None}, {"token_ids": []}])
-def test_tokens_without_their_log_probs_are_a_broken_call(changes):
-    with pytest.raises(BrokenCall):
-        called(answer(body=good(**changes)))
-
-
-def test_a_stop_id_of_the_request_ends_a_call_like_any_other():
+def test_an_answer_behind_a_stop_id_of_the_request_is_a_broken_call():
+    """What else is broken: tests/unit/test_engines.py and tests/unit/test_engine_lies.py."""
     with pytest.raises(BrokenCall, match="ids follow the stop id 7"):
         called(answer(body=good()), stop_token_ids=[7])
 

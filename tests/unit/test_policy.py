@@ -116,37 +116,38 @@ def test_sglang_lets_go_of_its_cache_when_it_is_to_be_reset():
 
 def test_sglang_waits_for_calls_by_its_own_lock_and_is_not_paused_for_that():
     calls, _, _ = exchange(PolicyRequest(version="v1", path="/ckpt", mode="wait"))
-    assert [path for path, _ in calls] == [
-        "/update_weights_from_disk",
-        "/update_weight_version",
-        "/continue_generation",
-    ]
+    assert [path for path, _ in calls] == [f"/{step}" for step in STEPS[1:]]
 
 
-def test_a_failed_reload_takes_the_backend_out_and_ends_its_calls():
-    missing = (400, {"success": False, "message": "no such file"})
-    request = PolicyRequest(version="v1", path="/ckpt")
-    calls, told, done = exchange(request, update_weights_from_disk=missing)
-    assert done.state == "failed"
-    assert "no such file" in done.error
-    assert calls[-1] == ("/pause_generation", {"mode": "abort"})
-    assert [word[0] for word in told] == ["pause", "fail", "resume"]
-
-
-def test_a_failed_pause_leaves_the_old_weights_in_service():
-    request = PolicyRequest(version="v1", path="/ckpt")
-    calls, told, done = exchange(request, pause_generation=(500, "busy"))
-    assert done.state == "failed"
-    assert [path for path, _ in calls] == ["/pause_generation", "/continue_generation"]
-    assert [word[0] for word in told] == ["pause", "resume"]
-
-
-def test_an_adapter_is_refused_where_the_engine_cannot_exchange_it():
-    request = PolicyRequest(version="v1", path="/adapter", lora={"name": "policy"})
-    _, told, done = exchange(request)
-    assert done.state == "failed"
-    assert [word[0] for word in told] == ["pause", "resume"], "its weights are as they were"
-    assert "SGLang cannot exchange adapter 'policy' in place" in done.error
+@pytest.mark.parametrize(
+    ("options", "answers", "steps", "words", "error"),
+    [
+        # A failed reload takes the backend out and ends its calls.
+        (
+            {},
+            {"update_weights_from_disk": (400, {"success": False, "message": "no such file"})},
+            [*STEPS[:2], STEPS[0]],
+            ["pause", "fail", "resume"],
+            "no such file",
+        ),
+        # Otherwise its weights are as they were, and stay in service.
+        ({}, {"pause_generation": (500, "busy")}, [STEPS[0], STEPS[3]], ["pause", "resume"], "busy"),
+        (
+            {"lora": {"name": "policy"}},
+            {},
+            [STEPS[0], STEPS[3]],
+            ["pause", "resume"],
+            "SGLang cannot exchange adapter 'policy' in place",
+        ),
+    ],
+    ids=["reload", "pause", "adapter"],
+)
+def test_a_step_that_fails_leaves_a_backend_that_is_safe(options, answers, steps, words, error):
+    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt", **options), **answers)
+    assert done.state == "failed" and error in done.error
+    assert [path for path, _ in calls] == [f"/{step}" for step in steps]
+    assert [word[0] for word in told] == words
+    assert (calls[-1] == ("/pause_generation", {"mode": "abort"})) == ("fail" in words)
 
 
 def test_vllm_loads_an_adapter_in_place_of_the_one_of_that_name():
