@@ -11,7 +11,6 @@ from rollout.schema import BackendRequest
 from services.engines.base import SampleRequest
 from services.engines.describe import describe
 from services.state.backends.store import BackendStore
-from tests.helpers.stack import RedisServer
 from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter
 
@@ -21,15 +20,14 @@ PATIENCE_S = 60
 
 
 @pytest.fixture
-def store(embedded, tmp_path):
+def store(embedded, server):
     """Two backends, both this engine; the service knows other weights of the first than the engine names."""
-    redis = RedisServer(tmp_path)
-    store = BackendStore(redis.client)
+    server.client.flushall()
+    store = BackendStore(server.client)
     for name, version in (("exchanged", "before"), ("other", None)):
         backend = describe(BackendRequest(url=embedded.url, id=name))
         store.put(backend.model_copy(update={"policy_version": version or backend.policy_version}))
-    yield store
-    redis.stop()
+    return store
 
 
 def call_that_ends_during_an_exchange(store, end):
@@ -62,21 +60,15 @@ def call_that_ends_during_an_exchange(store, end):
     return asyncio.run(main())
 
 
-def test_they_are_taken_when_the_canary_passes(store):
-    def passed(version):
-        store.set_version("exchanged", version)
+@pytest.mark.parametrize("passes", [True, False])
+def test_they_are_taken_when_the_canary_passes_and_else_the_call_is_made_elsewhere(store, passes):
+    def end(version):
+        if passes:
+            store.set_version("exchanged", version)
+        else:
+            store.fail("exchanged", "canary failed")
         store.resume("exchanged")
 
-    served, completion = call_that_ends_during_an_exchange(store, passed)
-    assert served == ["exchanged"]
-    assert len(completion.token_ids) == 3
-
-
-def test_they_are_discarded_when_it_fails_and_the_call_is_made_elsewhere(store):
-    def failed(version):
-        store.fail("exchanged", "canary failed")
-        store.resume("exchanged")
-
-    served, completion = call_that_ends_during_an_exchange(store, failed)
-    assert served == ["other"]
+    served, completion = call_that_ends_during_an_exchange(store, end)
+    assert served == (["exchanged"] if passes else ["other"])
     assert len(completion.token_ids) == 3
