@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from sandbox.watchdog import Watchdog
 from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import new_state
 
+THREADS = ThreadPoolExecutor(16, "tests")
+"""For what goes on while a test does something else."""
 NEEDS = {
     "apptainer": "run deploy/setup/apptainer.sh and deploy/setup/image.sh",
     "bubblewrap": "run deploy/setup/apptainer.sh",

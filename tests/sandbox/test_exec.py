@@ -12,7 +12,7 @@ import pytest
 from sandbox.client import TRUSTED_PYTHON
 from sandbox.errors import SandboxRequestError
 from tests.helpers.blocking import SyncSandboxClient, exchange
-from tests.sandbox.conftest import sandbox_on
+from tests.sandbox.conftest import THREADS, sandbox_on
 
 sandbox = sandbox_on("apptainer", "bubblewrap", "local-unsafe")
 
@@ -139,40 +139,29 @@ def test_the_shell_is_back_after_it(client):
 
 
 def test_a_running_command_is_ended_for_it(client, sandbox):
-    done = []
-    running = threading.Thread(target=lambda: done.append(client.bash("sleep 600", 600)))
-    running.start()
+    command = THREADS.submit(client.bash, "sleep 600", 600)
     time.sleep(0.5)
     with SyncSandboxClient(sandbox.socket) as other:
         assert other.exec(["echo", "mine"]).stdout == "mine\n"
-    running.join(30)
-    assert done[0].interrupted
+    assert command.result(60).interrupted
 
 
 def test_a_reset_ends_it(client, sandbox):
-    done = []
-    running = threading.Thread(target=lambda: done.append(client.exec(["sleep", "600"], 600)))
-    running.start()
+    command = THREADS.submit(client.exec, ["sleep", "600"], 600)
     time.sleep(0.5)
     with SyncSandboxClient(sandbox.socket) as other:
         other.reset()
-    running.join(30)
-    assert (done[0].exit_code, done[0].interrupted) == (None, True)
+    ended = command.result(60)
+    assert (ended.exit_code, ended.interrupted) == (None, True)
     assert client.bash("echo back").output == "back\n"
 
 
 def test_two_at_once_take_their_turns(client, sandbox):
-    done = []
+    def run(number):
+        with SyncSandboxClient(sandbox.socket) as client:
+            return client.exec(["sh", "-c", "sleep 0.3; echo whole"])
 
-    def run():
-        with SyncSandboxClient(sandbox.socket) as mine:
-            done.append(mine.exec(["sh", "-c", "sleep 0.3; echo whole"]))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    done = list(THREADS.map(run, range(3)))
     assert [result.stdout for result in done] == ["whole\n"] * 3
     assert not any(result.interrupted for result in done)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -11,7 +10,7 @@ from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.spec import SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
-from tests.sandbox.conftest import run, sandbox_on
+from tests.sandbox.conftest import THREADS, run, sandbox_on
 
 pytestmark = pytest.mark.apptainer
 
@@ -274,15 +273,13 @@ def test_a_background_process_may_print_without_end(sandbox):
 
 
 def test_a_running_cell_can_be_interrupted_from_another_connection(info, sandbox):
-    results = []
     with SyncSandboxClient(info.socket) as other:
         code = "import time\nopen('/tmp/runs', 'w').close()\ntime.sleep(600)"
-        thread = threading.Thread(target=lambda: results.append(cell(other, code)))
-        thread.start()
+        command = THREADS.submit(cell, other, code)
         wait_for(sandbox, "[ -e /tmp/runs ]")
         assert sandbox.ipython_interrupt()
-        thread.join(PATIENCE_S)
-    assert (results[0].interrupted, results[0].timed_out, results[0].restarted) == (True, False, False)
+    result = command.result(PATIENCE_S)
+    assert (result.interrupted, result.timed_out, result.restarted) == (True, False, False)
     assert not sandbox.ipython_interrupt()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from sandbox import processes
 from sandbox.errors import SandboxRequestError
 from sandbox.spec import SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, exchange
-from tests.sandbox.conftest import sandbox_on
+from tests.sandbox.conftest import THREADS, sandbox_on
 
 KEEP = {"timeout": 60, "on_timeout": "keep"}
 FOREVER = 1000.0
@@ -259,9 +258,7 @@ def test_interrupt_ends_a_command_that_was_left_running(shell):
 
 
 def test_a_second_connection_types_at_once_while_the_first_waits(shell, box):
-    results = []
-    worker = threading.Thread(target=lambda: results.append(shell.bash("read -r x; echo got $x", FOREVER)))
-    worker.start()
+    command = THREADS.submit(shell.bash, "read -r x; echo got $x", FOREVER)
     with SyncSandboxClient(box.socket) as other:
 
         def typed():
@@ -272,23 +269,20 @@ def test_a_second_connection_types_at_once_while_the_first_waits(shell, box):
 
         sent = []
         until(lambda: sent.append(typed()) or sent[-1])
-    worker.join(60)
     assert (sent[-1].output, sent[-1].running) == ("", True)
-    assert results[0].output == "got words\n"
+    assert command.result(60).output == "got words\n"
 
 
 def test_an_interrupt_from_a_second_connection_ends_that_command_and_no_other(shell, box):
-    results = []
-    worker = threading.Thread(target=lambda: results.append(shell.bash("sleep 1000", FOREVER)))
-    worker.start()
+    command = THREADS.submit(shell.bash, "sleep 1000", FOREVER)
     with SyncSandboxClient(box.socket) as other:
         until(lambda: is_running(other))
         assert other.ping()["shell_pid"] > 0
         with pytest.raises(SandboxRequestError, match="longer than 4095 bytes"):
             other.send_input("x" * 5000)
         assert other.interrupt()
-        worker.join(60)
-        assert (results[0].interrupted, results[0].timed_out) == (True, False)
+        ended = command.result(60)
+        assert (ended.interrupted, ended.timed_out) == (True, False)
         assert not other.interrupt()
     orphan = "(sleep 0.05 &)"  # the server has to look when it ends
     later = shell.bash(f"{orphan}; sleep 0.2; echo whole")
@@ -300,16 +294,14 @@ def test_an_interrupt_from_a_second_connection_ends_that_command_and_no_other(sh
 
 def test_reset_gives_a_fresh_shell_whatever_runs(shell, box):
     shell.bash("cd /usr; X=1; trap '' INT TERM HUP; setsid sleep 1000 & nohup sleep 1000 >/dev/null 2>&1 &")
-    results = []
     stubborn = "trap '' INT TERM HUP; (trap '' INT TERM HUP; sleep 1000); sleep 1000"
-    worker = threading.Thread(target=lambda: results.append(shell.bash(stubborn, FOREVER)))
-    worker.start()
+    command = THREADS.submit(shell.bash, stubborn, FOREVER)
     with SyncSandboxClient(box.socket) as other:
         until(lambda: is_running(other))
         result = other.reset()
         assert (result.shell_restarted, result.exit_code, result.cwd) == (True, 0, box.workspace)
-        worker.join(60)
-        assert (results[0].interrupted, results[0].shell_restarted) == (True, True)
+        ended = command.result(60)
+        assert (ended.interrupted, ended.shell_restarted) == (True, True)
         result = other.bash("echo ${X-unset} $GREETING; pwd; trap -p; jobs")
         assert result.output == f"unset good day\n{box.workspace}\n"
         assert not result.shell_restarted
@@ -363,16 +355,13 @@ def test_reset_ends_a_fork_bomb_that_holds_all_processes(shell, box):
 
 
 def test_a_breach_is_told_with_the_command_that_it_ended(shell, box):
-    results = []
-    worker = threading.Thread(target=lambda: results.append(shell.bash("echo begun; sleep 1000", FOREVER)))
-    worker.start()
+    command = THREADS.submit(shell.bash, "echo begun; sleep 1000", FOREVER)
     with SyncSandboxClient(box.socket) as other:
         until(lambda: is_running(other))
     ask(box, "breach", kind="memory", message="memory limit: 9 of 8 MiB")
-    worker.join(60)
-    assert results[0].limit_exceeded == "memory limit: 9 of 8 MiB"
-    assert results[0].exit_code == 137
-    assert results[0].shell_restarted
+    ended = command.result(60)
+    assert ended.limit_exceeded == "memory limit: 9 of 8 MiB"
+    assert (ended.exit_code, ended.shell_restarted) == (137, True)
     result = shell.bash("echo next")
     assert (result.output, result.limit_exceeded, result.shell_restarted) == ("next\n", None, False)
 
