@@ -22,7 +22,7 @@ UNSAFE_CHARACTERS = set(":,\\\n\0")
 
 
 def check(
-    asked: Sequence[BindSpec], allowed: Sequence[AllowedBind], closed: Sequence[Path] = ()
+    requests: Sequence[BindSpec], allowed: Sequence[AllowedBind], closed: Sequence[Path] = ()
 ) -> tuple[Bind, ...]:
     """The binds as they will be mounted, symbolic links of the source resolved.
 
@@ -30,7 +30,7 @@ def check(
 
     Raises SandboxRequestError when one is not allowed, not there, or would cover what the sandbox needs.
     """
-    checked = tuple(_check_one(bind, allowed, closed) for bind in asked)
+    checked = tuple(_check_one(bind, allowed, closed) for bind in requests)
     for number, later in enumerate(checked):
         for earlier in checked[:number]:
             if _holds(later.target, earlier.target):

@@ -83,12 +83,12 @@ class HostConfig:
                 raise SandboxError(f"{name}={text!r}: {error}") from error
         return cls(**given)
 
-    def limits(self, asked: Limits) -> Limits:
+    def limits(self, request: Limits) -> Limits:
         """What a request is held to. Raises SandboxRequestError when it asks for more than the node gives."""
         resolved = {}
         for field in dataclasses.fields(Limits):
             allowed: Range = getattr(self, field.name)
-            value = getattr(asked, field.name)
+            value = getattr(request, field.name)
             if value is None:
                 value = allowed.default
             if not 0 < value <= allowed.most:

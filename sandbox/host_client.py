@@ -145,7 +145,7 @@ def _spawn(state: Path) -> None:
     command = [sys.executable, "-m", "sandbox.host", f"--state-dir={state}", "--detach", "--ready-fd=1"]
     try:
         with (state / LOG_NAME).open("ab") as log:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -154,7 +154,7 @@ def _spawn(state: Path) -> None:
                 cwd="/",
                 timeout=HOST_START_TIMEOUT_S,
             )
-        answer = done.stdout.decode(errors="replace")
+        answer = process.stdout.decode(errors="replace")
     except subprocess.TimeoutExpired:
         answer = f"no sign of life in {HOST_START_TIMEOUT_S:g} s"
     if answer != "ok":

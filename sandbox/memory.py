@@ -104,10 +104,10 @@ class Survey:
             if time.thread_time() < ends:
                 self._seen[key] = _look_at(usage, most)
             elif key in self._seen:
-                was = self._seen[key]
-                growth = usage.rss_bytes - was.rss_bytes
+                before = self._seen[key]
+                growth = usage.rss_bytes - before.rss_bytes
                 self._seen[key] = dataclasses.replace(
-                    was, private=was.private + growth, rss_bytes=usage.rss_bytes
+                    before, private=before.private + growth, rss_bytes=usage.rss_bytes
                 )
             elif at_once or self._calls >= MOST_CALLS:
                 self._seen[key], whole = Seen(usage.rss_bytes, usage.rss_bytes), False
@@ -194,9 +194,9 @@ def _descriptors(pid: int) -> Iterator[tuple[str, os.stat_result | None]]:
                 yield name, os.stat(f"{directory}/{fd}") if deleted else None  # noqa: PTH116
 
 
-def _sum_of(many: Iterable[dict[Any, int]]) -> int:
+def _sum_of(tables: Iterable[dict[Any, int]]) -> int:
     """Each thing once, whoever has it."""
-    return sum({key: size for sizes in many for key, size in sizes.items()}.values())
+    return sum({key: size for sizes in tables for key, size in sizes.items()}.values())
 
 
 def _used_of(file_system: int | None) -> int:

@@ -38,9 +38,9 @@ def remove(path: Path) -> None:
         pass  # it has closed directories, or is deeper than Python walks
     tool_env = {"PATH": paths.tool_path(), "LC_ALL": "C"}
     for command in (["chmod", "-R", "u+rwx", "--", path], ["rm", "-rf", "--one-file-system", "--", path]):
-        done = subprocess.run(command, env=tool_env, capture_output=True, check=False)
+        process = subprocess.run(command, env=tool_env, capture_output=True, check=False)
     if os.path.lexists(path):
-        log.error("cannot remove %s: %s", path, done.stderr.decode(errors="replace").strip()[-500:])
+        log.error("cannot remove %s: %s", path, process.stderr.decode(errors="replace").strip()[-500:])
 
 
 def usage(root: Path, most_bytes: int, most_entries: int) -> tuple[int, int]:

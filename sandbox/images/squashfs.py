@@ -71,10 +71,10 @@ def entries(path: Path, user: int | None = None) -> Iterator[Entry]:
     """
     with path.open("rb") as file:
         arguments = ["-ll", "-o", str(squashfs_offset(path))]
-        done = _unsquashfs(path, file.fileno(), "read", arguments, LIST_TIMEOUT_S, user=user)
-    if done.returncode != 0:
-        raise ImageError(f"cannot read {path}: {_complaint(done)}; copy or build it again")
-    for line in done.stdout.decode(errors="surrogateescape").split("\n"):
+        process = _unsquashfs(path, file.fileno(), "read", arguments, LIST_TIMEOUT_S, user=user)
+    if process.returncode != 0:
+        raise ImageError(f"cannot read {path}: {_complaint(process)}; copy or build it again")
+    for line in process.stdout.decode(errors="surrogateescape").split("\n"):
         if match := LINE.fullmatch(line):  # a name with a line break gives lines that do not match
             yield Entry(match[1], int(match[2]), match[3].removeprefix("/"))
 
@@ -106,7 +106,7 @@ def unpack(
     # Relative to where it stands: the user may be unable to come there by the whole path.
     arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", ".", "-o", str(squashfs_offset(path))]
     with path.open("rb") as file:
-        done = _unsquashfs(
+        process = _unsquashfs(
             path,
             file.fileno() if opened is None else opened,
             "unpack",
@@ -118,8 +118,8 @@ def unpack(
         )
     # Exit code 2: something was skipped, for a plain user the device nodes, which nobody needs. A full disk
     # is exit code 1.
-    if done.returncode not in (0, 2) or not any((target / name).exists() for name in ("usr", "bin")):
-        raise ImageError(f"cannot unpack {path} into {target.parent}: {_complaint(done)}")
+    if process.returncode not in (0, 2) or not any((target / name).exists() for name in ("usr", "bin")):
+        raise ImageError(f"cannot unpack {path} into {target.parent}: {_complaint(process)}")
 
 
 def reader(opened: int, user: int | None) -> int | None:
@@ -159,5 +159,5 @@ def _unsquashfs(
         raise ImageError(f"cannot {verb} {path}: {error}") from error
 
 
-def _complaint(done: subprocess.CompletedProcess[bytes]) -> str:
-    return done.stderr.decode(errors="replace").strip()[-1000:] or f"unsquashfs gave {done.returncode}"
+def _complaint(process: subprocess.CompletedProcess[bytes]) -> str:
+    return process.stderr.decode(errors="replace").strip()[-1000:] or f"unsquashfs gave {process.returncode}"

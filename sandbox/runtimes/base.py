@@ -263,7 +263,7 @@ class Runtime(abc.ABC):
                 "probe", base, base / "payload", rootfs, interpreter=interpreter, limits=PROBE_LIMITS
             )
             launch.make_directories(self.run_as)
-            done = subprocess.run(
+            process = subprocess.run(
                 self.argv(launch, ["true"]),
                 env=self.environment(launch),
                 stdin=subprocess.DEVNULL,
@@ -276,10 +276,10 @@ class Runtime(abc.ABC):
             raise RuntimeUnavailable(f"{self.name} does not work on this node: {error}") from error
         finally:
             trees.remove(base)
-        if done.returncode != 0:
-            words = done.stderr.decode(errors="replace").strip()[-1000:]
+        if process.returncode != 0:
+            words = process.stderr.decode(errors="replace").strip()[-1000:]
             raise RuntimeUnavailable(
-                f"{self.name} does not work on this node (exit code {done.returncode}): {words}"
+                f"{self.name} does not work on this node (exit code {process.returncode}): {words}"
             )
 
     def as_user(self) -> dict:

@@ -122,5 +122,5 @@ class Bubblewrap(Runtime):
 @functools.cache
 def _can_forbid_user_namespaces(program: str) -> bool:
     """Since 0.8; in older ones the filter of calls alone refuses them."""
-    done = subprocess.run([program, "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return "--disable-userns" in done.stdout + done.stderr
+    process = subprocess.run([program, "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return "--disable-userns" in process.stdout + process.stderr

@@ -32,8 +32,8 @@ OURS = ("/sbx", "/sbx-python", "/run/sbx", "/etc/ld.so.preload")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _require(done: int, what: str) -> None:
-    if done != 0:
+def _require(status: int, what: str) -> None:
+    if status != 0:
         raise SystemExit(f"writable_root: {what}: {os.strerror(ctypes.get_errno())}")
 
 
