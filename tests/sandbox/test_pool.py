@@ -42,6 +42,15 @@ def pool(state, monkeypatch):
     return make
 
 
+@pytest.fixture
+def host(pool, spec) -> SyncHostClient:
+    """One of which one sandbox was asked for, and two like it are ready."""
+    client = pool()
+    client.start(spec)
+    warm(client, 2)
+    return client
+
+
 def warm(host: SyncHostClient, count: int) -> None:
     """Wait until so many are ready."""
     deadline = time.monotonic() + 60
@@ -167,11 +176,9 @@ def test_what_nobody_asks_for_any_more_is_ended_and_started_anew_when_somebody_d
 # -- of a host ----------------------------------------------
 
 
-def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool, spec, state):
-    host = pool()
-    first = host.start(spec)
-    assert not first.warm
-    warm(host, 2)
+def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(host, spec, state):
+    (first,) = host.list()
+    assert not first["warm"]
     asked = SandboxSpec(
         runtime=spec.runtime,
         env={"GREETING": "it's"},
@@ -180,7 +187,7 @@ def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool,
         max_lifetime_s=100,
     )
     info = host.start(asked)
-    assert info.warm and info.owner == "me" and info.id != first.id
+    assert info.warm and info.owner == "me" and info.id != first["id"]
     (listed,) = [one for one in host.list() if one["id"] == info.id]
     assert listed["seconds_left"] <= 100
     with SyncSandboxClient(info.socket) as client:
@@ -195,29 +202,20 @@ def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(pool,
     assert not list((state / "scratch").glob("*"))
 
 
-def test_another_kind_is_not_served_from_the_pool(pool, spec):
-    host = pool()
-    host.start(spec)
-    warm(host, 2)
+def test_another_kind_is_not_served_from_the_pool(host, spec):
     for other in ({"limits": Limits(memory_mb=100)}, {"network": "host"}, {"ipython": True}):
         info = host.start(SandboxSpec(runtime=spec.runtime, **other))
         assert not info.warm
 
 
-def test_many_claims_at_once_each_get_a_sandbox_of_their_own(pool, spec):
-    host = pool()
-    host.start(spec)
-    warm(host, 2)
+def test_many_claims_at_once_each_get_a_sandbox_of_their_own(host, spec):
     with ThreadPoolExecutor(6) as threads:
         infos = list(threads.map(host.start, [spec] * 6))
     assert len({info.id for info in infos}) == 6
     assert sum(info.warm for info in infos) >= 2
 
 
-def test_a_warm_one_that_died_is_not_given(pool, spec, state):
-    host = pool()
-    host.start(spec)
-    warm(host, 2)
+def test_a_warm_one_that_died_is_not_given(host, spec, state):
     claimed = {one["id"] for one in host.list()}
     for directory in list((state / "scratch").iterdir()):
         if directory.name not in claimed:
@@ -229,10 +227,7 @@ def test_a_warm_one_that_died_is_not_given(pool, spec, state):
     warm(host, 2)
 
 
-def test_a_refused_claim_costs_the_warm_one_and_nothing_else(pool, spec):
-    host = pool()
-    host.start(spec)
-    warm(host, 2)
+def test_a_refused_claim_costs_the_warm_one_and_nothing_else(host, spec):
     bad = SandboxSpec(runtime=spec.runtime, env={"not a name": "x"})
     with pytest.raises(SandboxRequestError, match="not a name"):
         host.start(bad)
