@@ -278,7 +278,7 @@ def test_a_running_cell_can_be_interrupted_from_another_connection(info, sandbox
         command = THREADS.submit(cell, other, code)
         wait_for(sandbox, "[ -e /tmp/runs ]")
         assert sandbox.ipython_interrupt()
-    result = command.result(PATIENCE_S)
+        result = command.result(PATIENCE_S)
     assert (result.interrupted, result.timed_out, result.restarted) == (True, False, False)
     assert not sandbox.ipython_interrupt()
 
