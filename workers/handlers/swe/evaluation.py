@@ -6,9 +6,10 @@ import asyncio
 import secrets
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from sandbox.client import ExecResult, SandboxClient
 from workers.errors import TaskError
@@ -16,12 +17,7 @@ from workers.handlers.base import Context
 from workers.handlers.swe import plain_git
 from workers.handlers.swe.falsifying import Falsified, falsify
 from workers.handlers.swe.placing import NotPlaced, Specified, place, take_specified
-from workers.handlers.swe.recording import (
-    Recorder,
-    without_forgeries,
-    without_marks,
-    without_unmarked_failures,
-)
+from workers.handlers.swe.recording import Recorder, believed, without_marks
 from workers.handlers.swe.repository import prepare
 from workers.handlers.swe.rows import Instance
 from workers.handlers.swe.specs import END_MARK, R2E_PARSER, START_MARK, Spec
@@ -33,17 +29,20 @@ NOT_APPLIED = ">>>>> Patch Apply Failed"
 TESTS_ERROR = ">>>>> Tests Errored"
 TESTS_TIMEOUT = ">>>>> Tests Timed Out"
 EXIT_CODE = ">>>>> Test Exit Code"
-"""The official harness's words, which its grading looks for."""
+"""Words of the official harness, which its grading looks for."""
 
 GIT_S = 300.0
 GRADE_S = 60.0
 MAX_LOG_CHARS = 8_000_000
-"""Of the tests' output; beyond it the middle is cut, and tests named there count as not run."""
+"""The tests' output is cut in its middle beyond this, and tests named there count as not run."""
 MARGIN_S = 30.0
 MARGIN_SHARE = 0.2
-"""What is kept of `eval_timeout_s` for all but the tests: so much, but no more than this share."""
+"""So much of `eval_timeout_s` is kept for all but the tests, but no more than this share."""
 MAX_NAMED = 5
-"""Names of tests in a sentence."""
+"""So many tests are named in a sentence."""
+CHANGED = "a test that fails was reported as passed: code under test changed pytest"
+ENDED_EARLY = "the process of the tests ended before pytest did"
+NOT_STARTED = "pytest did not start; where it cannot load a plug-in, set spec.recorder to false"
 
 Status = Literal[
     "resolved",
@@ -81,11 +80,18 @@ class Judgement:
     """`tests`: of the tests' own command; `control`: of the run whose tests must fail; `total`: of all."""
 
     def share(self, kind: str) -> float | None:
-        """Share of a kind of tests that passed; None where that was not measured."""
+        """The share of a kind of tests that passed; None where that was not measured."""
         if kind not in self.tests_status:
             return None
         good, bad = (len(self.tests_status[kind][key]) for key in ("success", "failure"))
         return good / (good + bad) if good + bad else None
+
+    def fail(self, status: Status, detail: str) -> Judgement:
+        """Take this for no result, in words that the official grading, too, takes for none."""
+        mark = TESTS_TIMEOUT if status == "tests_timed_out" else TESTS_ERROR
+        self.status, self.resolved, self.detail, self.tests_status = status, False, detail, {}
+        self.log += f"{mark}: {detail}\n"
+        return self
 
 
 async def judge(
@@ -103,78 +109,54 @@ async def judge(
     began = time.monotonic()
     if not patch.strip():
         return Judgement("empty_patch", detail="nothing was changed")
-    ends = began + ctx.limits.eval_timeout_s - min(MARGIN_S, MARGIN_SHARE * ctx.limits.eval_timeout_s)
-    async with ctx.sandboxes.fresh(ctx, **sandbox) as box:
-        run = _Run(box, instance, spec, ends)
+    limit = ctx.limits.eval_timeout_s
+    ends = began + limit - min(MARGIN_S, MARGIN_SHARE * limit)
+
+    @asynccontextmanager
+    async def fresh_run() -> AsyncIterator[_Run]:
+        async with ctx.sandboxes.fresh(ctx, **sandbox) as box:
+            yield _Run(box, instance, spec, ends)
+
+    async with fresh_run() as run:
         judgement = await run.judge(patch)
     if judgement.resolved:
-        await _control(ctx, instance, spec, patch, sandbox, ends, run.specified, judgement)
+        await _control(fresh_run, instance, patch, run.specified, judgement)
     judgement.suspicious += suspicions(patch, spec.test_files)
     judgement.seconds["total"] = time.monotonic() - began
     return judgement
 
 
 async def _control(
-    ctx: Context[Any],
-    instance: Instance,
-    spec: Spec,
-    patch: str,
-    sandbox: dict[str, Any],
-    ends: float,
-    specified: Specified,
-    judgement: Judgement,
+    fresh_run: FreshRun, instance: Instance, patch: str, specified: Specified, judgement: Judgement
 ) -> None:
     """Run the tests once more, changed so that each must fail. One that passes was never judged."""
-    names = _names(instance)
+    names = instance.must_pass
     falsified = falsify(specified.files, names[: len(instance.fail_to_pass) or None], names)
     if not falsified.must_fail:
         judgement.suspicious.append("not controlled: none of the tests could be made to fail")
         return
     began = time.monotonic()
-
-    async def passing(patch: str | None) -> set[str] | None:
-        async with ctx.sandboxes.fresh(ctx, **sandbox) as box:
-            return await _Run(box, instance, spec, ends).passing(patch, falsified)
-
-    passed = await passing(patch)
+    async with fresh_run() as run:
+        passed = await run.passing(patch, falsified)
     if passed:
         # Tests may be such that they cannot fail, whatever the code: those pass without the patch as well.
-        passed -= await passing(None) or set()
+        async with fresh_run() as run:
+            passed -= await run.passing(None, falsified) or set()
     judgement.seconds["control"] = time.monotonic() - began
     judgement.control = {"must_fail": len(falsified.must_fail), "passed": sorted(passed or ())}
     if passed is None:
         judgement.suspicious.append("the run whose tests must fail told nothing of any test")
     elif passed:
-        _refuse(judgement, f"{len(passed)} tests passed though they were made to fail: {_listed(passed)}")
-
-
-def _refuse(judgement: Judgement, detail: str) -> None:
-    judgement.status, judgement.resolved, judgement.detail = "results_forged", False, detail
-    judgement.tests_status = {}
-    # In words that the official grading, too, takes for no result.
-    judgement.log += f"{TESTS_ERROR}: {detail}\n"
-
-
-def _names(instance: Instance) -> list[str]:
-    """Of the tests that must pass, those that the fix is for first."""
-    if instance.expected is not None:
-        return [name for name, status in instance.expected.items() if status == "PASSED"]
-    return [*instance.fail_to_pass, *instance.pass_to_pass]
-
-
-def _listed(names: set[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(sorted(names)[:MAX_NAMED]) + more
-
-
-CHANGED = "a test that fails was reported as passed: code under test changed pytest"
-ENDED_EARLY = "the process of the tests ended before pytest did"
-NOT_STARTED = "pytest did not start; where it cannot load a plug-in, set spec.recorder to false"
+        more = f" and {len(passed) - MAX_NAMED} more" if len(passed) > MAX_NAMED else ""
+        listed = ", ".join(sorted(passed)[:MAX_NAMED]) + more
+        judgement.fail(
+            "results_forged", f"{len(passed)} tests passed though they were made to fail: {listed}"
+        )
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What one run of the tests told."""
+class _Account:
+    """The account that one run of the tests gives."""
 
     output: str
     """As far as it is believed."""
@@ -197,26 +179,42 @@ class _Run:
         self._home = "/"
 
     async def judge(self, patch: str) -> Judgement:
-        """What the specified tests say of the patch."""
+        """Apply the patch, run the specified tests and grade them."""
         base = await self._prepare()
-        applied_with, said = await self._apply(patch)
+        applied_with, words = await self._apply(patch)
         if applied_with is None:
-            log = f"{NOT_APPLIED}:\n{without_marks(said)}\n"
-            return Judgement("patch_not_applied", detail=said[-1000:], base_commit=base, log=log)
+            log = f"{NOT_APPLIED}:\n{without_marks(words)}\n"
+            return Judgement("patch_not_applied", detail=words[-1000:], base_commit=base, log=log)
+        judgement = Judgement(
+            "tests_not_finished",
+            patch_applied=True,
+            applied_with=applied_with,
+            base_commit=base,
+            log=f"{APPLIED}\n",
+            seconds={"tests": 0.0},
+        )
         try:
-            told = await self._tests()
+            account = await self._tests()
         except NotPlaced as error:
             detail = f"the tests cannot be put on top of the patch: {error}"
-            judgement = _unfinished("tests_not_placed", detail)
-        else:
-            judgement = await self._graded(patch, told)
-            judgement.seconds["tests"] = told.seconds
-        judgement.patch_applied, judgement.applied_with, judgement.base_commit = True, applied_with, base
-        judgement.seconds.setdefault("tests", 0.0)
+            return judgement.fail("tests_not_placed", detail)
+        judgement.log, judgement.suspicious = account.log, account.suspicious
+        judgement.seconds["tests"] = account.seconds
+        if account.trouble is not None:
+            return judgement.fail(*account.trouble)
+        report = await self._report(patch, account)
+        if report is None:
+            detail = "the output of the tests could not be read in time, though another could"
+            return judgement.fail("tests_not_finished", detail)
+        if not report["graded"]:
+            judgement.detail = "no result of any test was found in the output"
+            return judgement
+        judgement.resolved, judgement.tests_status = report["resolved"], report["tests_status"]
+        judgement.status = "resolved" if judgement.resolved else "unresolved"
         return judgement
 
     async def passing(self, patch: str | None, falsified: Falsified) -> set[str] | None:
-        """Which of the tests that must fail are said to pass; None when nothing is said of any.
+        """Run the tests that must fail; answers which are said to pass, None when nothing is said of any.
 
         Args:
             patch: None = the base commit alone.
@@ -225,12 +223,12 @@ class _Run:
         if patch is not None:
             await self._apply(patch)
         try:
-            told = await self._tests(falsified)
+            account = await self._tests(falsified)
         except NotPlaced:
             return None
-        if told.trouble is not None:
+        if account.trouble is not None:
             return None
-        report = await self._report(patch or "", told, falsified.must_fail)
+        report = await self._report(patch or "", account, falsified.must_fail)
         if report is None or not report["graded"]:
             return None
         status = report["tests_status"]
@@ -243,7 +241,7 @@ class _Run:
         return base
 
     async def _apply(self, patch: str) -> tuple[str | None, str]:
-        """How the patch was applied (None: it does not apply), and what was said."""
+        """Apply the patch; answers how (None: it does not apply), and the words of git."""
         file, repo = f"{self._work}/patch.diff", self._spec.repo_dir
         await self._box.write_file(file, patch)
         script = (
@@ -254,7 +252,7 @@ class _Run:
         result = await self._box.bash(script, timeout=GIT_S)
         return {0: "git apply", 10: "patch --fuzz=5"}.get(result.exit_code or 0), result.output
 
-    async def _tests(self, falsified: Falsified | None = None) -> _Told:
+    async def _tests(self, falsified: Falsified | None = None) -> _Account:
         """Put the tests in place, whatever else brought tests here, and run them.
 
         Raises:
@@ -277,7 +275,7 @@ class _Run:
         result = await self._run("tests", [*lines, *spec.before_tests], spec.test_script, spec.test_timeout_s)
         if result.not_started and not spec.install:
             raise TaskError(f"{self._instance.instance_id}: the tests cannot be run: {result.not_started}")
-        return await self._told(result, recorder)
+        return await self._account(result, recorder)
 
     async def _run(
         self, name: str, lines: Sequence[str], script: str | None, most_s: float | None = None
@@ -291,20 +289,18 @@ class _Run:
         )
         file = f"{self._work}/{name}.sh"
         await self._box.write_file(file, text)
-        left = max(1.0, self._ends - time.monotonic())
+        remaining_s = max(1.0, self._ends - time.monotonic())
         return await self._box.exec(
             ["bash", file],
-            min(left, most_s or left),
+            min(remaining_s, most_s or remaining_s),
             env={"HOME": self._home},
             merge_output=True,
             max_output_chars=MAX_LOG_CHARS,
         )
 
-    async def _told(self, result: ExecResult, recorder: Recorder | None) -> _Told:
-        """What the tests told, as far as it is believed."""
+    async def _account(self, result: ExecResult, recorder: Recorder | None) -> _Account:
         trouble: tuple[Status, str] | None = None
-        suspicious: list[str] = []
-        output = without_marks(result.stdout)
+        outcomes = None
         if result.timed_out:
             trouble = "tests_timed_out", f"the tests did not end within {result.wall_s:.0f} s"
         elif result.limit_exceeded or result.not_started:
@@ -314,69 +310,41 @@ class _Run:
             if outcomes is None:
                 loaded = await recorder.was_loaded(self._box)
                 trouble = "tests_not_finished", ENDED_EARLY if loaded else NOT_STARTED
-            else:
-                suspicious = outcomes.suspicious
-                if outcomes.changed:
-                    trouble = "results_forged", CHANGED
-                output = await asyncio.to_thread(without_forgeries, output, outcomes.statuses)
-        expected = self.specified.files.expects_failure
-        output = await asyncio.to_thread(without_unmarked_failures, output, expected)
-        return _Told(output, _log(output, result), suspicious, trouble, result.wall_s)
-
-    async def _graded(self, patch: str, told: _Told) -> Judgement:
-        if told.trouble is not None:
-            return _unfinished(*told.trouble, told.log, told.suspicious)
-        report = await self._report(patch, told)
-        if report is None:
-            detail = "the output of the tests could not be read in time, though another could"
-            return _unfinished("tests_not_finished", detail, told.log, told.suspicious)
-        judgement = Judgement("tests_not_finished", log=told.log, suspicious=list(told.suspicious))
-        if not report["graded"]:
-            judgement.detail = "no result of any test was found in the output"
-            return judgement
-        judgement.resolved, judgement.tests_status = report["resolved"], report["tests_status"]
-        judgement.status = "resolved" if judgement.resolved else "unresolved"
-        return judgement
+            elif outcomes.changed:
+                trouble = "results_forged", CHANGED
+        expects_failure = self.specified.files.expects_failure
+        output = await asyncio.to_thread(believed, result.stdout, outcomes, expects_failure)
+        code = result.exit_code if result.exit_code is not None else 128 + (result.signal or 0)
+        log = f"{APPLIED}\n{START_MARK}\n{output}\n{END_MARK}\n{EXIT_CODE}: {code}\n"
+        return _Account(output, log, outcomes.suspicious if outcomes else [], trouble, result.wall_s)
 
     async def _report(
-        self, patch: str, told: _Told, passing: Sequence[str] | None = None
+        self, patch: str, account: _Account, names: Sequence[str] | None = None
     ) -> dict[str, Any] | None:
-        """What grading says; None when what the tests printed keeps it from saying anything.
+        """Grade the account; None when what the tests printed keeps it from being graded.
 
         Args:
-            passing: Tests to ask for instead of those of the instance: whether they pass.
+            names: Tests to ask for instead of those of the instance: whether they pass.
         """
         instance, spec = self._instance, self._spec
         if spec.log_parser == R2E_PARSER:
-            grader = "workers.scoring.swe_tests:grade_expected"
-            wanted = instance.expected if passing is None else dict.fromkeys(passing, "PASSED")
-            expected = {"log": told.output, "expected": wanted}
-            return await score_or_blame(grader, expected, known=expected | {"log": ""}, timeout_s=GRADE_S)
-        payload = {
-            "instance_id": instance.instance_id,
-            "repo": instance.repo,
-            "version": instance.version,
-            "fail_to_pass": instance.fail_to_pass if passing is None else list(passing),
-            "pass_to_pass": instance.pass_to_pass if passing is None else [],
-            "log_parser": spec.log_parser,
-            "eval_type": spec.eval_type if passing is None else "pass_and_fail",
-            "patch": patch,
-            "log": told.log,
-        }
-        empty = payload | {"log": f"{START_MARK}\n{END_MARK}\n"}
-        return await score_or_blame(
-            "workers.scoring.swe_tests:grade", payload, known=empty, timeout_s=GRADE_S
-        )
+            grader, empty_log = "workers.scoring.swe_tests:grade_expected", ""
+            expected = instance.expected if names is None else dict.fromkeys(names, "PASSED")
+            payload: dict[str, Any] = {"log": account.output, "expected": expected}
+        else:
+            grader, empty_log = "workers.scoring.swe_tests:grade", f"{START_MARK}\n{END_MARK}\n"
+            payload = {
+                "instance_id": instance.instance_id,
+                "repo": instance.repo,
+                "version": instance.version,
+                "fail_to_pass": instance.fail_to_pass if names is None else list(names),
+                "pass_to_pass": instance.pass_to_pass if names is None else [],
+                "log_parser": spec.log_parser,
+                "eval_type": spec.eval_type if names is None else "pass_and_fail",
+                "patch": patch,
+                "log": account.log,
+            }
+        return await score_or_blame(grader, payload, known=payload | {"log": empty_log}, timeout_s=GRADE_S)
 
 
-def _log(output: str, result: ExecResult) -> str:
-    code = result.exit_code if result.exit_code is not None else 128 + (result.signal or 0)
-    return f"{APPLIED}\n{START_MARK}\n{output}\n{END_MARK}\n{EXIT_CODE}: {code}\n"
-
-
-def _unfinished(
-    status: Status, detail: str, log: str = f"{APPLIED}\n", suspicious: Sequence[str] = ()
-) -> Judgement:
-    # In words that the official grading, too, takes for no result.
-    mark = TESTS_TIMEOUT if status == "tests_timed_out" else TESTS_ERROR
-    return Judgement(status, detail=detail, log=f"{log}{mark}: {detail}\n", suspicious=list(suspicious))
+FreshRun: TypeAlias = Callable[[], AbstractAsyncContextManager[_Run]]

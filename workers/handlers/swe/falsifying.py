@@ -41,6 +41,7 @@ _UNITTEST = {
     "assertLess": "{b}, {a}",
 }
 """Arguments with which a method of `unittest.TestCase` fails; `a` is less than `b`."""
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -60,22 +61,18 @@ def falsify(files: TestFiles, fail_to_pass: Sequence[str], others: Sequence[str]
         fail_to_pass: Names of tests that get both forms in one, which costs their time again.
         others: Names of tests that are stopped at once.
     """
-    wanted: dict[str, dict[ast.AST, bool]] = {}
-    names: dict[str, list[tuple[str, ast.AST]]] = {}
+    runs: dict[str, dict[Function, bool]] = {}
+    paths: dict[str, set[str]] = {}
     for name in dict.fromkeys([*fail_to_pass, *others]):
-        found = files.find(name)
-        if not found or files.expects_failure(name) or any(_is_generator(node) for _, _, node in found):
+        definitions = files.find(name)
+        if files.expects_failure(name) or any(_is_generator(node) for _, _, node in definitions):
             continue
-        names[name] = [(path, node) for path, _, node in found]
-        for path, _, node in found:
-            wanted.setdefault(path, {}).setdefault(node, name in fail_to_pass)
-    sources = {}
-    for path, nodes in wanted.items():
-        text = _changed(files.files[path], nodes)
-        if text is not None:
-            sources[path] = text
-    must_fail = [name for name, found in names.items() if all(path in sources for path, _ in found)]
-    return Falsified(sources, must_fail)
+        for path, _, node in definitions:
+            paths.setdefault(name, set()).add(path)
+            runs.setdefault(path, {}).setdefault(node, name in fail_to_pass)
+    changed = {path: _changed(files.files[path], nodes) for path, nodes in runs.items()}
+    sources = {path: text for path, text in changed.items() if text is not None}
+    return Falsified(sources, [name for name, places in paths.items() if places <= sources.keys()])
 
 
 @dataclass(frozen=True)
@@ -87,19 +84,15 @@ class _Edit:
     text: str
 
 
-def _changed(file: TestFile, nodes: dict[ast.AST, bool]) -> str | None:
+def _changed(file: TestFile, nodes: dict[Function, bool]) -> str | None:
     """The file with its tests falsified; None if that cannot be done."""
     edits: list[_Edit] = []
     for node, runs in nodes.items():
         edits += _foreign(file, node) if runs and _can_run(node) else [_stopped(file, node)]
-    # As `ast` counts: lines end with \n, \r\n or \r, columns are bytes of UTF-8.
-    lines = [line.encode() for line in file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    lines = [*file.lines, b""]  # what follows the last line begins another one
     for edit in sorted(edits, key=lambda edit: edit.begin, reverse=True):
-        (first, left), (last, right) = edit.begin, edit.end
-        if first > len(lines):
-            lines += [b""] * (first - len(lines))
-            last = first
-        joined = lines[first - 1][:left] + edit.text.encode() + lines[last - 1][right:]
+        (first, begin), (last, end) = edit.begin, edit.end
+        joined = lines[first - 1][:begin] + edit.text.encode() + lines[last - 1][end:]
         lines[first - 1 : last] = joined.split(b"\n")
     text = b"\n".join(lines).decode()
     try:
@@ -119,13 +112,12 @@ def _stopped(file: TestFile, node: Function) -> _Edit:
         return _Edit(place, place, f"; {_failure(file, node, one_line=True)}; return")
     first = body[0]
     line = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", []))])
-    before = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")[line - 1].encode()
-    column = len(before) - len(before.lstrip())
-    alone = line < first.lineno or column == first.col_offset
-    if not alone:
+    text = file.lines[line - 1]
+    column = len(text) - len(text.lstrip())
+    if line == first.lineno and column != first.col_offset:  # behind `def` or another statement
         place = (line, first.col_offset)
         return _Edit(place, place, f"{_failure(file, node, one_line=True)}; return; ")
-    indent = before[:column].decode()
+    indent = text[:column].decode()
     failure = _failure(file, node).replace("\n", f"\n{indent}")
     return _Edit((line, column), (line, column), f"{failure}\n{indent}return\n{indent}")
 
@@ -134,7 +126,6 @@ def _foreign(file: TestFile, node: Function) -> list[_Edit]:
     """The test runs, compares with what nobody can know, and fails at its end."""
     edits = []
     variables = _variables(node)
-    lines = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for statement in _statements(node.body):
         if (sides := _compared(statement)) is None:
             continue
@@ -148,23 +139,22 @@ def _foreign(file: TestFile, node: Function) -> list[_Edit]:
         text = f"if ({segment}) == {value}: return"
         if isinstance(right, ast.Name) and right.id in variables - _names(left):
             # Who looks it up among the test's variables finds the other value, too.
-            indent = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
+            indent = file.lines[statement.lineno - 1][: statement.col_offset].decode()
             text = f"{right.id} = {value}\n{indent}{text}"
         assert statement.end_lineno is not None and statement.end_col_offset is not None
         begin = (statement.lineno, statement.col_offset)
         edits.append(_Edit(begin, (statement.end_lineno, statement.end_col_offset), text))
     last = node.body[-1]
     assert last.end_lineno is not None
-    indent = lines[last.lineno - 1].encode()[: last.col_offset].decode()
+    indent = file.lines[last.lineno - 1][: last.col_offset].decode()
     place = (last.end_lineno + 1, 0)
-    failure = _failure(file, node, one_line=True)
-    edits.append(_Edit(place, place, f"{indent}{failure}\n"))
+    edits.append(_Edit(place, place, f"{indent}{_failure(file, node, one_line=True)}\n"))
     return edits
 
 
 def _variables(node: Function) -> set[str]:
     """Names that are the function's own, and of nothing in it that may look at them later."""
-    inner = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.GeneratorExp
+    inner = _SCOPES | ast.Lambda | ast.GeneratorExp
     parts = [part for statement in node.body for part in ast.walk(statement)]
     if any(isinstance(part, inner | ast.Global | ast.Nonlocal) for part in parts):
         return set()
@@ -184,7 +174,7 @@ def _can_run(node: Function) -> bool:
     if any(isinstance(part, ast.Return | ast.Yield | ast.YieldFrom) for part in own):
         return False
     last = node.body[-1]
-    simple = not isinstance(last, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    simple = not isinstance(last, _SCOPES)
     return simple and node.body[0].lineno > node.lineno and _alone(node.body)
 
 
@@ -197,7 +187,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     if not _alone(body):
         return
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, _SCOPES):
             continue
         yield node
         for name in ("body", "orelse", "finalbody"):
@@ -221,9 +211,9 @@ def _compared(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def _unknowable(other: ast.expr) -> str:
+def _unknowable(expected: ast.expr) -> str:
     """Text of a value of the same type as what was expected, if that can be seen."""
-    kind = type(other.value) if isinstance(other, ast.Constant) else str
+    kind = type(expected.value) if isinstance(expected, ast.Constant) else str
     number = _random.randrange(10**6, 10**7)
     if kind in (int, float, complex):
         return repr(kind(number) + (0.25 if kind is not int else 0))
@@ -256,7 +246,7 @@ def _own(node: Function) -> Iterator[ast.AST]:
     while waiting:
         part = waiting.pop()
         yield part
-        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        if not isinstance(part, _SCOPES | ast.Lambda):
             waiting += ast.iter_child_nodes(part)
 
 

@@ -20,7 +20,7 @@ from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.packages import require
 from workers.handlers.swe.evaluation import Judgement, judge
 from workers.handlers.swe.images import local_name
-from workers.handlers.swe.patches import Patch, note_base, take_patch
+from workers.handlers.swe.patches import note_base, take_patch
 from workers.handlers.swe.placing import check_test_patch
 from workers.handlers.swe.repository import hide_future, prepare
 from workers.handlers.swe.rows import Instance, SweTask
@@ -113,13 +113,13 @@ class Swe(AgentHandler[SweTask]):
         if "patch" not in ctx.artifacts:
             # RUN was ended before it could take it.
             await self._keep_patch(ctx, instance, spec, options)
-        taken = json.loads(ctx.artifacts.get("patch_notes", "{}"))
-        if taken.get("problem"):
-            judgement = Judgement("no_patch", detail=taken["problem"])
+        notes = json.loads(ctx.artifacts.get("patch_notes", "{}"))
+        if notes.get("problem"):
+            judgement = Judgement("no_patch", detail=notes["problem"])
         else:
             judgement = await judge(ctx, instance, spec, ctx.artifacts["patch"], options)
         ctx.artifacts["test_log"] = judgement.log[-MAX_LOG_KEPT:]
-        ctx.artifacts["report"] = json.dumps(_report(instance, judgement, taken))
+        ctx.artifacts["report"] = json.dumps(_report(instance, judgement, notes))
         ctx.metrics["eval_test_s"] = judgement.seconds.get("tests", 0.0)
         ctx.metrics["eval_total_s"] = judgement.seconds.get("total", 0.0)
         return Reward(float(judgement.resolved), _components(instance, judgement))
@@ -134,7 +134,12 @@ class Swe(AgentHandler[SweTask]):
         began = time.monotonic()
         patch = await take_patch(ctx, instance, spec, options)
         ctx.artifacts["patch"] = patch.text
-        ctx.artifacts["patch_notes"] = json.dumps(_notes(patch))
+        notes = {
+            "problem": patch.problem,
+            "dropped": dict(list(patch.dropped.items())[:MAX_DROPPED_KEPT]),
+            "dropped_count": len(patch.dropped),
+        }
+        ctx.artifacts["patch_notes"] = json.dumps(notes)
         ctx.metrics["patch_s"] = time.monotonic() - began
 
     def _sandbox(self, instance: Instance) -> dict[str, Any]:
@@ -167,20 +172,12 @@ async def _environment(box: SandboxClient) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name.startswith(_KEPT_VARIABLES)}
 
 
-def _notes(patch: Patch) -> dict[str, Any]:
-    return {
-        "problem": patch.problem,
-        "dropped": dict(list(patch.dropped.items())[:MAX_DROPPED_KEPT]),
-        "dropped_count": len(patch.dropped),
-    }
-
-
-def _report(instance: Instance, judgement: Judgement, taken: dict[str, Any]) -> dict[str, Any]:
-    told = asdict(judgement)
-    del told["log"]
+def _report(instance: Instance, judgement: Judgement, notes: dict[str, Any]) -> dict[str, Any]:
+    report = asdict(judgement)
+    del report["log"]
     if judgement.status in ("no_patch", "tests_not_placed"):
-        told["blame"] = Blame.AGENT.value
-    return {"instance_id": instance.instance_id, "source": instance.source, **told, "patch": taken}
+        report["blame"] = Blame.AGENT.value
+    return {"instance_id": instance.instance_id, "source": instance.source, **report, "patch": notes}
 
 
 def _components(instance: Instance, judgement: Judgement) -> dict[str, float]:

@@ -40,5 +40,5 @@ def _image(row: Row) -> str:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        said = first["msg"].removeprefix("Value error, ")
-        raise ImageError(": ".join(filter(None, (row.where, where, said)))) from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ImageError(": ".join(filter(None, (row.where, where, reason)))) from error

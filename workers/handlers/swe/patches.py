@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +31,10 @@ from workers.handlers.swe.specs import Spec
 MAX_PATCH_BYTES = 1_000_000
 """A fix is far shorter; what is longer has build products or data in it."""
 MAX_CHANGED_BYTES = 64 << 20
-"""Of the new content of changed files. git compares them in memory, and none of a fix is that large."""
+"""The new content of changed files has no more: git compares them in memory, and no fix is that large."""
 MAX_CHANGED_FILES = 2000
 MAX_IGNORE_BYTES = 1 << 20
-"""Of a `.gitignore` that the agent wrote."""
+"""A `.gitignore` that the agent wrote has no more."""
 GIT_S = 300.0
 """Most seconds of a step of git on what the image holds."""
 AGENTS_GIT_S = 20.0
@@ -100,9 +101,9 @@ async def take_patch(ctx: Context[Any], instance: Instance, spec: Spec, sandbox:
         return Patch("")
     async with ctx.sandboxes.fresh(ctx, **sandbox) as pristine:
         await prepare(pristine, instance, spec)
-        comparison = _Comparison(ctx.sandbox, pristine, instance, spec)
+        comparison = _Comparison(ctx.sandbox, pristine, spec)
         try:
-            return await comparison.patch(changed, removed)
+            return await comparison.patch(changed, removed, instance.gold_files)
         except _NoPatch as problem:
             return Patch("", comparison.dropped, str(problem))
 
@@ -110,21 +111,18 @@ async def take_patch(ctx: Context[Any], instance: Instance, spec: Spec, sandbox:
 class _Comparison:
     """Of the agent's changes with a fresh sandbox."""
 
-    def __init__(
-        self, agents: SandboxClient, pristine: SandboxClient, instance: Instance, spec: Spec
-    ) -> None:
-        self._agents, self._pristine = agents, pristine
-        self._instance, self._spec = instance, spec
+    def __init__(self, agents: SandboxClient, pristine: SandboxClient, spec: Spec) -> None:
+        self._agents, self._pristine, self._spec = agents, pristine, spec
         self._work = f"/tmp/rollout-{secrets.token_hex(8)}"
         self.dropped: dict[str, str] = {}
 
-    async def patch(self, changed: list[TreeEntry], removed: list[str]) -> Patch:
-        left_out = await self._not_taken(changed, removed)
-        roots = await self._roots()
-        rules = Protection(self._spec.test_files, self._instance.gold_files, roots)
-        kept, gone = [], []
+    async def patch(self, changed: list[TreeEntry], removed: list[str], gold_files: list[str]) -> Patch:
+        is_left_out = await self._not_taken(changed, removed)
+        rules = Protection(self._spec.test_files, gold_files, await self._roots())
+        kept: list[TreeEntry] = []
+        gone: list[str] = []
         for path, entry in [*((entry.path, entry) for entry in changed), *((path, None) for path in removed)]:
-            if left_out(path):
+            if is_left_out(path):
                 continue
             if why := rules.objection(path, entry is not None and entry.new):
                 self.dropped[_printable(path)] = why
@@ -133,11 +131,13 @@ class _Comparison:
             else:
                 gone.append(path)
         kept.sort(key=lambda entry: entry.path)
-        _check_size(kept)
-        text = await self._compared(kept, gone)
-        return Patch(text, self.dropped)
+        if len(kept) > MAX_CHANGED_FILES:
+            raise _NoPatch(f"{len(kept)} files were changed, too many to compare: {_names(kept)}")
+        if (size := sum(entry.size for entry in kept)) > MAX_CHANGED_BYTES:
+            raise _NoPatch(f"the changed files have {size} bytes, too many to compare: {_names(kept)}")
+        return Patch(await self._compared(kept, gone), self.dropped)
 
-    async def _not_taken(self, changed: list[TreeEntry], removed: list[str]) -> Any:
+    async def _not_taken(self, changed: list[TreeEntry], removed: list[str]) -> Callable[[str], bool]:
         """A predicate of paths: what git ignores there, with the agent's `.gitignore`s, and submodules."""
         work, tree = self._work, shlex.quote(self._spec.repo_dir)
         await self._image(
@@ -156,17 +156,17 @@ class _Comparison:
             if mode.startswith(_SUBMODULE):
                 submodules.append(f"{path}/")
         await self._take_ignores(changed, removed)
-        asked = [entry.path for entry in changed] + removed
+        paths = [entry.path for entry in changed] + removed
         # With `./`, or a name that begins with a colon would be more than a name.
-        names = _joined(f"./{path}" for path in asked if path not in tracked)
+        names = _joined(f"./{path}" for path in paths if path not in tracked)
         await self._pristine.write_file(f"{work}/asked", names)
         await self._agent(
             f"{plain_git.use(work, f'{work}/ignore')} && {{ {GIT} check-ignore --no-index -z --stdin"
             f" < ../asked > ../ignored; [ $? -le 1 ]; }}",
             "which files are ignored",
         )
-        said = _fields(await self._pristine.read_file(f"{work}/ignored"))
-        ignored = {path.removeprefix("./") for path in said}
+        raw = await self._pristine.read_file(f"{work}/ignored")
+        ignored = {path.removeprefix("./") for path in _fields(raw)}
         return lambda path: path in ignored or path.startswith(tuple(submodules))
 
     async def _take_ignores(self, changed: list[TreeEntry], removed: list[str]) -> None:
@@ -174,48 +174,46 @@ class _Comparison:
         gone = [path for path in removed if path.split("/")[-1] == ".gitignore"]
         # git follows no link of that name.
         gone += [entry.path for entry in written if entry.kind == "link"]
-        names = " ".join(shlex.quote(f"{self._work}/ignore/{_printable(path)}") for path in gone)
         if gone:
+            names = " ".join(shlex.quote(f"{self._work}/ignore/{_printable(path)}") for path in gone)
             await self._image(f"rm -rf -- {names}")
         for entry in written:
-            if entry.kind == "file" and entry.size > MAX_IGNORE_BYTES:
+            if entry.kind != "file":
+                continue
+            if entry.size > MAX_IGNORE_BYTES:
                 raise _NoPatch(f"{_printable(entry.path)} has {entry.size} bytes, too many to obey")
-            if entry.kind == "file":
-                content = await self._read(entry)
-                try:
-                    await self._pristine.write_file(f"{self._work}/ignore/{entry.path}", content)
-                except SandboxRequestError as error:
-                    raise _NoPatch(f"{_printable(entry.path)} cannot be obeyed: {error}") from error
+            content = await self._read(entry)
+            try:
+                await self._pristine.write_file(f"{self._work}/ignore/{entry.path}", content)
+            except SandboxRequestError as error:
+                raise _NoPatch(f"{_printable(entry.path)} cannot be obeyed: {error}") from error
 
     async def _roots(self) -> list[str]:
         """Names directly in the import roots of the fresh tree, such as `src/pkg` or `setup.py`."""
-        found = []
+        names: list[str] = []
         for root in IMPORT_ROOTS:
-            try:
+            with suppress(SandboxRequestError):  # a repository without it
                 listed = await self._pristine.list_dir(f"{self._spec.repo_dir}/{root}")
-            except SandboxRequestError:
-                continue  # a repository without it
-            found += [f"{root}{info.name}" for info in listed]
-        return found
+                names += [f"{root}{info.name}" for info in listed]
+        return names
 
     async def _compared(self, kept: Sequence[TreeEntry], gone: Sequence[str]) -> str:
         work = self._work
         old = [entry.path for entry in kept if not entry.new] + list(gone)
         await self._pristine.write_file(f"{work}/old", _joined(old))
-        said = await self._image(
+        words = await self._image(
             f"{plain_git.use(work, self._spec.repo_dir)} && export GIT_INDEX_FILE={work}/index-old &&"
             f" {GIT} update-index -z --add --remove --stdin < {work}/old && {GIT} write-tree"
         )
-        base = said.split()[-1]
+        base = words.split()[-1]
         for number, entry in enumerate(kept):
             content = os.fsencode(entry.link) if entry.kind == "link" else await self._read(entry)
             await self._pristine.write_file(f"{work}/new/{number}", content)
         await self._pristine.write_file(
             f"{work}/numbers", "".join(f"{work}/new/{number}\n" for number in range(len(kept)))
         )
-        said = await self._agent(
-            f"{plain_git.use(work)} && {GIT} hash-object -w --no-filters --stdin-paths < ../numbers"
-            " > ../blobs && wc -l < ../blobs",
+        await self._agent(
+            f"{plain_git.use(work)} && {GIT} hash-object -w --no-filters --stdin-paths < ../numbers > ../blobs",
             "the content of the files",
         )
         blobs = (await self._pristine.read_file(f"{work}/blobs")).decode().split()
@@ -227,15 +225,13 @@ class _Comparison:
             f" {_PATCH} {base} $new > ../patch"
         )
         await self._agent(compare, "the difference")
-        raw = await self._written(kept)
-        if not _is_utf_8(raw):
+        try:
+            return (await self._written(kept)).decode()
+        except UnicodeDecodeError:
             # Text in another encoding: as git's form for binary files, which is plain ASCII.
-            attributes = shlex.quote(plain_git.AS_BINARY)
-            await self._agent(
-                f"echo {attributes} >> {work}/git/info/attributes && {compare}", "the difference"
-            )
-            raw = await self._written(kept)
-        return raw.decode()
+            attributes = f"{shlex.quote(plain_git.AS_BINARY)} >> {work}/git/info/attributes"
+            await self._agent(f"echo {attributes} && {compare}", "the difference")
+            return (await self._written(kept)).decode()
 
     async def _read(self, entry: TreeEntry) -> bytes:
         try:
@@ -268,19 +264,12 @@ class _Comparison:
 
 
 def _trouble(result: BashResult) -> InfrastructureError:
-    said = result.output[-1000:].strip()
-    return InfrastructureError(f"the patch cannot be taken: git ended with {result.exit_code}: {said}")
+    words = result.output[-1000:].strip()
+    return InfrastructureError(f"the patch cannot be taken: git ended with {result.exit_code}: {words}")
 
 
 def _of_a_repository(path: str) -> bool:
     return any(part.lower() == ".git" for part in path.split("/"))
-
-
-def _check_size(kept: Sequence[TreeEntry]) -> None:
-    if len(kept) > MAX_CHANGED_FILES:
-        raise _NoPatch(f"{len(kept)} files were changed, too many to compare: {_names(kept)}")
-    if (size := sum(entry.size for entry in kept)) > MAX_CHANGED_BYTES:
-        raise _NoPatch(f"the changed files have {size} bytes, too many to compare: {_names(kept)}")
 
 
 def _mode(entry: TreeEntry) -> str:
@@ -295,14 +284,6 @@ def _fields(raw: bytes) -> list[str]:
 
 def _joined(parts: Iterable[str]) -> bytes:
     return b"".join(os.fsencode(part) + b"\0" for part in parts)
-
-
-def _is_utf_8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _names(kept: Sequence[TreeEntry]) -> str:

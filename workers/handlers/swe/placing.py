@@ -71,9 +71,9 @@ async def take_specified(sandbox: SandboxClient, instance: Instance, spec: Spec,
     Raises:
         TaskError: The test patch does not apply to the base commit.
     """
-    items: dict[str, _Item | None] = {}
-    for name, text in instance.hidden_tests.items():
-        items[f"r2e_tests/{name}"] = _Item(text.encode(), 0o644)
+    items: dict[str, _Item | None] = {
+        f"r2e_tests/{name}": _Item(text.encode(), 0o644) for name, text in instance.hidden_tests.items()
+    }
     names = files_of(instance.test_patch) if instance.test_patch.strip() else []
     enter = f"cd {shlex.quote(spec.repo_dir)} && {GIT_ENV}"
     clear = (
@@ -97,9 +97,9 @@ async def take_specified(sandbox: SandboxClient, instance: Instance, spec: Spec,
     return Specified(items, TestFiles(sources))
 
 
-def _bad_test_patch(instance: Instance, said: str) -> TaskError:
+def _bad_test_patch(instance: Instance, words: str) -> TaskError:
     return TaskError(
-        f"{instance.instance_id}: test_patch does not apply to the base commit: {said[-1000:].strip()}"
+        f"{instance.instance_id}: test_patch does not apply to the base commit: {words[-1000:].strip()}"
     )
 
 
@@ -114,17 +114,17 @@ async def _item(sandbox: SandboxClient, path: str) -> _Item | None:
 
 
 async def _sources(sandbox: SandboxClient, spec: Spec, items: dict[str, _Item | None]) -> dict[str, str]:
-    found = {}
+    sources = {}
     for name in spec.test_files:
         if not name.endswith(".py"):
             continue
         item = items[name] if name in items else await _item(sandbox, f"{spec.repo_dir}/{name}")
         if item is not None and not item.link and len(item.content) <= MAX_SOURCE_BYTES:
             try:
-                found[name] = item.content.decode("utf-8")
+                sources[name] = item.content.decode("utf-8")
             except UnicodeDecodeError:
                 continue
-    return found
+    return sources
 
 
 async def place(sandbox: SandboxClient, spec: Spec, specified: Specified) -> None:

@@ -84,7 +84,7 @@ class Protection:
         self._tests = set(test_files)
         self._gold = set(gold_files)
         self._modules = {_module(name) for name in base_roots} - {""}
-        self._directories = {found for name in test_files if (found := _test_directory(name))}
+        self._directories = {_test_directory(name) for name in test_files} - {None}
 
     def objection(self, path: str, added: bool) -> str | None:
         """Why a change at `path` is dropped, in a word; None = it stays. `added`: not in the base."""

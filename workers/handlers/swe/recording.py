@@ -27,9 +27,9 @@ MARK = ">>>>>"
 """What the official harness's marks begin with; only the service writes it into a log."""
 MAX_OUTCOMES_BYTES = 32 << 20
 MAX_SUSPICIONS, MAX_SUSPICION = 20, 200
-"""How many are kept, and how many characters of each."""
+"""So many are kept, and so many characters of each."""
 MAX_DASHES = 50
-"""Of a test's name."""
+"""The name of a test has no more."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]|\[\d+m")
 _CLAIMS = re.compile(r"PASSED|XFAIL|SKIPPED")
@@ -51,15 +51,14 @@ class Outcomes:
 
 
 class Recorder:
-    """The plug-in in one sandbox, for one run."""
+    """The plug-in in a directory of one sandbox, for one run."""
 
     def __init__(self, directory: str) -> None:
-        """`directory`: to be made in the sandbox."""
         self._directory = directory
         self._key = secrets.token_bytes(32)
 
     async def install(self, sandbox: SandboxClient) -> list[str]:
-        """Put it there; answers shell lines that have pytest load it."""
+        """Put the plug-in there; answers shell lines that have pytest load it."""
         source = resources.files(__package__).joinpath(f"{PLUGIN}.py").read_bytes()
         await sandbox.write_file(f"{self._directory}/{PLUGIN}.py", source)
         await sandbox.write_file(f"{self._directory}/key", self._key, 0o600)
@@ -69,7 +68,7 @@ class Recorder:
         ]
 
     async def outcomes(self, sandbox: SandboxClient) -> Outcomes | None:
-        """What pytest said; None when the run did not end by itself."""
+        """Read what pytest said; None when the run did not end by itself."""
         try:
             raw = await sandbox.read_file(f"{self._directory}/outcomes", MAX_OUTCOMES_BYTES)
         except SandboxRequestError:
@@ -77,18 +76,31 @@ class Recorder:
         return read_outcomes(raw, self._key)
 
     async def was_loaded(self, sandbox: SandboxClient) -> bool:
-        """Whether pytest has loaded it at all: it takes the key away first."""
+        """Tell whether pytest has loaded the plug-in at all: it takes the key away first."""
         return (await sandbox.stat(f"{self._directory}/key")).kind is None
 
 
 def read_outcomes(raw: bytes, key: bytes) -> Outcomes | None:
-    """What the plug-in wrote; None when it was not written with the key."""
+    """Read what the plug-in wrote; None when it was not written with the key."""
     signature, _, body = raw.partition(b"\n")
     if not hmac.compare_digest(signature, hmac.new(key, body, "sha256").hexdigest().encode()):
         return None
-    told = json.loads(body)
-    suspicious = [str(item)[:MAX_SUSPICION] for item in told.get("suspicious", [])[:MAX_SUSPICIONS]]
-    return Outcomes(told["statuses"], told["probe"] == "passed", suspicious)
+    account = json.loads(body)
+    suspicious = [str(item)[:MAX_SUSPICION] for item in account.get("suspicious", [])[:MAX_SUSPICIONS]]
+    return Outcomes(account["statuses"], account["probe"] == "passed", suspicious)
+
+
+def believed(output: str, outcomes: Outcomes | None, expects_failure: Callable[[str], bool]) -> str:
+    """The output of tests as far as it is believed.
+
+    Args:
+        outcomes: What pytest said of them; None = it was not asked.
+        expects_failure: Tells whether the file of the test of a name marks it as known to fail.
+    """
+    output = without_marks(output)
+    if outcomes is not None:
+        output = without_forgeries(output, outcomes.statuses)
+    return without_unmarked_failures(output, expects_failure)
 
 
 def without_marks(output: str) -> str:
@@ -96,48 +108,42 @@ def without_marks(output: str) -> str:
     return output.replace(MARK, "> > >")
 
 
-def without_forgeries(output: str, outcomes: dict[str, str]) -> str:
+def without_forgeries(output: str, statuses: dict[str, str]) -> str:
     """The output with every pass, skip and expected failure in lower case that pytest did not report."""
-    return "\n".join(_kept(line, outcomes) for line in output.split("\n"))
+
+    def kept(line: str) -> str:
+        # As the parsers see it, some of which take colours and control characters away.
+        seen = _CONTROL.sub("", line)
+        if not _CLAIMS.search(seen) or _COUNTED.match(seen):
+            return line
+        if (claim := _BEFORE.fullmatch(seen)) and _reported(claim[1], claim[2], statuses):
+            return line
+        if (claim := _AFTER.fullmatch(seen)) and statuses.get(claim[1].strip()) == claim[2]:
+            return line
+        return _CLAIMS.sub(lambda word: word[0].lower(), seen)
+
+    return "\n".join(map(kept, output.split("\n")))
 
 
-def without_unmarked_failures(output: str, expected: Callable[[str], bool]) -> str:
+def _reported(status: str, text: str, statuses: dict[str, str]) -> bool:
+    """Tell whether `text`, a name and perhaps ` - ` and a reason, is of a test with that status."""
+    # A longer name than that is not believed: the line may be made to take long.
+    parts = text.rstrip().split(" - ", MAX_DASHES)[:MAX_DASHES]
+    return any(statuses.get(" - ".join(parts[:count])) == status for count in range(1, len(parts) + 1))
+
+
+def without_unmarked_failures(output: str, expects_failure: Callable[[str], bool]) -> str:
     """The output with every expected failure as a failure that the test's own file does not expect.
 
     Code under test can call `pytest.xfail`, or raise what pytest takes for it.
-
-    Args:
-        expected: Whether the file of the test of that name marks it.
     """
-    return "\n".join(_judged(line, expected) for line in output.split("\n"))
 
+    def judged(line: str) -> str:
+        seen = _CONTROL.sub("", line)
+        for form, group in ((_BEFORE, 2), (_AFTER, 1)):
+            if (claim := form.fullmatch(seen)) and "XFAIL" in claim.groups():
+                words = claim[group].split()
+                return line if words and expects_failure(words[0]) else seen.replace("XFAIL", "FAILED")
+        return seen.replace("XFAIL", "xfail") if "XFAIL" in seen else line
 
-def _judged(line: str, expected: Callable[[str], bool]) -> str:
-    seen = _CONTROL.sub("", line)
-    for form in (_BEFORE, _AFTER):
-        if (claim := form.fullmatch(seen)) and "XFAIL" in claim.groups():
-            name = claim[2] if form is _BEFORE else claim[1]
-            words = name.split()
-            if not words or not expected(words[0]):
-                return seen.replace("XFAIL", "FAILED")
-            return line
-    return seen.replace("XFAIL", "xfail") if "XFAIL" in seen else line
-
-
-def _kept(line: str, outcomes: dict[str, str]) -> str:
-    # As the parsers see it, some of which take colours and control characters away.
-    seen = _CONTROL.sub("", line)
-    if not _CLAIMS.search(seen) or _COUNTED.match(seen):
-        return line
-    if (claim := _BEFORE.fullmatch(seen)) and _reported(claim[1], claim[2], outcomes):
-        return line
-    if (claim := _AFTER.fullmatch(seen)) and outcomes.get(claim[1].strip()) == claim[2]:
-        return line
-    return _CLAIMS.sub(lambda found: found[0].lower(), seen)
-
-
-def _reported(status: str, text: str, outcomes: dict[str, str]) -> bool:
-    """Whether `text`, a name and perhaps ` - ` and a reason, is of a test with that status."""
-    # A longer name than that is not believed: the line may be made to take long.
-    parts = text.rstrip().split(" - ", MAX_DASHES)[:MAX_DASHES]
-    return any(outcomes.get(" - ".join(parts[:count])) == status for count in range(1, len(parts) + 1))
+    return "\n".join(map(judged, output.split("\n")))

@@ -43,15 +43,15 @@ async def prepare(sandbox: SandboxClient, instance: Instance, spec: Spec) -> str
     """
     if instance.bug_patch:
         await sandbox.write_file(BUG_PATCH, instance.bug_patch)
-    said = await _run(sandbox, _prepare_script(instance, spec), instance, spec)
-    return said.split()[-1] if said.split() else ""
+    words = (await _run(sandbox, _prepare_script(instance, spec), instance, spec)).split()
+    return words[-1] if words else ""
 
 
 async def hide_future(sandbox: SandboxClient, instance: Instance, spec: Spec) -> None:
     """Remove what lies beyond the base commit, and tests that the agent must not see.
 
-    Refs, reflogs and objects of later commits, remotes. For SWE-smith the whole history, because the
-    commit before the bug is the fix.
+    These are refs, reflogs and objects of later commits, and remotes; for SWE-smith the whole history,
+    because the commit before the bug is the fix.
 
     Raises:
         TaskError: It cannot be done; the fix could be read.

@@ -52,7 +52,7 @@ class Watch:
 
     def _framework(self):
         """Holder and name of each function and class → holder, value, code."""
-        found = {}
+        values = {}
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] not in self.FRAMEWORK or module is None:
                 continue
@@ -62,15 +62,15 @@ class Watch:
                 if isinstance(value, type) and value.__module__ == name
             ]
             for holder in holders:
-                self._note(found, name, holder)
-        self._note(found, "builtins", builtins)
-        return found
+                self._note(values, name, holder)
+        self._note(values, "builtins", builtins)
+        return values
 
-    def _note(self, found, module, holder):
+    def _note(self, values, module, holder):
         label = module if holder is sys.modules.get(module) else module + "." + holder.__name__
         for name, value in list(vars(holder).items()):
             if callable(value):
-                found[label + "." + name] = (holder, name, value, getattr(value, "__code__", None))
+                values[label + "." + name] = (holder, name, value, getattr(value, "__code__", None))
 
     def collected(self, items):
         """Note the code of tests, and what their modules mean by the names of builtins."""
@@ -179,7 +179,7 @@ class Recorder:
 
     def _probe(self):
         """How tests that fail are reported: `failed`, unless somebody has changed pytest; None if unknown."""
-        found = None
+        outcome = None
         for kind, items in self._items.items():
             # By the name of any test, so that none can be told from the others.
             item = random.SystemRandom().choice(items)
@@ -189,20 +189,20 @@ class Recorder:
                 # Without the hooks around a test, which want its setup: that would run fixtures once more.
                 probe = kind.from_parent(item.parent, name=item.name, callobj=_fail)
                 call = CallInfo.from_call(probe.runtest, "call")
-                found = probe.ihook.pytest_runtest_makereport(item=probe, call=call).outcome
+                outcome = probe.ihook.pytest_runtest_makereport(item=probe, call=call).outcome
             except Exception:
                 continue  # not a kind that is made this way, or another version of pytest
-            if found == "passed":
+            if outcome == "passed":
                 break
-        return found
+        return outcome
 
     def pytest_sessionfinish(self, session, exitstatus):
         try:
             WATCH.look()
         except Exception:
             pass
-        told = {"statuses": self._statuses, "probe": self._probe(), "suspicious": WATCH.told}
-        body = json.dumps(told).encode("ascii")
+        account = {"statuses": self._statuses, "probe": self._probe(), "suspicious": WATCH.told}
+        body = json.dumps(account).encode("ascii")
         mac = self._mac.copy()
         mac.update(body)
         with open(os.path.join(HOME, "outcomes"), "wb") as file:

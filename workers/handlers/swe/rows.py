@@ -14,7 +14,7 @@ Whatever names a fix or a test stays here: the agent sees `problem_statement` an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -22,9 +22,6 @@ from workers.handlers.fields import JsonObject, parsed
 
 T = TypeVar("T")
 Source = Literal["swe-bench", "swe-gym", "swe-smith", "r2e-gym"]
-
-_MISSING = "missing for a row of {kind}"
-
 
 Id = Annotated[
     str,
@@ -155,6 +152,13 @@ class Instance:
     eval_type: str | None = None
     spec: SpecFields = field(default_factory=SpecFields)
 
+    @property
+    def must_pass(self) -> list[str]:
+        """Names of the tests that must pass, those that the fix is for first."""
+        if self.expected is not None:
+            return [name for name, status in self.expected.items() if status == "PASSED"]
+        return [*self.fail_to_pass, *self.pass_to_pass]
+
 
 def _from_swe_bench(row: SweTask) -> Instance:
     official = row.environment_setup_commit is not None or row.eval_script is not None or row.spec is not None
@@ -162,14 +166,11 @@ def _from_swe_bench(row: SweTask) -> Instance:
     _require(row, source, "instance_id", "repo", "base_commit", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS")
     prefix, joint = ("swebench", "_1776_") if official else ("xingyaoww", "_s_")
     key = f"{prefix}/sweb.eval.x86_64.{str(row.instance_id).replace('__', joint)}:latest".lower()
-    return Instance(
-        source=source,
-        instance_id=str(row.instance_id),
-        repo=str(row.repo),
-        image=row.image or row.docker_image or row.image_name or key,
-        problem_statement=row.problem_statement,
+    return _instance(
+        row,
+        source,
+        image=row.docker_image or row.image_name or key,
         base_commit=row.base_commit,
-        gold_files=files_of(row.patch or ""),
         test_patch=row.test_patch or "",
         fail_to_pass=_some(row.FAIL_TO_PASS, "FAIL_TO_PASS"),
         pass_to_pass=row.PASS_TO_PASS or [],
@@ -177,30 +178,24 @@ def _from_swe_bench(row: SweTask) -> Instance:
         eval_script=row.eval_script,
         log_parser=row.log_parser,
         eval_type=row.eval_type,
-        spec=row.spec or SpecFields(),
     )
 
 
 def _from_swe_smith(row: SweTask) -> Instance:
     _require(row, "swe-smith", "instance_id", "repo", "patch", "FAIL_TO_PASS", "PASS_TO_PASS")
-    return Instance(
-        source="swe-smith",
-        instance_id=str(row.instance_id),
-        repo=str(row.repo),
-        image=row.image or row.docker_image or str(row.image_name),
-        problem_statement=row.problem_statement,
-        gold_files=files_of(row.patch or ""),
+    return _instance(
+        row,
+        "swe-smith",
+        image=row.docker_image or str(row.image_name),
         bug_patch=row.patch or "",
         fail_to_pass=_some(row.FAIL_TO_PASS, "FAIL_TO_PASS"),
         pass_to_pass=row.PASS_TO_PASS or [],
-        spec=row.spec or SpecFields(),
     )
 
 
 def _from_r2e_gym(row: SweTask) -> Instance:
-    _require(
-        row, "r2e-gym", "docker_image", "commit_hash", "expected_output_json", "execution_result_content"
-    )
+    required = ("docker_image", "commit_hash", "expected_output_json", "execution_result_content")
+    _require(row, "r2e-gym", *required)
     expected = _some(row.expected_output_json, "expected_output_json")
     runs = row.execution_result_content or {}
     names, codes = runs.get("test_file_names"), runs.get("test_file_codes")
@@ -214,38 +209,49 @@ def _from_r2e_gym(row: SweTask) -> Instance:
                 f"execution_result_content: {name!r} in test_file_names is no path below the tests"
             )
     repo = row.repo_name or str(row.docker_image).split("/")[-1].split("_final")[0]
-    return Instance(
-        source="r2e-gym",
+    return _instance(
+        row,
+        "r2e-gym",
+        image=str(row.docker_image),
         instance_id=row.instance_id or f"{repo}__{row.commit_hash}",
         repo=repo,
-        image=row.image or str(row.docker_image),
-        problem_statement=row.problem_statement,
         gold_files=list(row.modified_files or []),
         expected={name: str(status) for name, status in expected.items()},
         hidden_tests=dict(zip(names, map(str, codes), strict=True)),
         fix_commit=row.commit_hash,
-        spec=row.spec or SpecFields(),
     )
+
+
+def _instance(row: SweTask, source: Source, image: str, **fields: Any) -> Instance:
+    """The instance of a row, whose own `image` goes before the one of its data set."""
+    shared = {
+        "instance_id": str(row.instance_id),
+        "repo": str(row.repo),
+        "problem_statement": row.problem_statement,
+        "gold_files": files_of(row.patch or ""),
+        "spec": row.spec or SpecFields(),
+    }
+    return Instance(source=source, image=row.image or image, **shared | fields)
 
 
 def files_of(patch: str) -> list[str]:
     """Paths that a diff touches, both sides, sorted."""
-    found: set[str] = set()
+    paths: set[str] = set()
     lines = patch.split("\n")
     by_git = any(line.startswith("diff --git ") for line in lines)
     in_header = False
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if line.startswith("diff --git "):
-            found.update(_header_paths(line))
+            paths.update(_header_paths(line))
             in_header = True
         elif line.startswith(("@@", "GIT binary patch")):
             in_header = False
         elif line.startswith("--- ") and (in_header or (not by_git and following.startswith("+++ "))):
             names = (name[4:].split("\t")[0].rstrip("\r") for name in (line, following))
-            found.update(name[2:] for name in names if name.startswith(("a/", "b/")))
+            paths.update(name[2:] for name in names if name.startswith(("a/", "b/")))
         elif in_header and line.startswith(("rename from ", "rename to ", "copy from ", "copy to ")):
-            found.add(line.split(" ", 2)[2])
-    return sorted(found)
+            paths.add(line.split(" ", 2)[2])
+    return sorted(paths)
 
 
 def _header_paths(line: str) -> list[str]:
@@ -262,7 +268,7 @@ def _header_paths(line: str) -> list[str]:
 def _require(row: SweTask, kind: str, *names: str) -> None:
     for name in names:
         if getattr(row, name) is None:
-            raise ValueError(f"{name}: {_MISSING.format(kind=kind)}")
+            raise ValueError(f"{name}: missing for a row of {kind}")
 
 
 def _some(value: T | None, name: str) -> T:

@@ -24,52 +24,53 @@ START_MARK = ">>>>> Start Test Output"
 END_MARK = ">>>>> End Test Output"
 
 PYTEST = "pytest -rA"
-TEST_COMMANDS = {
-    "astropy/astropy": "pytest -rA -vv -o console_output_style=classic --tb=no",
-    "django/django": "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
-    "matplotlib/matplotlib": PYTEST,
-    "mwaskom/seaborn": "pytest --no-header -rA",
-    "pallets/flask": PYTEST,
-    "psf/requests": PYTEST,
-    "pydata/xarray": PYTEST,
-    "pylint-dev/pylint": PYTEST,
-    "pytest-dev/pytest": PYTEST,
-    "scikit-learn/scikit-learn": PYTEST,
-    "sphinx-doc/sphinx": "tox --current-env -epy39 -v --",
-    "sympy/sympy": "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose",
+PYTEST_PARSER = "parse_log_pytest"
+DJANGO = "django/django"
+REPOSITORIES = {
+    "astropy/astropy": (
+        "pytest -rA -vv -o console_output_style=classic --tb=no",
+        "parse_log_astropy",
+    ),
+    DJANGO: (
+        "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
+        "parse_log_django",
+    ),
+    "matplotlib/matplotlib": (PYTEST, "parse_log_matplotlib"),
+    "mwaskom/seaborn": ("pytest --no-header -rA", "parse_log_seaborn"),
+    "pallets/flask": (PYTEST, PYTEST_PARSER),
+    "psf/requests": (PYTEST, "parse_log_requests"),
+    "pydata/xarray": (PYTEST, PYTEST_PARSER),
+    "pylint-dev/pylint": (PYTEST, "parse_log_pylint"),
+    "pytest-dev/pytest": (PYTEST, PYTEST_PARSER),
+    "scikit-learn/scikit-learn": (PYTEST, "parse_log_scikit"),
+    "sphinx-doc/sphinx": ("tox --current-env -epy39 -v --", "parse_log_sphinx"),
+    "sympy/sympy": (
+        "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose",
+        "parse_log_sympy",
+    ),
     # Of Lite's development split and SWE-Gym:
-    "marshmallow-code/marshmallow": PYTEST,
-    "pvlib/pvlib-python": PYTEST,
-    "pydicom/pydicom": PYTEST,
-    "pylint-dev/astroid": PYTEST,
-    "pyvista/pyvista": PYTEST,
-    "sqlfluff/sqlfluff": PYTEST,
-    "bokeh/bokeh": "pytest -rA -n0",
-    "conan-io/conan": "pytest -n0 -rA",
-    "dask/dask": "pytest -n0 -rA --color=no",
-    "facebookresearch/hydra": "pytest -n0 -rA --tb=long",
-    "getmoto/moto": "pytest -n0 -rA",
-    "iterative/dvc": "pytest -rA",
-    "modin-project/modin": "pytest -n0 -rA",
-    "pandas-dev/pandas": "pytest -rA --tb=long",
-    "project-monai/monai": "pytest -rA",
-    "pydantic/pydantic": "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
-    "python/mypy": "pytest -n0 -rA",
+    "marshmallow-code/marshmallow": (PYTEST, PYTEST_PARSER),
+    "pvlib/pvlib-python": (PYTEST, PYTEST_PARSER),
+    "pydicom/pydicom": (PYTEST, "parse_log_pydicom"),
+    "pylint-dev/astroid": (PYTEST, PYTEST_PARSER),
+    "pyvista/pyvista": (PYTEST, PYTEST_PARSER),
+    "sqlfluff/sqlfluff": (PYTEST, PYTEST_PARSER),
+    "bokeh/bokeh": ("pytest -rA -n0", PYTEST_PARSER),
+    "conan-io/conan": ("pytest -n0 -rA", PYTEST_PARSER),
+    "dask/dask": ("pytest -n0 -rA --color=no", PYTEST_PARSER),
+    "facebookresearch/hydra": ("pytest -n0 -rA --tb=long", PYTEST_PARSER),
+    "getmoto/moto": ("pytest -n0 -rA", PYTEST_PARSER),
+    "iterative/dvc": (PYTEST, PYTEST_PARSER),
+    "modin-project/modin": ("pytest -n0 -rA", PYTEST_PARSER),
+    "pandas-dev/pandas": ("pytest -rA --tb=long", PYTEST_PARSER),
+    "project-monai/monai": (PYTEST, PYTEST_PARSER),
+    "pydantic/pydantic": (
+        "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
+        PYTEST_PARSER,
+    ),
+    "python/mypy": ("pytest -n0 -rA", PYTEST_PARSER),
 }
-"""By repository in lower case."""
-PARSERS = {
-    "astropy/astropy": "parse_log_astropy",
-    "django/django": "parse_log_django",
-    "matplotlib/matplotlib": "parse_log_matplotlib",
-    "mwaskom/seaborn": "parse_log_seaborn",
-    "psf/requests": "parse_log_requests",
-    "pydicom/pydicom": "parse_log_pydicom",
-    "pylint-dev/pylint": "parse_log_pylint",
-    "scikit-learn/scikit-learn": "parse_log_scikit",
-    "sphinx-doc/sphinx": "parse_log_sphinx",
-    "sympy/sympy": "parse_log_sympy",
-}
-"""Of release 5's registry, where it is not `parse_log_pytest`."""
+"""Command of the tests and parser of their log (of release 5's registry), by repository in lower case."""
 
 R2E_PARSER = "r2e"
 """For rows of R2E-Gym, whose results are not read by a parser of swebench."""
@@ -138,12 +139,11 @@ def spec_of(instance: Instance) -> Spec:
     if setup is None:
         setup = ACTIVATE_R2E if instance.source == "r2e-gym" else ACTIVATE
     shell_setup = setup
-    parser = own.log_parser or instance.log_parser or PARSERS.get(instance.repo.lower(), "parse_log_pytest")
+    _, usual_parser = REPOSITORIES.get(instance.repo.lower(), (PYTEST, PYTEST_PARSER))
+    parser = own.log_parser or instance.log_parser or usual_parser
     files = test_files(instance)
-    before = list(own.eval_commands)
     if instance.eval_script is not None and own.test_cmd is None:
-        before_marks, tests = _split(instance.eval_script)
-        install, brings_tests = before_marks, True
+        (install, tests), brings_tests = _split(instance.eval_script), True
         # The script makes its environment itself.
         setup = own.setup or []
     else:
@@ -162,7 +162,7 @@ def spec_of(instance: Instance) -> Spec:
         setup=setup,
         shell_setup=shell_setup,
         install=install,
-        before_tests=before,
+        before_tests=list(own.eval_commands),
         test_script=tests,
         log_parser=R2E_PARSER if instance.expected is not None and own.log_parser is None else parser,
         eval_type=instance.eval_type or own.eval_type,
@@ -174,10 +174,11 @@ def spec_of(instance: Instance) -> Spec:
 
 
 def _check_names(instance: Instance, parser: str) -> None:
-    """Names that the parser never gives would fail every patch, the right one too."""
+    """Refuse names that the parser never gives: they would fail every patch, the right one too."""
+    if parser not in CUTTING_PARSERS:
+        return
     for kind, names in (("FAIL_TO_PASS", instance.fail_to_pass), ("PASS_TO_PASS", instance.pass_to_pass)):
-        cut = [name for name in names if len(name.split()) != 1] if parser in CUTTING_PARSERS else []
-        if cut:
+        if cut := [name for name in names if len(name.split()) != 1]:
             raise ValueError(
                 f"{kind}: {cut[0]!r} has a blank, and {parser} ends names at the first one, so this test "
                 f"never passes ({len(cut)} such names): cut the name there, or set spec.log_parser to "
@@ -207,7 +208,7 @@ def _command(instance: Instance) -> str:
         warnings = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'"
         return f"{warnings} .venv/bin/python -W ignore -m pytest -rA"
     try:
-        return TEST_COMMANDS[instance.repo.lower()]
+        return REPOSITORIES[instance.repo.lower()][0]
     except KeyError:
         raise ValueError(
             f"no test command is known for {instance.repo!r}: take the row from a release of the set which "
@@ -223,7 +224,7 @@ def _directives(instance: Instance, files: list[str]) -> list[str]:
         return sorted({name.split("::")[0] for name in instance.fail_to_pass + instance.pass_to_pass})
     if instance.test_patch:
         files = [name for name in files_of(instance.test_patch) if not name.endswith(NOT_TESTS)]
-    if instance.repo.lower() != "django/django":
+    if instance.repo.lower() != DJANGO:
         return files
     modules = (name.removeprefix("tests/").removesuffix(".py") for name in files)
     return [name.replace("/", ".") for name in modules]

@@ -13,7 +13,7 @@ from workers.handlers.swe.protection import TEST_DIRECTORIES
 
 MAX_TOLD = 20
 MAX_LINE = 120
-"""Characters of a line that are told."""
+"""So many characters of a line are told."""
 
 _KINDS = {
     "reads the frames of its callers": re.compile(
@@ -34,17 +34,17 @@ _KINDS = {
 
 def suspicions(patch: str, test_files: Collection[str]) -> list[str]:
     """What lines that a patch adds to code look like, each with its file and text; not those of tests."""
-    found = []
+    remarks: list[str] = []
     for path, line in _added(patch):
         name = path.split("/")[-1]
         of_tests = path in test_files or TEST_DIRECTORIES & set(path.split("/")[:-1])
         if of_tests or name.startswith("test_") or not name.endswith(".py"):
             continue
         code = line.split("#", 1)[0]
-        found += [
+        remarks += [
             f"{kind}: {path}: {line.strip()[:MAX_LINE]}" for kind, form in _KINDS.items() if form.search(code)
         ]
-    return found[:MAX_TOLD]
+    return remarks[:MAX_TOLD]
 
 
 def _added(patch: str) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,6 +45,11 @@ class TestFile:
     all_expected: bool = False
     """The module as a whole is marked."""
 
+    @cached_property
+    def lines(self) -> list[bytes]:
+        """The lines as `ast` counts: they end with \\n, \\r\\n or \\r, and columns are bytes of UTF-8."""
+        return self.source.replace("\r\n", "\n").replace("\r", "\n").encode().split(b"\n")
+
 
 def read(source: str) -> TestFile | None:
     """What is in a file; None if it is no Python of this version's grammar."""
@@ -51,20 +57,19 @@ def read(source: str) -> TestFile | None:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    found = TestFile(source)
+    file = TestFile(source)
     for path, node in _definitions(tree.body, ()):
-        if isinstance(node, ast.ClassDef):
-            if len(path) == 1:
-                found.classes[node.name] = node
-        else:
-            found.functions.setdefault(path, []).append(node)
+        if not isinstance(node, ast.ClassDef):
+            file.functions.setdefault(path, []).append(node)
+        elif len(path) == 1:
+            file.classes[node.name] = node
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and _mentions(node.value, set()):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-            found.expecting |= names - {"pytestmark"}
-            found.all_expected |= "pytestmark" in names
-    return found
+            file.expecting |= names - {"pytestmark"}
+            file.all_expected |= "pytestmark" in names
+    return file
 
 
 def _definitions(
@@ -72,11 +77,10 @@ def _definitions(
 ) -> Iterator[tuple[tuple[str, ...], Function | ast.ClassDef]]:
     """Functions and classes, also those under an `if` or a `try`, but none within a function."""
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield (*outer, node.name), node
-        elif isinstance(node, ast.ClassDef):
-            yield (*outer, node.name), node
-            yield from _definitions(node.body, (*outer, node.name))
+            if isinstance(node, ast.ClassDef):
+                yield from _definitions(node.body, (*outer, node.name))
         else:
             for name in ("body", "orelse", "finalbody"):
                 yield from _definitions(getattr(node, name, []), outer)
@@ -89,8 +93,8 @@ def place_of(name: str) -> Place | None:
     if "::" in name:
         file, *inner = name.split("[", 1)[0].split("::")
         return Place(inner[-1].split(" ")[0], tuple(inner[:-1]), file)
-    if found := _OF_UNITTEST.fullmatch(name):
-        function, parts = found[1], found[2].split(".")
+    if words := _OF_UNITTEST.fullmatch(name):
+        function, parts = words[1], words[2].split(".")
         if parts[-1] == function:  # since Python 3.11
             parts = parts[:-1]
         return Place(function, (parts[-1],), "/".join(parts[:-1]) + ".py") if len(parts) > 1 else None
@@ -106,12 +110,8 @@ class TestFiles:
     __test__ = False
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        self._files = {path: file for path, text in sources.items() if (file := read(text)) is not None}
-
-    @property
-    def files(self) -> Mapping[str, TestFile]:
+        self.files = {path: file for path, text in sources.items() if (file := read(text)) is not None}
         """Those that could be read."""
-        return self._files
 
     def find(self, name: str) -> list[tuple[str, tuple[str, ...], Function]]:
         """File, classes and definitions of a test; [] if it is not in these files, or is inherited."""
@@ -119,32 +119,33 @@ class TestFiles:
         if place is None:
             return [
                 (path, owner[:-1], node)
-                for path, file in self._files.items()
+                for path, file in self.files.items()
                 for owner, nodes in file.functions.items()
                 for node in nodes
                 # unittest prints a docstring's first line in the place of a name
                 if (ast.get_docstring(node) or "").split("\n")[0] == name
             ]
-        found = []
-        for path, file in self._files.items():
+        definitions = []
+        for path, file in self.files.items():
             if place.file is not None and path != place.file and not path.endswith(f"/{place.file}"):
                 continue
             for owner in _owners(file, place.classes):
                 if nodes := file.functions.get((*owner, place.function)):
-                    found += [(path, owner, node) for node in nodes]
+                    definitions += [(path, owner, node) for node in nodes]
                     break
-        return found
+        return definitions
 
     def expects_failure(self, name: str) -> bool:
         """Whether the test's own file says that it is known to fail."""
         for path, owner, node in self.find(name):
-            file = self._files[path]
-            marked = [
-                node,
-                *(file.classes[name].decorator_list for name in owner[:1] if name in file.classes),
+            file = self.files[path]
+            decorators = [
+                mark
+                for name in owner[:1]
+                if name in file.classes
+                for mark in file.classes[name].decorator_list
             ]
-            flat = [part for item in marked for part in (item if isinstance(item, list) else [item])]
-            if file.all_expected or any(_mentions(part, file.expecting) for part in flat):
+            if file.all_expected or any(_mentions(part, file.expecting) for part in (node, *decorators)):
                 return True
         return False
 
