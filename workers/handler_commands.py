@@ -12,8 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rollout.cli import render as _render
-from rollout.cli import url_option
+from rollout.cli import render, url_option
 from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
 from rollout.client import Client
 from rollout.schema import BackendRequest, Rollout
@@ -187,7 +186,7 @@ def run(
     for request in Tasks(file, loaded.name, n=n, **dataset):
         for rollout in asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime}))):
             done.append(rollout)
-            out.print(_render.rollout_view(rollout))
+            out.print(render.rollout_view(rollout))
             if output is not None:
                 output.write(rollout.model_dump_json() + "\n")
     if not done:

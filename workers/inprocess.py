@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import aiohttp
 import structlog
 
 from rollout.schema import Backend, ErrorInfo, Rollout, RolloutRequest, SandboxRecord, Stage, State
@@ -42,7 +41,6 @@ log = structlog.get_logger("inprocess")
 
 BODIES: dict[Stage, Body] = {Stage.INIT: init, Stage.RUN: run_turns, Stage.EVAL: evaluate}
 AFTER = {State.READY: Stage.RUN, State.EVALUATING: Stage.EVAL}
-MakeRouter = Callable[[Claim], Router]
 
 
 def demo_tokenizer() -> str:
@@ -56,44 +54,33 @@ def demo_tokenizer() -> str:
     return str(DEMO_CHECKPOINT)
 
 
-class Model(ABC):
+class Model(Protocol):
     """Where the turns come from."""
 
-    @abstractmethod
-    def routers(self) -> AbstractAsyncContextManager[MakeRouter]:
-        """While open, gives what makes the router of a RUN."""
+    def router(self, claim: Claim, http: aiohttp.ClientSession) -> Router:
+        """The way of one RUN to them."""
 
 
-class Actions(Model):
+class Actions:
     """A fixed list of turns; every rollout plays it from its start."""
 
     def __init__(self, actions: Sequence[Action], tokenizer: str) -> None:
         self._actions, self._tokenizer = actions, tokenizer
 
-    @asynccontextmanager
-    async def routers(self) -> AsyncIterator[MakeRouter]:
-        yield lambda claim: ReplayRouter(self._actions, self._tokenizer)
+    def router(self, claim: Claim, http: aiohttp.ClientSession) -> Router:
+        return ReplayRouter(self._actions, self._tokenizer)
 
 
-class Server(Model):
-    """One LLM server."""
+class Server(Placements):
+    """One LLM server, and the placement where there is nothing else to choose from, and no Redis."""
 
     def __init__(self, backend: Backend, wait_s: float = 30.0) -> None:
         """`wait_s`: seconds to try again while it does not answer."""
-        self._placement, self._wait_s = _OneBackend(backend), wait_s
-
-    @asynccontextmanager
-    async def routers(self) -> AsyncIterator[MakeRouter]:
-        async with session() as http:
-            yield lambda claim: BackendRouter(claim.rollout_id, self._placement, http, wait_s=self._wait_s)
-
-
-class _OneBackend(Placements):
-    """Placement where there is nothing to choose from, and no Redis."""
-
-    def __init__(self, backend: Backend) -> None:
         super().__init__(None)
-        self._placed = Placed("ok", backend, "")
+        self._placed, self._wait_s = Placed("ok", backend, ""), wait_s
+
+    def router(self, claim: Claim, http: aiohttp.ClientSession) -> Router:
+        return BackendRouter(claim.rollout_id, self, http, wait_s=self._wait_s)
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
         return self._placed
@@ -112,33 +99,6 @@ class _OneBackend(Placements):
         return True
 
 
-class _Services:
-    """What a stage asks of its worker, for one handler and without a fleet; a `StageServices`."""
-
-    def __init__(self, handler: AgentHandler[Any], settings: Settings, make_router: MakeRouter) -> None:
-        self.settings = settings
-        self.host = HostClient()
-        self.prompts = PromptSizes()
-        self.router = make_router
-        self.notes: dict[str, str] = {}
-        """Facts that stages wrote of the rollout."""
-        self._handler = handler
-
-    def handler(self, name: str) -> AgentHandler[Any]:
-        return self._handler
-
-    def tenant(self, name: str) -> Tenant:
-        return Tenant(name=name)
-
-    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
-        self.notes |= fields
-        log.info(text, rollout_id=rollout_id)
-        return True
-
-    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
-        return set(), set()
-
-
 class InProcess:
     """Runs rollouts of one handler here."""
 
@@ -146,90 +106,117 @@ class InProcess:
         self, handler: AgentHandler[Any], model: Model | None = None, settings: Settings | None = None
     ) -> None:
         """`model`: None is enough for a handler that uses none."""
-        self._handler = handler
-        self._model = model or Actions([], "")
-        self._settings = settings or Settings()
+        self.handler = handler
+        self.model = model or Actions([], "")
+        self.settings = settings or Settings()
 
     async def run(self, request: RolloutRequest) -> list[Rollout]:
         """The `n` rollouts of a request, one after the other; each has ended, whatever went wrong in it."""
         group_id, ids = request.rollout_ids()
-        async with self._model.routers() as make_router:
+        async with session() as http:
             return [
-                await _Episode(request, group_id, index, rollout_id).run(
-                    _Services(self._handler, self._settings, make_router)
-                )
+                await _Episode(self, http, request, group_id, index, rollout_id).run()
                 for index, rollout_id in enumerate(ids)
             ]
 
 
 class _Episode:
-    """One rollout between its stages: what its record in Redis is to a worker."""
+    """One rollout: what its record in Redis is to a worker, and the `StageServices` that its stages ask."""
 
-    def __init__(self, request: RolloutRequest, group_id: str, index: int, rollout_id: str) -> None:
-        self.request = request
-        self.group_id, self.index, self.id = group_id, index, rollout_id
-        self.created = time.time()
-        self.attempt, self.stage = 1, Stage.INIT
-        self.fields: dict[str, str] = {}
-        self.trajectory: Trajectory | None = None
-        self.seconds: dict[str, float] = defaultdict(float)
+    def __init__(
+        self,
+        runner: InProcess,
+        http: aiohttp.ClientSession,
+        request: RolloutRequest,
+        group_id: str,
+        index: int,
+        rollout_id: str,
+    ) -> None:
+        self.settings = runner.settings
+        self.host = HostClient()
+        self.prompts = PromptSizes()
+        self._runner, self._http, self._request = runner, http, request
+        self._group_id, self._index, self._id = group_id, index, rollout_id
+        self._created = time.time()
+        self._attempt, self._stage = 1, Stage.INIT
+        self._fields: dict[str, str] = {}
+        self._trajectory: Trajectory | None = None
+        self._seconds: dict[str, float] = defaultdict(float)
 
-    async def run(self, services: _Services) -> Rollout:
+    # -- what a stage asks for -----------------------------------------------------------------
+
+    def handler(self, name: str) -> AgentHandler[Any]:
+        return self._runner.handler
+
+    def router(self, claim: Claim) -> Router:
+        return self._runner.model.router(claim, self._http)
+
+    def tenant(self, name: str) -> Tenant:
+        return Tenant(name=name)
+
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
+        self._fields |= fields
+        log.info(text, rollout_id=rollout_id)
+        return True
+
+    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
+        return set(), set()
+
+    # -- from stage to stage -------------------------------------------------------------------
+
+    async def run(self) -> Rollout:
         """All stages, and attempts, to the end."""
         while True:
             began = time.monotonic()
-            run = StageRun(services, Held(self.id, self.stage), self._claim())
-            outcome = await work(run, BODIES[self.stage])
-            self.seconds[self.stage.value] += time.monotonic() - began
+            run = StageRun(self, Held(self._id, self._stage), self._claim())
+            outcome = await work(run, BODIES[self._stage])
+            self._seconds[self._stage.value] += time.monotonic() - began
             if asyncio.current_task().cancelling() or outcome is None:
                 raise asyncio.CancelledError
-            self.fields |= services.notes | outcome.fields
-            self.trajectory = outcome.trajectory or self.trajectory
-            if outcome.next == "again" and self.attempt < self.request.limits.max_attempts:
-                log.warning("another attempt", rollout_id=self.id, error=self.fields.get("error"))
-                self.attempt, self.stage = self.attempt + 1, Stage.INIT
-                self.fields, self.trajectory = {}, None
-                services.notes.clear()
+            self._fields |= outcome.fields
+            self._trajectory = outcome.trajectory or self._trajectory
+            if outcome.next == "again" and self._attempt < self._request.limits.max_attempts:
+                log.warning("another attempt", rollout_id=self._id, error=self._fields.get("error"))
+                self._attempt, self._stage = self._attempt + 1, Stage.INIT
+                self._fields, self._trajectory = {}, None
                 await asyncio.sleep(outcome.delay_s or 0)
             elif outcome.next in AFTER:
-                self.stage = AFTER[State(outcome.next)]
+                self._stage = AFTER[State(outcome.next)]
             else:
                 return self._ended(State.FAILED if outcome.next == "again" else State(outcome.next))
 
     def _read(self, name: str) -> Any:
-        return json.loads(self.fields[name]) if self.fields.get(name) else None
+        return json.loads(self._fields[name]) if self._fields.get(name) else None
 
     def _claim(self) -> Claim:
         box = self._read("sandbox")
         error = self._read("error")
         return Claim(
-            rollout_id=self.id,
-            group_id=self.group_id,
-            index=self.index,
-            attempt=self.attempt,
-            stage=self.stage,
-            fence=self.attempt,
-            deadline_in_s=self.request.limits.deadline_s - (time.time() - self.created),
-            request=self.request,
+            rollout_id=self._id,
+            group_id=self._group_id,
+            index=self._index,
+            attempt=self._attempt,
+            stage=self._stage,
+            fence=self._attempt,
+            deadline_in_s=self._request.limits.deadline_s - (time.time() - self._created),
+            request=self._request,
             sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
             sandbox_socket=box["socket"] if box else None,
-            node=self.fields.get("node"),
+            node=self._fields.get("node"),
             tenant=DEFAULT_TENANT,
             error=ErrorInfo.model_validate(error) if error else None,
-            finish_reason=self.fields.get("finish_reason"),
+            finish_reason=self._fields.get("finish_reason"),
             metrics=self._read("metrics") or {},
-            stored_trajectory=payloads.encode_trajectory(self.trajectory) if self.trajectory else None,
+            stored_trajectory=payloads.encode_trajectory(self._trajectory) if self._trajectory else None,
         )
 
     def _ended(self, state: State) -> Rollout:
-        millis = {
-            "created": self.created,
-            "updated": time.time(),
-            "finished": time.time(),
-            "deadline": self.created + self.request.limits.deadline_s,
-        } | {f"ms_{stage}": seconds for stage, seconds in self.seconds.items()}
-        record = self.fields | {name: str(round(1000 * seconds)) for name, seconds in millis.items()}
-        record |= {"group": self.group_id, "index": str(self.index), "handler": self.request.handler}
-        record |= {"state": state.value, "attempt": str(self.attempt)}
-        rollout = rollout_of(self.id, record, [], self.request)
-        return rollout.model_copy(update={"trajectory": self.trajectory})
+        now = time.time()
+        times = {"created": self._created, "updated": now, "finished": now}
+        times["deadline"] = self._created + self._request.limits.deadline_s
+        times |= {f"ms_{stage}": seconds for stage, seconds in self._seconds.items()}
+        record = self._fields | {name: str(round(1000 * seconds)) for name, seconds in times.items()}
+        record |= {"group": self._group_id, "index": str(self._index), "handler": self._request.handler}
+        record |= {"state": state.value, "attempt": str(self._attempt)}
+        rollout = rollout_of(self._id, record, [], self._request)
+        return rollout.model_copy(update={"trajectory": self._trajectory})

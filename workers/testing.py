@@ -36,5 +36,5 @@ def play(
         FileNotFoundError: No tokenizer was named and there is no demo model.
     """
     model = Actions(list(actions), tokenizer or demo_tokenizer())
-    rollout_request = RolloutRequest(handler=handler.name, task=task, **request)
-    return asyncio.run(InProcess(handler, model, settings).run(rollout_request))
+    runner = InProcess(handler, model, settings)
+    return asyncio.run(runner.run(RolloutRequest(handler=handler.name, task=task, **request)))

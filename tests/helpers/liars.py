@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -16,10 +16,8 @@ from tests.helpers.engine_model import EngineModel
 from tests.helpers.fake_engine import FakeEngine, create_app
 from tests.helpers.fake_language import FakeLanguage
 from tests.helpers.stack import CHECKPOINT
-from workers.agent.llm import session
-from workers.agent.router import BackendRouter
 from workers.handlers import AgentHandler, EvalContext, Reward
-from workers.inprocess import InProcess, MakeRouter, Model, _OneBackend
+from workers.inprocess import InProcess, Server
 
 LANGUAGE = FakeLanguage(first_id=20, vocab_size=300, answer_tokens=(10, 30))
 """Plain text of the demo model's vocabulary."""
@@ -39,11 +37,11 @@ class Generous(AgentHandler):
         return Reward(1.0)
 
 
-class _Fleet(_OneBackend):
+class _Fleet(Server):
     """Some backends; the first that has not failed the turn."""
 
     def __init__(self, backends: list[Backend]) -> None:
-        super().__init__(backends[0])
+        super().__init__(backends[0], WAIT_S)
         self._backends = backends
         self.suspected: list[str] = []
 
@@ -58,40 +56,32 @@ class _Fleet(_OneBackend):
         return False
 
 
-@dataclass
-class _Servers(Model):
-    engines: list[FakeEngine]
-    suspected: list[str] = field(default_factory=list)
-
-    @asynccontextmanager
-    async def routers(self) -> AsyncIterator[MakeRouter]:
-        runners, backends = [], []
-        for number, engine in enumerate(self.engines):
-            runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = site._server.sockets[0].getsockname()[1]
-            backends.append(
-                Backend(
-                    id=f"engine{number}",
-                    url=f"http://127.0.0.1:{port}",
-                    model="fake",
-                    tokenizer=str(CHECKPOINT),
-                    max_model_len=2048,
-                    policy_version="default",
-                    api="completions" if engine.completions_only else "generate",
-                )
+@asynccontextmanager
+async def _served(engines: list[FakeEngine]) -> AsyncIterator[_Fleet]:
+    runners, backends = [], []
+    for number, engine in enumerate(engines):
+        runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        backends.append(
+            Backend(
+                id=f"engine{number}",
+                url=f"http://127.0.0.1:{port}",
+                model="fake",
+                tokenizer=str(CHECKPOINT),
+                max_model_len=2048,
+                policy_version="default",
+                api="completions" if engine.completions_only else "generate",
             )
-            runners.append(runner)
-        fleet = _Fleet(backends)
-        try:
-            async with session() as http:
-                yield lambda claim: BackendRouter(claim.rollout_id, fleet, http, wait_s=WAIT_S)
-        finally:
-            self.suspected = fleet.suspected
-            for runner in runners:
-                await runner.cleanup()
+        )
+        runners.append(runner)
+    try:
+        yield _Fleet(backends)
+    finally:
+        for runner in runners:
+            await runner.cleanup()
 
 
 @dataclass(frozen=True)
@@ -116,9 +106,9 @@ def engine(lie: str | None = None, **options: Any) -> FakeEngine:
 async def told(lie: str, *, honest: bool) -> Told:
     """A rollout that begins at an engine which lies; `honest`: there is another one."""
     liar = engine(lie)
-    servers = _Servers([liar, engine()] if honest else [liar])
     request = RolloutRequest(
         handler="generous", sampling={"max_tokens": TURN_TOKENS}, limits={"max_turns": 1, "max_attempts": 1}
     )
-    (rollout,) = await InProcess(Generous(), servers).run(request)
-    return Told(rollout, liar.lies_told, servers.suspected)
+    async with _served([liar, engine()] if honest else [liar]) as fleet:
+        (rollout,) = await InProcess(Generous(), fleet).run(request)
+    return Told(rollout, liar.lies_told, fleet.suspected)

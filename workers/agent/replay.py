@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ def encode(action: Action, codec: Codec, tokenizer: Any, prompt: Sequence[int]) 
     return ids
 
 
+@lru_cache(maxsize=1)
+def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
 class ReplayRouter:
     """Plays actions in order, in the place of a `BackendRouter`; behind the last one it only ends turns."""
 
@@ -105,10 +113,8 @@ class ReplayRouter:
 
     async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
         """The next action as a completion."""
-        from transformers import AutoTokenizer
-
         codec = await asyncio.to_thread(load_codec, self._path)
-        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._path)
+        tokenizer = await asyncio.to_thread(_tokenizer, self._path)
         ids = encode(next(self._actions, Action()), codec, tokenizer, request.prompt)
         cut = len(ids) > request.max_tokens
         ids = ids[: request.max_tokens]

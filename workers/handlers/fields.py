@@ -123,15 +123,15 @@ def tell_of_rows(schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     within = {"reward_model": OBJECT | {"required": ["ground_truth"]}}
     schema["allOf"] = []
-    for name, *others in (PROBLEM, ANSWER):
+    for name, *aliases in (PROBLEM, ANSWER):
         own = properties[name]
-        properties |= {other: {**own, "description": f"The same as {name}."} for other in others}
-        others_given = [{"required": [other], "properties": {other: {"not": NULL}}} for other in others]
+        properties |= {alias: {**own, "description": f"The same as {name}."} for alias in aliases}
+        under_alias = [{"required": [alias], "properties": {alias: {"not": NULL}}} for alias in aliases]
         if name == "answer":
-            others_given.append({"required": ["reward_model"], "properties": within})
+            under_alias.append({"required": ["reward_model"], "properties": within})
         # Not `anyOf` of all names: of what is missing it would say that the whole task fits none.
         need = {"required": [name], "properties": {name: own}}
-        schema["allOf"].append({"if": {"anyOf": others_given}, "else": need})
+        schema["allOf"].append({"if": {"anyOf": under_alias}, "else": need})
         schema["required"].remove(name)
     schema["properties"] = {
         name: {"anyOf": [described, NULL]} for name, described in properties.items()

@@ -58,7 +58,7 @@ _SYMBOLS = {
     r"\log_e": r"\ln ",
     r"\log_{e}": r"\ln ",
 }
-_TRANSLATED = re.compile("|".join(re.escape(one) + r"(?![A-Za-z])" * (one[0] == "\\") for one in _SYMBOLS))
+_TRANSLATED = re.compile("|".join(re.escape(sign) + r"(?![A-Za-z])" * (sign[0] == "\\") for sign in _SYMBOLS))
 
 _DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}"), ("**", "**")]
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -84,39 +84,38 @@ _CHOICE_AND_TEXT = re.compile(r"(?:[(\[]([A-Z])[)\]]|([A-Z])[).:])\s*\S.*", re.D
 def judge(payload: dict[str, Any]) -> dict[str, bool]:
     """Whether `answer` equals one of `gold`. `as_formulas`: by math-verify even where the words agree."""
     answer, gold = payload["answer"], payload["gold"]
-    if len(answer) > max([MAX_ANSWER_CHARS, *(4 * len(one) for one in gold)]):
+    if len(answer) > max([MAX_ANSWER_CHARS, *(4 * len(accepted) for accepted in gold)]):
         return {"correct": False}
     as_formulas = payload.get("as_formulas", False)
-    return {"correct": any(_same(one, answer, as_formulas) for one in gold)}
+    return {"correct": any(_same(accepted, answer, as_formulas) for accepted in gold)}
 
 
 def check(payload: dict[str, Any]) -> dict[str, Any]:
     """Accepted answers of `gold` that can never be met, because they do not parse."""
-    return {"unreadable": [one for one in payload["gold"] if not _readable(one)]}
+    return {"unreadable": [gold for gold in payload["gold"] if not _readable(gold)]}
 
 
 def _readable(gold: str) -> bool:
     readings = _readings(gold)
-    if not readings or not all(_same(gold, one) for one in readings[:1]):
+    if not readings or not _same(gold, readings[0]):
         return False
     words = re.fullmatch(r"[\w :'-]+", _words(readings[0]))
-    return bool(words) or any(not isinstance(one, str) for one in _parsed(readings[0]))
+    return bool(words) or any(not isinstance(value, str) for value in _parsed(readings[0]))
 
 
 def _same(gold: str, answer: str, as_formulas: bool = False) -> bool:
     golds, answers = _readings(gold), _readings(answer)
     if not golds or not answers:
         return False
-    if as_formulas:
-        return any(_verified(left, right) for left in golds for right in answers)
-    if _plain(golds[0]) == _plain(answers[0]):
-        return True
-    if letter := _CHOICE.fullmatch(_words(golds[0])):
-        said = _words(answers[0])
-        found = _CHOICE.fullmatch(said) or _CHOICE_AND_TEXT.fullmatch(said)
-        return found is not None and next(filter(None, found.groups())) == letter[1]
-    if _WORD.fullmatch(_words(golds[0])):
-        return False
+    if not as_formulas:
+        if _plain(golds[0]) == _plain(answers[0]):
+            return True
+        if letter := _CHOICE.fullmatch(_words(golds[0])):
+            words = _words(answers[0])
+            choice = _CHOICE.fullmatch(words) or _CHOICE_AND_TEXT.fullmatch(words)
+            return choice is not None and next(filter(None, choice.groups())) == letter[1]
+        if _WORD.fullmatch(_words(golds[0])):
+            return False
     return any(_verified(left, right) for left in golds for right in answers)
 
 
@@ -151,8 +150,8 @@ def _parsed(text: str) -> list[Any]:
 def _readings(text: str) -> list[str]:
     """The text as LaTeX that math-verify reads; several where it may mean more than one thing."""
     text = _stripped(text)
-    text = _TRANSLATED.sub(lambda found: _SYMBOLS[found[0]], text)
-    text = _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2] or found[3]}}}", text)
+    text = _TRANSLATED.sub(lambda sign: _SYMBOLS[sign[0]], text)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", text)
     text = _PI.sub(r"\\pi ", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _THOUSANDS.sub(_joined, text)
@@ -190,16 +189,14 @@ def _balanced(text: str) -> bool:
     return depth == 0
 
 
-def _joined(found: re.Match[str]) -> str:
+def _joined(match: re.Match[str]) -> str:
     """A number without the marks between its thousands. Bare commas stay: math-verify knows them."""
-    number = found[0]
-    if re.fullmatch(r"[\d,]+", number):
-        return number
-    return re.sub(r"\D", "", number)
+    number = match[0]
+    return number if re.fullmatch(r"[\d,]+", number) else re.sub(r"\D", "", number)
 
 
-def _fraction(found: re.Match[str]) -> str:
-    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
+def _fraction(match: re.Match[str]) -> str:
+    whole, fixed, period = match[1] or "0", match[2], match[3] or match[4]
     nines = 10 ** len(fixed) * (10 ** len(period) - 1)
     value = Fraction(int(whole + fixed + period) - int(whole + fixed), nines)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -112,9 +112,9 @@ class Scorer:
         self._memory_mb = memory_mb
         self._lock = threading.Lock()
         self._killed = False
-        self._channel, theirs = socket.socketpair()
+        self._channel, far_end = socket.socketpair()
         argv = [sys.executable, "-m", "workers.scoring.child"]
-        argv += [str(theirs.fileno()), str(os.getpid()), str(memory_mb)]
+        argv += [str(far_end.fileno()), str(os.getpid()), str(memory_mb)]
         try:
             # No preexec_fn: without one Python uses vfork, which neither copies the worker's page tables nor
             # runs code between the locks of its threads. The child sets its own limits.
@@ -124,14 +124,14 @@ class Scorer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=_environment(),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[far_end.fileno()],
                 start_new_session=True,
             )
         except OSError as error:
             self._channel.close()
             raise ScorerCrashed(f"no scorer process could be started: {error}") from error
         finally:
-            theirs.close()
+            far_end.close()
         self.pid = self._popen.pid
         metrics.PROCESSES.inc()
         self._tail, self._room, self._context = "", OUTPUT_PER_CALL, contextvars.Context()

@@ -78,29 +78,30 @@ def read(text: str) -> Quantity | None:
     if len(text) > MAX_CHARS:
         return None
     text = unicodedata.normalize("NFC", text).translate(_SIGNS)
-    text = _RAISED.sub(lambda found: "^" + unicodedata.normalize("NFKC", found[0]).replace("−", "-"), text)
+    text = _RAISED.sub(lambda raised: "^" + unicodedata.normalize("NFKC", raised[0]).replace("−", "-"), text)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     text = _LEAD.sub("", text.rsplit("=", 1)[-1].strip()).strip().rstrip(".")
-    found = _POWER_OF_TEN.match(text) or _NUMBER.match(text)
-    if found is None:
+    number = _POWER_OF_TEN.match(text) or _NUMBER.match(text)
+    if number is None:
         return None
-    value = _value(found)
-    rest = text[found.end() :]
+    value = _value(number)
+    rest = text[number.end() :]
     if uncertainty := _UNCERTAINTY.match(rest):
         rest = rest[uncertainty.end() :].lstrip(" )")
     words = rest.strip()
     if value is None or not _UNIT.fullmatch(words):
         return None
-    unit = _unit(words)
-    if unit is None and re.search(r"\d|\b(?:or|and|to)\b", words):
+    known_unit = unit(words)
+    if known_unit is None and re.search(r"\d|\b(?:or|and|to)\b", words):
         # `5 or 6`, `5-6`: not one number.
         return None
-    return Quantity(value, unit, words)
+    return Quantity(value, known_unit, words)
 
 
-def _value(found: re.Match[str]) -> float | None:
-    parts = {name: (text or "").replace(",", "").replace(" ", "") for name, text in found.groupdict().items()}
+def _value(number: re.Match[str]) -> float | None:
+    groups = number.groupdict().items()
+    parts = {name: (text or "").replace(",", "").replace(" ", "") for name, text in groups}
     power = parts.get("power") or parts.get("e") or "0"
     if abs(int(power)) > MAX_EXPONENT:
         return None
@@ -111,11 +112,13 @@ def _value(found: re.Match[str]) -> float | None:
         return None
 
 
-def _unit(words: str) -> Any:
+def unit(words: str) -> Any:
+    """Read pint's unit; None: it knows none of these words."""
+    words = words.strip()
     if not words:
         return None
-    for pattern, unit in _SPELLED.items():
-        words = re.sub(pattern, unit, words)
+    for pattern, name in _SPELLED.items():
+        words = re.sub(pattern, name, words)
     words = _POWER.sub(r"^\1", _NEGATIVE_POWER.sub(r"^-\1", words))
     if re.search(r"\d{3}", words):
         return None
@@ -126,29 +129,24 @@ def _unit(words: str) -> Any:
         return None
 
 
-def unit(words: str) -> Any:
-    """pint's unit; None: it knows none of these words."""
-    return _unit(words.strip())
-
-
-def same(gold: Quantity, said: Quantity, relative: float, absolute: float, unit_required: bool) -> bool:
+def same(gold: Quantity, answer: Quantity, relative: float, absolute: float, unit_required: bool) -> bool:
     """Whether two quantities agree within the larger tolerance, which is taken in the gold one's unit.
 
     A number without a unit is taken in the gold one's unit, unless a unit is required.
     """
-    values = [said.value]
+    values = [answer.value]
     if gold.unit is None and gold.words:
         # `3 bonds`: a number of something.
-        if _label(said.words) != _label(gold.words) and (said.words or unit_required):
+        if _label(answer.words) != _label(gold.words) and (answer.words or unit_required):
             return False
     elif gold.unit is not None:
-        if said.words:
-            values = _converted(gold, said)
+        if answer.words:
+            values = _converted(gold, answer)
         elif unit_required:
             return False
         elif gold.unit.dimensionless:
             # A share for a percentage, radians for degrees.
-            values.append(_units.Quantity(said.value, "").to(gold.unit).magnitude)
+            values.append(_units.Quantity(answer.value, "").to(gold.unit).magnitude)
     tolerance = max(absolute, relative * abs(gold.value), 1e-12 * abs(gold.value))
     return any(abs(value - gold.value) <= tolerance for value in values)
 
@@ -157,14 +155,14 @@ def _label(words: str) -> str:
     return words.casefold().removesuffix("s")
 
 
-def _converted(gold: Quantity, said: Quantity) -> list[float]:
-    if said.unit is None:
+def _converted(gold: Quantity, answer: Quantity) -> list[float]:
+    if answer.unit is None:
         return []
-    unit = said.unit
-    if str(gold.unit) in ("degree_Celsius", "degree_Fahrenheit") and said.words in ("C", "F"):
-        unit = _units.parse_units("deg" + said.words)
+    unit = answer.unit
+    if str(gold.unit) in ("degree_Celsius", "degree_Fahrenheit") and answer.words in ("C", "F"):
+        unit = _units.parse_units("deg" + answer.words)
     try:
-        return [_units.Quantity(said.value, unit).to(gold.unit).magnitude]
+        return [_units.Quantity(answer.value, unit).to(gold.unit).magnitude]
     except Exception:
         # Another dimension, or offsets that do not multiply.
         return []

@@ -84,10 +84,10 @@ def evaluate(text: str) -> Any:
         return ast.literal_eval(node)
 
     def number(node: ast.AST) -> Any:
-        found = value(node)
-        if not isinstance(found, int | float):
+        operand = value(node)
+        if not isinstance(operand, int | float):
             raise ValueError("arithmetic takes numbers")
-        return found
+        return operand
 
     return value(ast.parse(text.strip(), mode="eval").body)
 
@@ -135,7 +135,7 @@ def _dataset(name: str, options: str) -> ProceduralDataset:
     config = json.loads(options)
     try:
         if name == "composite":
-            parts = [DatasetSpec(**{"config": {}, "weight": 1, **one}) for one in config["datasets"]]
+            parts = [DatasetSpec(**{"config": {}, "weight": 1, **part}) for part in config["datasets"]]
             if executing := _EXECUTING & {part.name for part in parts}:
                 raise Refused(f"the dataset {executing.pop()!r} runs programs, which nothing here may")
             config["datasets"] = parts
@@ -173,8 +173,8 @@ _TUPLES = {"arc_agi", "rearc"}
 
 def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _tuples(one) for key, one in value.items()}
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def entry(task: dict[str, Any]) -> dict[str, Any]:
@@ -231,10 +231,10 @@ def _same_word(answer: str, made: dict[str, Any]) -> bool:
 
 def _same_number(answer: str, made: dict[str, Any]) -> bool:
     try:
-        said, right = Fraction(answer.replace(",", "")), Fraction(made["answer"])
+        number, right = Fraction(answer.replace(",", "")), Fraction(made["answer"])
     except (ValueError, ZeroDivisionError):
         return False
-    return abs(said - right) <= Fraction(1, 10_000)
+    return abs(number - right) <= Fraction(1, 10_000)
 
 
 def _given_numbers(answer: str, made: dict[str, Any]) -> bool:

@@ -36,8 +36,8 @@ def judge(payload: dict[str, Any]) -> dict[str, bool]:
 def check(payload: dict[str, Any]) -> dict[str, str | None]:
     """What is wrong with a task, so that no answer could be right; None: nothing."""
     for gold in payload["gold"]:
-        said = ", ".join(payload["gold"]) if payload["kind"] in ("set", "choice") else gold
-        if not _KINDS[payload["kind"]](payload, said):
+        answer = ", ".join(payload["gold"]) if payload["kind"] in ("set", "choice") else gold
+        if not _KINDS[payload["kind"]](payload, answer):
             return {"problem": f"{gold!r} cannot be read as an answer of the kind {payload['kind']!r}"}
     if payload["kind"] == "numeric" and payload["unit"] and quantities.unit(payload["unit"]) is None:
         return {"problem": f"pint knows no unit {payload['unit']!r}"}
@@ -54,23 +54,23 @@ def _choice(payload: dict[str, Any], answer: str) -> bool:
         parts = (
             re.findall(r"[A-Za-z]", answer) if re.fullmatch(r"\s*[A-Z]{2,}\s*", answer) else _split(answer)
         )
-        said = [_letter(part, choices) for part in parts]
-        return len(right) == len(payload["gold"]) and len(said) == len(right) and set(said) == right
+        letters = [_letter(part, choices) for part in parts]
+        return len(right) == len(payload["gold"]) == len(letters) and set(letters) == right
     return bool(right) and _letter(answer, choices) in right
 
 
 def _letter(text: str, choices: dict[str, str]) -> str | None:
     """The letter of the choice that a text names; None: of none, or of two."""
     plain = _plain(text)
-    if (found := _LETTER_SAID.fullmatch(plain)) and found[1].upper() in choices:
-        return found[1].upper()
+    if (named := _LETTER_SAID.fullmatch(plain)) and named[1].upper() in choices:
+        return named[1].upper()
     by_text = [letter for letter, choice in choices.items() if words(choice) == words(text)]
     if len(by_text) == 1:
         return by_text[0]
-    if found := _LETTER_AND_TEXT.fullmatch(plain):
-        letter, said = (found[1] or found[2]).upper(), words(found[3])
-        elsewhere = any(words(choice) == said for other, choice in choices.items() if other != letter)
-        if letter in choices and (words(choices[letter]) == said or not elsewhere):
+    if named := _LETTER_AND_TEXT.fullmatch(plain):
+        letter, content = (named[1] or named[2]).upper(), words(named[3])
+        elsewhere = any(words(choice) == content for key, choice in choices.items() if key != letter)
+        if letter in choices and (words(choices[letter]) == content or not elsewhere):
             return letter
     return None
 
@@ -79,15 +79,11 @@ def _letter(text: str, choices: dict[str, str]) -> str | None:
 
 
 def _numeric(payload: dict[str, Any], answer: str) -> bool:
-    said = quantities.read(answer)
-    if said is None:
-        return False
-    return any(
-        gold is not None
-        and quantities.same(
-            gold, said, payload["rel_tolerance"], payload["abs_tolerance"], payload["unit_required"]
-        )
-        for gold in (_gold(one, payload["unit"]) for one in payload["gold"])
+    quantity = quantities.read(answer)
+    golds = (_gold(text, payload["unit"]) for text in payload["gold"])
+    limits = (payload["rel_tolerance"], payload["abs_tolerance"], payload["unit_required"])
+    return quantity is not None and any(
+        gold is not None and quantities.same(gold, quantity, *limits) for gold in golds
     )
 
 
@@ -108,9 +104,9 @@ def _exact(payload: dict[str, Any], answer: str) -> bool:
 def _same_words(gold: str, answer: str) -> bool:
     if words(gold) != words(answer) or not words(gold):
         return False
-    formula, said = _tight(gold), _tight(answer)
-    if _FORMULA.fullmatch(formula) and said not in (said.lower(), said.upper()):
-        return formula == said  # Co is not CO
+    formula, text = _tight(gold), _tight(answer)
+    if _FORMULA.fullmatch(formula) and text not in (text.lower(), text.upper()):
+        return formula == text  # Co is not CO
     return True
 
 
@@ -140,15 +136,14 @@ def _split(answer: str) -> list[str]:
 
 def _set(payload: dict[str, Any], answer: str) -> bool:
     """Every item once, in any order."""
-    left = list(payload["gold"])
-    said = _split(answer)
-    if len(said) != len(left):
+    golds, items = list(payload["gold"]), _split(answer)
+    if len(items) != len(golds):
         return False
-    for item in said:
-        match = next((gold for gold in left if _same_item(payload, gold, item)), None)
+    for item in items:
+        match = next((gold for gold in golds if _same_item(payload, gold, item)), None)
         if match is None:
             return False
-        left.remove(match)
+        golds.remove(match)
     return True
 
 

@@ -22,9 +22,9 @@ def _grading() -> Any:
     That takes two seconds and 150 MB of each scorer process, and none of it grades.
     """
     name = "swebench.harness"
-    if name not in sys.modules and (found := importlib.util.find_spec("swebench")) is not None:
+    if name not in sys.modules and (spec := importlib.util.find_spec("swebench")) is not None:
         package = types.ModuleType(name)
-        package.__path__ = [str(Path(place) / "harness") for place in found.submodule_search_locations or ()]
+        package.__path__ = [str(Path(place) / "harness") for place in spec.submodule_search_locations or ()]
         sys.modules[name] = package
     from swebench.harness import grading
 
@@ -101,19 +101,19 @@ def grade_expected(payload: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `resolved`, `graded`, `tests_status` with the names of `matching` and `differing` tests.
     """
-    found: dict[str, str] = {}
+    statuses: dict[str, str] = {}
     log = _COLOUR.sub("", payload["log"])
     summary = log.split(_SUMMARY, 1)[1] if _SUMMARY in log else ""
     for line in summary.splitlines():
         for status in ("PASSED", "FAILED", "ERROR"):
             if line.startswith(f"{status} "):
-                found[_short(line.removeprefix(f"{status} "))] = status
+                statuses[_short(line.removeprefix(f"{status} "))] = status
     expected = {_short(name, "."): status for name, status in payload["expected"].items()}
-    matching = sorted(name for name, status in expected.items() if found.get(name) == status)
-    differing = sorted((expected.keys() | found.keys()) - set(matching))
+    matching = sorted(name for name, status in expected.items() if statuses.get(name) == status)
+    differing = sorted((expected.keys() | statuses.keys()) - set(matching))
     return {
         "resolved": bool(expected) and not differing,
-        "graded": bool(found),
+        "graded": bool(statuses),
         "tests_status": {"matching": matching, "differing": differing},
     }
 

@@ -15,12 +15,8 @@ def same_output(given: str, expected: str) -> bool:
 
     Case counts, and so does the order of lines.
     """
-    ours, theirs = _lines(given), _lines(expected)
-    if ours == theirs:
-        return True
-    if len(ours) != len(theirs):
-        return False
-    return all(_same_line(a, b) for a, b in zip(ours, theirs, strict=True))
+    lines, right = _lines(given), _lines(expected)
+    return len(lines) == len(right) and all(map(_same_line, lines, right))
 
 
 def _lines(text: str) -> list[list[str]]:
@@ -38,14 +34,14 @@ def _same_word(given: str, expected: str) -> bool:
     if given == expected:
         return True
     try:
-        ours, theirs = Decimal(given), Decimal(expected)
+        number, right = Decimal(given), Decimal(expected)
     except InvalidOperation:
         return False
-    if not (ours.is_finite() and theirs.is_finite()):
+    if not (number.is_finite() and right.is_finite()):
         return False
     if expected.lstrip("+-").isdigit():  # an integer is exact, however it is written
-        return ours == theirs
-    return math.isclose(float(ours), float(theirs), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return number == right
+    return math.isclose(float(number), float(right), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def same_value(given: Any, expected: Any) -> bool:
@@ -59,6 +55,6 @@ def same_value(given: Any, expected: Any) -> bool:
     if isinstance(expected, list) and isinstance(given, list):
         return len(given) == len(expected) and all(map(same_value, given, expected))
     if isinstance(expected, dict) and isinstance(given, dict):
-        theirs = {str(key): value for key, value in expected.items()}
-        return given.keys() == theirs.keys() and all(same_value(given[key], theirs[key]) for key in given)
+        right = {str(key): value for key, value in expected.items()}
+        return given.keys() == right.keys() and all(same_value(given[key], right[key]) for key in given)
     return type(given) is type(expected) and given == expected

@@ -109,7 +109,7 @@ async def take_patch(ctx: Context[Any], instance: Instance, spec: Spec, sandbox:
 
 
 class _Comparison:
-    """Of the agent's changes with a fresh sandbox."""
+    """A comparison of the agent's changes with a fresh sandbox."""
 
     def __init__(self, agents: SandboxClient, pristine: SandboxClient, spec: Spec) -> None:
         self._agents, self._pristine, self._spec = agents, pristine, spec
@@ -213,7 +213,8 @@ class _Comparison:
             f"{work}/numbers", "".join(f"{work}/new/{number}\n" for number in range(len(kept)))
         )
         await self._agent(
-            f"{plain_git.use(work)} && {GIT} hash-object -w --no-filters --stdin-paths < ../numbers > ../blobs",
+            f"{plain_git.use(work)} && {GIT} hash-object -w --no-filters --stdin-paths"
+            " < ../numbers > ../blobs",
             "the content of the files",
         )
         blobs = (await self._pristine.read_file(f"{work}/blobs")).decode().split()

@@ -48,7 +48,7 @@ class Watch:
         self._codes = {}
         self._globals = {}
         self._modules = set()
-        self.told = []
+        self.remarks = []
 
     def _framework(self):
         """Holder and name of each function and class → holder, value, code."""
@@ -122,8 +122,8 @@ class Watch:
         return None if of_tests else file
 
     def _tell(self, text):
-        if text not in self.told and len(self.told) < 20:
-            self.told.append(text)
+        if text not in self.remarks and len(self.remarks) < 20:
+            self.remarks.append(text)
 
 
 def _code_of(item):
@@ -201,7 +201,7 @@ class Recorder:
             WATCH.look()
         except Exception:
             pass
-        account = {"statuses": self._statuses, "probe": self._probe(), "suspicious": WATCH.told}
+        account = {"statuses": self._statuses, "probe": self._probe(), "suspicious": WATCH.remarks}
         body = json.dumps(account).encode("ascii")
         mac = self._mac.copy()
         mac.update(body)

@@ -28,8 +28,8 @@ def main(path, name):
     os._exit(0)
 
 
-def plain(one):
-    return sorted(one) if isinstance(one, (set, frozenset)) else repr(one)
+def plain(value):
+    return sorted(value) if isinstance(value, (set, frozenset)) else repr(value)
 
 
 if __name__ == "__main__":
