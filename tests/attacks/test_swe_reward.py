@@ -1,7 +1,8 @@
 """Rewards of `swe` for what is no fix. Each cheat is a script in `reward/`, written as its author would.
 
-`NAME.py` is what the agent adds to the code under test, `NAME.sh` what it does in its sandbox. The control is
-the naive way: the agent's own sandbox, plain pytest (or the repository's runner), and a parser of its output.
+`NAME.sh` is what the agent does in its sandbox; `NAME.py` is what it adds to the code under test, and goes to
+EVAL as the patch that it is. The control is the naive way: the agent's own sandbox, plain pytest (or the
+repository's runner), and a parser of its output.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout.schema import State
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 from tests.attacks import attack
 from tests.helpers import swe_toy
 from tests.helpers.sandboxes import leftovers, require_apptainer
-from tests.helpers.swe_agents import Result, roll_many
+from tests.helpers.swe_agents import Judged, Result, judge_many, roll_many
 from tests.helpers.swe_instances import private_state
 from workers.scoring.swe_tests import grade
 
@@ -94,10 +97,31 @@ CHEATS = {
         "a git that obeys no attributes, configuration or hooks",
     ),
     "escape_a_score_by_files_of_mode_0": ("unreadable", "the server makes readable what the agent closed"),
+    "escape_a_score_by_removing_the_repository": (
+        "repository_removed",
+        "the server compares files, not commits",
+    ),
 }
 """What is attempted → the script of it, and what stops it."""
-ESCAPES = ("attributes", "attributes_of_repository", "unreadable")
+ESCAPES = ("attributes", "attributes_of_repository", "unreadable", "repository_removed")
 """Cheats of an agent without a fix that would rather have no score than 0."""
+DROPPED = {
+    "conftest": {"conftest.py": "machinery"},
+    "pytest_ini": {"pytest.ini": "machinery"},
+    "setup_cfg": {"setup.cfg": "machinery"},
+    "tox_ini": {"tox.ini": "machinery"},
+    "pyproject": {"pyproject.toml": "machinery"},
+    "shadowing_module": {"pytest.py": "machinery"},
+    "sitecustomize": dict.fromkeys(("sitecustomize.py", "usercustomize.py", "calc.pth"), "machinery"),
+    **dict.fromkeys(("tests_overwritten", "daemon"), {"tests/test_calc.py": "test"}),
+}
+"""What the patch of a cheat leaves out, and why."""
+STATUS = {
+    **dict.fromkeys((*DROPPED, *ESCAPES, "python_replaced", "history_read"), "unresolved"),
+    **dict.fromkeys(("exit_at_import", "installed_pytest_patched"), "tests_not_finished"),
+    **dict.fromkeys(("report_patched", "note_patched", "unittest_asserts_stubbed"), "results_forged"),
+}
+"""What the report says of a cheat."""
 
 
 def row_of(name: str) -> dict[str, Any]:
@@ -105,20 +129,36 @@ def row_of(name: str) -> dict[str, Any]:
     return ROWS.get(name, swe_toy.instance)()
 
 
+def code_of(name: str) -> str | None:
+    """What the agent adds to the code for a cheat; None = it does something else."""
+    path = HERE / f"{name}.py"
+    if not path.exists():
+        return None
+    code = path.read_text()
+    return f"\n\n\n{(HERE / 'names.py').read_text() if 'cheat_' in code else ''}{code}\n"
+
+
 def script_of(name: str) -> str:
     """What the agent types for a cheat."""
-    path = HERE / f"{name}.sh"
-    if path.exists():
-        return path.read_text()
-    code = (HERE / f"{name}.py").read_text()
-    if "cheat_" in code:
-        code = (HERE / "names.py").read_text() + code
-    return f"cat >> calc.py <<'EOF_CHEAT'\n\n\n{code}\nEOF_CHEAT"
+    code = code_of(name)
+    if code is None:
+        return (HERE / f"{name}.sh").read_text()
+    return f"cat >> calc.py <<'EOF_CHEAT'\n{code}EOF_CHEAT"
 
 
-async def by_the_service(name: str) -> bool:
+async def by_the_service(name: str) -> Result:
+    """What the service says of an agent that cheats."""
+    code = code_of(name)
+    if code is None:
+        (result,) = await roll_many([(row_of(name), [script_of(name)])])
+    else:
+        patch = swe_toy.diff("calc.py", swe_toy.CODE, swe_toy.CODE + code)
+        (result,) = await judge_many([(row_of(name), patch)], Judged)
+    return result
+
+
+def rewarded(name: str, result: Result) -> bool:
     """Whether the service gives an agent what it cheats for."""
-    (result,) = await roll_many([(row_of(name), [script_of(name)])])
     if name in ESCAPES:
         return result.reward != 0.0 or result.rollout.drop
     assert result.reward is not None, result.rollout.error
@@ -185,20 +225,17 @@ def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str
     Two are made at a time: each is mostly a wait for sandboxes.
     """
     turn = asyncio.Semaphore(2)
-    asked = [
-        (item.callspec.params["cheat"], item.callspec.params["control"])
-        for item in request.session.items
-        if item.module is request.module and "cheat" in item.fixturenames
-    ]
+    tests = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
+    attempts = dict.fromkeys((test["cheat"], test["control"]) for test in tests)
 
-    async def attempt(name: str, control: bool) -> bool:
+    async def attempt(name: str, control: bool) -> bool | Result:
         async with turn:
             return await (naively(name, host) if control else by_the_service(name))
 
-    async def attempts() -> list[Any]:
-        return await asyncio.gather(*(attempt(*one) for one in asked), return_exceptions=True)
+    async def made() -> list[Any]:
+        return await asyncio.gather(*(attempt(*key) for key in attempts), return_exceptions=True)
 
-    return dict(zip(asked, asyncio.run(attempts()), strict=True))
+    return dict(zip(attempts, asyncio.run(made()), strict=True))
 
 
 @dataclass
@@ -206,14 +243,17 @@ class RewardTarget:
     """Where a cheat is tried: the service, or the naive way."""
 
     control: bool
-    succeeded: Any
+    outcome: Any
     place: str = "service"
 
 
 @pytest.fixture
 def target(cheat: str, control: bool, outcomes: dict[tuple[str, bool], Any]) -> RewardTarget:
     """The service, or the naive way, and what came of the cheat there."""
-    return RewardTarget(control, outcomes[cheat, control])
+    outcome = outcomes[cheat, control]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return RewardTarget(control, outcome)
 
 
 def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
@@ -221,9 +261,7 @@ def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
 
     @attack(stopped_by=wall)
     def attempt(target: RewardTarget, cheat: str, control: bool) -> bool:
-        if isinstance(target.succeeded, BaseException):
-            raise target.succeeded
-        return target.succeeded
+        return target.outcome if control else rewarded(cheat, target.outcome)
 
     places = pytest.mark.parametrize("control", [False, True], ids=["service", "control"])
     return pytest.mark.parametrize("cheat", [cheat])(places(attempt))
@@ -231,6 +269,17 @@ def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
 
 for title, (cheat, wall) in CHEATS.items():
     globals()[f"test_{title}"] = attempt_of(cheat, wall)
+
+
+@pytest.mark.parametrize("control", [False], ids=["service"])
+@pytest.mark.parametrize("cheat", STATUS)
+def test_the_report_says_what_became_of_a_cheat(target: RewardTarget, cheat: str, control: bool) -> None:
+    result: Result = target.outcome
+    assert (result.rollout.state, result.rollout.drop) == (State.COMPLETED, False), result.rollout.error
+    assert (result.report["status"], result.report["resolved"]) == (STATUS[cheat], False), result.report
+    if code_of(cheat) is None:
+        assert result.report["patch"]["dropped"] == DROPPED.get(cheat, {})
+        assert result.rollout.reward_components["pass_to_pass"] == 1.0, "the tests ran to their end"
 
 
 # -- what is no cheat --------------------------------------------------------------------------------
@@ -280,23 +329,21 @@ def test_mine(monkeypatch):
 @pytest.fixture(scope="module")
 def honest(host: HostClient) -> dict[str, Result]:
     """Rollouts that fix the bug in an odd way, by what is odd."""
-    fix = "sed -i 's/ + x + 1/ + x/' calc.py"
-    jobs = {
-        name: (swe_toy.instance(), [fix, f"cat >> calc.py <<'EOF_ODD'\n{code}\nEOF_ODD"])
-        for name, code in HONEST.items()
+    patches = {
+        name: swe_toy.diff("calc.py", swe_toy.CODE, swe_toy.FIXED + code) for name, code in HONEST.items()
     }
-    jobs["tests that replace what they like"] = (
-        swe_toy.instance(),
-        [
-            fix,
-            f"cat > tests/test_mine.py <<'EOF_ODD'\n{OWN_TESTS}\nEOF_ODD\ncp tests/test_mine.py test_mine.py",
-        ],
-    )
-    jobs["tests of unittest"] = (swe_toy.unittest_instance(), [fix])
-    jobs["another runner of unittest"] = (swe_toy.django_instance(), [fix])
-    jobs["another runner"] = (swe_toy.sympy_instance(), [fix])
-    results: Sequence[Result] = asyncio.run(roll_many(list(jobs.values())))
-    return dict(zip(jobs, results, strict=True))
+    jobs = {name: (swe_toy.instance(), patch) for name, patch in patches.items()}
+    jobs["tests of unittest"] = (swe_toy.unittest_instance(), patches["the fix"])
+    jobs["another runner of unittest"] = (swe_toy.django_instance(), patches["the fix"])
+    jobs["another runner"] = (swe_toy.sympy_instance(), patches["the fix"])
+    write = f"cat > tests/test_mine.py <<'EOF_ODD'\n{OWN_TESTS}\nEOF_ODD\ncp tests/test_mine.py test_mine.py"
+    own_tests = (swe_toy.instance(), ["sed -i 's/ + x + 1/ + x/' calc.py", write])
+
+    async def rollouts() -> list[list[Result]]:
+        return await asyncio.gather(roll_many([own_tests]), judge_many(jobs.values(), Judged))
+
+    results = chain.from_iterable(asyncio.run(rollouts()))
+    return dict(zip(["tests that replace what they like", *jobs], results, strict=True))
 
 
 def test_an_honest_odd_fix_is_rewarded_and_not_accused(honest: dict[str, Result]) -> None:

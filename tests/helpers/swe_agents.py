@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rollout.schema import Limits, Rollout, RolloutRequest
 from rollout.trajectory import FinishReason
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.replay import Action, Call
-from workers.handlers.base import RunContext
+from workers.handlers.base import InitContext, RunContext
 from workers.handlers.swe import Swe
 from workers.inprocess import Actions, InProcess
 
@@ -37,12 +38,6 @@ class Result:
         return self.rollout.reward
 
 
-def result_of(rollout: Rollout) -> Result:
-    """With the artifacts read."""
-    artifacts = rollout.trajectory.artifacts if rollout.trajectory else {}
-    return Result(rollout, json.loads(artifacts.get("report", "{}")), artifacts.get("patch", ""))
-
-
 def bash(command: str) -> Action:
     """A turn that runs a command."""
     return Action(tool_calls=[Call(name="execute_bash", arguments={"command": command})])
@@ -56,18 +51,15 @@ def roll(row: dict[str, Any], *commands: str, limits: Limits = LIMITS) -> Result
     return asyncio.run(roll_many([(row, commands)], limits))[0]
 
 
-async def roll_many(jobs: list[tuple[dict[str, Any], Any]], limits: Limits = LIMITS) -> list[Result]:
+async def roll_many(jobs: Iterable[tuple[dict[str, Any], Any]], limits: Limits = LIMITS) -> list[Result]:
     """Rollouts of `(row, commands)`, two at a time."""
-    turn = asyncio.Semaphore(2)
-
-    async def one(row: dict[str, Any], commands: Any) -> Result:
-        async with turn:
-            runner = InProcess(Swe(), Actions([*map(bash, commands), FINISH], str(CHECKPOINT)))
-            request = RolloutRequest(handler="swe", task=row, limits=limits)
-            rollout = (await runner.run(request))[0]
-        return result_of(rollout)
-
-    return await asyncio.gather(*(one(*job) for job in jobs))
+    return await _two_at_a_time(
+        limits,
+        [
+            (row, InProcess(Swe(), Actions([*map(bash, commands), FINISH], str(CHECKPOINT))))
+            for row, commands in jobs
+        ],
+    )
 
 
 class Given(Swe):
@@ -83,16 +75,30 @@ class Given(Swe):
         return FinishReason.STOP
 
 
-async def judge_many(jobs: list[tuple[dict[str, Any], str]], limits: Limits = LIMITS) -> list[Result]:
+class Judged(Given):
+    """EVAL alone, which needs nothing of a sandbox that an agent was in."""
+
+    async def init(self, ctx: InitContext[Any]) -> None:
+        return None
+
+
+async def judge_many(
+    jobs: Iterable[tuple[dict[str, Any], str]], handler: type[Given] = Given, limits: Limits = LIMITS
+) -> list[Result]:
     """Rollouts of `(row, patch)`, two at a time."""
+    return await _two_at_a_time(limits, [(row, InProcess(handler(patch))) for row, patch in jobs])
+
+
+async def _two_at_a_time(limits: Limits, jobs: list[tuple[dict[str, Any], InProcess]]) -> list[Result]:
     turn = asyncio.Semaphore(2)
 
-    async def one(row: dict[str, Any], patch: str) -> Result:
+    async def rolled(row: dict[str, Any], runner: InProcess) -> Result:
         async with turn:
-            request = RolloutRequest(handler="swe", task=row, limits=limits)
-            return result_of((await InProcess(Given(patch)).run(request))[0])
+            (rollout,) = await runner.run(RolloutRequest(handler="swe", task=row, limits=limits))
+        artifacts = rollout.trajectory.artifacts if rollout.trajectory else {}
+        return Result(rollout, json.loads(artifacts.get("report", "{}")), artifacts.get("patch", ""))
 
-    return await asyncio.gather(*(one(*job) for job in jobs))
+    return await asyncio.gather(*(rolled(*job) for job in jobs))
 
 
 def official_report(row: dict[str, Any], patch: str, log: str, path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests.helpers.swe_agents import Result, roll_many
 pytestmark = [pytest.mark.apptainer, pytest.mark.usefixtures("host")]
 
 Row = dict[str, Any]
+SOURCES = ("swe-smith", "r2e-gym", "swe-bench")
 
 
 def git(row: Row, *arguments: str) -> str:
@@ -77,14 +78,18 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
     fix = f"cat > /tmp/fix.diff <<'EOF_FIX'\n{row['patch']}EOF_FIX\ngit apply /tmp/fix.diff"
     look = "mkdir seen; git log --oneline > seen/log; git diff HEAD > seen/diff; cp -r tests seen/t; true"
     history = "git cat-file --batch-all-objects --batch-check > seen/objects; ls -a / > seen/root"
+    search = (
+        "find / -xdev -newer LICENSE \\( -name '*.diff' -o -name outcomes \\) -exec cp {} seen/ \\;"
+        " 2>/dev/null; cp -r /tmp/rollout-* /workspace seen/ 2>/dev/null; git tag > seen/tags; true"
+    )
     rows = {"swe-smith": swe_smith(row), "r2e-gym": r2e_gym(row), "swe-bench": with_eval_script(row)}
     jobs = [(made, [fix]) for made in rows.values()]
-    jobs += [(made, [look, history]) for made in rows.values()]
+    jobs += [(made, [look, history, search]) for made in rows.values()]
     names = [*rows, *(f"{name}, not fixed" for name in rows)]
     return dict(zip(names, asyncio.run(roll_many(jobs)), strict=True))
 
 
-@pytest.mark.parametrize("source", ["swe-smith", "r2e-gym", "swe-bench"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_row_of_a_published_layout_is_resolved_by_its_fix_and_by_nothing_else(
     source: str, results: dict[str, Result]
 ) -> None:
@@ -100,10 +105,16 @@ def test_the_report_of_r2e_gym_names_the_tests_that_differ(results: dict[str, Re
     assert 0.5 < other.rollout.reward_components["expected_status"] < 1.0
 
 
-@pytest.mark.parametrize("source", ["swe-smith", "r2e-gym"])
-def test_the_agent_sees_one_commit_and_no_trace_of_the_fix(source: str, results: dict[str, Result]) -> None:
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_agent_sees_one_commit_and_no_trace_of_the_fix(
+    source: str, results: dict[str, Result], by_name: dict[str, Row]
+) -> None:
     patch = results[f"{source}, not fixed"].patch
     assert patch.count(" commit ") == 1
+    row = by_name["parse"]
+    old_tests = git(row, "show", f"{row['base_commit']}:tests/test_parse.py").splitlines()
+    added = {line[1:] for line in row["test_patch"].splitlines() if line.startswith("+    ")}
+    assert not (added - set(old_tests)) & {line[1:] for line in patch.splitlines()}
     # Nothing is changed before the agent comes, so that its own diff is its own.
     assert "+++ b/seen/diff" not in patch and "b/seen/log" in patch
 

@@ -1,0 +1,2 @@
+rm -rf .git; mkdir -p .git/hooks
+echo '# x' >> calc.py
