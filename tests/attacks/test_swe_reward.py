@@ -113,7 +113,7 @@ DROPPED = {
     "pyproject": {"pyproject.toml": "machinery"},
     "shadowing_module": {"pytest.py": "machinery"},
     "sitecustomize": dict.fromkeys(("sitecustomize.py", "usercustomize.py", "calc.pth"), "machinery"),
-    **dict.fromkeys(("tests_overwritten", "daemon"), {"tests/test_calc.py": "test"}),
+    **{name: {"tests/test_calc.py": "test"} for name in ("tests_overwritten", "daemon")},
 }
 """What the patch of a cheat leaves out, and why."""
 STATUS = {

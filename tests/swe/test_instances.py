@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollout.schema import Blame, Stage, State
-from tests.helpers.swe_agents import Result, judge_many, official_report, roll_many
+from tests.helpers.swe_agents import Judged, Result, judge_many, official_report, roll_many
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.usefixtures("host")]
 
@@ -43,7 +43,7 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
     rows = list(by_name.values())
     by_agent = [(row, [apply(row["patch"])]) for row in rows]
     fixed = asyncio.run(roll_many([*by_agent, (rows[0], [])]))
-    found = dict(zip([*(f"gold {name}" for name in by_name), "empty"], fixed, strict=True))
+    by_agents = dict(zip([*(f"gold {name}" for name in by_name), "empty"], fixed, strict=True))
     parse = by_name["parse"]
     source = base_text(parse, "parse.py")
     # The fix, and percentages ten times too large.
@@ -51,18 +51,26 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
     assert fixed_source.count("/ 100.0") == 1
     broken = diff("parse.py", source, fixed_source.replace("/ 100.0", "/ 10.0"))
     tests = base_text(parse, "tests/test_parse.py")
+    # The patch's own code ends every process it may. The sandbox's server is none of them.
+    kill = "\nimport os\nfor p in os.listdir('/proc'):\n    if p.isdigit() and int(p) != os.getpid():\n"
+    kill += "        try:\n            os.kill(int(p), 9)\n        except OSError:\n            pass\n"
+    slow = parse["spec"] | {"test_timeout_s": 1.0, "setup": [], "test_cmd": "sleep 1000; pytest"}
     given = {
-        "breaking": broken,
-        "test-editing": diff("tests/test_parse.py", tests, "def test_nothing(): pass\n"),
-        "not applying": diff("parse.py", source.replace("import", "export"), source),
+        "breaking": (parse, broken),
+        "test-editing": (parse, diff("tests/test_parse.py", tests, "def test_nothing(): pass\n")),
+        "not applying": (parse, diff("parse.py", source.replace("import", "export"), source)),
+        "killing": (parse, diff("parse.py", source, source + kill)),
+        "hanging": (parse | {"spec": slow}, parse["patch"]),
+        # Not what an agent's patch can hold, for `tests` would be left out of it.
+        "in the way": (parse, diff("tests", "", "a file\n").replace("--- a/tests", "--- /dev/null")),
     }
-    judged = asyncio.run(judge_many([(parse, patch) for patch in given.values()]))
-    return found | dict(zip(given, judged, strict=True))
+    judged = asyncio.run(judge_many(given.values(), Judged))
+    return by_agents | dict(zip(given, judged, strict=True))
 
 
-def statuses(result: Result, kind: str) -> tuple[int, int]:
-    told = result.report["tests_status"][kind]
-    return len(told["success"]), len(told["failure"])
+def counts(result: Result, kind: str) -> tuple[int, int]:
+    names = result.report["tests_status"][kind]
+    return len(names["success"]), len(names["failure"])
 
 
 def test_there_are_at_least_five_instances_with_tests_of_both_kinds(rows: list[Row]) -> None:
@@ -84,7 +92,7 @@ def test_the_gold_patch_made_by_an_agent_resolves_every_instance(
             "fail_to_pass": 1.0,
             "pass_to_pass": 1.0,
         }
-        assert statuses(result, "FAIL_TO_PASS") == (len(json.loads(row["FAIL_TO_PASS"])), 0)
+        assert counts(result, "FAIL_TO_PASS") == (len(json.loads(row["FAIL_TO_PASS"])), 0)
         assert result.report["base_commit"] == row["base_commit"]
 
 
@@ -96,9 +104,28 @@ def test_an_empty_patch_is_judged_without_a_sandbox(results: dict[str, Result]) 
     assert result.rollout.reward_components == {"resolved": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("name", "statuses"),
+    [
+        ("breaking", ["unresolved"]),
+        ("test-editing", ["unresolved"]),
+        ("not applying", ["patch_not_applied"]),
+        ("killing", ["tests_not_finished"]),
+        ("hanging", ["tests_timed_out"]),
+        ("in the way", ["patch_not_applied", "tests_not_placed"]),
+    ],
+)
+def test_a_patch_that_does_not_resolve_is_scored_0_and_said_why(
+    name: str, statuses: list[str], results: dict[str, Result]
+) -> None:
+    result = results[name]
+    assert result.rollout.state is State.COMPLETED, result.rollout.error
+    assert (result.reward, result.rollout.drop) == (0.0, False)
+    assert result.report["status"] in statuses
+
+
 def test_a_patch_that_breaks_a_passing_test_does_not_resolve(results: dict[str, Result]) -> None:
     result = results["breaking"]
-    assert (result.reward, result.report["status"]) == (0.0, "unresolved")
     assert result.report["patch_applied"] is True
     assert result.rollout.reward_components["fail_to_pass"] == 1.0
     assert 0.0 < result.rollout.reward_components["pass_to_pass"] < 1.0
@@ -108,17 +135,14 @@ def test_a_patch_that_edits_the_tests_is_judged_by_the_specified_ones(
     results: dict[str, Result], by_name: dict[str, Row]
 ) -> None:
     result = results["test-editing"]
-    assert (result.reward, result.report["status"]) == (0.0, "unresolved")
-    assert statuses(result, "FAIL_TO_PASS") == (0, len(json.loads(by_name["parse"]["FAIL_TO_PASS"])))
-    assert statuses(result, "PASS_TO_PASS")[1] == 0
+    assert counts(result, "FAIL_TO_PASS") == (0, len(json.loads(by_name["parse"]["FAIL_TO_PASS"])))
+    assert counts(result, "PASS_TO_PASS")[1] == 0
 
 
 def test_a_patch_that_does_not_apply_is_reported_as_such(results: dict[str, Result]) -> None:
     result = results["not applying"]
-    assert (result.reward, result.report["status"]) == (0.0, "patch_not_applied")
     assert result.rollout.reward_components == {"resolved": 0.0, "patch_applied": 0.0}
     assert "parse.py" in result.report["detail"]
-    assert result.rollout.state is State.COMPLETED and not result.rollout.drop
 
 
 def test_the_official_grading_agrees_on_every_log(
@@ -130,71 +154,27 @@ def test_the_official_grading_agrees_on_every_log(
         assert official["resolved"] is result.report["resolved"], name
         if result.report["tests_status"]:
             assert official["tests_status"] == result.report["tests_status"], name
+    assert ">>>>> Tests Timed Out" in results["hanging"].log
 
 
-def test_tests_that_hang_are_ended_and_judged(by_name: dict[str, Row]) -> None:
-    row = by_name["parse"]
-    hanging = row | {
-        "spec": row["spec"] | {"test_timeout_s": 1.0, "setup": [], "test_cmd": "sleep 1000; pytest"}
+def faulty(row: Row) -> dict[str, tuple[Row, list[str]]]:
+    """Rows at fault, by what is wrong, and words of the message."""
+    broken_tests = row["test_patch"].replace("\n-", "\n-x").replace("\n ", "\n y", 3)
+    image_words = ["swebench-nothing", "rollout images build --dataset"]
+    return {
+        "no image": (row | {"image": "swebench/nothing:latest"}, image_words),
+        "no commit": (row | {"base_commit": "0" * 40}, ["0" * 40]),
+        "no parser": (row | {"spec": row["spec"] | {"log_parser": "parse_log_x"}}, ["'parse_log_x'"]),
+        "no tests": (row | {"test_patch": broken_tests}, ["test_patch does not apply to the base commit"]),
     }
-    result = asyncio.run(judge_many([(hanging, row["patch"])]))[0]
-    assert (result.reward, result.report["status"]) == (0.0, "tests_timed_out")
-    assert ">>>>> Tests Timed Out" in result.log
 
 
-def test_an_image_that_is_not_there_is_the_tasks_fault_and_says_how_to_make_it(
-    by_name: dict[str, Row],
-) -> None:
-    row = by_name["parse"] | {"image": "swebench/nothing:latest"}
-    rollout = asyncio.run(judge_many([(row, "x")]))[0].rollout
-    assert rollout.state is State.FAILED
-    assert rollout.error.blame is Blame.TASK
-    assert "swebench-nothing" in rollout.error.message
-    assert "rollout images build --dataset" in rollout.error.message
-
-
-def test_a_base_commit_that_is_not_in_the_image_is_the_tasks_fault(by_name: dict[str, Row]) -> None:
-    row = by_name["parse"] | {"base_commit": "0" * 40}
-    rollout = asyncio.run(judge_many([(row, "x")]))[0].rollout
-    assert rollout.error.blame is Blame.TASK
-    assert "0" * 40 in rollout.error.message
-
-
-def test_a_patch_that_kills_what_it_can_in_eval_does_not_get_away_from_its_reward(
-    by_name: dict[str, Row],
-) -> None:
-    row = by_name["parse"]
-    source = base_text(row, "parse.py")
-    # The patch's own code ends every process it may. The sandbox's server is none of them.
-    kill = "\nimport os\nfor p in os.listdir('/proc'):\n    if p.isdigit() and int(p) != os.getpid():\n"
-    kill += "        try:\n            os.kill(int(p), 9)\n        except OSError:\n            pass\n"
-    result = asyncio.run(judge_many([(row, diff("parse.py", source, source + kill))]))[0]
-    assert result.rollout.state is State.COMPLETED, result.rollout.error
-    assert (result.reward, result.rollout.drop) == (0.0, False)
-    assert result.report["status"] == "tests_not_finished"
-
-
-def test_a_parser_that_nobody_has_is_found_before_the_agent_works(by_name: dict[str, Row]) -> None:
-    row = by_name["parse"]
-    unknown = row | {"spec": row["spec"] | {"log_parser": "parse_log_x"}}
-    rollout = asyncio.run(judge_many([(unknown, "x")]))[0].rollout
-    assert (rollout.error.blame, rollout.error.stage) == (Blame.TASK, Stage.INIT)
-    assert "'parse_log_x'" in rollout.error.message
-
-
-def test_tests_that_cannot_be_put_in_place_are_found_before_the_agent_works(by_name: dict[str, Row]) -> None:
-    row = by_name["parse"]
-    broken = row | {"test_patch": row["test_patch"].replace("\n-", "\n-x").replace("\n ", "\n y", 3)}
-    rollout = asyncio.run(judge_many([(broken, "x")]))[0].rollout
-    assert (rollout.error.blame, rollout.error.stage) == (Blame.TASK, Stage.INIT)
-    assert "test_patch does not apply to the base commit" in rollout.error.message
-
-
-def test_a_patch_that_is_in_the_way_of_the_tests_is_scored(by_name: dict[str, Row]) -> None:
-    row = by_name["parse"]
-    # Not what an agent's patch can hold, for `tests` would be left out of it.
-    result = asyncio.run(
-        judge_many([(row, diff("tests", "", "a file\n").replace("--- a/tests", "--- /dev/null"))])
-    )[0]
-    assert result.rollout.state is State.COMPLETED, result.rollout.error
-    assert (result.reward, result.rollout.drop) == (0.0, False)
+def test_a_row_at_fault_is_found_out_before_the_agent_works(by_name: dict[str, Row]) -> None:
+    faults = faulty(by_name["parse"])
+    results = asyncio.run(judge_many([(row, "x") for row, _ in faults.values()]))
+    for (name, (_, words)), result in zip(faults.items(), results, strict=True):
+        error = result.rollout.error
+        assert (result.rollout.state, error.blame, error.stage) == (State.FAILED, Blame.TASK, Stage.INIT), (
+            name
+        )
+        assert all(word in error.message for word in words), error.message

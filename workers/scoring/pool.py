@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.settings import Settings, settings
@@ -76,8 +77,10 @@ class ScorerPool:
         if not _TARGET.fullmatch(function):
             raise ScorerError(f"scorer {function!r} is not of the form 'package.module:function'")
         outcome, call = "cancelled", _Call(function, payload, timeout_s)
+        metrics.WAITING.inc()
+        run = self._threads.submit(self._run, call)
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, call)
+            result = await asyncio.wrap_future(run)
             outcome = "ok"
             return result
         except (ScorerError, ScorerTimeout, ScorerCrashed) as error:
@@ -87,11 +90,12 @@ class ScorerPool:
             self._cancel(call)
             raise
         finally:
-            call.stop_waiting()
+            if run.cancelled():  # before it had a thread
+                metrics.WAITING.dec()
             metrics.CALLS.labels(function, outcome).inc()
 
     def _run(self, call: _Call) -> Any:
-        call.stop_waiting()
+        metrics.WAITING.dec()
         while True:
             scorer, keep = self._take(call), False
             try:
@@ -145,8 +149,8 @@ class ScorerPool:
         `ScorerCrashed`."""
         self._closed = True
         with self._lock:
-            idle, busy = list(self._idle), list(self._busy.values())
-            self._idle.clear()
+            idle, busy = self._idle, list(self._busy.values())
+            self._idle = []
         for scorer in idle:
             scorer.end()
         for scorer in busy:
@@ -154,21 +158,16 @@ class ScorerPool:
         self._threads.shutdown(wait=False)
 
 
+@dataclass(eq=False)
 class _Call:
     """A call, from its asking to its end."""
 
-    def __init__(self, function: str, payload: Any, timeout_s: float) -> None:
-        self.function, self.payload, self.timeout_s = function, payload, timeout_s
-        self.context = contextvars.copy_context()
-        """For the log lines of what the function prints."""
-        self.cancelled = False
-        self._waiting = threading.Lock()
-        metrics.WAITING.inc()
-
-    def stop_waiting(self) -> None:
-        """It has a thread, or is over. Twice is harmless."""
-        if self._waiting.acquire(blocking=False):
-            metrics.WAITING.dec()
+    function: str
+    payload: Any
+    timeout_s: float
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The caller's, for the log lines of what the function prints."""
+    cancelled: bool = False
 
 
 _pool: ScorerPool | None = None
