@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from rollout.schema import Limits, Rollout
 from rollout.trajectory import Message
 from sandbox import spec
 from tests.attacks import attack
-from tests.helpers.sandboxes import new_state, stop_host
+from tests.helpers.sandboxes import own_sandboxes
 from tests.helpers.stack import ROOT
 from workers import errors
 from workers.agent.replay import Action, Call
@@ -45,12 +44,8 @@ class Service:
 @pytest.fixture(scope="module", autouse=True)
 def sandbox_directory() -> Iterator[None]:
     """A sandbox host of these attacks' own."""
-    state = new_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLOUT_SANDBOX_DIR", str(state))
+    with own_sandboxes():
         yield
-    stop_host(state)
-    shutil.rmtree(state, ignore_errors=True)
 
 
 @pytest.fixture(params=["service", "control"])
@@ -92,7 +87,9 @@ class Alongside(Checked):
 
 
 def run(handler: AgentHandler[Any], *commands: str, **options: Any) -> Rollout:
-    actions = [Action(tool_calls=[Call(name="execute_bash", arguments={"command": one})]) for one in commands]
+    actions = [
+        Action(tool_calls=[Call(name="execute_bash", arguments={"command": line})]) for line in commands
+    ]
     (done,) = play(handler, {}, [*actions, FINISH], limits=Limits(max_attempts=1), **options)
     return done
 

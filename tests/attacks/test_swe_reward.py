@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 from tests.attacks import attack
 from tests.helpers import swe_toy
-from tests.helpers.sandboxes import leftovers, require_apptainer
+from tests.helpers.sandboxes import own_sandboxes, require_apptainer
 from tests.helpers.swe_agents import Judged, Result, judge_many, roll_many
-from tests.helpers.swe_instances import private_state
 from workers.scoring.swe_tests import grade
 
 pytestmark = pytest.mark.timeout(900)  # all rollouts that the tests of a session ask for are made at once
@@ -208,14 +206,9 @@ async def naive_log(box: SandboxClient, name: str, row: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def host() -> Iterator[HostClient]:
     require_apptainer()
-    with private_state() as state, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "ROLLOUT_SANDBOX_DIR", str(state))
-        # A host takes images by their path from below such places alone.
-        patch.setitem(os.environ, "ROLLOUT_SANDBOX_IMAGE_ROOTS", str(swe_toy.image().parent))
+    # A host takes images by their path from below such places alone.
+    with own_sandboxes(ROLLOUT_SANDBOX_IMAGE_ROOTS=str(swe_toy.image().parent)) as state:
         yield HostClient(state)
-        left = leftovers(state)
-        asyncio.run(HostClient(state).stop())
-        assert left == []
 
 
 @pytest.fixture(scope="module")

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.helpers.sandboxes import leftovers, new_state, stop_host
+from tests.helpers.players import Player, player
+from tests.helpers.sandboxes import own_sandboxes
 
 
 @pytest.fixture(scope="package", autouse=True)
-def sandbox_directory() -> Iterator[Path]:
-    """Where in-process rollouts start their sandboxes; nothing is left there in the end."""
-    before = os.environ.get("ROLLOUT_SANDBOX_DIR")
-    state = new_state()
-    os.environ["ROLLOUT_SANDBOX_DIR"] = str(state)
-    yield state
-    left = leftovers(state)
-    stop_host(state)
-    shutil.rmtree(state, ignore_errors=True)
-    if before is None:
-        del os.environ["ROLLOUT_SANDBOX_DIR"]
-    else:
-        os.environ["ROLLOUT_SANDBOX_DIR"] = before
-    assert left == []
+def sandbox_directory() -> Iterator[None]:
+    """Where in-process rollouts start their sandboxes."""
+    with own_sandboxes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def players() -> Iterator[Player]:
+    """Who plays the rollouts of a module, with one scorer for all."""
+    with player() as only:
+        yield only

@@ -6,7 +6,7 @@ import pytest
 
 from rollout.schema import Blame, State
 from rollout.trajectory import Message, ToolCall, Trajectory
-from tests.helpers.players import complaints, documented_row, finish, player
+from tests.helpers.players import complaints, documented_row, finish
 from workers.agent.replay import Action, Call
 from workers.errors import TaskError
 from workers.handlers.answers import boxed, boxed_answer, stated
@@ -194,12 +194,6 @@ WRONG = [
     ("18", "18 or 19 dollars"),
     (r"\text{yes}", "yes and no"),
 ]
-
-
-@pytest.fixture(scope="module")
-def players():
-    with player() as one:
-        yield one
 
 
 def judged(players, pairs):

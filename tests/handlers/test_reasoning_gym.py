@@ -44,12 +44,6 @@ FLOOR = {
 
 
 @pytest.fixture(scope="module")
-def players():
-    with player() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
 def names(players):
     """Every dataset of the package that has a default configuration."""
     (found,) = players.score(f"{CHECKS}:datasets", [None])

@@ -8,7 +8,7 @@ import pytest
 
 from rollout.schema import Blame, State
 from services.settings import Settings
-from tests.helpers.players import complaints, documented_row, finish, player
+from tests.helpers.players import complaints, documented_row, finish
 from tests.helpers.search import FileSearch
 from workers.agent.replay import Action, Call
 from workers.agent.tools import ToolContext
@@ -139,12 +139,6 @@ WRONG = [
     ({"answer": "3 bonds"}, ["4 bonds", "3 atoms"]),
     ({"answer": "2-butanol"}, ["butanol", "2", "3-butanol"]),
 ]
-
-
-@pytest.fixture(scope="module")
-def players():
-    with player() as one:
-        yield one
 
 
 def task(**fields):

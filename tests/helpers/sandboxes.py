@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -93,6 +94,26 @@ def stop_host(directory: Path) -> None:
     from sandbox.host_client import HostClient
 
     asyncio.run(HostClient(directory).stop())
+
+
+@contextlib.contextmanager
+def own_sandboxes(**variables: str) -> Iterator[Path]:
+    """A directory where rollouts in this process start their sandboxes; nothing may be left in it.
+
+    Args:
+        variables: Further settings of its host.
+    """
+    state = new_state()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {"ROLLOUT_SANDBOX_DIR": str(state), **variables}.items():
+                patch.setenv(name, value)
+            yield state
+        rest = leftovers(state)
+    finally:
+        stop_host(state)
+        shutil.rmtree(state, ignore_errors=True)
+    assert rest == []
 
 
 def never_begun(name: str, state: Path, pid: int | None = None, **limits: int) -> Container:

@@ -10,7 +10,6 @@ tests.helpers.swe_instances` makes it ahead.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from sandbox.host_client import HostClient
 from sandbox.images import ImageStore, squashfs
 from sandbox.images.store import hand_over
 from sandbox.spec import SandboxSpec
+from tests.helpers.sandboxes import own_sandboxes
 from workers.handlers.swe.rows import files_of
 
 HOME = paths.rollout_home() / "swe"
@@ -139,7 +138,8 @@ def _make(rootfs: Path) -> list[dict[str, Any]]:
         rows.append(_row(project, repository, base, rootfs))
     if os.geteuid() == 0:
         hand_over(rootfs, paths.sandbox_user())
-    asyncio.run(_find_tests(rows))
+    with own_sandboxes() as state:
+        asyncio.run(_find_tests(rows, HostClient(state)))
     return rows
 
 
@@ -247,24 +247,19 @@ def _git(repository: Path, *arguments: str) -> str:
     return done.stdout.decode()
 
 
-async def _find_tests(rows: list[dict[str, Any]]) -> None:
+async def _find_tests(rows: list[dict[str, Any]], host: HostClient) -> None:
     """FAIL_TO_PASS and PASS_TO_PASS of each row, by running its tests without and with the fix."""
-    with private_state() as state:
-        host = HostClient(state)
 
-        async def one(row: dict[str, Any]) -> None:
-            before, after = [await _statuses(host, row, fixed) for fixed in (False, True)]
-            passing = [name for name, status in after.items() if status == "PASSED"]
-            row["FAIL_TO_PASS"] = json.dumps([name for name in passing if before.get(name) != "PASSED"])
-            row["PASS_TO_PASS"] = json.dumps([name for name in passing if before.get(name) == "PASSED"])
-            if row["FAIL_TO_PASS"] == "[]":
-                raise RuntimeError(f"{row['instance_id']}: no test fails before the fix and passes after it")
+    async def find(row: dict[str, Any]) -> None:
+        before, after = [await _statuses(host, row, fixed) for fixed in (False, True)]
+        passing = [name for name, status in after.items() if status == "PASSED"]
+        row["FAIL_TO_PASS"] = json.dumps([name for name in passing if before.get(name) != "PASSED"])
+        row["PASS_TO_PASS"] = json.dumps([name for name in passing if before.get(name) == "PASSED"])
+        if row["FAIL_TO_PASS"] == "[]":
+            raise RuntimeError(f"{row['instance_id']}: no test fails before the fix and passes after it")
 
-        try:
-            for pair in range(0, len(rows), 2):
-                await asyncio.gather(*map(one, rows[pair : pair + 2]))
-        finally:
-            await host.stop()
+    for pair in range(0, len(rows), 2):
+        await asyncio.gather(*map(find, rows[pair : pair + 2]))
 
 
 async def _statuses(host: HostClient, row: dict[str, Any], fixed: bool) -> dict[str, str]:
@@ -290,16 +285,6 @@ async def _statuses(host: HostClient, row: dict[str, Any], fixed: bool) -> dict[
         if status in ("PASSED", "FAILED", "ERROR") and rest:
             found[rest.split()[0]] = status
     return found
-
-
-@contextlib.contextmanager
-def private_state() -> Iterator[Path]:
-    """A state directory of a host of one's own; short, because socket paths are limited."""
-    state = Path(tempfile.mkdtemp(prefix="swet-", dir="/tmp"))
-    try:
-        yield state
-    finally:
-        shutil.rmtree(state, ignore_errors=True)
 
 
 if __name__ == "__main__":

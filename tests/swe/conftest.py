@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sandbox.host_client import HostClient
 from tests.helpers import swe_instances
-from tests.helpers.sandboxes import leftovers, require_apptainer
+from tests.helpers.sandboxes import own_sandboxes, require_apptainer
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +28,5 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def host(rows: list[dict[str, Any]]) -> Iterator[Path]:
     """The node's sandbox host for the tests of a module, which leave nothing on it."""
-    with swe_instances.private_state() as state, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "ROLLOUT_SANDBOX_DIR", str(state))
+    with own_sandboxes() as state:
         yield state
-        left = leftovers(state)
-        asyncio.run(HostClient(state).stop())
-        assert left == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from rollout.schema import Blame, Rollout, RolloutRequest
 from rollout.trajectory import FinishReason
 from sandbox.host_client import HostClient
 from sandbox.spec import Limits, SandboxSpec
-from tests.helpers.sandboxes import leftovers, require_apptainer
-from tests.helpers.swe_instances import private_state
+from tests.helpers.sandboxes import own_sandboxes, require_apptainer
 from workers.handlers.base import AgentHandler, AnyTask, EvalContext, Reward, RunContext
 from workers.inprocess import InProcess
 from workers.sandboxes import release_attempts
@@ -46,14 +44,10 @@ class Booting(AgentHandler[AnyTask]):
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostClient]:
+def host() -> Iterator[HostClient]:
     require_apptainer()
-    with private_state() as state:
-        monkeypatch.setenv("ROLLOUT_SANDBOX_DIR", str(state))
-        client = HostClient(state)
-        yield client
-        asyncio.run(client.stop())
-        assert leftovers(Path(state)) == []
+    with own_sandboxes() as state:
+        yield HostClient(state)
 
 
 def roll(body: Body, **limits: Any) -> Rollout:
