@@ -9,7 +9,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,11 +43,6 @@ class TestFile:
     """Names of the module that stand for a mark of an expected failure."""
     all_expected: bool = False
     """The module as a whole is marked."""
-
-    @cached_property
-    def lines(self) -> list[bytes]:
-        """The lines as `ast` counts: they end with \\n, \\r\\n or \\r, and columns are bytes of UTF-8."""
-        return self.source.replace("\r\n", "\n").replace("\r", "\n").encode().split(b"\n")
 
 
 def read(source: str) -> TestFile | None:
