@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,17 @@ class Result:
 def bash(command: str) -> Action:
     """A turn that runs a command."""
     return Action(tool_calls=[Call(name="execute_bash", arguments={"command": command})])
+
+
+def apply(patch: str) -> str:
+    """The command that applies a patch in the agent's shell."""
+    return f"cat > /tmp/fix.diff <<'EOF_FIX'\n{patch}EOF_FIX\ngit apply /tmp/fix.diff"
+
+
+def git(row: dict[str, Any], *arguments: str) -> str:
+    """Ask git about the repository in the unpacked image of a row."""
+    command = ["git", "-c", "safe.directory=*", "-C", row["image"] + row["spec"]["repo_dir"], *arguments]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 FINISH = Action(tool_calls=[Call(name="finish", arguments={"message": "done"})])

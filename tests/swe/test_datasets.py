@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from typing import Any
 
 import pytest
 
-from tests.helpers.swe_agents import Result, roll_many
+from tests.helpers.swe_agents import Result, apply, git, roll_many
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.usefixtures("host")]
 
 Row = dict[str, Any]
 SOURCES = ("swe-smith", "r2e-gym", "swe-bench")
-
-
-def git(row: Row, *arguments: str) -> str:
-    command = ["git", "-c", "safe.directory=*", "-C", row["image"] + row["spec"]["repo_dir"], *arguments]
-    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 def swe_smith(row: Row) -> Row:
@@ -75,7 +69,6 @@ git checkout {row["base_commit"]} tests/test_parse.py
 @pytest.fixture(scope="module")
 def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
     row = by_name["parse"]
-    fix = f"cat > /tmp/fix.diff <<'EOF_FIX'\n{row['patch']}EOF_FIX\ngit apply /tmp/fix.diff"
     look = "mkdir seen; git log --oneline > seen/log; git diff HEAD > seen/diff; cp -r tests seen/t; true"
     history = "git cat-file --batch-all-objects --batch-check > seen/objects; ls -a / > seen/root"
     search = (
@@ -83,7 +76,7 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
         " 2>/dev/null; cp -r /tmp/rollout-* /workspace seen/ 2>/dev/null; git tag > seen/tags; true"
     )
     rows = {"swe-smith": swe_smith(row), "r2e-gym": r2e_gym(row), "swe-bench": with_eval_script(row)}
-    jobs = [(made, [fix]) for made in rows.values()]
+    jobs = [(made, [apply(row["patch"])]) for made in rows.values()]
     jobs += [(made, [look, history, search]) for made in rows.values()]
     names = [*rows, *(f"{name}, not fixed" for name in rows)]
     return dict(zip(names, asyncio.run(roll_many(jobs)), strict=True))

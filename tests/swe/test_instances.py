@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.schema import Blame, Stage, State
-from tests.helpers.swe_agents import Judged, Result, judge_many, official_report, roll_many
+from tests.helpers.swe_agents import Judged, Result, apply, git, judge_many, official_report, roll_many
+from tests.helpers.swe_toy import diff
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.usefixtures("host")]
 
 Row = dict[str, Any]
-
-
-def apply(patch: str) -> str:
-    return f"cat > /tmp/fix.diff <<'EOF_FIX'\n{patch}EOF_FIX\ngit apply /tmp/fix.diff"
-
-
-def diff(path: str, old: str, new: str) -> str:
-    """A patch that turns the text at a path into another one."""
-    lines = difflib.unified_diff(
-        old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
-    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
-
-
-def base_text(row: Row, path: str, commit: str | None = None) -> str:
-    repository = Path(row["image"] + row["spec"]["repo_dir"])
-    show = ["git", "-c", "safe.directory=*", "show", f"{commit or row['base_commit']}:{path}"]
-    return subprocess.run(show, cwd=repository, capture_output=True, check=True, text=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +26,13 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
     fixed = asyncio.run(roll_many([*by_agent, (rows[0], [])]))
     by_agents = dict(zip([*(f"gold {name}" for name in by_name), "empty"], fixed, strict=True))
     parse = by_name["parse"]
-    source = base_text(parse, "parse.py")
+    base = parse["base_commit"]
+    source = git(parse, "show", f"{base}:parse.py")
     # The fix, and percentages ten times too large.
-    fixed_source = base_text(parse, "parse.py", "main")
+    fixed_source = git(parse, "show", "main:parse.py")
     assert fixed_source.count("/ 100.0") == 1
     broken = diff("parse.py", source, fixed_source.replace("/ 100.0", "/ 10.0"))
-    tests = base_text(parse, "tests/test_parse.py")
+    tests = git(parse, "show", f"{base}:tests/test_parse.py")
     # The patch's own code ends every process it may. The sandbox's server is none of them.
     kill = "\nimport os\nfor p in os.listdir('/proc'):\n    if p.isdigit() and int(p) != os.getpid():\n"
     kill += "        try:\n            os.kill(int(p), 9)\n        except OSError:\n            pass\n"
@@ -62,7 +44,7 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
         "killing": (parse, diff("parse.py", source, source + kill)),
         "hanging": (parse | {"spec": slow}, parse["patch"]),
         # Not what an agent's patch can hold, for `tests` would be left out of it.
-        "in the way": (parse, diff("tests", "", "a file\n").replace("--- a/tests", "--- /dev/null")),
+        "in the way": (parse, diff("tests", "", "a file\n")),
     }
     judged = asyncio.run(judge_many(given.values(), Judged))
     return by_agents | dict(zip(given, judged, strict=True))

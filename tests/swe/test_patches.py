@@ -11,7 +11,7 @@ import pytest
 
 from rollout.schema import Limits, State
 from rollout.trajectory import FinishReason
-from tests.helpers.swe_agents import LIMITS, Result, roll, roll_many
+from tests.helpers.swe_agents import LIMITS, Result, apply, roll, roll_many
 from workers.handlers.swe.patches import MAX_PATCH_BYTES
 
 pytestmark = [pytest.mark.apptainer, pytest.mark.usefixtures("host")]
@@ -143,8 +143,7 @@ def test_a_patch_that_is_too_large_is_no_patch_and_names_its_files(results: dict
 
 def test_an_agent_that_runs_out_of_turns_is_scored_on_what_it_did(by_name: dict[str, Row]) -> None:
     row = by_name["parse"]
-    fix = f"cat > /tmp/fix.diff <<'EOF_FIX'\n{row['patch']}EOF_FIX\ngit apply /tmp/fix.diff"
-    result = roll(row, fix, "echo one", limits=LIMITS.model_copy(update={"max_turns": 2}))
+    result = roll(row, apply(row["patch"]), "echo one", limits=LIMITS.model_copy(update={"max_turns": 2}))
     assert result.rollout.finish_reason is FinishReason.TURN_LIMIT
     assert result.reward == 1.0
 

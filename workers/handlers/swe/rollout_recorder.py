@@ -131,6 +131,13 @@ def _code_of(item):
     return getattr(getattr(value, "__func__", value), "__code__", None)
 
 
+def _safely(look, *args):
+    try:
+        look(*args)
+    except Exception:
+        pass  # what is watched must not keep tests from being run
+
+
 class Recorder:
     """Keeps the last status of each test."""
 
@@ -141,16 +148,10 @@ class Recorder:
         self._items = {}
 
     def pytest_collection_finish(self, session):
-        try:
-            WATCH.collected(session.items)
-        except Exception:
-            pass  # what is watched must not keep tests from being run
+        _safely(WATCH.collected, session.items)
 
     def pytest_runtest_call(self, item):
-        try:
-            WATCH.called(item)
-        except Exception:
-            pass
+        _safely(WATCH.called, item)
 
     def _note(self, nodeid, status):
         name = nodeid
@@ -162,17 +163,12 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report):
         was_xfail = hasattr(report, "wasxfail")
-        if report.when == "call":
-            if report.outcome == "passed":
-                self._note(report.nodeid, "XPASS" if was_xfail else "PASSED")
-            elif report.outcome == "skipped":
-                self._note(report.nodeid, "XFAIL" if was_xfail else "SKIPPED")
-            else:
-                self._note(report.nodeid, "FAILED")
-        elif report.outcome == "skipped":
+        if report.outcome == "skipped":
             self._note(report.nodeid, "XFAIL" if was_xfail else "SKIPPED")
-        elif report.outcome == "failed":
-            self._note(report.nodeid, "ERROR")
+        elif report.outcome != "passed":
+            self._note(report.nodeid, "FAILED" if report.when == "call" else "ERROR")
+        elif report.when == "call":
+            self._note(report.nodeid, "XPASS" if was_xfail else "PASSED")
 
     def pytest_runtest_protocol(self, item):
         self._items.setdefault(type(item), []).append(item)
@@ -197,10 +193,7 @@ class Recorder:
         return outcome
 
     def pytest_sessionfinish(self, session, exitstatus):
-        try:
-            WATCH.look()
-        except Exception:
-            pass
+        _safely(WATCH.look)
         account = {"statuses": self._statuses, "probe": self._probe(), "suspicious": WATCH.remarks}
         body = json.dumps(account).encode("ascii")
         mac = self._mac.copy()
