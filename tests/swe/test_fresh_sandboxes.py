@@ -47,7 +47,9 @@ class Booting(AgentHandler[AnyTask]):
 def host() -> Iterator[HostClient]:
     require_apptainer()
     with own_sandboxes() as state:
-        yield HostClient(state)
+        client = HostClient(state)
+        yield client
+        asyncio.run(client.stop())  # and what it keeps warm
 
 
 def roll(body: Body, **limits: Any) -> Rollout:
