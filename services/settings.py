@@ -169,10 +169,10 @@ class Settings(BaseModel):
     )
     retention_s: float = Field(7 * 86400.0, gt=0, description="Seconds a finished rollout is kept in Redis.")
     sse_streams: int = Field(
-        1000, ge=0, description="Streams of completions (SSE) at once, each of them also one that waits."
+        1000, ge=0, description="Streams of results (SSE) at once, each of them also one that waits."
     )
     sse_heartbeat_s: float = Field(
-        15.0, gt=0, description="Seconds without news after which a stream of completions sends a comment."
+        15.0, gt=0, description="Seconds without news after which a stream of results sends a comment."
     )
     keep_acked_s: float = Field(
         -1.0,

@@ -19,7 +19,7 @@ from services.state.observations import Observations
 from services.state.policy.store import PolicyStore
 from services.state.redis import connect
 from services.state.results.store import ResultStore
-from services.state.results.stream import CompletionStore
+from services.state.results.stream import ResultStream
 from services.state.rollouts.store import RolloutStore
 from services.state.startup import StartCheck
 from services.state.tenants import TenantStore
@@ -42,7 +42,7 @@ class Gateway:
         self.backends = BackendStore(client)
         self.policy = PolicyStore(client)
         self.fleet = FleetStore(client)
-        self.completions = CompletionStore(client)
+        self.completions = ResultStream(client)
         self.results = ResultStore(client, settings)
         self.webhooks = WebhookStore(client, settings.webhook_url)
         self.webhook_addresses = AllowedAddresses(settings.webhook_allow)

@@ -194,7 +194,7 @@ gauge rollout_results_bytes stored_bytes
 gauge rollout_completions results_length
     Completions that a cursor can still read.
 gauge rollout_completion_streams streams
-    Streams of completions open at this gateway.
+    Streams of results open at this gateway.
 gauge rollout_gateway_waiters waiters
     Requests that wait for completions at this gateway, streams included.
 counter rollout_results_acknowledged result.acknowledged

@@ -23,7 +23,7 @@ from services.gateway.auth import holder
 from services.gateway.problems import ApiProblem
 from services.state import keys
 from services.state.redis import is_away
-from services.state.results.stream import CompletionStore, matches
+from services.state.results.stream import ResultStream, matches
 
 log = structlog.get_logger("gateway")
 
@@ -31,7 +31,7 @@ WAITER = "rollout.waiter"
 """Key of the `Waiter` in the WSGI environment; a server that can park requests puts one of its own there."""
 BLOCK_MS = 2000
 READ = 1000
-STREAMS = (keys.COMPLETIONS, keys.BATCHES_EVENTS)
+STREAMS = (keys.RESULTS, keys.BATCHES_EVENTS)
 
 T = TypeVar("T")
 
@@ -245,9 +245,7 @@ def waiter() -> Waiter:
 class WaitingRoom:
     """All waiters of a process, and the thread that reads what ends while there are any."""
 
-    def __init__(
-        self, connect: Callable[[], redis.Redis], completions: CompletionStore, places: Places
-    ) -> None:
+    def __init__(self, connect: Callable[[], redis.Redis], completions: ResultStream, places: Places) -> None:
         self._connect = connect
         self._completions = completions
         self._places = places

@@ -227,10 +227,10 @@ class KeyStore:
             pipe.get(keys.ACCESS_VERSION)
             pipe.hgetall(keys.API_KEYS)
             pipe.hgetall(keys.TENANTS)
-            version, found, tenants = pipe.execute()
+            version, stored, tenants = pipe.execute()
         return Access(
             version=version or "",
-            keys=_keys(found),
+            keys=_keys(stored),
             tenants={name: Tenant.model_validate_json(raw) for name, raw in tenants.items()},
         )
 
@@ -254,5 +254,5 @@ class KeyStore:
         self._redis.transaction(write, keys.API_KEYS)
 
 
-def _keys(found: dict[str, str]) -> dict[str, ApiKey]:
-    return {key_id: ApiKey.model_validate_json(raw) for key_id, raw in found.items()}
+def _keys(stored: dict[str, str]) -> dict[str, ApiKey]:
+    return {key_id: ApiKey.model_validate_json(raw) for key_id, raw in stored.items()}

@@ -40,5 +40,5 @@ class AutoscaleStore:
 
     def totals(self) -> dict[str, int]:
         """Each of `COUNTERS`."""
-        found = self._redis.hgetall(keys.AUTOSCALE_TOTALS)
-        return {name: int(found.get(name, 0)) for name in COUNTERS}
+        stored = self._redis.hgetall(keys.AUTOSCALE_TOTALS)
+        return {name: int(stored.get(name, 0)) for name in COUNTERS}

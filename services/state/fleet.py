@@ -113,22 +113,22 @@ class FleetStore:
             for stage in STAGES:
                 pipe.zrangebyscore(keys.workers(stage), since, "+inf")
             pipe.hgetall(keys.FLEET_SLOTS)
-            *alive, said = pipe.execute()
+            *alive, announced = pipe.execute()
         stages: dict[str, list[str]] = {}
         for stage, names in zip(STAGES, alive, strict=True):
             for name in names:
                 stages.setdefault(name, []).append(stage)
-        found = {name: json.loads(said[name]) for name in stages if name in said}
+        notes = {name: json.loads(announced[name]) for name in stages if name in announced}
         return [
             Worker(
                 name=name,
-                node=one["node"],
+                node=note["node"],
                 stages=tuple(stages[name]),
-                slots=one["slots"],
-                most_slots=one["most"],
-                held=one["held"],
+                slots=note["slots"],
+                most_slots=note["most"],
+                held=note["held"],
             )
-            for name, one in sorted(found.items())
+            for name, note in sorted(notes.items())
         ]
 
     def run_slots(self, node: str) -> tuple[int, int]:
@@ -137,24 +137,24 @@ class FleetStore:
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.zrangebyscore(keys.workers("run"), at - ALIVE_S, "+inf")
             pipe.hgetall(keys.FLEET_SLOTS)
-            alive, said = pipe.execute()
-        found = {worker: json.loads(raw) for worker, raw in said.items()}
-        if dead := [worker for worker, one in found.items() if one["at"] < at - 100 * ALIVE_S]:
+            alive, announced = pipe.execute()
+        notes = {worker: json.loads(raw) for worker, raw in announced.items()}
+        if dead := [worker for worker, note in notes.items() if note["at"] < at - 100 * ALIVE_S]:
             self._redis.hdel(keys.FLEET_SLOTS, *dead)
-        running = [found[worker] for worker in alive if worker in found]
-        here = sum(one["slots"] for one in running if one["node"] == node)
-        return here, sum(one["slots"] for one in running)
+        running = [notes[worker] for worker in alive if worker in notes]
+        here = sum(note["slots"] for note in running if note["node"] == node)
+        return here, sum(note["slots"] for note in running)
 
-    def put_admission(self, node: str, said: NodeAdmission) -> None:
+    def put_admission(self, node: str, admission: NodeAdmission) -> None:
         """Say whether INIT takes rollouts on a node; at every change, and every `ANNOUNCE_EVERY_S`."""
-        self._say(keys.FLEET_ADMISSION, node, asdict(said))
+        self._say(keys.FLEET_ADMISSION, node, asdict(admission))
 
     def admissions(self) -> dict[str, NodeAdmission]:
         """Whether INIT takes rollouts, by node; of the nodes whose INIT workers were heard of lately."""
         since = now(self._redis) - ALIVE_S
-        found = {node: json.loads(raw) for node, raw in self._redis.hgetall(keys.FLEET_ADMISSION).items()}
+        notes = {node: json.loads(raw) for node, raw in self._redis.hgetall(keys.FLEET_ADMISSION).items()}
         return {
-            node: NodeAdmission(**said) for node, said in sorted(found.items()) if said.pop("at") >= since
+            node: NodeAdmission(**note) for node, note in sorted(notes.items()) if note.pop("at") >= since
         }
 
     def put_node(self, node: str, sandboxes: dict[str, Any]) -> None:
@@ -164,8 +164,8 @@ class FleetStore:
     def nodes(self) -> dict[str, dict[str, Any]]:
         """What the sandbox hosts said of themselves, of each node heard of lately."""
         since = now(self._redis) - ALIVE_S
-        found = {name: json.loads(raw) for name, raw in self._redis.hgetall(keys.NODES).items()}
-        return {name: said["sandboxes"] for name, said in sorted(found.items()) if said["at"] >= since}
+        notes = {name: json.loads(raw) for name, raw in self._redis.hgetall(keys.NODES).items()}
+        return {name: note["sandboxes"] for name, note in sorted(notes.items()) if note["at"] >= since}
 
     def lost_nodes(self, silent_s: float) -> list[str]:
         """Nodes with a sandbox host of which no worker has said anything in so many seconds.
@@ -177,14 +177,14 @@ class FleetStore:
             pipe.hgetall(keys.NODES)
             pipe.hgetall(keys.FLEET_SLOTS)
             hosts, workers = pipe.execute()
-        said_at = {node: json.loads(raw)["at"] for node, raw in hosts.items()}
+        heard_at = {node: json.loads(raw)["at"] for node, raw in hosts.items()}
         # A host may be silent, or slow, on a node whose workers are well.
-        for said in map(json.loads, workers.values()):
-            if said["node"] in said_at:
-                said_at[said["node"]] = max(said_at[said["node"]], said["at"])
-        if old := [node for node, spoke in said_at.items() if spoke < at - 100 * silent_s]:
+        for note in map(json.loads, workers.values()):
+            if note["node"] in heard_at:
+                heard_at[note["node"]] = max(heard_at[note["node"]], note["at"])
+        if old := [node for node, spoke in heard_at.items() if spoke < at - 100 * silent_s]:
             self.forget_nodes(old)
-        return sorted(node for node, spoke in said_at.items() if spoke < at - silent_s)
+        return sorted(node for node, spoke in heard_at.items() if spoke < at - silent_s)
 
     def forget_nodes(self, nodes: Iterable[str]) -> None:
         """Take nodes off the list whose workers have ended, with their queues."""
@@ -206,8 +206,8 @@ class FleetStore:
 
     def put_filters(self, names: Iterable[str]) -> None:
         """Announce filters of batches."""
-        if found := list(names):
-            self._redis.sadd(keys.FILTERS, *found)
+        if filters := list(names):
+            self._redis.sadd(keys.FILTERS, *filters)
 
     def filters(self) -> list[str]:
         """Every filter that some worker has announced."""
@@ -215,5 +215,5 @@ class FleetStore:
 
     def handlers(self) -> dict[str, HandlerInfo]:
         """Every handler that some worker has announced since Redis was set up."""
-        found = self._redis.hgetall(keys.HANDLERS)
-        return {name: HandlerInfo.model_validate(json.loads(raw)) for name, raw in sorted(found.items())}
+        stored = self._redis.hgetall(keys.HANDLERS)
+        return {name: HandlerInfo.model_validate(json.loads(raw)) for name, raw in sorted(stored.items())}

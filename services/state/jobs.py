@@ -47,11 +47,11 @@ class JobStore:
         """The rollout that the job stands for: the given one if it is new or over."""
 
         def take(pipe: redis.client.Pipeline) -> Job:
-            found: dict[str, str] = pipe.hgetall(key)  # type: ignore[assignment]
+            job: dict[str, str] = pipe.hgetall(key)  # type: ignore[assignment]
             at = now(pipe)
             pipe.multi()
-            if found and float(found.get("until", "inf")) > at:
-                return Job(key, found["rollout"], found["body"], new=False)
+            if job and float(job.get("until", "inf")) > at:
+                return Job(key, job["rollout"], job["body"], new=False)
             pipe.delete(key)
             pipe.hset(key, mapping={"rollout": rollout_id, "body": body})
             pipe.expire(key, int(deadline_s + SLACK_S))
@@ -61,8 +61,8 @@ class JobStore:
 
     def find(self, key: str) -> str | None:
         """The rollout that a job stands for, or None."""
-        found, until = self._redis.hmget(key, "rollout", "until")
-        return found if found and float(until or "inf") > now(self._redis) else None
+        rollout_id, until = self._redis.hmget(key, "rollout", "until")
+        return rollout_id if rollout_id and float(until or "inf") > now(self._redis) else None
 
     def answered(self, key: str, rollout_id: str, keep_s: float) -> None:
         """Note that somebody was told how the job ended; it stands for its rollout for so much longer."""
@@ -81,8 +81,8 @@ class JobStore:
 
 def digest_of(*parts: Any) -> str:
     """A digest of texts, in which no two lists of them are alike."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         data = str(part).encode("utf-8", "surrogatepass")
-        found.update(len(data).to_bytes(8, "big") + data)
-    return found.hexdigest()[:32]
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:32]

@@ -67,7 +67,7 @@ class Room:
         """
         if time.monotonic() - self._looked > LOOK_EVERY_S:
             self._memory, self._looked = read(self._redis), time.monotonic()
-        wanted = replace(self._memory, used=self._memory.used + COPIES * size)
-        if wanted.scarce:
-            raise StoreFull(wanted)
-        self._memory = wanted
+        after = replace(self._memory, used=self._memory.used + COPIES * size)
+        if after.scarce:
+            raise StoreFull(after)
+        self._memory = after

@@ -77,16 +77,16 @@ class Observations:
 
     def histograms(self) -> dict[str, Histogram]:
         """By series: `stage_<stage>`, `queue_<stage>`, `total_<state>`."""
-        found: dict[str, Histogram] = {}
+        histograms: dict[str, Histogram] = {}
         for name, value in self._redis.hgetall(keys.HISTOGRAMS).items():
             series, _, bound = name.rpartition(":")
-            histogram = found.setdefault(series, Histogram())
+            histogram = histograms.setdefault(series, Histogram())
             if bound == "sum":
                 histogram.sum_s = int(value) / 1000
             else:
                 upper = float("inf") if bound == "inf" else int(bound) / 1000
                 histogram.counts[upper] = int(value)
-        return found
+        return histograms
 
     def ages(self) -> Ages:
         """Look at everything that is live."""

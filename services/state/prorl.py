@@ -70,9 +70,9 @@ class ProrlStore:
 
     def add_server(self, tenant: str, address: str, backend_id: str, *, made: bool) -> None:
         """Note an address and the backend that it is; `made`: the backend is there because of it."""
-        said = json.dumps({"backend": backend_id, "made": made})
+        server = json.dumps({"backend": backend_id, "made": made})
         # A second time says nothing new, and would say that somebody else has made it.
-        self._redis.hsetnx(keys.prorl_servers(tenant), address, said)
+        self._redis.hsetnx(keys.prorl_servers(tenant), address, server)
 
     def servers(self, tenant: str) -> list[str]:
         """Addresses as they were given."""
@@ -83,5 +83,5 @@ class ProrlStore:
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hvals(keys.prorl_servers(tenant))
             pipe.delete(keys.prorl_servers(tenant))
-            known = [json.loads(said) for said in pipe.execute()[0]]
-        return sorted({said["backend"] for said in known if said["made"]})
+            known = [json.loads(server) for server in pipe.execute()[0]]
+        return sorted({server["backend"] for server in known if server["made"]})

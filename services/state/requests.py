@@ -21,13 +21,15 @@ def stored_form(request: RolloutRequest) -> str:
         text = request.model_dump_json()
         same = RolloutRequest.model_validate_json(text) == request
     except (ValueError, RecursionError) as error:
-        problem = _first(error) if isinstance(error, ValidationError) else str(error)[:200]
-        raise Unstorable(f"it cannot be stored: {problem}") from None
+        raise Unstorable(f"it cannot be stored: {first_line(error)}") from None
     if not same:
         raise Unstorable("it cannot be stored: it holds a value that JSON has no form for")
     return text
 
 
-def _first(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+def first_line(error: Exception) -> str:
+    """What went wrong, in a line that holds no large value."""
+    if isinstance(error, ValidationError):
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[:300]
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]

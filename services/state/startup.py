@@ -41,19 +41,19 @@ def risks(info: dict[str, Any]) -> list[str]:
             "this Redis is a replica: give the master's address in ROLLOUT_REDIS_URL (`redis-cli info "
             "replication` has it), or sentinel://… which finds it"
         )
-    found = []
+    dangers = []
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
-        found.append(
+        dangers.append(
             f"maxmemory-policy is {policy}: a full Redis deletes rollouts in silence. "
             "CONFIG SET maxmemory-policy noeviction"
         )
     if not info.get("aof_enabled"):
-        found.append(
+        dangers.append(
             "the append-only file is off: a restart of Redis loses every rollout since the last snapshot. "
             "CONFIG SET appendonly yes, or start it with deploy/redis/redis.conf"
         )
-    return found
+    return dangers
 
 
 def prepare(client: redis.Redis, settings: Settings) -> None:

@@ -152,8 +152,8 @@ class TenantStore:
                 pipe.zcard(keys.fair_waiting(tenant.name))
             live, claimed, *waiting = pipe.execute()
         return [
-            Usage(one, int(live.get(one.name, 0)), count, int(claimed.get(one.name, 0)))
-            for one, count in zip(tenants, waiting, strict=True)
+            Usage(tenant, int(live.get(tenant.name, 0)), count, int(claimed.get(tenant.name, 0)))
+            for tenant, count in zip(tenants, waiting, strict=True)
         ]
 
     def live(self, name: str) -> int:

@@ -1,6 +1,6 @@
 """Webhooks to be delivered: all of it is in Redis, so that any worker can go on where another one died.
 
-A delivery is made from the stream of completions, in one transaction with the cursor; it is taken off when
+A delivery is made from the stream of results, in one transaction with the cursor; it is taken off when
 the receiver has it, or when it is given up.
 """
 
@@ -41,7 +41,7 @@ class Delivery:
 
 
 class WebhookStore:
-    """What is due, what was given up, and how far the completions were read."""
+    """What is due, what was given up, and how far the results were read."""
 
     def __init__(self, client: redis.Redis, service_url: str = "") -> None:
         """
@@ -58,15 +58,15 @@ class WebhookStore:
         return seconds + micros / 1e6
 
     def collect(self, limit: int = 500) -> int:
-        """Turn completions after the cursor into deliveries; how many completions there were."""
+        """Turn results after the cursor into deliveries; how many results there were."""
         cursor = self._redis.get(keys.WEBHOOKS_CURSOR) or "0"
-        entries = self._redis.xrange(keys.COMPLETIONS, min=f"({cursor}", count=limit)
+        entries = self._redis.xrange(keys.RESULTS, min=f"({cursor}", count=limit)
         if not entries:
             return 0
         now = self.now()
-        found = self._deliveries([fields["id"] for _, fields in entries], now)
+        deliveries = self._deliveries([fields["id"] for _, fields in entries], now)
         with self._redis.pipeline() as pipe:
-            for delivery in found:
+            for delivery in deliveries:
                 pipe.hsetnx(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
                 pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: now}, nx=True)
             pipe.set(keys.WEBHOOKS_CURSOR, entries[-1][0])
@@ -78,7 +78,7 @@ class WebhookStore:
             for rollout_id in ids:
                 pipe.hmget(keys.record(rollout_id), *_READ)
             records = [dict(zip(_READ, values, strict=True)) for values in pipe.execute()]
-        found = []
+        deliveries = []
         for rollout_id, request in zip(ids, request_texts(self._redis, records), strict=True):
             try:
                 hook = json.loads(request).get("webhook") if request else None
@@ -86,21 +86,25 @@ class WebhookStore:
                 self._skipped.tell(rollout_id, error)
                 continue
             if hook:
-                found.append(Delivery(rollout_id, hook["url"], hook["include"], now))
+                deliveries.append(Delivery(rollout_id, hook["url"], hook["include"], now))
             elif request and self._service_url:
-                found.append(Delivery(rollout_id, self._service_url, "summary", now))
-        return found
+                deliveries.append(Delivery(rollout_id, self._service_url, "summary", now))
+        return deliveries
 
     def due(self, limit: int) -> list[Delivery]:
         """What is to be tried now, the longest waiting first."""
         ids = self._redis.zrangebyscore(keys.WEBHOOKS_DUE, "-inf", self.now(), start=0, num=limit)
         if not ids:
             return []
-        found = self._redis.hmget(keys.WEBHOOKS, ids)
-        if lost := [one for one, text in zip(ids, found, strict=True) if not text]:
+        texts = self._redis.hmget(keys.WEBHOOKS, ids)
+        if lost := [rollout_id for rollout_id, text in zip(ids, texts, strict=True) if not text]:
             # Nobody knows where they go; left in place they would be in the way of all others.
             self._redis.zrem(keys.WEBHOOKS_DUE, *lost)
-        return [Delivery(one, **json.loads(text)) for one, text in zip(ids, found, strict=True) if text]
+        return [
+            Delivery(rollout_id, **json.loads(text))
+            for rollout_id, text in zip(ids, texts, strict=True)
+            if text
+        ]
 
     def postpone(self, rollout_ids: Iterable[str], at: float) -> None:
         """Try them later; that is not a try."""
@@ -140,15 +144,15 @@ class WebhookStore:
         with self._redis.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
                 pipe.hexists(keys.record(rollout_id), "completion")
-            ended = [one for one, there in zip(ids, pipe.execute(), strict=True) if there]
+            ended = [rollout_id for rollout_id, there in zip(ids, pipe.execute(), strict=True) if there]
         now = self.now()
-        found = self._deliveries(ended, now) if ended else []
+        deliveries = self._deliveries(ended, now) if ended else []
         with self._redis.pipeline() as pipe:
-            for delivery in found:
+            for delivery in deliveries:
                 pipe.hset(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
                 pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: now})
             pipe.execute()
-        return len(found)
+        return len(deliveries)
 
     def pending(self) -> int:
         """Deliveries that are neither made nor given up."""

@@ -167,7 +167,7 @@ class Chaos(Stack):
             are printed.
         """
         records = {item.id: item for item in self._records(ids)}
-        stream = Counter(entry["id"] for _, entry in self.redis.client.xrange("completions"))
+        stream = Counter(entry["id"] for _, entry in self.redis.client.xrange("results"))
         lost = [i for i in ids if i not in records or not records[i].state.terminal or not stream[i]]
         twice = [i for i in ids if stream[i] > 1] + [
             item.id for item in records.values() if sum(e.state.terminal for e in item.timeline) > 1

@@ -114,7 +114,7 @@ def test_a_tenant_with_500_waiting_rollouts_does_not_delay_another_s_single_one(
     assert item.state is State.COMPLETED
     # Both times are Redis' own.
     since = f"{round(item.created_at * 1000)}-0"
-    overtaken_by = len(service.redis.xrange(keys.COMPLETIONS, since, item.completion)) - 1
+    overtaken_by = len(service.redis.xrange(keys.RESULTS, since, item.completion)) - 1
     assert service.redis.zcard(keys.fair_waiting("big")) > 0, "the many were through: this showed nothing"
     for one in many:
         service.dispatcher.cancel(one)

@@ -127,7 +127,7 @@ def test_one_of_three_backends_killed_under_200_rollouts_loses_none_and_no_token
     assert {one.attempt for one in ended.values()} == {1}, "a rollout goes on, it does not begin again"
     failed = sum(one.metrics.get("failed_calls", 0) for one in ended.values())
     assert failed > 20, "it was killed in the middle of calls"
-    tagged = [fields for _, fields in counts.xrange("completions") if "kill" in fields["tags"]]
+    tagged = [fields for _, fields in counts.xrange("results") if "kill" in fields["tags"]]
     assert Counter(fields["id"] for fields in tagged) == dict.fromkeys(ended, 1), "each ended once"
     dead = service.client.backend("fake1")
     assert not dead.healthy and not dead.reachable and dead.error

@@ -339,7 +339,7 @@ def machine_of(server):
         def reap_all(self):
             told = {(item.action, item.rollout_id, item.attempt, item.stage) for item in store.overdue()}
             # The order of completions within one sweep is Redis' own: by due time.
-            ended = [entry["id"] for _, entry in client.xrange("completions")]
+            ended = [entry["id"] for _, entry in client.xrange("results")]
             expected = self.model.overdue()
             known = len(self.model.completions) - sum(action == "ended" for action, *_ in expected)
             assert sorted(ended[known:]) == sorted(self.model.completions[known:])
@@ -372,7 +372,7 @@ def machine_of(server):
                 by_state = dict(zip(State, pipe.execute(), strict=True))
             for state, members in by_state.items():
                 assert set(members) == {i for i, life in model.lives.items() if life.state is state}
-            assert [entry["id"] for _, entry in client.xrange("completions")] == model.completions
+            assert [entry["id"] for _, entry in client.xrange("results")] == model.completions
             assert max(Counter(model.completions).values(), default=1) == 1
             assert set(client.zrange("rollouts:due", 0, -1)) == {
                 i for i, life in model.lives.items() if not life.state.terminal
@@ -460,7 +460,7 @@ def test_ten_thousand_messages_twice_and_out_of_order_end_nothing_twice(server):
             store.finish(late, outcome)
             assert store.state(late.rollout_id) is before, "an old finish changed a state"
     assert store.counts()["completed"] == len(ids), "10,000 draws reach every message many times over"
-    ended = Counter(entry["id"] for _, entry in client.xrange("completions"))
+    ended = Counter(entry["id"] for _, entry in client.xrange("results"))
     assert ended == Counter(ids), "each id once"
     assert words["ended"] and words["stale"], words
     claims = [(item.id, event.fence) for item in store.get_many(ids) for event in item.timeline]

@@ -226,7 +226,7 @@ def flood(url, count, **fields):
 
 
 def wait_for_all(stack, ids, timeout_s=120):
-    """Until all have ended; then each must be in the stream of completions once."""
+    """Until all have ended; then each must be in the stream of results once."""
     with Client(stack.url, retry_for=90) as mine:
         ended = list(mine.stream(ids=ids, timeout=timeout_s))
     assert sorted(one.id for one in ended) == sorted(ids)
@@ -234,7 +234,7 @@ def wait_for_all(stack, ids, timeout_s=120):
 
 
 def completions(client):
-    return [fields["id"] for _, fields in client.xrange(keys.COMPLETIONS)]
+    return [fields["id"] for _, fields in client.xrange(keys.RESULTS)]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
 from services.state.results.store import ResultStore
-from services.state.results.stream import CompletionStore
+from services.state.results.stream import ResultStream
 from services.state.rollouts import payloads
 from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import DEFAULT_TENANT
@@ -186,7 +186,7 @@ def test_results_past_their_retention_leave_the_account(client):
 
 def test_a_slow_reader_loses_no_completion_within_retention_and_is_told_of_those_past_it(client):
     store, results = stores(client)
-    completions = CompletionStore(client)
+    completions = ResultStream(client)
     done = [ended(store, ids=10) for _ in range(3)]
     assert results.trim() == 0
     ids, cursor = completions.since("0", limit=1)
@@ -242,8 +242,8 @@ def test_a_page_of_one_tenant_or_tag_has_no_more_than_asked_for_and_loses_nothin
             "tenant": "ab"[not mine],
             "tags": "x,mine" if mine else "x",
         }
-        client.xadd(keys.COMPLETIONS, fields)
-    completions, pages, cursor = CompletionStore(client), [], "0"
+        client.xadd(keys.RESULTS, fields)
+    completions, pages, cursor = ResultStream(client), [], "0"
     for _ in range(4):
         ids, cursor = completions.since(cursor, limit=2, **who)
         pages.append(ids)

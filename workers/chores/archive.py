@@ -17,7 +17,7 @@ import redis
 
 from rollout.archive import OPEN_SUFFIX, SUFFIX, members
 from services.state import keys
-from services.state.results.stream import CompletionStore
+from services.state.results.stream import ResultStream
 from workers.chores.base import Chore
 from workers.services import WorkerServices
 
@@ -115,7 +115,7 @@ class Archiver(Chore):
         settings = services.settings
         self._redis = services.redis
         self._rollouts = services.store
-        self._completions = CompletionStore(services.redis)
+        self._completions = ResultStream(services.redis)
         self._directory = Path(settings.archive_dir)
         self._file_bytes = settings.archive_file_bytes
         self._kept_ms = int(settings.retention_s * 1000)

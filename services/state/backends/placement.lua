@@ -11,7 +11,7 @@ local function facts(backend)
 end
 
 -- What a rollout wants of a backend: weight, version, excluded, and, where it may be refused for want of room, admit.
-local function wish(ask, admit)
+local function wish_of(ask, admit)
   local excluded = {}
   for _, backend in ipairs(ask.exclude) do excluded[backend] = true end
   return {weight = ask.weight, excluded = excluded, admit = admit,
@@ -19,15 +19,15 @@ local function wish(ask, admit)
 end
 
 -- Whether a rollout may enter: 'yes', 'full' (wait for room), or the reason why not.
-local function judge(backend, load, fact, wanted)
-  if wanted.excluded[backend] then return 'excluded' end
+local function judge(backend, load, fact, wish)
+  if wish.excluded[backend] then return 'excluded' end
   if fact.error then return 'unhealthy' end
   if fact.draining then return 'draining' end
   if fact.paused then return 'paused' end
-  if wanted.version and fact.version ~= wanted.version then return 'version' end
+  if wish.version and fact.version ~= wish.version then return 'version' end
   if fact.most > 0 and fact.live >= fact.most then return 'full' end
   -- An empty backend takes anything: a rollout larger than its cache must run somewhere.
-  if wanted.admit and fact.capacity > 0 and fact.live > 0 and load + wanted.weight > wanted.admit * fact.capacity then
+  if wish.admit and fact.capacity > 0 and fact.live > 0 and load + wish.weight > wish.admit * fact.capacity then
     return 'full'
   end
   return 'yes'
@@ -36,22 +36,22 @@ end
 local CHUNK = 16
 local verdicts  -- verdict → how many backends, for the answer when none is left
 
-local function try(backend, load, wanted, skip)
+local function try(backend, load, wish, skip)
   if backend == skip then return end
   local fact = facts(backend)
-  local verdict = judge(backend, load, fact, wanted)
+  local verdict = judge(backend, load, fact, wish)
   verdicts[verdict] = (verdicts[verdict] or 0) + 1
   if verdict == 'yes' then return {name = backend, load = load, fact = fact} end
 end
 
 -- The first of `rows` (name, score, … ascending) that may be entered; of equals the least recently chosen.
-local function first_of(rows, wanted, skip)
+local function first_of(rows, wish, skip)
   verdicts = {}
   local i = 1
   while i <= #rows do
     local score, best, best_turn = rows[i + 1], nil, nil
     while i <= #rows and rows[i + 1] == score do
-      local place = try(rows[i], tonumber(score), wanted, skip)
+      local place = try(rows[i], tonumber(score), wish, skip)
       if place then
         local turn = tonumber(redis.call('ZSCORE', KEY.BACKEND_CHOSEN, rows[i]) or 0)
         if not best or turn < best_turn then best, best_turn = place, turn end
@@ -63,14 +63,14 @@ local function first_of(rows, wanted, skip)
 end
 
 -- Of very many equals (an idle fleet) the least recently chosen one, without a look at all of them.
-local function first_in_turn(score, wanted, skip)
+local function first_in_turn(score, wish, skip)
   local from, size = 0, 2
   while true do
     local names = redis.call('ZRANGE', KEY.BACKEND_CHOSEN, from, from + size - 1)
     if #names == 0 then return end
     for _, backend in ipairs(names) do
       if redis.call('ZSCORE', KEY.BACKEND_LOAD, backend) == score then
-        local place = try(backend, tonumber(score), wanted, skip)
+        local place = try(backend, tonumber(score), wish, skip)
         if place then return place end
       end
     end
@@ -78,31 +78,31 @@ local function first_in_turn(score, wanted, skip)
   end
 end
 
-local function lowest(wanted, skip)
+local function lowest(wish, skip)
   verdicts = {}
   local rows = redis.call('ZRANGE', KEY.BACKEND_LOAD, 0, 1, 'WITHSCORES')
   if not rows[1] then return end
   local place
   if rows[2] ~= rows[4] then
-    place = try(rows[1], tonumber(rows[2]), wanted, skip)
+    place = try(rows[1], tonumber(rows[2]), wish, skip)
   else
     if redis.call('ZCOUNT', KEY.BACKEND_LOAD, rows[2], rows[2]) > CHUNK then
-      place = first_in_turn(rows[2], wanted, skip)
+      place = first_in_turn(rows[2], wish, skip)
     end
     place = place or
-      first_of(redis.call('ZRANGEBYSCORE', KEY.BACKEND_LOAD, rows[2], rows[2], 'WITHSCORES'), wanted, skip)
+      first_of(redis.call('ZRANGEBYSCORE', KEY.BACKEND_LOAD, rows[2], rows[2], 'WITHSCORES'), wish, skip)
   end
-  return place or first_of(redis.call('ZRANGE', KEY.BACKEND_LOAD, 0, -1, 'WITHSCORES'), wanted, skip)
+  return place or first_of(redis.call('ZRANGE', KEY.BACKEND_LOAD, 0, -1, 'WITHSCORES'), wish, skip)
 end
 
 -- The least loaded one. A backend that has just come is empty and would get *all* new rollouts, cold: until
 -- it has caught up with the next one it is not chosen twice in a row. The second answer is a backend passed
 -- over for that.
-local function choose(wanted, skip)
-  local best = lowest(wanted, skip)
+local function choose(wish, skip)
+  local best = lowest(wish, skip)
   if not (best and best.fact.ramp) then return best end
   local of_all = verdicts
-  local second = lowest(wanted, best.name)
+  local second = lowest(wish, best.name)
   verdicts = of_all
   if second and second.name == skip then second = nil end
   if second and second.load <= best.load then
@@ -156,24 +156,24 @@ end
 -- {rollout, fence, group, weight, version, exclude, admit, group_slack}; fence, version and admit may be missing
 function operations.acquire(ask)
   if not holds(ask) then return {word = 'lost', why = ''} end
-  local wanted = wish(ask, ask.admit)
+  local wish = wish_of(ask, ask.admit)
   local pinned = pin_of(ask.rollout)
   if pinned then
     -- A pin outlives draining and a pause: the prefix cache is there.
-    if redis.call('HEXISTS', KEY.BACKENDS, pinned) == 1 and not wanted.excluded[pinned] then
+    if redis.call('HEXISTS', KEY.BACKENDS, pinned) == 1 and not wish.excluded[pinned] then
       local fact = facts(pinned)
       if not fact.error then return placed(pinned, fact) end
     end
     release_backend(ask.rollout)
   end
-  local best, barred = choose(wanted)
+  local best, barred = choose(wish)
   if not best then return refused() end
   local why
   local home = ask.group ~= '-' and (redis.call('HGET', KEY.BACKEND_GROUPS, ask.group) or ''):match('^(%S+)')
   if home and home ~= best.name and home ~= barred then
     local load = tonumber(redis.call('ZSCORE', KEY.BACKEND_LOAD, home))
     local fact = load and load - best.load <= ask.group_slack * ask.weight and facts(home)
-    if fact and judge(home, load, fact, wanted) == 'yes' then
+    if fact and judge(home, load, fact, wish) == 'yes' then
       best, why = {name = home, fact = fact}, 'group'
       redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed_group', 1)
     end
@@ -194,15 +194,15 @@ end
 function operations.extend(ask)
   if not holds(ask) then return {word = 'lost', why = ''} end
   -- A rollout under way is never refused for want of room.
-  local wanted = wish(ask)
+  local wish = wish_of(ask)
   local home, old, group = pin_of(ask.rollout)
   local fact = home and redis.call('HEXISTS', KEY.BACKENDS, home) == 1 and facts(home)
-  if not fact or fact.error or wanted.excluded[home] then
-    local best = choose(wanted, home)
+  if not fact or fact.error or wish.excluded[home] then
+    local best = choose(wish, home)
     -- The version counts where a rollout starts. One under way goes on wherever its ids can be continued.
-    if not best and wanted.version then
-      wanted.version = nil
-      best = choose(wanted, home)
+    if not best and wish.version then
+      wish.version = nil
+      best = choose(wish, home)
     end
     if not best then return refused() end
     return move(ask, best, group or '-', 'failover',
@@ -215,8 +215,8 @@ function operations.extend(ask)
   end
   if ask.limited and fact.capacity > 0 and not fact.paused
       and tonumber(redis.call('ZSCORE', KEY.BACKEND_LOAD, home)) > ask.spill_at * fact.capacity then
-    wanted.admit = ask.spill_to
-    local best = choose(wanted, home)
+    wish.admit = ask.spill_to
+    local best = choose(wish, home)
     if best and fact.live - best.fact.live > ask.spill_gap then
       local answer = move(ask, best, group, 'spill', home .. ' is full')
       tell_waiting()

@@ -134,7 +134,10 @@ class BackendStore:
             for name, _ in known:
                 pipe.hgetall(keys.backend(name))
             live = pipe.execute()
-        return [_backend(described[name], load, its) for (name, load), its in zip(known, live, strict=True)]
+        return [
+            _backend(described[name], load, counters)
+            for (name, load), counters in zip(known, live, strict=True)
+        ]
 
     def _set(self, backend_id: str, field: str, value: str) -> bool:
         return self._do("set", backend=backend_id, field=field, value=value)

@@ -256,7 +256,7 @@ def release(lease: Lock) -> None:
 
 def outcome(update: PolicyUpdate) -> UpdateState:
     """What the ends of its backends make of an update. Backends that were removed do not count."""
-    words = [one.state.value for one in update.backends.values() if one.state.value != "skipped"]
+    words = [backend.state.value for backend in update.backends.values() if backend.state.value != "skipped"]
     if "resumed" not in words:
         return UpdateState.FAILED
     return UpdateState.DONE if set(words) == {"resumed"} else UpdateState.PARTLY

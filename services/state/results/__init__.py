@@ -1,1 +1,1 @@
-"""What ended: the stream of completions, acknowledgement, and how long trajectories are kept."""
+"""What ended: the stream of results, acknowledgement, and how long trajectories are kept."""

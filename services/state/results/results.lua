@@ -4,10 +4,10 @@
 local TERMINAL = {completed = true, failed = true, cancelled = true, timed_out = true}
 
 -- Ids of the stream are compared by their two numbers.
-local function not_after(one, other)
-  local a, b = one:match('^(%d+)'), other:match('^(%d+)')
+local function not_after(entry, bound)
+  local a, b = entry:match('^(%d+)'), bound:match('^(%d+)')
   if a ~= b then return tonumber(a) < tonumber(b) end
-  return tonumber(one:match('-(%d+)$') or 0) <= tonumber(other:match('-(%d+)$') or 0)
+  return tonumber(entry:match('-(%d+)$') or 0) <= tonumber(bound:match('-(%d+)$') or 0)
 end
 
 -- Frees one trajectory and leaves a mark in the record. A live rollout is refused, whatever the account says.
@@ -76,13 +76,13 @@ function operations.sweep(ask)
   return dropped
 end
 
--- {retention} in ms: forgets completions whose records are gone; how many
+-- {retention} in ms: forgets results whose records are gone; how many
 function operations.trim(ask)
   local before = now - ask.retention
   though_full()
-  local oldest = redis.call('XRANGE', KEY.COMPLETIONS, '-', '+', 'COUNT', 1)[1]
+  local oldest = redis.call('XRANGE', KEY.RESULTS, '-', '+', 'COUNT', 1)[1]
   if not oldest or tonumber(oldest[1]:match('^(%d+)')) >= before then return 0 end
   -- Readers compare their cursor with it, to learn that they have missed something.
-  redis.call('SET', KEY.COMPLETIONS_TRIMMED, before)
-  return redis.call('XTRIM', KEY.COMPLETIONS, 'MINID', before)
+  redis.call('SET', KEY.RESULTS_TRIMMED, before)
+  return redis.call('XTRIM', KEY.RESULTS, 'MINID', before)
 end

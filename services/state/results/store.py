@@ -53,15 +53,15 @@ class ResultStore:
         Acknowledged ones go at once where memory is scarce.
         """
         keep_acked, most = self._keep_acked_ms, self._most_bytes
-        found = memory.read(self._redis)
+        room = memory.read(self._redis)
         if most < 0:
-            most = int(memory.RESULTS_SHARE * found.limit)
-        if found.scarce:
+            most = int(memory.RESULTS_SHARE * room.limit)
+        if room.scarce:
             keep_acked = 0
         return [Dropped(**row) for row in self._do("sweep", keep=keep_acked, most=most, limit=SWEEP_LIMIT)]
 
     def trim(self) -> int:
-        """Forget completions that are past their rollouts' retention; how many there were."""
+        """Forget results that are past their rollouts' retention; how many there were."""
         return self._do("trim", retention=self._retention_ms)
 
     def stored_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The stream of completions: what ended, in order, since a cursor."""
+"""The stream of results: what ended, in order, since a cursor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SCAN = 1000
 
 def is_cursor(text: str) -> bool:
     """Whether Redis takes it for a place in a stream: one or two numbers of 64 bits."""
-    found = _CURSOR.fullmatch(text)
-    return found is not None and all(int(number) < 2**64 for number in found.groups("0"))
+    place = _CURSOR.fullmatch(text)
+    return place is not None and all(int(number) < 2**64 for number in place.groups("0"))
 
 
 def matches(entry: Mapping[str, str], *, tag: str | None, tenant: str | None) -> bool:
@@ -25,34 +25,34 @@ def matches(entry: Mapping[str, str], *, tag: str | None, tenant: str | None) ->
     return tenant in (None, entry["tenant"]) and (tag is None or tag in entry["tags"].split(","))
 
 
-class CompletionStore:
+class ResultStream:
     """Reads the stream that `finish` and its like append to."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
-    def tail(self, stream: str = keys.COMPLETIONS) -> str:
+    def tail(self, stream: str = keys.RESULTS) -> str:
         """The cursor of "from now on"."""
         last = self._redis.xrevrange(stream, count=1)
         return last[0][0] if last else "0"
 
     def length(self) -> int:
-        """Completions that are kept."""
-        return self._redis.xlen(keys.COMPLETIONS)
+        """Results that a cursor can still read."""
+        return self._redis.xlen(keys.RESULTS)
 
     def archive_lag(self) -> int | None:
-        """Completions after the archive's cursor, counted up to 10,000; None: nobody archives."""
+        """Results after the archive's cursor, counted up to 10,000; None: nobody archives."""
         cursor = self._redis.get(keys.ARCHIVE_CURSOR)
         if cursor is None:
             return None
-        return len(self._redis.xrange(keys.COMPLETIONS, min=f"({cursor}", count=10_000))
+        return len(self._redis.xrange(keys.RESULTS, min=f"({cursor}", count=10_000))
 
     def missed(self, cursor: str) -> bool:
-        """Whether completions after the cursor are forgotten already: their records are past retention."""
+        """Whether results after the cursor are forgotten already: their records are past retention."""
         if cursor == "0":
             # From the beginning of what there is: nothing was promised.
             return False
-        trimmed = self._redis.get(keys.COMPLETIONS_TRIMMED)
+        trimmed = self._redis.get(keys.RESULTS_TRIMMED)
         return trimmed is not None and int(cursor.partition("-")[0]) < int(trimmed)
 
     def since(
@@ -62,18 +62,18 @@ class CompletionStore:
 
         With a tag or a tenant, entries of others are passed over (and the cursor moves past them).
         """
-        found: list[str] = []
+        ids: list[str] = []
         count = limit
-        while len(found) < limit:
-            entries = self._redis.xrange(keys.COMPLETIONS, min=f"({cursor}", count=count)
+        while len(ids) < limit:
+            entries = self._redis.xrange(keys.RESULTS, min=f"({cursor}", count=count)
             for entry_id, fields in entries:
                 cursor = entry_id
                 if matches(fields, tag=tag, tenant=tenant):
-                    found.append(fields["id"])
-                    if len(found) == limit:
+                    ids.append(fields["id"])
+                    if len(ids) == limit:
                         break
             if len(entries) < count:
                 break
             # Most are somebody else's: fewer and larger reads.
             count = max(limit, _SCAN)
-        return found, cursor
+        return ids, cursor

@@ -45,13 +45,13 @@ function operations.move(ask)
   though_full()
   local jump = known_jump(ask)
   if not jump then return 0 end
-  local moved, left = 0, 0
+  local moved, waiting = 0, 0
   for _, id in ipairs(redis.call('ZRANGE', KEY.DUE, 0, -1)) do
     local r = redis.call('HMGET', KEY.record(id), 'jump', 'owner', 'lease', 'created', 'updated', 'kicks')
     if r[4] and r[1] ~= jump.token then
       local new = is_new(jump, r[4], r[5], r[6])
       if not new and moved == ask.limit then
-        left = left + 1
+        waiting = waiting + 1
       else
         redis.call('HSET', KEY.record(id), 'jump', jump.token)
         if not new then
@@ -61,6 +61,6 @@ function operations.move(ask)
       end
     end
   end
-  if left == 0 then redis.call('HSET', KEY.JUMP, 'done', 1) end
-  return left
+  if waiting == 0 then redis.call('HSET', KEY.JUMP, 'done', 1) end
+  return waiting
 end

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import redis
 import structlog
-from pydantic import ValidationError
 from pydantic_core import from_json
 
 from rollout import arrays
@@ -21,6 +20,7 @@ from rollout.schema import (
     State,
 )
 from services.state import keys
+from services.state.requests import first_line
 from services.state.rollouts import payloads
 from services.state.tenants import DEFAULT_TENANT
 
@@ -35,14 +35,6 @@ MAX_TOLD = 10_000
 """Unreadable records that a process remembers to have told of."""
 PART_BYTES = 16 << 20
 """Of records that are asked of Redis at once: so many wait there for a reader that is slow."""
-
-
-def first_line(error: Exception) -> str:
-    """What went wrong, in a line that holds no large value."""
-    if isinstance(error, ValidationError):
-        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"[:300]
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
 class Skipped:
@@ -100,14 +92,14 @@ class RolloutReader:
         self, rollout_ids: Iterable[str], *, trajectory: bool = True, tenant: str | None = None
     ) -> Iterator[Rollout]:
         """Rollouts in the order of the ids; those that are not there, or not the tenant's, are left out."""
-        for found, stored in self._read(rollout_ids, trajectory, tenant):
+        for rollout, stored in self._read(rollout_ids, trajectory, tenant):
             if stored:
                 try:
-                    found.trajectory = payloads.decode_trajectory(stored)
+                    rollout.trajectory = payloads.decode_trajectory(stored)
                 except payloads.PayloadError as error:
-                    self.skipped.tell(found.id, error)
+                    self.skipped.tell(rollout.id, error)
                     continue
-            yield found
+            yield rollout
 
     def get_records(
         self, rollout_ids: Iterable[str], *, tenant: str | None = None
@@ -125,18 +117,18 @@ class RolloutReader:
         others = [rollout_id for rollout_id, size in zip(ids, sizes, strict=True) if size is None]
         names = [keys.trajectory(rollout_id) for rollout_id in others]
         stored = dict(zip(others, payloads.get_many(self._redis, names) if names else [], strict=True))
-        for found, size in self._found(ids, replies, sizes, tenant):
+        for rollout, size in self._rollouts(ids, replies, sizes, tenant):
             if size is not None:
-                yield found, int(size)
-            elif (there := stored[found.id]) is None or arrays.is_record(there):
-                yield found, there
+                yield rollout, int(size)
+            elif (there := stored[rollout.id]) is None or arrays.is_record(there):
+                yield rollout, there
             else:
                 try:
-                    found.trajectory = payloads.decode_trajectory(there)
+                    rollout.trajectory = payloads.decode_trajectory(there)
                 except payloads.PayloadError as error:
-                    self.skipped.tell(found.id, error)
+                    self.skipped.tell(rollout.id, error)
                     continue
-                yield found, None
+                yield rollout, None
 
     def records(self, sizes: Mapping[str, int]) -> Generator[bytes]:
         """Records of these rollouts that `get_records` gave these sizes, each read when it is asked for.
@@ -164,14 +156,14 @@ class RolloutReader:
                 payloads.get_many(pipe, [keys.trajectory(rollout_id) for rollout_id in ids])
             replies = pipe.execute()
         trajectories = replies.pop() if trajectory and ids else [None] * len(ids)
-        return self._found(ids, replies, trajectories, tenant)
+        return self._rollouts(ids, replies, trajectories, tenant)
 
     def _ask(self, pipe: Any, ids: list[str]) -> None:
         for rollout_id in ids:
             pipe.hgetall(keys.record(rollout_id))
             pipe.lrange(keys.timeline(rollout_id), 0, -1)
 
-    def _found(
+    def _rollouts(
         self, ids: list[str], replies: list[Any], with_each: Iterable[T], tenant: str | None
     ) -> Iterator[tuple[Rollout, T]]:
         # The members of a group have one and the same request.
@@ -187,11 +179,11 @@ class RolloutReader:
                     raise ValueError("its request is not there")
                 request = requests.get(text) or RolloutRequest.model_validate_json(text)
                 requests[text] = request
-                found = rollout_of(rollout_id, record, events, request)
+                rollout = rollout_of(rollout_id, record, events, request)
             except BAD as error:
                 self.skipped.tell(rollout_id, error)
                 continue
-            yield found, more
+            yield rollout, more
 
     def ids(
         self,
@@ -230,8 +222,8 @@ class RolloutReader:
 
     def counts(self) -> dict[str, int]:
         """Number of rollouts in each state."""
-        found = self._redis.hgetall(keys.COUNTS)
-        return {state.value: int(found.get(state.value, 0)) for state in State}
+        stored = self._redis.hgetall(keys.COUNTS)
+        return {state.value: int(stored.get(state.value, 0)) for state in State}
 
     def totals(self) -> dict[str, int]:
         """Sums for /metrics."""
@@ -278,8 +270,8 @@ def _history(lines: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any
 
 def _numbers(text: str | None) -> dict[str, float]:
     """What has no place in JSON is left out: one such number would make a whole page unreadable."""
-    found = from_json(text or "{}")
-    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    numbers = from_json(text or "{}")
+    return {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 def rollout_of(

@@ -117,7 +117,7 @@ local function finish_rollout(r, to, by)
   local its = read(id, 'tags', 'group', 'blame', 'drop', 'drop_reason', 'digest')
   redis.call('HINCRBY', KEY.TENANTS_LIVE, r.tenant, -1)
   -- Not trimmed by length: a reader's cursor must hold for as long as the records do (results.lua trims by age).
-  local entry = redis.call('XADD', KEY.COMPLETIONS, '*', 'id', id, 'tags', its.tags, 'group', its.group,
+  local entry = redis.call('XADD', KEY.RESULTS, '*', 'id', id, 'tags', its.tags, 'group', its.group,
     'tenant', r.tenant)
   write(id, {finished = now, completion = entry})
   count_result(id, now + RETENTION_MS)
@@ -161,11 +161,6 @@ local function forget_absence(id)
   for _, name in ipairs(redis.call('HKEYS', KEY.record(id))) do
     if name:sub(1, 7) == 'absent:' then forget(id, name) end
   end
-end
-
--- The request of a rollout (JSON); '' = it is not there.
-local function request_of(id)
-  return redis.call('HGET', KEY.request(field(id, 'tenant'), field(id, 'digest')), 'body') or ''
 end
 
 -- Attempts that a rollout may have.

@@ -13,12 +13,12 @@ local function take_quota(ask, n)
   if per_minute then
     -- A bucket that holds a minute's worth and is refilled steadily; a full one needs no key.
     local b = redis.call('HMGET', KEY.bucket(tenant), 'left', 'at')
-    local left = per_minute
-    if b[1] then left = math.min(left, tonumber(b[1]) + (now - tonumber(b[2])) * per_minute / 60000) end
-    if n > left then
-      return over_quota('rate', per_minute, math.floor(left), n, math.ceil((n - left) * 60000 / per_minute))
+    local tokens = per_minute
+    if b[1] then tokens = math.min(tokens, tonumber(b[1]) + (now - tonumber(b[2])) * per_minute / 60000) end
+    if n > tokens then
+      return over_quota('rate', per_minute, math.floor(tokens), n, math.ceil((n - tokens) * 60000 / per_minute))
     end
-    redis.call('HSET', KEY.bucket(tenant), 'left', left - n, 'at', now)
+    redis.call('HSET', KEY.bucket(tenant), 'left', tokens - n, 'at', now)
     redis.call('PEXPIRE', KEY.bucket(tenant), 60000)
   end
   redis.call('HINCRBY', KEY.TENANTS_LIVE, tenant, n)
@@ -27,30 +27,30 @@ end
 -- Of each rollout: new, the state that it is in, or conflict. And how many new ones there are of each request.
 local function judge_submission(ask)
   local words, new, digests, conflict = {}, {}, {}, false
-  for i, one in ipairs(ask.rollouts) do
-    local digest = ask.requests[one.request].digest
-    local known = redis.call('HMGET', KEY.record(one.id), 'digest', 'state', 'tenant')
-    local as = known[1] or digests[one.id]
+  for i, rollout in ipairs(ask.rollouts) do
+    local digest = ask.requests[rollout.request].digest
+    local known = redis.call('HMGET', KEY.record(rollout.id), 'digest', 'state', 'tenant')
+    local as = known[1] or digests[rollout.id]
     if as and (as ~= digest or (known[3] or ask.tenant) ~= ask.tenant) then
       words[i], conflict = 'conflict', true
     else
-      words[i] = known[2] or (digests[one.id] and 'queued') or 'new'
-      if words[i] == 'new' then new[one.request] = (new[one.request] or 0) + 1 end
+      words[i] = known[2] or (digests[rollout.id] and 'queued') or 'new'
+      if words[i] == 'new' then new[rollout.request] = (new[rollout.request] or 0) + 1 end
     end
-    digests[one.id] = digest
+    digests[rollout.id] = digest
   end
   return words, new, conflict
 end
 
-local function write_rollout(one, request, tenant, at)
-  local id, rank = one.id, exact(at - request.lift)
-  write(id, {tenant = tenant, group = one.group, index = one.index, handler = request.handler, digest = request.digest,
-    tags = table.concat(request.tags, ','), most_attempts = request.most_attempts, state = 'queued', attempt = 1,
-    fence = 0, kicks = 0, created = now, updated = now, since = now, deadline = now + request.deadline, rank = rank,
-    batch_group = one.batch_group})
+local function write_rollout(rollout, request, tenant, at)
+  local id, rank = rollout.id, exact(at - request.lift)
+  write(id, {tenant = tenant, group = rollout.group, index = rollout.index, handler = request.handler,
+    digest = request.digest, tags = table.concat(request.tags, ','), most_attempts = request.most_attempts,
+    state = 'queued', attempt = 1, fence = 0, kicks = 0, created = now, updated = now, since = now,
+    deadline = now + request.deadline, rank = rank, batch_group = rollout.batch_group})
   queue_up(id, tenant, rank)
   redis.call('RPUSH', KEY.timeline(id), 'queued ' .. now .. ' 1 0 -')
-  redis.call('SADD', KEY.group(tenant, one.group), id)
+  redis.call('SADD', KEY.group(tenant, rollout.group), id)
   redis.call('ZADD', KEY.CREATED, now, id)
   redis.call('ZADD', KEY.by_tenant(tenant), now, id)
   redis.call('ZADD', KEY.by_state('queued'), now, id)
@@ -74,9 +74,9 @@ function operations.submit(ask)
   if over then return {over = over} end
   for k, members in pairs(new) do hold_request(ask.tenant, ask.requests[k].digest, ARGV[2 + k], members) end
   local at = submission_times(n)
-  for i, one in ipairs(ask.rollouts) do
+  for i, rollout in ipairs(ask.rollouts) do
     if words[i] == 'new' then
-      write_rollout(one, ask.requests[one.request], ask.tenant, at)
+      write_rollout(rollout, ask.requests[rollout.request], ask.tenant, at)
       at = at + 1 / 1024
     end
   end
@@ -92,8 +92,9 @@ local ENTERS = {init = 'initializing', run = 'running', eval = 'evaluating'}
 
 -- What whoever holds a rollout must know of it.
 local function claimed(id)
-  local claim = read(id, 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics')
-  claim.word, claim.now, claim.request = 'ok', now, request_of(id)
+  local claim = read(id, 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics', 'digest')
+  claim.word, claim.now = 'ok', now
+  claim.request = redis.call('HGET', KEY.request(claim.tenant, claim.digest), 'body') or ''
   return claim
 end
 

@@ -18,8 +18,9 @@ from services.state import keys
 from services.state.memory import Room
 from services.state.observations import BUCKETS_MS
 from services.state.redis import now
+from services.state.requests import first_line
 from services.state.rollouts import payloads
-from services.state.rollouts.reading import RolloutReader, first_line
+from services.state.rollouts.reading import RolloutReader
 from services.state.scripts import Operations, request
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
 
@@ -376,7 +377,9 @@ class RolloutStore(RolloutReader):
             pairs = zip(ids, answers, strict=True)
             if held := [rollout_id for rollout_id, answer in pairs if answer["word"] == "cancelling"]:
                 self._redis.publish(keys.CANCEL_CHANNEL, " ".join(held))
-            ends += [(one["word"], one["state"], one.get("node"), one["attempt"]) for one in answers]
+            ends += [
+                (answer["word"], answer["state"], answer.get("node"), answer["attempt"]) for answer in answers
+            ]
         return ends
 
     def overdue(self, limit: int = 200, latest: float | None = None) -> list[Overdue] | None:

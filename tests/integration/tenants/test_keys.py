@@ -101,7 +101,7 @@ def test_each_route_needs_its_scope(world):
         path = re.sub(r"<any\((\w+)[^>]+>", r"\1", rule.rule)
         path = re.sub(r"<[^>]+>", "x", path)
         for method in rule.methods - {"HEAD", "OPTIONS"}:
-            # The stream of completions has no end: what it is asked, it refuses.
+            # The stream of results has no end: what it is asked, it refuses.
             more = {"query_string": "cursor=no"} if path.endswith("/stream") else {}
             codes = {
                 who: world.call(method, path, who, **more).status_code
