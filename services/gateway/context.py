@@ -42,7 +42,7 @@ class Gateway:
         self.backends = BackendStore(client)
         self.policy = PolicyStore(client)
         self.fleet = FleetStore(client)
-        self.completions = ResultStream(client)
+        self.result_stream = ResultStream(client)
         self.results = ResultStore(client, settings)
         self.webhooks = WebhookStore(client, settings.webhook_url)
         self.webhook_addresses = AllowedAddresses(settings.webhook_allow)
@@ -63,7 +63,7 @@ class Gateway:
         """One for each stream of results that may be open."""
         self.waiting = WaitingRoom(
             lambda: connect(settings.redis_url, max_connections=1),
-            self.completions,
+            self.result_stream,
             Places(
                 settings.gateway_waiters,
                 settings.gateway_tenant_share,

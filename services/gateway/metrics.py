@@ -338,8 +338,8 @@ class Scrape:
         self.states, self.queues = gate.rollouts.counts, lambda: queue_depths(gate.redis)
         self.placements, self.autoscale_actions = gate.backends.totals, self._autoscaler.totals
         self.batches_todo, self.webhooks_pending = gate.batches.todo, gate.webhooks.pending
-        self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.completions.length
-        self.archive_lag = gate.completions.archive_lag
+        self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.result_stream.length
+        self.archive_lag = gate.result_stream.archive_lag
 
     def read(self, source: str, argument: str) -> Value | Values:
         """A sum by its name, several by `prefix_*`, or what the method of that name makes of the argument."""

@@ -38,7 +38,7 @@ STREAM_PAGE = 16
 
 def _cursor(gate: Gateway, raw: str, field: str = "cursor") -> str:
     if raw == "$":
-        return gate.completions.tail()
+        return gate.result_stream.tail()
     if not is_cursor(raw):
         raise invalid(field, f"{raw!r} is no cursor; use one from an earlier answer, '0' or '$'")
     return raw
@@ -56,7 +56,7 @@ def results(cursor: Cursor, wait: Wait, limit: Limit, tag: Tag, include: Include
 
     def look() -> bool:
         nonlocal page
-        page = gate.completions.since(page[1], limit=limit, tag=tag, tenant=tenant)
+        page = gate.result_stream.since(page[1], limit=limit, tag=tag, tenant=tenant)
         return bool(page[0])
 
     gate.waiting.wait(look, wait, Interest(tenant=tenant, tag=tag))
@@ -68,7 +68,7 @@ def results(cursor: Cursor, wait: Wait, limit: Limit, tag: Tag, include: Include
             rollouts=rollouts,
             cursor=page[1],
             expired=[rollout_id for rollout_id in page[0] if rollout_id not in there],
-            missed=gate.completions.missed(begin),
+            missed=gate.result_stream.missed(begin),
         )
     )
 
@@ -119,12 +119,12 @@ def _events(
     def look() -> bool:
         nonlocal ids, after
         mine.rearm()
-        ids, after = gate.completions.since(after, limit=STREAM_PAGE, tag=tag, tenant=tenant)
+        ids, after = gate.result_stream.since(after, limit=STREAM_PAGE, tag=tag, tenant=tenant)
         return bool(ids)
 
     try:
         yield ": results\n\n"
-        if gate.completions.missed(cursor):
+        if gate.result_stream.missed(cursor):
             yield "event: missed\ndata: {}\n\n"
         if mine.parks:
             # A stream is sent from the few threads that go on with what was parked, however much there is.
