@@ -245,9 +245,9 @@ def waiter() -> Waiter:
 class WaitingRoom:
     """All waiters of a process, and the thread that reads what ends while there are any."""
 
-    def __init__(self, connect: Callable[[], redis.Redis], completions: ResultStream, places: Places) -> None:
+    def __init__(self, connect: Callable[[], redis.Redis], results: ResultStream, places: Places) -> None:
         self._connect = connect
-        self._completions = completions
+        self._results = results
         self._places = places
         self._lock = threading.RLock()
         self._someone = threading.Condition(self._lock)
@@ -333,7 +333,7 @@ class WaitingRoom:
         with self._lock:
             if self._after is not None:
                 return
-        tail = {stream: self._completions.tail(stream) for stream in STREAMS}
+        tail = {stream: self._results.tail(stream) for stream in STREAMS}
         with self._someone:
             if self._after is None:
                 self._after = tail

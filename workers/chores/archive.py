@@ -35,7 +35,7 @@ class ArchiveFile:
     def __init__(self, directory: Path, cursor: str) -> None:
         """
         Args:
-            cursor: The completion before the first one in it.
+            cursor: The result before the first one in it.
         """
         # The token keeps two writers apart, should one have been stopped while it thought itself elected.
         millis, _, number = cursor.partition("-")
@@ -100,7 +100,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 class Archiver(Chore):
-    """Follows the completions with a cursor of its own."""
+    """Follows the results with a cursor of its own."""
 
     name = "archive"
 
@@ -115,7 +115,7 @@ class Archiver(Chore):
         settings = services.settings
         self._redis = services.redis
         self._rollouts = services.store
-        self._completions = ResultStream(services.redis)
+        self._results = ResultStream(services.redis)
         self._directory = Path(settings.archive_dir)
         self._file_bytes = settings.archive_file_bytes
         self._kept_ms = int(settings.retention_s * 1000)
@@ -162,13 +162,13 @@ class Archiver(Chore):
     def _batch(self) -> int:
         """Archive what ended next; how much that was."""
         cursor = self._redis.get(keys.ARCHIVE_CURSOR) or "0-0"
-        ids, after = self._completions.since(cursor, limit=BATCH)
+        ids, after = self._results.since(cursor, limit=BATCH)
         if not ids:
             # Expires when nobody archives any more, so that nothing waits for the archive then.
             self._redis.pexpire(keys.ARCHIVE_CURSOR, self._kept_ms)
             return 0
-        if cursor != "0-0" and self._completions.missed(cursor):
-            self.log.warning("completions went past their retention before they were archived", cursor=cursor)
+        if cursor != "0-0" and self._results.missed(cursor):
+            self.log.warning("results went past their retention before they were archived", cursor=cursor)
             self._count("archive_missed")
         rollouts = list(self._rollouts.get_many(ids))
         if len(rollouts) < len(ids):
