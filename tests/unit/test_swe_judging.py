@@ -190,6 +190,10 @@ def test_a_process_that_ends_early_tells_nothing(tmp_path: Path) -> None:
     assert recorded(tmp_path, "import os\ndef test_x(): os._exit(0)\n") is None
 
 
+def test_a_module_that_exits_at_import_has_passed_nothing(tmp_path: Path) -> None:
+    assert recorded(tmp_path, "import sys\ndef test_x(): pass\nsys.exit(0)\n").statuses == {}
+
+
 def test_r2e_gym_wants_every_status_as_expected_and_no_other_test() -> None:
     failed = "\x1b[31mFAILED\x1b[0m r2e_tests/t.py::y - no"
     log = f"= short test summary info =\nPASSED r2e_tests/t.py::A::x\n{failed}\n"
