@@ -61,6 +61,8 @@ def test_whatever_was_changed_on_the_way_is_refused(header, value):
         verify_webhook(body, headers | {header: value}, SECRET, now=1e9)
     with pytest.raises(WebhookError, match="no signature fits"):
         verify_webhook(body + b" ", headers, SECRET, now=1e9)
+    with pytest.raises(WebhookError, match="headers are missing"):
+        verify_webhook(body, {}, SECRET)
 
 
 def test_another_secret_and_an_old_message_are_refused():
