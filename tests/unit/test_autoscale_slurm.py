@@ -58,6 +58,7 @@ def test_more_nodes_are_submitted_as_up_was_asked(stack, commands):
     (line,) = commands.called("sbatch")
     assert "--array=1-2" in line.split()
     assert line.endswith("init,run,eval")
+    assert commands.called("scancel") == []
 
 
 def test_jobs_that_wait_are_dropped_first_then_the_node_with_the_least_in_hand_is_drained(stack, commands):
