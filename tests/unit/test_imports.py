@@ -58,10 +58,12 @@ def imports(path: Path, inside: bool = True) -> Iterator[tuple[str, set[str]]]:
         code = codes.pop()
         if inside:
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        steps = list(dis.get_instructions(code))
-        for number, step in enumerate(steps):
-            if step.opname == "IMPORT_NAME" and steps[number - 2].argval == 0:
-                yield step.argval, set(steps[number - 1].argval or ())
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for level, members, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname == "IMPORT_NAME":
+                assert level.opname == members.opname == "LOAD_CONST", (path, step)
+                if level.argval == 0:
+                    yield step.argval, set(members.argval or ())
 
 
 def imported(path: Path, inside: bool = True) -> set[str]:
