@@ -117,7 +117,6 @@ SECONDS = {
     "tests/slurm/test_cluster.py": 54,
     "tests/slurm/test_cluster_run.py": 178,
     "tests/swe/test_datasets.py": 45,
-    "tests/swe/test_hacks.py": 35,
     "tests/swe/test_instances.py": 41,
     "tests/swe/test_patches.py": 49,
 }

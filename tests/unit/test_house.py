@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SECONDS, SHARED
 from tests.helpers.stack import ROOT
 
 PACKAGES = ("rollout", "services", "workers", "sandbox")
@@ -81,3 +82,8 @@ def test_beside_other_wings_only_its_doors_import_a_wing_and_nothing_of_the_core
 def test_each_word_has_one_meaning():
     words = [row[0] for row in rows("Words")]
     assert len(words) == len(set(words)) > 20
+
+
+def test_the_files_that_the_order_of_the_tests_goes_by_are_there():
+    starts = [*SECONDS, *(start for files in SHARED.values() for start in files)]
+    assert [start for start in starts if not list(ROOT.glob(f"{start}*"))] == []
