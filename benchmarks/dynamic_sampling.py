@@ -223,21 +223,21 @@ def main() -> None:
                 runs[name].append(figures)
                 say(f"seed {seed}, {name}: {figures}")
     ratios = {
-        name: [its["seconds"] / our["seconds"] for its, our in zip(runs[name], runs["ours"], strict=True)]
+        name: [peer["seconds"] / our["seconds"] for peer, our in zip(runs[name], runs["ours"], strict=True)]
         for name in ("synchronous", "restart")
     }
     busy = summary([figures["busy_share"] for figures in runs["ours"]])
     report(
         "dynamic_sampling",
         {
-            f"speedup_vs_{name}_one_update_old": round(statistics.median(its), 3)
-            for name, its in ratios.items()
+            f"speedup_vs_{name}_one_update_old": round(statistics.median(quotients), 3)
+            for name, quotients in ratios.items()
         }
         | {"slots_busy_share_filling_up_included": busy["median"]},
-        ratios={name: summary(its) for name, its in ratios.items()},
+        ratios={name: summary(quotients) for name, quotients in ratios.items()},
         schemes={
-            name: {key: summary([figures[key] for figures in its]) for key in its[0]}
-            for name, its in runs.items()
+            name: {key: summary([figures[key] for figures in rounds]) for key in rounds[0]}
+            for name, rounds in runs.items()
         },
         options=vars(options),
     )

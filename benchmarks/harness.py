@@ -331,8 +331,8 @@ def make_chain(seed: str, turns: list[int], observation: int) -> Chain:
         if turn:
             chain.append(_segment(chance, "tool", observation))
         logprobs = array("f", [-chance.expovariate(2.0) for _ in range(sampled)]).tolist()
-        said = {"logprobs": logprobs, "call_id": f"call-{turn}", "policy_version": "step-1"}
-        chain.append(_segment(chance, "assistant", sampled, sampled=True, **said))
+        fields = {"logprobs": logprobs, "call_id": f"call-{turn}", "policy_version": "step-1"}
+        chain.append(_segment(chance, "assistant", sampled, sampled=True, **fields))
     return chain
 
 

@@ -132,7 +132,7 @@ class Side:
 def compare(ours: list[float], equal_chain: list[float]) -> dict[str, Any]:
     """Both sides' spread, the ratio of the printed medians, and the spread of the ratio round by round."""
     spreads: dict[str, Any] = {"ours": summary(ours), "equal_chain": summary(equal_chain)}
-    ratios = [one / other for one, other in zip(ours, equal_chain, strict=True)]
+    ratios = [our / their for our, their in zip(ours, equal_chain, strict=True)]
     spreads["ratio"] = round(spreads["ours"]["median"] / spreads["equal_chain"]["median"], 3)
     return {**spreads, "ratio_by_round": summary(ratios)}
 

@@ -275,7 +275,8 @@ def compare_policies(count: int, seeds: int, every_configuration: bool) -> dict[
     for load in LOADS:
         runs = {name: [outcomes[name, count, seed, load] for seed in range(1, seeds + 1)] for name in names}
         results[load] = {
-            name: {key: summary([run[key] for run in its]) for key in its[0]} for name, its in runs.items()
+            name: {key: summary([run[key] for run in repeats]) for key in repeats[0]}
+            for name, repeats in runs.items()
         }
         results[load]["ratios"] = {
             name: {
@@ -313,7 +314,7 @@ def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
                     values[way]["p50_ms"].append(statistics.median(times) * 1e3)
                     values[way]["p95_ms"].append(percentile(times, 0.95) * 1e3)
     result: dict[str, Any] = {
-        way: {key: summary(each) for key, each in its.items()} for way, its in values.items()
+        way: {key: summary(rounds) for key, rounds in figures.items()} for way, figures in values.items()
     }
     pairs = zip(values["one_a_round_trip"]["p50_ms"], values["ping"]["p50_ms"], strict=True)
     result["ratio_to_ping"] = summary([acquire / ping for acquire, ping in pairs])

@@ -226,7 +226,7 @@ def run(bench: Bench, count: int, rounds: int) -> None:
     held = bench.held(HELD // share)
     harness.say(f"held: {held}")
     bench.hosts.close()
-    left = bench.census.count_at_rest()
+    remains = bench.census.count_at_rest()
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     held_mb = (held["processes_mb"] + held["files_in_memory_mb"]) / held["sandboxes"]
     harness.report(
@@ -243,12 +243,12 @@ def run(bench: Bench, count: int, rounds: int) -> None:
             "execs_per_s": harness.summary(execs)["median"],
             **{f"{name}_p50_ms": spread["p50_ms"] for name, spread in times.items()},
             "held_mb_per_sandbox": round(held_mb, 2),
-            "leftovers": sum(left.values()),
+            "leftovers": sum(remains.values()),
         },
         times=times,
         at_once={"count": at_once, "starts_per_s": rates},
         held=held,
-        left=left,
+        left=remains,
         count=count,
         rounds=rounds,
     )

@@ -290,7 +290,9 @@ def main() -> None:
         nodes.use(size)
         nodes.give(most)
         of_head = measure(nodes, load)
-    weak = [many / (size * one) for many, one in zip(per_s["all"], per_s["one"], strict=True)]
+    weak = [
+        all_nodes / (size * one_node) for all_nodes, one_node in zip(per_s["all"], per_s["one"], strict=True)
+    ]
     report(
         "scaling",
         {
