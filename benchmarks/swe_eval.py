@@ -136,7 +136,7 @@ async def measure(rows: list[Any], rounds: int, directory: Path) -> tuple[list[T
             hand = ByHand(row, directory / f"home-{number}")
             turns += await time_turns(row, hand, rounds, host)
             patches = patches_of(row)
-            results = await judge_many([(row, patch) for patch in patches], LIMITS)
+            results = await judge_many([(row, patch) for patch in patches], limits=LIMITS)
             for patch, result in zip(patches, results, strict=True):
                 verdicts.append((result.report["resolved"], hand.judge(patch)[0]))
             say(f"resolved by ours, by hand: {verdicts[-len(patches) :]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -358,8 +359,9 @@ class AsyncClient(AsyncService):
         """
         polls = Polls(timeout, SILENCE_S)
         events = EventReader(self, cursor or "0", tag, include, polls)
-        async for rollout in events:
-            yield rollout
+        async with contextlib.aclosing(aiter(events)) as results:
+            async for rollout in results:
+                yield rollout
         if not polls.over:
             async for rollout in self.stream(None, tag, events.cursor, polls.remaining, include):
                 yield rollout

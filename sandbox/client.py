@@ -172,7 +172,7 @@ class SandboxClient:
             on_timeout=on_timeout,
             quiet_timeout=quiet_timeout,
         )
-        return BashResult(**reply)
+        return _bash_result(reply)
 
     async def exec(
         self,
@@ -237,11 +237,11 @@ class SandboxClient:
             quiet_timeout=quiet_timeout,
             max_chars=max_output_chars,
         )
-        return BashResult(**reply)
+        return _bash_result(reply)
 
     async def reset(self) -> BashResult:
         """End every process in the sandbox, whatever it ignores, and start a fresh shell in the workspace."""
-        return BashResult(**await self._ask_aside("reset"))
+        return _bash_result(await self._ask_aside("reset"))
 
     async def setup(self, env: dict[str, str]) -> None:
         """Add variables to the environment of the shell, now and whenever it is started again."""
@@ -417,6 +417,12 @@ class SandboxClient:
                 if reply is None:  # cancelled, overdue or broken: the next call starts on a new connection
                     await self.close()
             return connection.result_of(reply, self._address)
+
+
+def _bash_result(reply: dict[str, Any]) -> BashResult:
+    """What this side knows of an answer: an adopted sandbox has the server that it began with."""
+    names = {field.name for field in dataclasses.fields(BashResult)}
+    return BashResult(**{name: value for name, value in reply.items() if name in names})
 
 
 def _encoded(content: bytes | str) -> str:

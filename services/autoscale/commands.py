@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 import redis
+import structlog
 
 from services import logs
 from services.autoscale.policy import STAGES, Bounds, Goal
@@ -21,6 +22,7 @@ from services.queues import make_celery
 from services.settings import Settings, SettingsError
 from services.state.redis import connect
 
+log = structlog.get_logger("autoscale")
 RANGE = re.compile(r"(\d+):(\d+)")
 
 
@@ -88,7 +90,7 @@ def autoscale(
     if not kinds and not live_slots:
         raise click.UsageError("give --nodes, --stage or --live-slots: what is to be changed, and how far")
     live = _bounds(live_slots, "--live-slots") if live_slots else None
-    stack = SlurmStack(run_dir or paths.home() / "slurm-run", click.echo) if kinds else None
+    stack = SlurmStack(run_dir or paths.home() / "slurm-run", _tell) if kinds else None
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         # By a thread: the code that a signal interrupts may hold the event's lock.
@@ -105,7 +107,7 @@ def autoscale(
             with make_celery(settings) as app, connect(settings.redis_url) as client:
                 owner = f"{socket.gethostname()}/{os.getpid()}"
                 pool = SlurmNodes(stack, grace) if stack else None
-                scaler = Autoscaler(client, options, app, pool, owner=owner, say=click.echo)
+                scaler = Autoscaler(client, options, app, pool, owner=owner, say=_tell)
                 scaler.run(stopping, once)
             return
         except (SettingsError, SlurmError) as error:
@@ -115,6 +117,12 @@ def autoscale(
                 raise click.ClickException(f"Redis does not answer: {error}") from error
             # The head may have come back on another node: the run directory says where.
             click.echo("Redis is away; looking for the head again", err=True)
+
+
+def _tell(text: str) -> None:
+    """Have what is done in the log and on the terminal."""
+    log.info(text)
+    click.echo(text)
 
 
 def _settings(stack: SlurmStack | None) -> Settings:

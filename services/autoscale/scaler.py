@@ -261,7 +261,7 @@ class Autoscaler:
     def _elected(self) -> bool:
         won = self._election.won()
         if won != self._was_elected:
-            self._tell(
+            self._say(
                 "elected: this autoscaler acts" if won else "another autoscaler acts; this one stands by"
             )
             self._was_elected = won
@@ -302,7 +302,7 @@ class Autoscaler:
         target = max(len(own), min(target, limit))
         if target == have:
             return
-        self._tell(f"{stage}: {have} → {target} slots of {limit}{_why(load)}")
+        self._say(f"{stage}: {have} → {target} slots of {limit}{_why(load)}")
         if self._app is not None and not self._options.dry_run:
             taken = apply_slots(self._app, target, own)
             changes = [taken[worker.name] - worker.slots for worker in own if worker.name in taken]
@@ -335,9 +335,7 @@ class Autoscaler:
                 if change == 0 or (change > 0 and not settled):
                     continue
                 why = _why(loads[stage]) if stage else ""
-                self._tell(
-                    f"{name}: {nodes.total} ({nodes.coming} coming) → {target}, {stage or 'none'}{why}"
-                )
+                self._say(f"{name}: {nodes.total} ({nodes.coming} coming) → {target}, {stage or 'none'}{why}")
                 if self._options.dry_run:
                     continue
                 self._pool.set(kind, target, workers)
@@ -352,10 +350,6 @@ class Autoscaler:
             if not self._options.dry_run:
                 self._store.count("failures")
         return seen
-
-    def _tell(self, text: str) -> None:
-        log.info(text)
-        self._say(text)
 
 
 def _why(load: Load) -> str:

@@ -82,7 +82,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _refuse(reason: str, title: str, detail: str, status: int = 403) -> ApiProblem:
-    refusals.refuse(reason, detail)
+    refusals.refuse(reason, detail, path=request.path)
     return ApiProblem(status, title, detail)
 
 

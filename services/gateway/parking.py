@@ -216,7 +216,9 @@ class ParkingWorker(ThreadWorker):
         try:
             if req.waiter.body is not None:
                 return self._go_on_with_stream(conn, req.waiter)
-            return super().handle_request(req, conn)
+            answered = super().handle_request(req, conn)
+            req.waiter = None  # the parser keeps the request until the connection's next one
+            return answered
         except Parked as parked:
             return parked.waiter
         except TimeoutError:
@@ -400,7 +402,9 @@ class ParkingWorker(ThreadWorker):
         if not self._of_address[conn.address]:
             del self._of_address[conn.address]
         conn.close()
-        conn.parser = conn.waiter = None  # a timer may hold the connection for a while
+        # A timer may hold the connection for a while.
+        conn.parser = conn.waiter = None
+        conn.inbox = Inbox()
 
     def _make_room(self) -> bool:
         """Close whoever is half-sent or idle the longest; whether there was anybody."""

@@ -42,10 +42,10 @@ QUIET_S = 10.0
 _logged_at: dict[str, float] = {}
 
 
-def refuse(reason: str, detail: str) -> None:
+def refuse(reason: str, detail: str, **shown: str) -> None:
     """Count a refusal, and log it unless one for the same reason was just before."""
     REFUSED.labels(reason).inc()
     now = time.monotonic()
     if now - _logged_at.get(reason, float("-inf")) >= QUIET_S:
         _logged_at[reason] = now
-        log.warning("refused", reason=reason, detail=detail)
+        log.warning("refused", reason=reason, detail=detail, **shown)

@@ -221,6 +221,7 @@ class StreamBody:
         return self
 
     def __next__(self) -> bytes:
+        self._parked = False  # also where it ends, or fails, before it yields again
         item = next(self._items)
         self._parked = item is self._waiter
         if self._parked:

@@ -343,6 +343,12 @@ def test_a_row_names_its_rollout(fields, name):
     assert nemo_gym.RunRequest.model_validate({"responses_create_params": {}, **fields}).name == name
 
 
+def test_an_answer_repeats_the_request_as_it_came():
+    row = {"responses_create_params": {"input": "x", "temperature": "0.7", "top_p": 1}, "agent_ref": None}
+    repeated = nemo_gym.RunRequest.model_validate(row | {"_ng_task_index": 3, "question": "y"}).repeated()
+    assert repeated == {"responses_create_params": row["responses_create_params"], "_ng_task_index": 3}
+
+
 def test_numbers_of_many_answers_leave_masked_ones_out():
     rows = [
         {"_ng_task_index": task, "reward": reward, "reward_components": {"correct": reward}}

@@ -12,7 +12,7 @@ import pytest
 from gunicorn.config import Config
 
 from services.gateway.parking import Connection, ParkingWorker
-from services.gateway.waiting import ParkedWaiter
+from services.gateway.waiting import Parked, ParkedWaiter, StreamBody
 
 
 class Room:
@@ -121,3 +121,23 @@ def test_tls_of_its_own_is_refused_with_what_to_do_instead():
     cfg.set("certfile", __file__)
     with pytest.raises(RuntimeError, match="proxy"):
         ParkingWorker.check_config(cfg, logging.getLogger())
+
+
+def test_a_stream_that_ends_when_it_goes_on_gives_its_place_back(parked):
+    closed = []
+
+    class Body:
+        def __iter__(self):
+            return iter([parked.waiter])
+
+        def close(self):
+            closed.append(True)
+
+    body = StreamBody(Body(), parked.waiter)
+    with pytest.raises(Parked):
+        next(body)
+    body.close()
+    assert not closed, "it merely waits"
+    assert next(body, None) is None
+    body.close()
+    assert closed

@@ -210,6 +210,18 @@ def test_what_equals_everything_passes_where_it_must_not(tmp_path: Path) -> None
     assert outcomes(tmp_path, falsified.sources)["t_it.py::test_last"] == "PASSED"
 
 
+def test_only_the_tests_that_must_fail_are_changed() -> None:
+    """A patch that looks at a comment, a line's number or a quote sees the same in both runs."""
+    around = "# why\nPAIR = ('a',  \"b\")\nDEEP = " + "+".join("1" * 400) + "\nBOX = x[(0, *PAIR)]\n"
+    source = around + "def test_pair(self):\n    self.assertEqual(*PAIR, 'why')\n\n# end\n"
+    for fail_to_pass in (["test_pair"], []):
+        falsified = falsify(TestFiles({"t_it.py": source}), fail_to_pass, ["test_pair"])
+        assert falsified.must_fail == ["test_pair"]
+        changed = falsified.sources["t_it.py"]
+        compile(changed, "t_it.py", "exec")
+        assert changed.startswith(around + "def test_pair(self):\n") and changed.endswith("\n# end\n")
+
+
 def test_a_file_of_another_grammar_is_left_alone() -> None:
     falsified = falsify(TestFiles({"t.py": "print 'old'\ndef test_a(): pass\n"}), ["t.py::test_a"], [])
     assert (falsified.sources, falsified.must_fail) == ({}, [])

@@ -77,8 +77,8 @@ class ScorerPool:
         if not _TARGET.fullmatch(function):
             raise ScorerError(f"scorer {function!r} is not of the form 'package.module:function'")
         outcome, call = "cancelled", _Call(function, payload, timeout_s)
-        metrics.WAITING.inc()
         run = self._threads.submit(self._run, call)
+        metrics.WAITING.inc()
         try:
             result = await asyncio.wrap_future(run)
             outcome = "ok"

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import redis
 from flask import Blueprint, Response, jsonify
 from kombu.exceptions import OperationalError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from rollout.datasets import user_text
 from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
@@ -65,6 +74,20 @@ class CreateParams(_Open):
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = None
+    _as_it_came: Any = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, validate: ModelWrapValidatorHandler[CreateParams]) -> CreateParams:
+        params = validate(value)
+        if not isinstance(value, cls):
+            params._as_it_came = value
+        return params
+
+    @property
+    def as_it_came(self) -> Any:
+        """What was sent, for answers that repeat it."""
+        return self._as_it_came
 
 
 Index = Annotated[int, Field(ge=-MAX_INT53, le=MAX_INT53)]
@@ -91,10 +114,12 @@ class RunRequest(_Open):
     policy_api_key: str | None = Field(default=None, max_length=10_000)
 
     def repeated(self) -> dict[str, Any]:
-        """What an answer repeats as it came: the request, and fields that the collector finds its rows by."""
-        given = self.model_dump(by_alias=True, exclude_unset=True)
-        kept = ("agent_ref", "responses_create_params")
-        return {name: value for name, value in given.items() if name in kept or name.startswith("_ng_")}
+        """What an answer repeats: the request as it came, and fields that the collector finds its rows by."""
+        fields = self.model_dump(by_alias=True, exclude_none=True, exclude={"responses_create_params"})
+        own = {
+            name: value for name, value in fields.items() if name == "agent_ref" or name.startswith("_ng_")
+        }
+        return {"responses_create_params": self.responses_create_params.as_it_came, **own}
 
     @property
     def name(self) -> str | None:

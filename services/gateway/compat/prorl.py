@@ -214,6 +214,7 @@ def stop() -> Response:
 def process(body: ProcessRequest) -> Response:
     """ProRL: submit a rollout and answer when it has ended."""
     call = waiter().remember("call", lambda: _begin(body))
+    body.instance = {}  # it may be large, and the request may wait for long
     rollout = calls.finish(call, replay_s=calls.REPLAY_S)
     _store().ended(call.tenant, call.rollout_id)
     info = gateway().tasks.handlers().get(rollout.handler)

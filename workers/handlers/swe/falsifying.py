@@ -16,9 +16,9 @@ import ast
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
-from workers.handlers.swe.testfiles import Function, TestFiles
+from workers.handlers.swe.testfiles import Function, TestFile, TestFiles
 
 _random = random.SystemRandom()
 
@@ -41,7 +41,6 @@ _UNITTEST = {
     "assertLess": "{b}, {a}",
 }
 """Arguments with which a method of `unittest.TestCase` fails; `a` is less than `b`."""
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -61,70 +60,112 @@ def falsify(files: TestFiles, fail_to_pass: Sequence[str], others: Sequence[str]
         fail_to_pass: Names of tests that get both forms in one, which costs their time again.
         others: Names of tests that are stopped at once.
     """
-    runs: dict[str, dict[int, bool]] = {}
-    paths: dict[str, set[str]] = {}
+    nodes_of: dict[str, dict[ast.AST, bool]] = {}
+    names: dict[str, list[tuple[str, ast.AST]]] = {}
     for name in dict.fromkeys([*fail_to_pass, *others]):
         definitions = files.find(name)
-        if files.expects_failure(name) or any(_is_generator(node) for _, _, node in definitions):
+        generators = any(_is_generator(node) for _, _, node in definitions)
+        if not definitions or generators or files.expects_failure(name):
             continue
+        names[name] = [(path, node) for path, _, node in definitions]
         for path, _, node in definitions:
-            paths.setdefault(name, set()).add(path)
-            runs.setdefault(path, {}).setdefault(node.lineno, name in fail_to_pass)
-    changed = {path: _changed(files.files[path].source, lines) for path, lines in runs.items()}
-    sources = {path: text for path, text in changed.items() if text is not None}
-    return Falsified(sources, [name for name, places in paths.items() if places <= sources.keys()])
+            nodes_of.setdefault(path, {}).setdefault(node, name in fail_to_pass)
+    sources = {}
+    for path, nodes in nodes_of.items():
+        text = _changed(files.files[path], nodes)
+        if text is not None:
+            sources[path] = text
+    must_fail = [name for name, nodes in names.items() if all(path in sources for path, _ in nodes)]
+    return Falsified(sources, must_fail)
 
 
-def _changed(source: str, runs: dict[int, bool]) -> str | None:
-    """The source with the tests at these lines falsified, and run or stopped; None if that cannot be done."""
-    tree = ast.parse(source)
-    for node in list(ast.walk(tree)):
-        if not isinstance(node, Function) or node.lineno not in runs:
-            continue
-        if runs[node.lineno] and not any(isinstance(part, ast.Return) for part in _own(node)):
-            failure = _failure(node)
-            node.body = [*_Foreign(node).visit_all(node.body), *failure]
-        else:
-            start = 0 if ast.get_docstring(node, clean=False) is None else 1
-            node.body[start:start] = [*_failure(node), ast.Return()]
+@dataclass(frozen=True)
+class _Edit:
+    """Text that takes the place of lines and columns (in bytes), both from (line, column) on."""
+
+    begin: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+
+
+def _changed(file: TestFile, nodes: dict[ast.AST, bool]) -> str | None:
+    """The file with its tests falsified; None if that cannot be done."""
+    edits: list[_Edit] = []
+    for node, runs in nodes.items():
+        edits += _foreign(file, node) if runs and _can_run(node) else [_stopped(file, node)]
+    # As `ast` counts: lines end with \n, \r\n or \r, columns are bytes of UTF-8.
+    lines = [line.encode() for line in file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    for edit in sorted(edits, key=lambda edit: edit.begin, reverse=True):
+        (first, begin), (last, end) = edit.begin, edit.end
+        if first > len(lines):
+            lines += [b""] * (first - len(lines))
+            last = first
+        joined = lines[first - 1][:begin] + edit.text.encode() + lines[last - 1][end:]
+        lines[first - 1 : last] = joined.split(b"\n")
+    text = b"\n".join(lines).decode()
     try:
-        return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-    except (ValueError, RecursionError):
+        ast.parse(text)
+    except (SyntaxError, ValueError):
         return None
+    return text
 
 
-class _Foreign(ast.NodeTransformer):
-    """Has a test compare with what nobody can know, and end where the two are equal."""
+def _stopped(file: TestFile, node: Function) -> _Edit:
+    """The test ends with a failure before it does anything."""
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if not body:  # nothing but a docstring
+        last = node.body[0]
+        assert last.end_lineno is not None and last.end_col_offset is not None
+        place = (last.end_lineno, last.end_col_offset)
+        return _Edit(place, place, f"; {_failure(file, node, one_line=True)}; return")
+    first = body[0]
+    line = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", []))])
+    before = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")[line - 1].encode()
+    column = len(before) - len(before.lstrip())
+    alone = line < first.lineno or column == first.col_offset
+    if not alone:
+        place = (line, first.col_offset)
+        return _Edit(place, place, f"{_failure(file, node, one_line=True)}; return; ")
+    indent = before[:column].decode()
+    failure = _failure(file, node).replace("\n", f"\n{indent}")
+    return _Edit((line, column), (line, column), f"{failure}\n{indent}return\n{indent}")
 
-    def __init__(self, test: Function) -> None:
-        self._variables = _variables(test)
 
-    def visit_all(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        return self.visit(ast.Module(body, [])).body
-
-    def visit_FunctionDef(self, node: Any) -> Any:
-        return node  # what is in it is not the test's own
-
-    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef
-
-    def visit_Assert(self, node: ast.stmt) -> list[ast.stmt]:
-        if (sides := _compared(node)) is None:
-            return [node]
-        value, expected = reversed(sides) if isinstance(sides[0], ast.Constant) else sides
-        unknowable = ast.Constant(_unknowable(expected))
-        statements: list[ast.stmt] = []
-        if isinstance(expected, ast.Name) and expected.id in self._variables - _names(value):
+def _foreign(file: TestFile, node: Function) -> list[_Edit]:
+    """The test runs, compares with what nobody can know, and fails at its end."""
+    edits = []
+    variables = _variables(node)
+    lines = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    for statement in _statements(node.body):
+        if (sides := _compared(statement)) is None:
+            continue
+        value_of, expected = sides
+        if isinstance(value_of, ast.Constant):
+            value_of, expected = expected, value_of
+        segment = ast.get_source_segment(file.source, value_of)
+        if segment is None:
+            continue
+        value = _unknowable(expected)
+        text = f"if ({segment}) == {value}: return"
+        if isinstance(expected, ast.Name) and expected.id in variables - _names(value_of):
             # Who looks it up among the test's variables finds the other value, too.
-            statements.append(ast.Assign([ast.Name(expected.id, ast.Store())], unknowable))
-        comparison = ast.Compare(value, [ast.Eq()], [unknowable])
-        return [*statements, ast.If(comparison, [ast.Return()], [])]
-
-    visit_Expr = visit_Assert
+            indent = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
+            text = f"{expected.id} = {value}\n{indent}{text}"
+        assert statement.end_lineno is not None and statement.end_col_offset is not None
+        begin = (statement.lineno, statement.col_offset)
+        edits.append(_Edit(begin, (statement.end_lineno, statement.end_col_offset), text))
+    last = node.body[-1]
+    assert last.end_lineno is not None
+    indent = lines[last.lineno - 1].encode()[: last.col_offset].decode()
+    place = (last.end_lineno + 1, 0)
+    failure = _failure(file, node, one_line=True)
+    edits.append(_Edit(place, place, f"{indent}{failure}\n"))
+    return edits
 
 
 def _variables(node: Function) -> set[str]:
     """Names that are the function's own, and of nothing in it that may look at them later."""
-    inner = _SCOPES | ast.Lambda | ast.GeneratorExp
+    inner = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda | ast.GeneratorExp
     parts = [part for statement in node.body for part in ast.walk(statement)]
     if any(isinstance(part, inner | ast.Global | ast.Nonlocal) for part in parts):
         return set()
@@ -138,6 +179,36 @@ def _names(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
+def _can_run(node: Function) -> bool:
+    """Whether the end of the test is reached unless it fails, and stands on lines of its own."""
+    own = list(_own(node))
+    if any(isinstance(part, ast.Return | ast.Yield | ast.YieldFrom) for part in own):
+        return False
+    last = node.body[-1]
+    simple = not isinstance(last, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return simple and node.body[0].lineno > node.lineno and _alone(node.body)
+
+
+def _alone(body: list[ast.stmt]) -> bool:
+    return all((first.end_lineno or 0) < second.lineno for first, second in pairwise(body))
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a function, also in blocks, that stand on lines of their own; none of functions in it."""
+    if not _alone(body):
+        return
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        yield node
+        for name in ("body", "orelse", "finalbody"):
+            inner = getattr(node, name, [])
+            if inner and inner[0].lineno > node.lineno:
+                yield from _statements(inner)
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
 def _compared(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
     """Both sides of a statement that asserts that two values are equal."""
     test = node.test if isinstance(node, ast.Assert) else None
@@ -146,40 +217,40 @@ def _compared(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         call = node.value
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        if method in ("assertEqual", "assertEquals") and len(call.args) >= 2:
-            return call.args[0], call.args[1]
+        sides = call.args[:2]
+        starred = any(isinstance(side, ast.Starred) for side in sides)
+        if method in ("assertEqual", "assertEquals") and len(sides) == 2 and not starred:
+            return sides[0], sides[1]
     return None
 
 
-def _unknowable(expected: ast.expr) -> int | float | complex | str | bytes:
-    """A value of the same type as what was expected, if that can be seen."""
+def _unknowable(expected: ast.expr) -> str:
+    """Text of a value of the same type as what was expected, if that can be seen."""
     kind = type(expected.value) if isinstance(expected, ast.Constant) else str
     number = _random.randrange(10**6, 10**7)
     if kind in (int, float, complex):
-        return kind(number) + (0.25 if kind is not int else 0)
+        return repr(kind(number) + (0.25 if kind is not int else 0))
     word = "".join(_random.choices("abcdefghiklmnoprstuvw", k=9))
-    return word.encode() if kind is bytes else word
+    return repr(word.encode()) if kind is bytes else repr(word)
 
 
-def _failure(node: Function) -> list[ast.stmt]:
+def _failure(file: TestFile, node: Function, one_line: bool = False) -> str:
     """An assertion that fails, of a kind that the test uses."""
     low = _random.randrange(10, 500)
     values = {"a": low, "b": low + _random.randrange(1, 500)}
     plain = f"assert {low} == {values['b']}"
     kinds = [plain] if any(isinstance(part, ast.Assert) for part in _own(node)) else []
     for part in _own(node):
-        if not (isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)):
+        if not isinstance(part, ast.Call) or not isinstance(part.func, ast.Attribute):
             continue
-        owner, method = part.func.value, part.func.attr
-        if not isinstance(owner, ast.Name):
-            continue
-        if method in _UNITTEST:
-            kinds.append(f"{owner.id}.{method}({_UNITTEST[method].format(**values)})")
-        elif method.startswith("assert") and owner.id == "self":
+        owner = ast.get_source_segment(file.source, part.func.value)
+        if part.func.attr in _UNITTEST and isinstance(part.func.value, ast.Name):
+            kinds.append(f"{owner}.{part.func.attr}({_UNITTEST[part.func.attr].format(**values)})")
+        elif part.func.attr.startswith("assert") and owner == "self":
             kinds.append(f"self.assertEqual({values['a']}, {values['b']})")
-        elif method == "raises" and owner.id == "pytest":
+        elif part.func.attr == "raises" and owner == "pytest" and not one_line:
             kinds.append(f"with pytest.raises(ZeroDivisionError):\n    {low} / {values['b']}")
-    return ast.parse(_random.choice(kinds or [plain])).body
+    return _random.choice(kinds or [plain])
 
 
 def _own(node: Function) -> Iterator[ast.AST]:
@@ -188,7 +259,7 @@ def _own(node: Function) -> Iterator[ast.AST]:
     while waiting:
         part = waiting.pop()
         yield part
-        if not isinstance(part, _SCOPES | ast.Lambda):
+        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(part)
 
 

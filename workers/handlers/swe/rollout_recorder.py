@@ -165,10 +165,11 @@ class Recorder:
         was_xfail = hasattr(report, "wasxfail")
         if report.outcome == "skipped":
             self._note(report.nodeid, "XFAIL" if was_xfail else "SKIPPED")
-        elif report.outcome != "passed":
+        elif report.outcome == "passed":
+            if report.when == "call":
+                self._note(report.nodeid, "XPASS" if was_xfail else "PASSED")
+        elif report.when == "call" or report.outcome == "failed":
             self._note(report.nodeid, "FAILED" if report.when == "call" else "ERROR")
-        elif report.when == "call":
-            self._note(report.nodeid, "XPASS" if was_xfail else "PASSED")
 
     def pytest_runtest_protocol(self, item):
         self._items.setdefault(type(item), []).append(item)
