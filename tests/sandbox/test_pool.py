@@ -22,6 +22,7 @@ from sandbox.pool import Kind, WarmPool
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.spec import BindSpec, Limits, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
+from tests.helpers.stack import wait_until
 from tests.sandbox.conftest import run
 
 
@@ -137,6 +138,8 @@ def test_the_kind_asked_for_last_takes_the_place_of_others_beyond_the_total(monk
     async def scenario():
         await ahead.ask("a")
         await ahead.wait(1)
+        await ahead.ask("b")
+        assert ahead.pool.ready() == 3 and ahead.discarded == ["a1"]  # no more than it takes
         await ahead.ask("b", count=100)
         assert ahead.pool.ready() == 3 and ahead.discarded == ["a1", "a2"]
 
@@ -213,6 +216,17 @@ def test_many_claims_at_once_each_get_a_sandbox_of_their_own(host, spec):
         infos = list(threads.map(host.start, [spec] * 6))
     assert len({info.id for info in infos}) == 6
     assert sum(info.warm for info in infos) >= 2
+
+
+def test_warm_ones_that_nobody_asks_for_are_ended_by_the_host(pool, spec, state):
+    # Long enough for both to start on a loaded machine before the first one ends.
+    host = pool(warm_idle_s=8)
+    host.release(host.start(spec).id)
+    warm(host, 2)
+    ids = [path.name for path in (state / "scratch").iterdir()]
+    warm(host, 0)
+    wait_until(lambda: not list((state / "scratch").iterdir()), 60, "what they wrote to be gone")
+    assert not any(processes.with_variable("ROLLOUT_SANDBOX_ID", name) for name in ids)
 
 
 def test_a_warm_one_that_died_is_not_given(host, spec, state):
