@@ -235,6 +235,7 @@ def test_stat_list_and_special_files(box):
         box.write_file("d/p", b"x")
 
 
+@pytest.mark.parametrize("info", ["apptainer", "bubblewrap", "local-unsafe"], indirect=True)
 def test_files_are_read_and_written_exactly(box):
     content = bytes(range(256)) * 100
     for part in (content, content[:300]):  # nothing is left of what was longer

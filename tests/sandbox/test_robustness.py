@@ -272,6 +272,7 @@ def test_the_outcome_is_exact_and_the_next_command_works(shell, case):
     assert not result.shell_restarted
 
 
+@pytest.mark.parametrize("box", ["apptainer", "bubblewrap", "local-unsafe"], indirect=True)
 def test_directory_variables_and_functions_persist(shell):
     assert shell.bash("echo $GREETING; echo $PAGER; echo ${LD_PRELOAD-none}; cat a/b.txt").output == (
         "good day\ncat\nnone\nhi\n"
