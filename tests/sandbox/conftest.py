@@ -14,9 +14,9 @@ from sandbox.container import Container
 from sandbox.errors import ImageError, RuntimeUnavailable
 from sandbox.images import ImageStore
 from sandbox.runtimes import RUNTIMES
-from sandbox.spec import SandboxInfo
+from sandbox.spec import SandboxInfo, SandboxSpec
 from sandbox.watchdog import Watchdog
-from tests.helpers.blocking import SyncHostClient, sandbox_of
+from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import new_state
 
 THREADS = ThreadPoolExecutor(16, "tests")
@@ -66,8 +66,10 @@ def sandbox_on(*runtimes: str, **spec: object):
     def sandbox(request, shared_state) -> Iterator[SandboxInfo]:
         if reason := why_not(request.param):
             pytest.skip(reason)
-        with sandbox_of(SyncHostClient(shared_state), runtime=request.param, **spec) as (info, _):
-            yield info
+        host = SyncHostClient(shared_state)
+        info = host.start(SandboxSpec(runtime=request.param, **spec))
+        yield info
+        assert host.release(info.id), "it ended by itself"
 
     return sandbox
 
@@ -119,7 +121,7 @@ class Watching(Watchdog):
         super().__init__(lambda: list(containers), note, directory)
 
     def look_until_ended(self, pause_s: float = 0.0) -> tuple[str, str, str]:
-        """Who is ended first: at once, or when found not to listen; looked at again after each pause."""
+        """The only one ended: at once, or when found not to listen; looked at again after each pause."""
 
         async def scenario() -> None:
             await self.look()
@@ -129,7 +131,8 @@ class Watching(Watchdog):
                     await self.look()
 
         run(asyncio.wait_for(scenario(), 60))
-        return self.ended[0]
+        (only,) = self.ended
+        return only
 
 
 def run(coroutine):
