@@ -37,10 +37,10 @@ class Watcher:
         while not self.stopping.is_set():
             try:
                 with self.app.connection_for_read() as connection:
-                    self.app.events.Receiver(connection, handlers={"*": self.note}).capture(
-                        limit=None, timeout=1, wakeup=False
-                    )
-            except (TimeoutError, OperationalError, *self.app.connection().connection_errors):
+                    self.receiver = self.app.events.Receiver(connection, handlers={"*": self.note})
+                    # Without a timeout: it ends the subscription, and what comes until the next one is lost.
+                    self.receiver.capture(wakeup=False)
+            except (OperationalError, *self.app.connection().connection_errors):
                 continue
 
     def note(self, event):
@@ -58,6 +58,7 @@ class Watcher:
 
     def close(self):
         self.stopping.set()
+        self.receiver.should_stop = True
         self.thread.join(10)
 
 
@@ -118,7 +119,7 @@ def test_they_come_after_the_connections_were_lost(world, watcher):
 
 def test_those_of_tasks_that_end_while_their_worker_stops_come(world, watcher):
     worker = world.start_worker("run", "leaving", slots=20)
-    world.client.submit([RolloutRequest(handler="noop", task={"run_s": 20.0}) for _ in range(60)])
+    world.client.submit([RolloutRequest(handler="noop", task={"run_s": 90.0}) for _ in range(60)])
 
     def begun():
         mine = [uuid for uuid, host in watcher.hosts.items() if host.startswith("leaving@")]
