@@ -261,6 +261,23 @@ def test_a_port_that_was_not_the_usual_one_is_kept(first, second):
     assert second.url == first.url and "which it had before" in second.output
 
 
+def test_what_was_killed_all_at_once_is_swept_by_the_next_up(first, second):
+    with Client(second.url, retry_for=60) as client:
+        (held,) = client.submit([RolloutRequest(handler="in_tool")])
+        wait_until(lambda: client.get(held.id).state is State.RUNNING, 120, "a rollout with a sandbox")
+        lost = second.record
+        # The supervisor first, as when the machine goes: it would bring the others back.
+        for part in [lost.supervisor, *lost.parts]:
+            os.kill(part.pid, signal.SIGKILL)
+        arguments, env = small(first, "--slots-run", "1")
+        up = rollout(*arguments, env=env)
+        assert up.returncode == 0, up.stdout + up.stderr
+        assert list(marked(lost.mark)) == []
+        client.cancel(held.id)
+        (done,) = client.run([RolloutRequest(handler="noop")])
+        assert done.state is State.COMPLETED
+
+
 @pytest.mark.timeout(600)
 def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_foreground(second):
     with Client(second.url, retry_for=60) as client:
