@@ -65,9 +65,13 @@ def test_redis_away_costs_live_rollouts_nothing(chaos, at_work, away_s):
 
 @pytest.mark.timeout(400)
 def test_a_redis_that_stands_still_costs_live_rollouts_nothing(chaos, at_work):
+    """Others are on their way from stage to stage as it stops."""
+    at_work["on their way"] = chaos.submit(5 * EACH), chaos.gates()
     chaos.redis.popen.send_signal(signal.SIGSTOP)
     try:
-        time.sleep(FAULT_S)  # the fault itself
+        time.sleep(FAULT_S / 2)  # the fault itself
+        open_all(dict(list(at_work.items())[:2]))
+        time.sleep(FAULT_S / 2)
     finally:
         chaos.redis.popen.send_signal(signal.SIGCONT)
     open_all(at_work)
