@@ -65,8 +65,8 @@ bench: setup-bench ## run every benchmark; each ends with one JSON object
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
 
 idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else
-	@TEST_IDLE=1 $(BIN)/python -m pytest -k "cancel or long_poll or woken or demo_shows" \
-	  tests/integration/test_cancel.py tests/integration/test_api.py tests/integration/test_bad_input.py \
+	@TEST_IDLE=1 $(BIN)/python -m pytest -k "cancel or long_poll or many_that_wait or who_waits_is or demo_shows" \
+	  tests/integration/test_cancel.py tests/integration/test_api.py tests/integration/test_waiting.py \
 	  tests/local/test_stack.py
 
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
