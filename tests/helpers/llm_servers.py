@@ -137,8 +137,9 @@ def running_server(
         _wait_healthy(url, process, log, start_timeout)
         yield LLMServer(kind, url, process.pid, log, time.monotonic() - started)
     finally:
-        _end(process)
+        code = _end(process)
         log.unlink(missing_ok=True)
+    assert kind != "embedded" or code == 0, f"{kind} was to end in order within {STOP_TIMEOUT:g} s: {code}"
 
 
 def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout: float) -> None:
@@ -159,12 +160,12 @@ def _tail(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")[-4000:]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """TERM to the leader, then KILL to what is left of its process group."""
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """TERM to the leader, then KILL to what is left of its process group; the leader's exit code."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT)
     with suppress(ProcessLookupError):  # the whole group may have ended by itself
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return process.wait()
