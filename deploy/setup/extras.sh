@@ -54,8 +54,8 @@ done
 if [ -z "$extras" ]; then
     say "up to date"
 else
-    # All at once: each call of pip looks through the whole environment again. What is imported of it is compiled then.
-    pip install --progress-bar off --no-compile -e "$REPO_ROOT[$extras]"
+    # All at once: each call of pip looks through the whole environment again.
+    pip install --progress-bar off -e "$REPO_ROOT[$extras]"
     for name in "${new[@]}"; do
         case "$name" in
             bench) # Kernel Gateway brings it for a format that nobody here checks, and it builds its grammar
