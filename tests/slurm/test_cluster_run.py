@@ -18,7 +18,7 @@ from tests.helpers.sandboxes import require_apptainer
 from tests.slurm.cluster import PATIENCE_S
 from tests.slurm.service import SlurmService, places
 
-ROLLOUTS = SLURM("rollouts", short=80, long=1000)
+ROLLOUTS = SLURM("rollouts", short=200, long=1000)
 KILLS = SLURM("kills of a node", short=1, long=5)
 HELD = 24
 """Rollouts that stand at a gate: enough for every node to have some."""
