@@ -12,12 +12,11 @@ the pool, the socket joins the worker's poller. The request is dispatched again,
 when its waiter is woken, when its time is up, or when the worker stops. A client that hangs up makes its
 socket readable, and frees its place at once.
 
-All this is behind gunicorn's private door, so its version is capped (setup.cfg). Measured with the same
-selective wake-up (`python -m benchmarks._waiting`, medians of 3 rounds on 2 busy cores), 1,000 who wait add
-15 MB here (116 in all), 51 MB to gunicorn's thread worker with a thread each (128), and 74 MB to its gevent
-worker (159); p99 of others (20, 20 and 25 ms) and of a wake-up (50, 43 and 44 ms) hardly differ. What
-those two have no door for is the rest: half-sent requests that hold no thread, a bound on bodies that come, a
-client that hangs up while its request waits, and an answer to all who wait when the worker stops.
+All this is behind gunicorn's private door, so its version is capped (setup.cfg). By `benchmarks._waiting`
+(medians of 3 rounds, 2 busy cores, before connections were watched by one table) 1,000 who wait add 15 MB
+here (116 in all), 51 MB to gunicorn's thread worker (128) and 74 MB to its gevent worker (159); p99 of others
+and of a wake-up hardly differ. Those two have no door for half-sent requests without a thread, a bound on
+bodies that come, the hang-up of who waits, and an answer to all who wait when the worker stops.
 """
 
 from __future__ import annotations
@@ -171,10 +170,8 @@ class ParkingWorker(ThreadWorker):
         super().check_config(cfg, log)
 
     def init_process(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files = min(self.cfg.worker_connections + 256, hard)
-        if soft < files:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         super().init_process()
 
     def load_wsgi(self) -> None:
@@ -402,8 +399,7 @@ class ParkingWorker(ThreadWorker):
         if not self._of_address[conn.address]:
             del self._of_address[conn.address]
         conn.close()
-        # A timer may hold the connection for a while.
-        conn.parser = conn.waiter = None
+        conn.parser = conn.waiter = None  # a timer may hold the connection for a while
         conn.inbox = Inbox()
 
     def _make_room(self) -> bool:

@@ -141,3 +141,9 @@ def test_a_stream_that_ends_when_it_goes_on_gives_its_place_back(parked):
     assert next(body, None) is None
     body.close()
     assert closed
+
+
+def test_a_timer_holds_no_body_of_a_connection_that_was_dropped(worker, parked):
+    parked.conn.inbox.add(b"x" * 1000)
+    worker._drop(parked.conn)
+    assert len(parked.conn.inbox) == 0 and parked.conn in [conn for *_, conn in worker._timers]
