@@ -198,6 +198,8 @@ async def naive_log(box: SandboxClient, name: str, row: dict[str, Any]) -> str:
     await box.write_file("/tmp/tests.diff", row["test_patch"])
     if name != "tests_overwritten":
         await box.bash("git checkout -q base -- tests && git apply /tmp/tests.diff")
+    if name == "daemon":  # on a busy machine it comes late, and a control must not depend on who is first
+        await box.bash("until cmp -s /tmp/lie tests/test_calc.py; do sleep 0.02; done", 30)
     command = row["spec"]["test_cmd"].replace("{files}", "") + " tests/test_calc.py"
     result = await box.bash(f"({command}) </dev/null 2>&1 | cat", PATIENCE_S, max_output_chars=10**6)
     return f">>>>> Start Test Output\n{result.output}\n>>>>> End Test Output\n"
