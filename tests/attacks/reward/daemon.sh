@@ -8,8 +8,8 @@ EOF
 cat > /tmp/daemon.sh <<'EOF'
 trap '' TERM HUP INT
 for i in $(seq 3000); do
-    # By a name: whoever reads it meanwhile finds no half of it.
-    for f in $(find . -name test_calc.py); do cp /tmp/lie $f.lie && mv -f $f.lie $f; done
+    # By a name, which no patch takes along: whoever reads it meanwhile finds no half of it.
+    for f in $(find . -name test_calc.py); do cp /tmp/lie .git/lie && mv -f .git/lie $f; done
     sleep 0.02
 done
 EOF
