@@ -19,7 +19,9 @@ _PATCH_APPLIED = "patch_successfully_applied"
 def _grading() -> Any:
     """`swebench.harness.grading`, without what its package imports besides: docker, datasets and modal.
 
-    That takes two seconds and 150 MB of each scorer process, and none of it grades.
+    None of that grades, and each scorer process would hold it: 167 MB and 3.0 s of start by the package's own
+    door, 18 MB and 0.03 s by this one (swebench 5.0.2). The layout is the library's own affair, so setup.cfg
+    holds it below the next release.
     """
     name = "swebench.harness"
     if name not in sys.modules and (spec := importlib.util.find_spec("swebench")) is not None:
