@@ -56,6 +56,13 @@ def command_line(pid):
         return []
 
 
+def description(pid):
+    """What a process is and whether it works or waits, for a message."""
+    fields = _stat("/proc/%d/stat" % pid)
+    state = fields[0].decode() if fields else "gone"
+    return "process %d is %r in state %s" % (pid, " ".join(command_line(pid)), state)
+
+
 # -- waiting for input ----------------------------------------------
 
 

@@ -49,7 +49,8 @@ class Shell:
         """
         self._directory = directory
         self._env = env
-        self._programs = [list(program) for program in programs]
+        # Without another that could stand in, the same once more: a bash was seen that never said a word.
+        self._programs = [list(program) for program in (programs if programs[1:] else 2 * programs)]
         self._loader = loader
         self._limits = limits
         self._first = first
@@ -362,9 +363,9 @@ class Shell:
             self._session = session = Session(bash, self._directory, cwd)
             ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
         if ending != "marker":
-            words = session.late.text()[0]
+            words, state = session.late.text()[0], proc.description(session.pid)
             session.kill()
-            raise ServerError("bash did not become ready (%s); it said: %r" % (ending, words))
+            raise ServerError("bash did not become ready (%s; %s); it said: %r" % (ending, state, words))
         return session
 
     def end_all(self):

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from sandbox.errors import SandboxRequestError
-from tests.helpers.blocking import SyncSandboxClient, exchange
+from sandbox.errors import SandboxError, SandboxRequestError
+from tests.helpers.blocking import SyncSandboxClient, exchange, sandbox_of
 from tests.sandbox.conftest import sandbox_on
 
 LONG = 120.0
@@ -395,3 +395,17 @@ def _until_said(shell):
         except SandboxRequestError:
             time.sleep(0.01)
     raise AssertionError("the background job did not come to its end")
+
+
+def test_a_bash_that_never_speaks_gets_a_second_try(host, tmp_path):
+    stand_in = tmp_path / "bash"
+    stand_in.write_text(f'#!/bin/sh\nmkdir {tmp_path}/tried && exec sleep 1000\nexec /bin/bash "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with sandbox_of(host, runtime="local-unsafe", env=environment) as (_, client):
+        client.reset()
+        assert client.bash("echo ready").output == "ready\n"
+        assert (tmp_path / "tried").exists()
+        stand_in.write_text("#!/bin/sh\nexit 3\n")
+        with pytest.raises(SandboxError, match=r"did not become ready \(exited; process \d+ is .*it said"):
+            client.reset()
