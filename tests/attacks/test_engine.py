@@ -17,7 +17,7 @@ from rollout.schema import Rollout
 from services.engines import checks, vllm
 from services.engines.checks import Verdict
 from tests.attacks import attack
-from tests.helpers.liars import _Fleet, told
+from tests.helpers.liars import _Fleet, rollout_at
 from workers.agent import llm
 
 
@@ -36,7 +36,7 @@ class Engine:
 
     def says(self, lie: str) -> Rollout | None:
         """The rollout that has taken the lie, or None."""
-        rollout = asyncio.run(told(lie, honest=False)).rollout
+        rollout = asyncio.run(rollout_at(lie, honest=False)).rollout
         return rollout if rollout.reward is not None and not rollout.drop else None
 
 

@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             return self.answer(200, {"rollouts": chosen[: int(query.get("limit", 100))], "cursor": None})
         if path.startswith("/v1/rollouts/"):
-            return self.one(path.removeprefix("/v1/rollouts/"), query)
+            return self.of_rollout(path.removeprefix("/v1/rollouts/"), query)
         if path == "/v1/handlers":
             return self.answer(200, {"handlers": [{"name": "calculator", "tools": ["execute_bash"]}]})
         if path.startswith("/v1/backends"):
@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         created = [item for each in request.requests for item in self.fake.create(each)]
         return self.answer(202, {"rollouts": created})
 
-    def one(self, rest: str, query: dict[str, str]) -> None:
+    def of_rollout(self, rest: str, query: dict[str, str]) -> None:
         rollout_id, _, verb = rest.partition("/")
         rollout = self.fake.rollouts.get(rollout_id)
         if rollout is None:
@@ -197,26 +197,26 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer(200, rollout.model_dump(mode="json"))
 
     def of_backends(self, rest: str, query: dict[str, str], body: Any) -> None:
-        known = self.fake.backends
+        backends = self.fake.backends
         name, _, verb = unquote(rest).partition("/")
         if not name and self.command == "GET":
-            return self.answer(200, {"backends": [b.model_dump(mode="json") for b in known.values()]})
+            return self.answer(200, {"backends": [b.model_dump(mode="json") for b in backends.values()]})
         if not name:
             asked = BackendRequest.model_validate(body)
             fields = asked.model_dump(exclude_none=True) | {"id": asked.id or "b1"}
             made = Backend(**{"model": "m", "tokenizer": "t", "max_model_len": 512} | fields)
-            known[made.id] = made
+            backends[made.id] = made
             return self.answer(201, made.model_dump(mode="json"))
-        if name not in known:
+        if name not in backends:
             return self.problem(404, "No such backend", detail=f"there is no backend {name!r}")
         if self.command == "DELETE":
-            if query.get("force") == "false" and known[name].live_rollouts:
+            if query.get("force") == "false" and backends[name].live_rollouts:
                 return self.problem(409, "Backend in use", detail="it has live rollouts")
-            del known[name]
+            del backends[name]
             return self.answer(204, None)
         if verb == "drain":
-            known[name].draining = DrainRequest.model_validate(body).drain
-        return self.answer(200, known[name].model_dump(mode="json"))
+            backends[name].draining = DrainRequest.model_validate(body).drain
+        return self.answer(200, backends[name].model_dump(mode="json"))
 
     def cancel_many(self, body: dict[str, Any]) -> None:
         live = [r.id for r in self.fake.rollouts.values() if not r.state.terminal]

@@ -45,12 +45,12 @@ class Gateway:
         if cursor >= self.groups and float(params["wait"]):
             self.more()
         stop = min(self.groups, cursor + limit)
-        seen = min(self.groups, cursor + max(limit * (1 + route.AHEAD), route.LOOKED_AT))
+        looked_at = min(self.groups, cursor + max(limit * (1 + route.AHEAD), route.LOOKED_AT))
         state = BatchState.DONE if self.ended else BatchState.RUNNING
         page = GroupPage(
             groups=[Group(id=f"b.{k}", batch="b", verdict="kept", rollouts=[]) for k in range(cursor, stop)],
             cursor=str(stop),
-            ahead=[str(at) for at in range(cursor + 2 * limit, seen, limit)],
+            ahead=[str(at) for at in range(cursor + 2 * limit, looked_at, limit)],
             batch=BATCH.model_copy(update={"state": state}),
             last=self.says_last and self.ended and stop == self.groups,
         )
@@ -65,26 +65,26 @@ class Gateway:
 
     def read(self, include: str = "arrays", cursor: str = "0") -> tuple[list[str], Batch]:
         """Ids of the groups that the client reads, and the batch as it saw it last."""
-        seen = []
+        states = []
 
         async def follow() -> list[str]:
             client = AsyncClient("http://gateway", retry_for=0.0)
             transport = httpx.MockTransport(self.answer)
             client._http = httpx.AsyncClient(transport=transport, base_url=client.base_url)
-            groups = client.batches.watch("b", seen.append, cursor, None, include)
+            groups = client.batches.watch("b", states.append, cursor, None, include)
             return [group.id async for group in groups]
 
         ids = asyncio.run(follow())
         assert not self.under_way, "what was begun is waited for"
-        return ids, seen[-1]
+        return ids, states[-1]
 
 
 @given(st.integers(0, 120), st.booleans(), st.sampled_from(["arrays", "trajectory", "summary", "verdicts"]))
 @settings(max_examples=80, deadline=None)
 def test_each_group_comes_once_and_in_order(groups, says_last, include):
     gateway = Gateway(groups, says_last=says_last)
-    found, batch = gateway.read(include)
-    assert found == [f"b.{k}" for k in range(groups)] and batch.state is BatchState.DONE
+    ids, batch = gateway.read(include)
+    assert ids == [f"b.{k}" for k in range(groups)] and batch.state is BatchState.DONE
     assert gateway.most_under_way <= (AHEAD if include in LARGE else 1)
     full = sum(1 for cursor, limit in gateway.calls if cursor + limit <= groups)
     assert len(gateway.calls) <= full + 2 + (not says_last), "no page is asked for twice, and few in vain"
@@ -94,8 +94,8 @@ def test_each_group_comes_once_and_in_order(groups, says_last, include):
 @settings(max_examples=80, deadline=None)
 def test_what_is_decided_meanwhile_comes_too(late, groups, says_last):
     gateway = Gateway(groups, ended=False, says_last=says_last, late=late)
-    found, batch = gateway.read()
-    assert found == [f"b.{k}" for k in range(groups + sum(late))] and batch.state is BatchState.DONE
+    ids, batch = gateway.read()
+    assert ids == [f"b.{k}" for k in range(groups + sum(late))] and batch.state is BatchState.DONE
 
 
 def test_pages_are_short_at_first_and_asked_for_together():

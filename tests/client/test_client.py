@@ -234,8 +234,8 @@ def test_each_rollout_of_a_group_takes_its_room(gateway, client):
 @pytest.mark.parametrize("call", ["run", "rollouts"])
 def test_a_bar_counts_what_ended_when_it_is_asked_for(gateway, client, capsys, call):
     list(getattr(client, call)([request(id=i) for i in "abc"], progress=True))
-    said = capsys.readouterr().err
-    assert "3/3" in said and "3 completed, mean reward" in said
+    bar = capsys.readouterr().err
+    assert "3/3" in bar and "3 completed, mean reward" in bar
 
 
 def test_cancel_and_its_bulk_form(gateway, client):
@@ -262,9 +262,9 @@ def test_a_backend_is_registered_with_what_is_said_of_it(gateway, client):
     assert (added.id, added.capacity_tokens, added.max_rollouts) == ("one", 4096, 3)
     assert client.backend("one") == added
     client.remove_backend("one")
-    for gone in (client.backend, client.drain_backend, client.remove_backend):
+    for call in (client.backend, client.drain_backend, client.remove_backend):
         with pytest.raises(ApiError, match="there is no backend 'one'"):
-            gone("one")
+            call("one")
 
 
 def test_the_async_client_does_the_same(gateway):

@@ -66,22 +66,22 @@ def scored(described, token_ids):
 
 
 def test_a_server_says_what_it_is(backend, version):
-    found = describe(BackendRequest(url=backend.url))
-    assert (found.engine, found.api) == (backend.kind, "generate")
-    assert (found.model, found.max_model_len) == ("demo", 2048)
-    assert found.tokenizer == str(DEMO_MODEL)
-    assert found.policy_version == version
-    assert found.logprobs_mode == "processed_logprobs"
-    assert found.capacity_tokens > 100_000
-    assert not found.routed_experts
+    profile = describe(BackendRequest(url=backend.url))
+    assert (profile.engine, profile.api) == (backend.kind, "generate")
+    assert (profile.model, profile.max_model_len) == ("demo", 2048)
+    assert profile.tokenizer == str(DEMO_MODEL)
+    assert profile.policy_version == version
+    assert profile.logprobs_mode == "processed_logprobs"
+    assert profile.capacity_tokens > 100_000
+    assert not profile.routed_experts
 
 
 def test_what_the_operator_says_goes_before_what_the_server_says(backend):
     request = BackendRequest(
         url=backend.url, id="mine", tokenizer="other", logprobs_mode="raw_logprobs", capacity_tokens=7
     )
-    found = describe(request)
-    assert (found.id, found.tokenizer, found.logprobs_mode, found.capacity_tokens) == (
+    profile = describe(request)
+    assert (profile.id, profile.tokenizer, profile.logprobs_mode, profile.capacity_tokens) == (
         "mine",
         "other",
         "raw_logprobs",

@@ -69,7 +69,7 @@ def target(backend, store):
     assert done.state == "resumed", done
 
 
-def exchanged_during_calls(target, other, mode):
+def exchanged_during_calls(target, weights, mode):
     """Calls of three callers while the weights change, and the outcome of the exchange.
 
     Their first calls are of different lengths, so that never all of them are between two calls.
@@ -91,7 +91,7 @@ def exchanged_during_calls(target, other, mode):
     for caller in callers:
         caller.start()
     wait_until(lambda: target.generated() > before, PATIENCE_S, "the calls to begin")
-    done = target.exchange("step-1", other, mode=mode, canary=canary(other))
+    done = target.exchange("step-1", weights, mode=mode, canary=canary(weights))
     over.set()
     for caller in callers:
         caller.join(PATIENCE_S)
@@ -127,7 +127,9 @@ def test_after_an_exchange_log_probs_are_those_of_the_new_weights(target, other_
     (choice,) = answers
     assert choice["weight_versions"] == [{"version": "step-2", "start": 0, "end": 30}]
     expected = llm_reference.logprobs(other_weights, PROMPT, choice["token_ids"])
-    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(expected, abs=TOLERANCE)
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(
+        expected, abs=TOLERANCE
+    )
 
 
 def test_weights_that_are_not_the_trainer_s_fail_the_canary_and_nothing_is_sampled_from_them(

@@ -37,7 +37,9 @@ class Shelled(AgentHandler[AnyTask]):
 
 
 def agent(*commands: str, handler: AgentHandler[Any] | None = None) -> Rollout:
-    actions = [Action(tool_calls=[Call(name="execute_bash", arguments={"command": one})]) for one in commands]
+    actions = [
+        Action(tool_calls=[Call(name="execute_bash", arguments={"command": line})]) for line in commands
+    ]
     (done,) = play(handler or Shelled(), {}, [*actions, FINISH], limits=Limits(max_attempts=1))
     return done
 
@@ -122,5 +124,5 @@ def test_before_an_agent_did_anything_it_is_not_blamed():
     ],
 )
 def test_how_a_sandbox_ended_decides_who_is_blamed(error, fate, blame, retry):
-    found = from_sandbox(error, fate)
-    assert (found.blame, found.retry) == (blame, retry)
+    fault = from_sandbox(error, fate)
+    assert (fault.blame, fault.retry) == (blame, retry)

@@ -29,8 +29,8 @@ RIGHT = "print(int(input()) * 2)"
 
 def judged(solution: str, task: dict[str, Any] = DOUBLE, **more: Any) -> Rollout:
     """A rollout whose agent only writes that solution."""
-    said = [Action(content=f"Here it is:\n```python\n{solution}\n```\n")]
-    (done,) = play(CodeText(), {**task, **more}, said, limits=Limits(max_attempts=1))
+    actions = [Action(content=f"Here it is:\n```python\n{solution}\n```\n")]
+    (done,) = play(CodeText(), {**task, **more}, actions, limits=Limits(max_attempts=1))
     assert done.state is State.COMPLETED, done.error
     return done
 
@@ -179,7 +179,7 @@ def test_an_image_without_python_is_the_tasks_fault(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted", "same"),
+    ("output", "expected", "same"),
     [
         ("4", "4\n", True),
         ("4  \n\n\n", "4", True),
@@ -198,12 +198,12 @@ def test_an_image_without_python_is_the_tasks_fault(monkeypatch):
         ("", "0", False),
     ],
 )
-def test_printed_answers_are_compared_as_judges_do(said, wanted, same):
-    assert same_output(said, wanted) is same
+def test_printed_answers_are_compared_as_judges_do(output, expected, same):
+    assert same_output(output, expected) is same
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted", "same"),
+    ("value", "expected", "same"),
     [
         ([1, 2], [1, 2], True),
         ([1, 2], [2, 1], False),
@@ -217,8 +217,8 @@ def test_printed_answers_are_compared_as_judges_do(said, wanted, same):
         ([[1], []], [[1], []], True),
     ],
 )
-def test_returned_values_are_compared_by_value_and_type(said, wanted, same):
-    assert same_value(said, wanted) is same
+def test_returned_values_are_compared_by_value_and_type(value, expected, same):
+    assert same_value(value, expected) is same
 
 
 # -- the forms of published sets -------------------------------------------------------------

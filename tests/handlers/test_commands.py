@@ -52,7 +52,7 @@ def test_a_handler_in_a_file_runs_here_with_a_list_of_actions(written):
     assert result.exit_code == 0, result.output
     assert "execute_bash touch done.txt" in result.output and "reward/mean" in result.output
     records = [json.loads(line) for line in ended.read_text().splitlines()]
-    assert [(one["state"], one["reward"]) for one in records] == [("completed", 1.0)] * 2
+    assert [(record["state"], record["reward"]) for record in records] == [("completed", 1.0)] * 2
 
 
 def test_a_failed_rollout_is_the_commands_exit_code(written):

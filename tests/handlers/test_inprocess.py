@@ -148,18 +148,18 @@ def test_a_reward_that_is_none_is_the_handlers_failure(reward):
     (done,) = played(Scores(), [Action(content="2")], {})
     assert (done.state, done.reward, done.reward_components, done.drop) == (State.FAILED, None, {}, True)
     assert (done.error.blame, done.attempt) == (Blame.HANDLER, 1)
-    said = "not finite" if isinstance(reward, Reward) else f"returned {type(reward).__name__}, not Reward"
-    assert said in done.error.message
+    reason = "not finite" if isinstance(reward, Reward) else f"returned {type(reward).__name__}, not Reward"
+    assert reason in done.error.message
 
 
 def test_tools_run_in_a_real_sandbox_and_group_mates_have_one_each():
     command = {"command": "pwd; ls; touch mine; echo $((37*85))"}
     actions = [Action(tool_calls=[Call(name="execute_bash", arguments=command)]), Action(content="3145")]
-    found = played(Calculator(), actions, {"question": "37 times 85", "answer": "3145"}, n=2)
-    assert [one.reward for one in found] == [1.0, 1.0]
-    assert all("3145" in one.trajectory.messages[2].text for one in found)
-    assert not any("mine" in one.trajectory.messages[2].text for one in found)
-    assert found[0].sandbox.id != found[1].sandbox.id
+    rollouts = played(Calculator(), actions, {"question": "37 times 85", "answer": "3145"}, n=2)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    assert all("3145" in rollout.trajectory.messages[2].text for rollout in rollouts)
+    assert not any("mine" in rollout.trajectory.messages[2].text for rollout in rollouts)
+    assert rollouts[0].sandbox.id != rollouts[1].sandbox.id
 
 
 def test_behind_the_last_action_the_agent_only_ends():

@@ -207,7 +207,7 @@ def test_an_answer_of_enormous_length_is_wrong(players):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "box"),
     [
         (r"\boxed{5}", "5"),
         (r"first \boxed{4}, no: \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
@@ -220,12 +220,12 @@ def test_an_answer_of_enormous_length_is_wrong(players):
         ("no box", None),
     ],
 )
-def test_the_last_whole_box_that_is_not_empty_counts(text, found):
-    assert boxed(text) == found
+def test_the_last_whole_box_that_is_not_empty_counts(text, box):
+    assert boxed(text) == box
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "answer"),
     [
         ("42", "42"),
         ("The answer is: 42", "42"),
@@ -234,8 +234,8 @@ def test_the_last_whole_box_that_is_not_empty_counts(text, found):
         ("Answer", "Answer"),
     ],
 )
-def test_a_message_states_its_answer_in_the_last_line(text, found):
-    assert stated(text) == found
+def test_a_message_states_its_answer_in_the_last_line(text, answer):
+    assert stated(text) == answer
 
 
 # -- the handlers ---------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ TASK = {"problem": "What is 6 times 7?", "answer": 42}
 
 
 @pytest.mark.parametrize(
-    ("said", "reward", "answered"),
+    ("text", "reward", "answered"),
     [
         (r"It is $6 \cdot 7$, so \boxed{42}.", 1.0, 1.0),
         (r"\boxed{42} or rather \boxed{43}", 0.0, 1.0),
@@ -253,8 +253,8 @@ TASK = {"problem": "What is 6 times 7?", "answer": 42}
         (r"<think>\boxed{41}</think>\boxed{42}", 1.0, 1.0),
     ],
 )
-def test_without_tools_the_last_box_is_the_answer(players, said, reward, answered):
-    done = players.play(Math(), TASK, [said])
+def test_without_tools_the_last_box_is_the_answer(players, text, reward, answered):
+    done = players.play(Math(), TASK, [text])
     assert (done.state, done.reward) == (State.COMPLETED, reward), done.error
     assert done.reward_components == {"correct": reward, "answered": answered}
 

@@ -46,8 +46,8 @@ FLOOR = {
 @pytest.fixture(scope="module")
 def names(players):
     """Every dataset of the package that has a default configuration."""
-    (found,) = players.score(f"{CHECKS}:datasets", [None])
-    return sorted(set(found) - NEEDS_CONFIG)
+    (datasets,) = players.score(f"{CHECKS}:datasets", [None])
+    return sorted(set(datasets) - NEEDS_CONFIG)
 
 
 def source(name, index=0):
@@ -56,8 +56,8 @@ def source(name, index=0):
 
 def scores(players, sources, answer):
     return [
-        one["score"]
-        for one in players.score(JUDGE, [{"task": s, "answer": answer, "asked": None} for s in sources])
+        verdict["score"]
+        for verdict in players.score(JUDGE, [{"task": s, "answer": answer, "asked": None} for s in sources])
     ]
 
 
@@ -83,9 +83,9 @@ def test_the_solution_of_another_entry_is_wrong(players, names):
     pairs = [
         {"task": source(name), "other": source(name, 1)} for name in names if name not in ANY_THAT_FOLLOWS
     ]
-    found = players.score(f"{CHECKS}:swapped", pairs)
+    verdicts = players.score(f"{CHECKS}:swapped", pairs)
     differing = [
-        (p["task"]["dataset"], f["score"]) for p, f in zip(pairs, found, strict=True) if f["differs"]
+        (p["task"]["dataset"], f["score"]) for p, f in zip(pairs, verdicts, strict=True) if f["differs"]
     ]
     assert [name for name, value in differing if value >= 0.99] == []
     assert len(differing) > 80
@@ -94,8 +94,8 @@ def test_the_solution_of_another_entry_is_wrong(players, names):
 def test_entries_from_a_file_are_scored_as_those_made_here(players, names):
     rows = players.score(f"{CHECKS}:row", [source(name) for name in names])
     tasks = [ReasoningGym().check_task(json.loads(json.dumps(row))).source() for row in rows]
-    found = dict(zip(names, scores(players, tasks, None), strict=True))
-    assert {name for name, value in found.items() if value != 1.0} == NO_SOLUTION
+    by_name = dict(zip(names, scores(players, tasks, None), strict=True))
+    assert {name for name, value in by_name.items() if value != 1.0} == NO_SOLUTION
 
 
 def test_a_mixture_is_scored_by_the_dataset_that_the_entry_is_of(players):
@@ -113,8 +113,8 @@ def test_an_entry_is_the_same_in_every_process(players, names):
     """Some datasets depend on the order of sets of strings, which Python changes from process to process."""
     sources = [source(name) for name in ("isomorphic_strings", "polynomial_multiplication", "ransom_note")]
     here = players.score(ENTRY, sources)
-    with player() as other:
-        assert other.score(ENTRY, sources) == here
+    with player() as second:
+        assert second.score(ENTRY, sources) == here
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_partial_credit_can_be_left_out(players):
 
 
 def test_tasks_that_make_no_entry_are_at_fault_themselves(players):
-    for task, said in [
+    for task, reason in [
         (
             {"dataset": "basic_arithmetics", "seed": 1},
             "no dataset 'basic_arithmetics'; there are 'basic",
@@ -204,14 +204,14 @@ def test_tasks_that_make_no_entry_are_at_fault_themselves(players):
         ({"dataset": "composite", "seed": 1, "config": {"datasets": [{"name": "codeio"}]}}, "runs programs"),
     ]:
         done = players.play(ReasoningGym(), task, ["x"])
-        assert done.error.blame is Blame.TASK and done.error.stage == "init" and said in done.error.message
-    for task, said in [
+        assert done.error.blame is Blame.TASK and done.error.stage == "init" and reason in done.error.message
+    for task, reason in [
         ({"dataset": "basic_arithmetic"}, "either `dataset`, `seed` and `index`"),
         ({"question": "1+1?", "answer": "2"}, "needs its `metadata`"),
         ({"question": "1+1?", "answer": "2", "metadata": {}}, "`dataset` is missing"),
         ({"dataset": "basic_arithmetic", "seed": 1, "config": {"size": 3}}, "fields of the task"),
     ]:
-        with pytest.raises(TaskError, match=said):
+        with pytest.raises(TaskError, match=reason):
             ReasoningGym().check_task(task)
 
 

@@ -149,8 +149,8 @@ def task(**fields):
 
 def judged(players, rows):
     cases = [(fields, answer) for fields, answers in rows for answer in answers]
-    found = players.score(JUDGE, [task(**fields).judged(answer) for fields, answer in cases])
-    return [(case, one["correct"]) for case, one in zip(cases, found, strict=True)]
+    verdicts = players.score(JUDGE, [task(**fields).judged(answer) for fields, answer in cases])
+    return [(case, verdict["correct"]) for case, verdict in zip(cases, verdicts, strict=True)]
 
 
 # -- comparison ----------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_another_answer_is_wrong(players):
 
 
 @pytest.mark.parametrize(
-    ("tolerances", "said", "correct"),
+    ("tolerances", "text", "correct"),
     [
         ({}, "101", True),
         ({}, "101.1", False),
@@ -175,15 +175,15 @@ def test_another_answer_is_wrong(players):
         ({"rel_tolerance": 0}, "100.0", True),
     ],
 )
-def test_a_number_may_differ_by_the_larger_tolerance(players, tolerances, said, correct):
-    (found,) = players.score(JUDGE, [task(answer=100, **tolerances).judged(said)])
-    assert found["correct"] is correct
+def test_a_number_may_differ_by_the_larger_tolerance(players, tolerances, text, correct):
+    (verdict,) = players.score(JUDGE, [task(answer=100, **tolerances).judged(text)])
+    assert verdict["correct"] is correct
 
 
 def test_a_tolerance_is_taken_in_the_unit_of_the_answer(players):
     fields = {"answer": "2 km", "rel_tolerance": 0, "abs_tolerance": 0.5}
-    found = players.score(JUDGE, [task(**fields).judged(said) for said in ("2400 m", "2600 m")])
-    assert [one["correct"] for one in found] == [True, False]
+    verdicts = players.score(JUDGE, [task(**fields).judged(text) for text in ("2400 m", "2600 m")])
+    assert [verdict["correct"] for verdict in verdicts] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_the_kind_follows_from_the_fields(fields, kind):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reason"),
     [
         ({"answer": "Z", "choices": CHOICES}, "'Z' cannot be read"),
         ({"answer": ["A", "Z"], "choices": CHOICES}, "cannot be read"),
@@ -225,9 +225,9 @@ def test_the_kind_follows_from_the_fields(fields, kind):
         ({"answer": ["x", "x,y"]}, "cannot be read"),
     ],
 )
-def test_an_answer_that_nothing_could_equal_is_found_out(players, fields, said):
-    (found,) = players.score(CHECK, [task(**fields).judged("")])
-    assert said in found["problem"]
+def test_an_answer_that_nothing_could_equal_is_found_out(players, fields, reason):
+    (verdict,) = players.score(CHECK, [task(**fields).judged("")])
+    assert reason in verdict["problem"]
 
 
 def test_such_a_task_fails_in_init(players):
@@ -237,7 +237,7 @@ def test_such_a_task_fails_in_init(players):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reason"),
     [
         ({"answer": ""}, "an answer is empty"),
         ({"answer": "A", "kind": "choice"}, "two `choices` or more"),
@@ -245,8 +245,8 @@ def test_such_a_task_fails_in_init(players):
         ({"answer": "1", "rel_tolerance": -1}, "rel_tolerance"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(fields, said):
-    with pytest.raises(TaskError, match=said):
+def test_fields_that_do_not_fit_are_refused(fields, reason):
+    with pytest.raises(TaskError, match=reason):
         Stem().check_task({"problem": "?", **fields})
 
 
@@ -262,7 +262,7 @@ QUESTION = {"question": "How far does it fall in 1 s?", "answer": "4.9 m"}
 
 
 @pytest.mark.parametrize(
-    ("said", "reward", "answered"),
+    ("text", "reward", "answered"),
     [
         (r"\boxed{4.905\ \text{m}}", 1.0, 1.0),
         (r"\boxed{4.9 s}", 0.0, 1.0),
@@ -270,8 +270,8 @@ QUESTION = {"question": "How far does it fall in 1 s?", "answer": "4.9 m"}
         ("It is 4.9 m.", 0.0, 0.0),
     ],
 )
-def test_without_tools_the_box_or_the_declared_answer_counts(players, said, reward, answered):
-    done = players.play(Stem(), QUESTION, [said])
+def test_without_tools_the_box_or_the_declared_answer_counts(players, text, reward, answered):
+    done = players.play(Stem(), QUESTION, [text])
     assert (done.state, done.reward) == (State.COMPLETED, reward), done.error
     assert done.reward_components == {"correct": reward, "answered": answered}
 
@@ -316,8 +316,8 @@ def test_a_deployment_plugs_its_search_in_by_a_setting(players, library, monkeyp
         handler, {"problem": "How fast is sound?", "answer": "343 m/s"}, [look, finish("343 m/s")]
     )
     assert (done.state, done.reward) == (State.COMPLETED, 1.0), done.error
-    seen = next(message.text for message in done.trajectory.messages if message.role == "tool")
-    assert seen.startswith("[1] Speed of sound (sound.txt)\n") and "light" not in seen
+    observation = next(message.text for message in done.trajectory.messages if message.role == "tool")
+    assert observation.startswith("[1] Speed of sound (sound.txt)\n") and "light" not in observation
 
 
 def test_without_the_setting_there_is_no_search():
@@ -367,6 +367,6 @@ def test_a_long_result_is_cut_and_no_result_is_said(players, tmp_path):
     async def call(query):
         return await tool({"query": query}, ToolContext(None, 60))
 
-    found = players._runner.run(call("word")).text
-    assert len(found) < 2100 and found.endswith("[...]")
+    text = players._runner.run(call("word")).text
+    assert len(text) < 2100 and text.endswith("[...]")
     assert players._runner.run(call("nothing like it")).text == "[no results]"

@@ -39,7 +39,7 @@ class ServiceTarget:
         """An accepted submission; the ids."""
         answer = self.world.submit(who, **body)
         assert answer.status_code == 202, answer.text
-        return [one["id"] for one in answer.json["rollouts"]]
+        return [rollout["id"] for rollout in answer.json["rollouts"]]
 
     def raw(self, who: str, path: str, body: bytes, **more):
         """A body as it is."""

@@ -26,10 +26,10 @@ class Desk:
             self.dies -= 1
             raise KeyboardInterrupt
         new = [
-            one
+            rollout
             for request in requests
-            for one in _expand(request, batch_group)
-            if members is None or one.index in members
+            for rollout in _expand(request, batch_group)
+            if members is None or rollout.index in members
         ]
         self._store.submit(new, tenant)
         return []
@@ -68,10 +68,10 @@ class World:
     def live(self) -> list[str]:
         """Rollouts that have not ended, the oldest first."""
         return sorted(
-            one.id
+            rollout.id
             for state in State
             if not state.terminal
-            for one in self.rollouts.get_many(self.rollouts.ids(state=state), trajectory=False)
+            for rollout in self.rollouts.get_many(self.rollouts.ids(state=state), trajectory=False)
         )
 
     def end(self, rollout_id: str, reward: float | None, **fields: str) -> None:

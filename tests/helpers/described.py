@@ -49,12 +49,12 @@ def describing(routes: dict[str, Any], calls: list[tuple[str, Any]] | None = Non
             path = self.path.partition("?")[0]
             if calls is not None:
                 calls.append((path, json.loads(sent or b"null")))
-            status, told = 200, routes.get(f"{self.command} {path}", (404, {"detail": "no such route"}))
-            if isinstance(told, int):
-                status, told = told, ""
-            elif isinstance(told, tuple):
-                status, told = told
-            body = told if isinstance(told, str) else json.dumps(told)
+            status, reply = 200, routes.get(f"{self.command} {path}", (404, {"detail": "no such route"}))
+            if isinstance(reply, int):
+                status, reply = reply, ""
+            elif isinstance(reply, tuple):
+                status, reply = reply
+            body = reply if isinstance(reply, str) else json.dumps(reply)
             self.send_response(status)
             self.send_header("content-length", str(len(body.encode())))
             self.end_headers()

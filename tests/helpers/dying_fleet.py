@@ -20,7 +20,7 @@ class DyingFleet:
     def submit(self, *ids, **limits):
         request = RolloutRequest(handler="noop", limits=limits)
         body = request.model_dump_json()
-        self.store.submit([NewRollout(one, one, 0, request, body, "digest") for one in ids])
+        self.store.submit([NewRollout(id_, id_, 0, request, body, "digest") for id_ in ids])
 
     def claim(self, rollout_id, stage):
         attempt = self.store.get(rollout_id).attempt
@@ -31,12 +31,12 @@ class DyingFleet:
     def carry(self, ids):
         """All that can be carried into RUN by the one worker there is."""
         held = []
-        for one in ids:
-            if self.store.get(one).state is State.QUEUED:
-                claim = self.claim(one, Stage.INIT)
+        for rollout_id in ids:
+            if self.store.get(rollout_id).state is State.QUEUED:
+                claim = self.claim(rollout_id, Stage.INIT)
                 assert isinstance(claim, Claim), claim
                 assert self.store.finish(claim, Finish(State.READY)) == State.READY
-            claim = self.claim(one, Stage.RUN)
+            claim = self.claim(rollout_id, Stage.RUN)
             if isinstance(claim, Claim):
                 held.append(claim)
             else:
@@ -45,9 +45,9 @@ class DyingFleet:
 
     def die(self):
         """SIGKILL: the leases of all that it held run out."""
-        for one in self.client.zrange(keys.by_state("running"), 0, -1):
-            self.client.hset(keys.record(one), "lease", 0)
-            self.client.zadd(keys.DUE, {one: 0})
+        for rollout_id in self.client.zrange(keys.by_state("running"), 0, -1):
+            self.client.hset(keys.record(rollout_id), "lease", 0)
+            self.client.zadd(keys.DUE, {rollout_id: 0})
         self.store.overdue(1000)
         self.number += 1
         self.worker = f"run{self.number}"
@@ -56,7 +56,7 @@ class DyingFleet:
         """Rounds of carrying until everything has ended; how often a worker ended."""
         everybody = [poison, *neighbours]
         for _ in range(50):
-            live = [one for one in everybody if not self.store.get(one).state.terminal]
+            live = [rollout_id for rollout_id in everybody if not self.store.get(rollout_id).state.terminal]
             if not live:
                 return self.number
             held = self.carry(live)

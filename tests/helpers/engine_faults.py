@@ -50,11 +50,11 @@ class Faults:
         if kind == "none":
             self._active.clear()
             return Fault(kind)
-        known = {field.name for field in fields(Fault)} - {"kind"}
-        if kind not in KINDS or not set(options) <= known:
+        allowed = {field.name for field in fields(Fault)} - {"kind"}
+        if kind not in KINDS or not set(options) <= allowed:
             raise ValueError(
                 f"no fault {kind!r} with {sorted(options)}; kinds: {', '.join(KINDS)}, none; "
-                f"options: {', '.join(sorted(known))}"
+                f"options: {', '.join(sorted(allowed))}"
             )
         fault = self._active[kind] = Fault(kind, **options)
         return fault

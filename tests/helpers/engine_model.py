@@ -257,11 +257,11 @@ class EngineModel:
         target = len(sequence.prompt) + sequence.sampled
         # The last token is always computed: without it nothing can be sampled.
         hits = self.cache.hits(sequence.hashes[: (target - 1) // BLOCK])
-        found = sequence.hashes[:hits]
+        cached = sequence.hashes[:hits]
         missing = blocks_for(target) - hits
-        if missing > self.cache.available - self.cache.idle(found):
+        if missing > self.cache.available - self.cache.idle(cached):
             return False
-        self.cache.take(found)
+        self.cache.take(cached)
         self.cache.allocate(missing)
         sequence.shared, sequence.private, sequence.computed = hits, missing, hits * BLOCK
         if sequence.cached_tokens is None:

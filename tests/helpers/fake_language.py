@@ -48,20 +48,20 @@ class FakeLanguage:
         """What every engine with this language answers."""
         context = zlib.crc32(array("I", prompt).tobytes())
         if self.script is not None:
-            wanted = self.script(list(prompt), call_number)
-            if not wanted:
+            tokens = self.script(list(prompt), call_number)
+            if not tokens:
                 raise ValueError(f"the script gave no ids for call {call_number}")
         else:
-            wanted = self._sampled(context, seed or 0, max_tokens, stop_token_ids)
+            tokens = self._sampled(context, seed or 0, max_tokens, stop_token_ids)
         token_ids: list[int] = []
         logprobs: list[float] = []
-        for token in wanted[:max_tokens]:
+        for token in tokens[:max_tokens]:
             context = zlib.crc32(token.to_bytes(4, "little"), context)
             token_ids.append(token)
             logprobs.append(_logprob(context))
             if token in stop_token_ids:
                 return Answer(token_ids, logprobs, "stop", token)
-        ended = len(wanted) <= max_tokens and (self.script is not None or self.answer_tokens is not None)
+        ended = len(tokens) <= max_tokens and (self.script is not None or self.answer_tokens is not None)
         return Answer(token_ids, logprobs, "stop" if ended else "length", None)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:

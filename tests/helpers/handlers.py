@@ -124,8 +124,8 @@ class Notebook(AgentHandler):
         await editor({"command": "create", "path": "/workspace/x.py", "file_text": "answer = 41\n"}, tools)
         edit = {"command": "str_replace", "path": "/workspace/x.py", "old_str": "41", "new_str": "42"}
         await editor(edit, tools)
-        seen = await cell({"code": "from x import answer; answer"}, tools)
-        ctx.metrics["answer"] = float(seen.text)
+        output = await cell({"code": "from x import answer; answer"}, tools)
+        ctx.metrics["answer"] = float(output.text)
         return FinishReason.STOP
 
     async def evaluate(self, ctx: EvalContext) -> Reward:
@@ -208,8 +208,8 @@ class Judged(AgentHandler[JudgedTask]):
         return FinishReason.STOP
 
     async def evaluate(self, ctx: EvalContext[JudgedTask]) -> Reward:
-        found = await score(ctx.task.function, ctx.task.payload, timeout_s=120)
-        return Reward(float(found["sum"]))
+        verdict = await score(ctx.task.function, ctx.task.payload, timeout_s=120)
+        return Reward(float(verdict["sum"]))
 
 
 class LotteryTask(BaseModel):

@@ -20,4 +20,4 @@ def home(placed):
 
 
 def loads(heap):
-    return {one.id: (one.load, one.live_rollouts) for one in heap.list()}
+    return {backend.id: (backend.load, backend.live_rollouts) for backend in heap.list()}

@@ -103,7 +103,7 @@ def engine(lie: str | None = None, **options: Any) -> FakeEngine:
     return made
 
 
-async def told(lie: str, *, honest: bool) -> Told:
+async def rollout_at(lie: str, *, honest: bool) -> Told:
     """A rollout that begins at an engine which lies; `honest`: there is another one."""
     liar = engine(lie)
     request = RolloutRequest(

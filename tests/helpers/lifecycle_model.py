@@ -190,11 +190,11 @@ class Lifecycle:
     def overdue(self) -> set[tuple[str, str, int, str]]:
         """What the reaper has to do: `(action, id, attempt, stage)`."""
         return {
-            told
+            verdict
             for rollout_id, life in self.lives.items()
             if not life.state.terminal and life.due <= self.now
-            for told in [self._judge(rollout_id, life)]
-            if told is not None
+            for verdict in [self._judge(rollout_id, life)]
+            if verdict is not None
         }
 
     def _judge(self, rollout_id: str, life: Life) -> tuple[str, str, int, str] | None:
@@ -270,7 +270,7 @@ class Lifecycle:
 
     def counts(self) -> dict[str, int]:
         """Number of rollouts in each state."""
-        found = dict.fromkeys((state.value for state in State), 0)
+        counts = dict.fromkeys((state.value for state in State), 0)
         for life in self.lives.values():
-            found[life.state.value] += 1
-        return found
+            counts[life.state.value] += 1
+        return counts

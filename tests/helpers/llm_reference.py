@@ -30,8 +30,8 @@ def chain_logprobs(chain: Chain, model_dir: Path) -> tuple[list[float], list[flo
     """Log-probs of a chain's sampled ids: as recorded, and as one forward pass over the chain gives them."""
     recomputed = logprobs(model_dir, chain.prompt_ids, chain.response_ids)
     pairs = zip(chain.logprobs, recomputed, chain.loss_mask, strict=True)
-    sampled = [(ours, theirs) for ours, theirs, mask in pairs if mask]
-    return [ours for ours, _ in sampled], [theirs for _, theirs in sampled]
+    sampled = [(ours, reference) for ours, reference, mask in pairs if mask]
+    return [ours for ours, _ in sampled], [reference for _, reference in sampled]
 
 
 def perturbed_copy(model_dir: Path, target: Path, scale: float = 0.05, seed: int = 0) -> Path:

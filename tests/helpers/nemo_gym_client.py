@@ -51,7 +51,7 @@ def check_response(response: dict[str, Any]) -> list[int]:
     assert response.keys() >= RESPONSE and response["object"] == "response"
     assert "usage" not in response or response["usage"].keys() >= USAGE
     called, answered = set(), set()
-    seen: list[int] = []
+    context: list[int] = []
     for item in response["output"]:
         kind = item["type"]
         if kind == "message":
@@ -73,7 +73,7 @@ def check_response(response: dict[str, Any]) -> list[int]:
             assert kind != "function_call_output"
             prompt, sampled = item["prompt_token_ids"], item["generation_token_ids"]
             assert len(sampled) == len(item["generation_log_probs"]) > 0
-            assert prompt[: len(seen)] == seen, "a break costs the sample"
-            seen = prompt + sampled
+            assert prompt[: len(context)] == context, "a break costs the sample"
+            context = prompt + sampled
     assert answered <= called
-    return seen
+    return context

@@ -35,25 +35,25 @@ class Player:
     ) -> Rollout:
         """One rollout; a string is a turn that only says it. The gateway must take the task, too."""
         assert complaints(handler, task) == []
-        turns = [Action(content=one) if isinstance(one, str) else one for one in actions]
-        wanted = RolloutRequest(handler=handler.name, task=task, **request)
+        turns = [Action(content=action) if isinstance(action, str) else action for action in actions]
+        rollout_request = RolloutRequest(handler=handler.name, task=task, **request)
         playing = InProcess(handler, Actions(turns, demo_tokenizer()), Settings())
-        (rollout,) = self._runner.run(playing.run(wanted))
+        (rollout,) = self._runner.run(playing.run(rollout_request))
         return rollout
 
     def score(self, function: str, payloads: Sequence[Any], timeout_s: float = 120.0) -> list[Any]:
         """Many calls of a scorer, in order."""
 
         async def calls() -> list[Any]:
-            return await asyncio.gather(*(score(function, one, timeout_s=timeout_s) for one in payloads))
+            return await asyncio.gather(*(score(function, case, timeout_s=timeout_s) for case in payloads))
 
         return self._runner.run(calls())
 
 
 def complaints(handler: AgentHandler[Any], task: dict[str, Any]) -> list[str]:
     """What the gateway has against a task: it checks with the handler's JSON schema."""
-    found = Draft202012Validator(handler.info().task_schema).iter_errors(task)
-    return [error.message for error in found]
+    errors = Draft202012Validator(handler.info().task_schema).iter_errors(task)
+    return [error.message for error in errors]
 
 
 def finish(message: str, content: str = "") -> Action:
@@ -64,13 +64,13 @@ def finish(message: str, content: str = "") -> Action:
 @contextmanager
 def player() -> Iterator[Player]:
     """A player whose scorer ends with it; there is but one, for its imports take seconds."""
-    other, pool._pool = pool._pool, pool.ScorerPool.of(Settings(scorers=1))
+    real_pool, pool._pool = pool._pool, pool.ScorerPool.of(Settings(scorers=1))
     try:
         with asyncio.Runner() as runner:
             yield Player(runner)
     finally:
         pool.close()
-        pool._pool = other
+        pool._pool = real_pool
 
 
 def documented_row(handler: str) -> dict[str, Any]:

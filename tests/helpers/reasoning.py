@@ -23,8 +23,8 @@ def swapped(payload: dict[str, Any]) -> dict[str, Any]:
     """Whether two entries have different solutions, and the score of the one's for the other."""
     dataset, made = reasoning_tasks._made(payload["task"])
     own = reasoning_tasks.solution(made)
-    other = reasoning_tasks.solution(reasoning_tasks._made(payload["other"])[1])
-    return {"differs": own != other, "score": reasoning_tasks._score(dataset, made, other)}
+    solution = reasoning_tasks.solution(reasoning_tasks._made(payload["other"])[1])
+    return {"differs": own != solution, "score": reasoning_tasks._score(dataset, made, solution)}
 
 
 def another_question(task: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def require_apptainer() -> None:
 
 def processes_of(directory: Path) -> list[str]:
     """Processes whose command line names something inside the directory, the host itself left out."""
-    found = []
+    traces = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -67,8 +67,8 @@ def processes_of(directory: Path) -> list[str]:
         except OSError:
             continue
         if f"{directory}/" in command and "sandbox.host" not in command:
-            found.append(f"process {entry.name}: {command[:200]}")
-    return found
+            traces.append(f"process {entry.name}: {command[:200]}")
+    return traces
 
 
 def kill_from_outside(pid: int) -> None:
@@ -80,13 +80,13 @@ def kill_from_outside(pid: int) -> None:
 
 def leftovers(directory: Path) -> list[str]:
     """Processes, sockets and scratch directories of sandboxes under a host's directory."""
-    left = processes_of(directory)
+    traces = processes_of(directory)
     if directory.exists():
         paths = [path for path in directory.iterdir() if path.name not in {*FURNITURE, *PER_SANDBOX}]
         for name in PER_SANDBOX:
             paths += (directory / name).glob("*")
-        left += [f"path {path}" for path in sorted(paths)]
-    return left
+        traces += [f"path {path}" for path in sorted(paths)]
+    return traces
 
 
 def stop_host(directory: Path) -> None:

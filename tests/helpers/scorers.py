@@ -41,19 +41,19 @@ def surroundings(payload: Any) -> dict[str, Any]:
         "no_new_privileges": status["NoNewPrivs"],
         "uid": os.getuid(),
         "parent": parent,
-        "processes": [one.name for one in Path("/proc").iterdir() if one.name.isdigit()],
+        "processes": [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()],
     }
 
 
 def environment_of_relatives(payload: Any) -> str:
     """The environments of this process and its parent, as far as they are open to it."""
-    found = []
+    texts = []
     for pid in {os.getpid(), os.getppid()}:
         try:
-            found.append(Path(f"/proc/{pid}/environ").read_text())
+            texts.append(Path(f"/proc/{pid}/environ").read_text())
         except OSError as error:
-            found.append(str(error))
-    return " ".join(found)
+            texts.append(str(error))
+    return " ".join(texts)
 
 
 def memory_of_parent(payload: Any) -> str:

@@ -29,14 +29,14 @@ class Said:
 
 def backend(**fields: Any) -> Backend:
     """A backend of the demo model."""
-    known = {
+    defaults = {
         "id": "b",
         "url": "http://b",
         "model": "demo",
         "tokenizer": str(CHECKPOINT),
         "max_model_len": 2048,
     }
-    return Backend(**{**known, "logprobs_mode": "processed_logprobs", "policy_version": "v1", **fields})
+    return Backend(**{**defaults, "logprobs_mode": "processed_logprobs", "policy_version": "v1", **fields})
 
 
 class ScriptedRouter:
@@ -61,13 +61,13 @@ class ScriptedRouter:
         return self._first
 
     async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
-        said = next(self._answers)
-        said = said(request.prompt) if callable(said) else said
-        self.backend = said.backend or self.backend
+        answer = next(self._answers)
+        answer = answer(request.prompt) if callable(answer) else answer
+        self.backend = answer.backend or self.backend
         self.prompts.append(list(request.prompt))
         self.calls.append(request)
         self.timeouts_s.append(timeout_s)
-        ids, finish = list(said.ids), said.finish
+        ids, finish = list(answer.ids), answer.finish
         if len(ids) > request.max_tokens:
             ids, finish = ids[: request.max_tokens], "length"
         number = len(self.prompts)
@@ -76,9 +76,9 @@ class ScriptedRouter:
             token_ids=ids,
             logprobs=[-number - i / 1000 for i in range(len(ids))],
             finish_reason=finish,
-            spans=said.spans or [("v1", 0, len(ids))],
-            cached_tokens=said.cached_tokens,
-            routed_experts=said.routed_experts,
+            spans=answer.spans or [("v1", 0, len(ids))],
+            cached_tokens=answer.cached_tokens,
+            routed_experts=answer.routed_experts,
         )
         self.completions.append(completion)
         return completion

@@ -21,12 +21,12 @@ class FileSearch(Search):
         return await asyncio.to_thread(self._look, query, limit)
 
     def _look(self, query: str, limit: int) -> list[Hit]:
-        wanted = set(re.findall(r"\w+", query.lower()))
-        found = []
+        words = set(re.findall(r"\w+", query.lower()))
+        hits = []
         for path in sorted(self.directory.glob("*.txt")):
             text = path.read_text(encoding="utf-8")
-            if common := len(wanted & set(re.findall(r"\w+", text.lower()))):
+            if common := len(words & set(re.findall(r"\w+", text.lower()))):
                 title, _, rest = text.partition("\n")
-                found.append((common, Hit(title, rest, path.name)))
-        found.sort(key=lambda one: one[0], reverse=True)
-        return [hit for _, hit in found[:limit]]
+                hits.append((common, Hit(title, rest, path.name)))
+        hits.sort(key=lambda scored: scored[0], reverse=True)
+        return [hit for _, hit in hits[:limit]]

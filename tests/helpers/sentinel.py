@@ -62,7 +62,7 @@ class RedisGroup:
             redis.Redis(port=port, decode_responses=True).sentinel_master(MASTER_NAME)
             for port, _ in self.sentinels
         ]
-        return all(one["num-other-sentinels"] == 2 and one["num-slaves"] == 1 for one in states)
+        return all(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1 for state in states)
 
     def master(self) -> int:
         """Port of the master, as the first Sentinel sees it."""

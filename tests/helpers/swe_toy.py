@@ -107,7 +107,7 @@ _BASE_FILES = {
 
 def instance(tests: str = TESTS, name: str = "tests/test_calc.py") -> dict[str, Any]:
     """A row whose specified tests are the text given; run by pytest, all to pass with the fix."""
-    found = _functions(tests)
+    names = _functions(tests)
     return {
         "instance_id": "toy__calc-1",
         "repo": "toy/calc",
@@ -117,8 +117,8 @@ def instance(tests: str = TESTS, name: str = "tests/test_calc.py") -> dict[str, 
         "problem_statement": "twice(2) is 5.",
         "patch": diff("calc.py", CODE, FIXED),
         "test_patch": diff(name, OLD_TESTS if name in _BASE_FILES else "", tests),
-        "FAIL_TO_PASS": json.dumps([f"{name}::{test}" for test in found if "half" not in test]),
-        "PASS_TO_PASS": json.dumps([f"{name}::{test}" for test in found if "half" in test]),
+        "FAIL_TO_PASS": json.dumps([f"{name}::{test}" for test in names if "half" not in test]),
+        "PASS_TO_PASS": json.dumps([f"{name}::{test}" for test in names if "half" in test]),
         "image": str(image()),
         "spec": {
             "repo_dir": REPO,
@@ -215,7 +215,7 @@ def _git(repository: Path, *arguments: str) -> None:
 
 def _functions(tests: str) -> list[str]:
     """Names of the tests, as pytest has them; of parametrized ones those of `TESTS`."""
-    found, owner = [], ""
+    names, owner = [], ""
     for line in tests.splitlines():
         words = line.split("(")[0].split()
         if line.startswith("class "):
@@ -223,5 +223,5 @@ def _functions(tests: str) -> list[str]:
         elif words[:1] == ["def"] and words[1].startswith("test_"):
             prefix = owner if line.startswith(" ") else ""
             cases = ["[1-2]", "[2-4]"] if "expected)" in line else [""]
-            found += [f"{prefix}{words[1]}{case}" for case in cases]
-    return found
+            names += [f"{prefix}{words[1]}{case}" for case in cases]
+    return names

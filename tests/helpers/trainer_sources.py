@@ -49,10 +49,10 @@ def classes(path: str, names: Iterable[str], **more: object) -> types.ModuleType
     source = SOURCES / path
     if not source.is_file():
         pytest.skip(f"there is no {source}: run `make setup-trainer`")
-    wanted = set(names)
+    kept = set(names)
     tree = ast.parse(source.read_text())
-    tree.body = [node for node in tree.body if _is_future(node) or wanted & _defined(node)]
-    assert wanted == {name for node in tree.body for name in _defined(node)}, "the release has changed"
+    tree.body = [node for node in tree.body if _is_future(node) or kept & _defined(node)]
+    assert kept == {name for node in tree.body for name in _defined(node)}, "the release has changed"
     module = types.ModuleType(f"released_{Path(path).stem}")
     sys.modules[module.__name__] = module  # where pydantic looks names up
     vars(module).update(_NAMES, **more)

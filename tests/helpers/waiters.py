@@ -18,9 +18,9 @@ CONNECT_S = 60.0
 def allow_open_files(most: int) -> None:
     """Raise this process's soft limit of open files, as far as the hard one lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Waiters:
@@ -39,11 +39,11 @@ class Waiters:
         self.answered_at: list[float | None] = []
         """Monotonic time of the last byte of each; None = nothing came yet."""
         for number, path in enumerate(paths):
-            one = socket.create_connection((host, port), CONNECT_S)
-            one.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n{HEADER}\r\n".encode())
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ, number)
-            self._sockets.append(one)
+            connection = socket.create_connection((host, port), CONNECT_S)
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n{HEADER}\r\n".encode())
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, number)
+            self._sockets.append(connection)
             self.received.append(b"")
             self.closed.append(False)
             self.answered_at.append(None)

@@ -57,8 +57,8 @@ def test_a_dropped_rollout_teaches_nothing_and_shifts_no_baseline():
     row = verl.agent_loop_output(DROPPED, neutral_reward=base.neutral_reward(GROUP))
     assert (row["reward_score"], row["response_mask"]) == (0.5, zeros)
     samples = slime.sample_dicts(GROUP, group_index=0)
-    assert [one["remove_sample"] for one in samples] == [False, False, True]
-    assert [one["status"] for one in samples] == ["completed", "completed", "failed"]
+    assert [sample["remove_sample"] for sample in samples] == [False, False, True]
+    assert [sample["status"] for sample in samples] == ["completed", "completed", "failed"]
     assert samples[2]["loss_mask"] == zeros and samples[2]["reward"] == 0.5
     assert prime_rl.training_samples(DROPPED) == [] and areal.tensor_dict(DROPPED) is None
     trace = prime_rl.trace_fields(DROPPED)
@@ -70,13 +70,13 @@ def test_a_dropped_rollout_teaches_nothing_and_shifts_no_baseline():
 
 def test_every_chain_is_a_sample_where_the_trainer_takes_several():
     rewritten = rollout(chains=[chain("step-3"), Chain(), chain("step-4", "step-5")])
-    assert [one.last for one in base.samples(rewritten)] == [False, True]
+    assert [sample.last for sample in base.samples(rewritten)] == [False, True]
     output = skyrl.generator_output([rewritten], step_wise=True)
     assert (output["is_last_step"], len(output["response_ids"])) == ([False, True], 2)
     assert len(output["trajectory_generation_times"]) == 1
     assert skyrl.generator_output([rewritten])["response_ids"] == [rewritten.trajectory.response_ids]
-    assert [len(one["token_ids"]) for one in prime_rl.training_samples(rewritten)] == [5, 8]
-    assert [one["index"] for one in slime.sample_dicts([rewritten], group_index=0)] == [0, 1]
+    assert [len(sample["token_ids"]) for sample in prime_rl.training_samples(rewritten)] == [5, 8]
+    assert [sample["index"] for sample in slime.sample_dicts([rewritten], group_index=0)] == [0, 1]
     nodes = prime_rl.trace_fields(rewritten)["nodes"]
     assert [n for n, node in enumerate(nodes) if node["parent"] is None] == [0, 4]
     assert verl.agent_loop_output(rewritten)["extra_fields"]["min_global_steps"] == 4
@@ -133,8 +133,8 @@ def test_a_rollout_without_a_turn_weighs_nothing_and_ends_no_step(empty):
 def test_prime_rl_takes_an_advantage_a_token_and_no_reward():
     (sample,) = prime_rl.training_samples(GROUP[0], advantage=base.advantages(GROUP)[0])
     assert sample["advantages"] == [0.5 * bit for bit in sample["mask"]]
-    known = {"token_ids", "mask", "logprobs", "temperatures", "env_name", "advantages"}
-    assert set(sample) == known, "`TrainingSample` refuses what it does not know"
+    fields = {"token_ids", "mask", "logprobs", "temperatures", "env_name", "advantages"}
+    assert set(sample) == fields, "`TrainingSample` refuses what it does not know"
 
 
 def test_policy_versions_become_steps():
@@ -152,8 +152,8 @@ def test_arrays_alone_serve_as_well_as_lists():
     light.__dict__["arrays"] = Arrays.of(whole.trajectory)
     assert trl.rollout_func_result([light]) == trl.rollout_func_result([whole])
     assert slime.sample_dicts([light], group_index=0) == slime.sample_dicts([whole], group_index=0)
-    ours, theirs = areal.tensor_dict(light), areal.tensor_dict(whole)
-    assert all(np.array_equal(ours[name], theirs[name]) for name in ours | theirs)
+    of_arrays, of_lists = areal.tensor_dict(light), areal.tensor_dict(whole)
+    assert all(np.array_equal(of_arrays[name], of_lists[name]) for name in of_arrays | of_lists)
 
 
 def test_what_cut_a_rollout_off_is_told():

@@ -29,12 +29,12 @@ def codec():
 def say(codec):
     """Text that the model says, its end of turn included."""
 
-    def said(text: str, **fields) -> Said:
+    def answer(text: str, **fields) -> Said:
         end = "<|im_end|>" if fields.get("finish") != "length" else ""
         ids = codec._guard._tokenizer.encode(text + end, add_special_tokens=False)
         return Said(ids, **fields)
 
-    return said
+    return answer
 
 
 def call(text="", name="look", **arguments) -> str:
@@ -49,12 +49,12 @@ def run(router, agent, compact=None):
     for chain in agent.trajectory.chains:
         before: list[int] = []
         sampled: list[int] = []
-        seen = None
+        last_call = None
         for segment in chain.segments:
-            if segment.sampled and segment.call_id != seen:
+            if segment.sampled and segment.call_id != last_call:
                 prompt, completion = next(calls)
                 assert prompt == before
-                sampled, seen = list(completion.token_ids), segment.call_id
+                sampled, last_call = list(completion.token_ids), segment.call_id
             if segment.sampled:
                 assert sampled[: len(segment.token_ids)] == segment.token_ids
                 del sampled[: len(segment.token_ids)]
@@ -88,8 +88,8 @@ def test_parallel_calls_are_answered_in_one_bridge_in_their_order(say, codec):
     assert texts(agent.trajectory) == ["7", "8", "9"]
     ids = {c.id for c in chain.segments[1].messages[0].tool_calls}
     assert {m.tool_call_id for m in chain.segments[2].messages} == ids and len(ids) == 3
-    said = codec._guard.decode(chain.segments[2].token_ids)
-    assert said.count("<|im_start|>user") == 1 and said.index("7") < said.index("8") < said.index("9")
+    bridge = codec._guard.decode(chain.segments[2].token_ids)
+    assert bridge.count("<|im_start|>user") == 1 and bridge.index("7") < bridge.index("8") < bridge.index("9")
 
 
 def test_a_malformed_call_among_others_is_answered_at_its_own_place(say):
@@ -295,8 +295,8 @@ def test_a_log_prob_that_no_trainer_matches_is_warned_of(say, sampling, mode, li
 
 
 def test_a_takeover_by_a_backend_with_other_log_probs_is_warned_of(say):
-    same, other = backend(id="c"), backend(id="d", logprobs_mode="raw_logprobs")
-    answers = [say(call("1")), say(call("2"), backend=same), say(call("3"), backend=other), say("ok")]
+    same, raw = backend(id="c"), backend(id="d", logprobs_mode="raw_logprobs")
+    answers = [say(call("1")), say(call("2"), backend=same), say(call("3"), backend=raw), say("ok")]
     _, agent = played(answers)
     (line,) = agent.trajectory.warnings
     assert line == (
@@ -316,9 +316,9 @@ def test_the_router_is_told_which_backends_may_take_the_rollout_over(say):
 
 def test_an_observation_that_does_not_fit_is_cut_with_a_note(say):
     router, agent = played([say(call("1 2 3 4 5 ", times=400)), say("ok")], backend(max_model_len=1024))
-    (seen,) = texts(agent.trajectory)
-    assert seen.startswith("1 2 3") and seen.endswith("4 5 ")
-    assert "characters cut: the context has no room for them" in seen
+    (observation,) = texts(agent.trajectory)
+    assert observation.startswith("1 2 3") and observation.endswith("4 5 ")
+    assert "characters cut: the context has no room for them" in observation
     assert agent.metrics["truncated_observations"] == 1
     assert router.calls[1].max_tokens >= 1024 // 8, "a turn still finds room"
 
@@ -450,14 +450,14 @@ def test_a_call_that_fails_leaves_the_chain_at_the_turn_before(say, compacted):
     class Gone(Exception):
         pass
 
-    def gone(_):
+    def failure(_):
         raise Gone
 
     async def compact(_):
         return ASKED
 
     times = 700 if compacted else 1
-    agent = loop(ScriptedRouter([say(call("5 ", times=times)), gone], backend(max_model_len=1024)))
+    agent = loop(ScriptedRouter([say(call("5 ", times=times)), failure], backend(max_model_len=1024)))
     with pytest.raises(Gone):
         asyncio.run(agent.run(ASKED, compact=compact if compacted else None))
     (chain,) = agent.trajectory.chains

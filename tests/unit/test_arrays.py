@@ -67,27 +67,27 @@ def test_a_trajectory_comes_back_as_it_was_and_its_arrays_say_what_the_lists_say
             Arrays.of(trajectory)
         return
     views = Arrays.of(trajectory)
-    for found, lists in zip([*views.chains, views], [*trajectory.chains, trajectory.chain], strict=True):
+    for view, lists in zip([*views.chains, views], [*trajectory.chains, trajectory.chain], strict=True):
         for name in ("prompt_ids", "response_ids", "token_ids", "loss_mask", "logprobs"):
-            assert getattr(found, name).tolist() == getattr(lists, name)
-        named = [found.versions[i] if i >= 0 else None for i in found.policy_versions]
+            assert getattr(view, name).tolist() == getattr(lists, name)
+        named = [view.versions[i] if i >= 0 else None for i in view.policy_versions]
         assert named == lists.policy_versions
 
 
-def one(logprobs=(-0.5, -0.25), ids=(3, 4)) -> Trajectory:
+def short(logprobs=(-0.5, -0.25), ids=(3, 4)) -> Trajectory:
     return Trajectory(chains=[chain([1, 2], sampled(ids, logprobs, policy_version="v"), [5])])
 
 
 def test_log_probs_take_float32_only_where_that_is_exact():
-    exact, inexact = Arrays.of(one((-0.5, float32(-0.1)))), Arrays.of(one((-0.5, -0.1)))
+    exact, inexact = Arrays.of(short((-0.5, float32(-0.1)))), Arrays.of(short((-0.5, -0.1)))
     assert (exact.logprobs.dtype, inexact.logprobs.dtype) == (np.float32, np.float64)
     assert inexact.logprobs.tolist() == [-0.5, -0.1, 0.0]
-    beyond = Arrays.of(one((-0.5, -1e300)))
+    beyond = Arrays.of(short((-0.5, -1e300)))
     assert beyond.logprobs.tolist() == [-0.5, -1e300, 0.0]
 
 
 def test_ids_and_log_probs_are_views_of_the_record_and_nobody_can_change_them():
-    record = arrays.decode(arrays.encode(one()))
+    record = arrays.decode(arrays.encode(short()))
     views = Arrays(record)
     for view, raw in (
         (views.prompt_ids, record.chains[0].ids),
@@ -100,19 +100,19 @@ def test_ids_and_log_probs_are_views_of_the_record_and_nobody_can_change_them():
             array[0] = 9
 
 
-@pytest.mark.parametrize("copied", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy])
+@pytest.mark.parametrize("copied", [lambda views: pickle.loads(pickle.dumps(views)), copy.deepcopy])
 def test_arrays_can_be_passed_to_another_process(copied):
-    views = Arrays(arrays.decode(arrays.encode(one())))
+    views = Arrays(arrays.decode(arrays.encode(short())))
     for twin in (copied(views), copied(copied(views))):
         for name in ("token_ids", "logprobs", "loss_mask"):
             assert getattr(twin, name).tolist() == getattr(views, name).tolist()
-        assert twin.versions == ["v"] and twin.trajectory() == one()
+        assert twin.versions == ["v"] and twin.trajectory() == short()
 
 
 def test_what_is_no_32_bit_id_is_refused_and_not_cut():
     for wrong in (2**31, -(2**31) - 1, 2**70):
         with pytest.raises(arrays.WireError, match="32 bits"):
-            arrays.encode(one(ids=(3, wrong)))
+            arrays.encode(short(ids=(3, wrong)))
 
 
 def packed(document: str, records: dict[str, bytes]) -> arrays.PackedAnswer:
@@ -121,7 +121,7 @@ def packed(document: str, records: dict[str, bytes]) -> arrays.PackedAnswer:
 
 
 def test_an_answer_carries_its_json_and_records_as_they_are():
-    first, second = arrays.encode(one()), arrays.encode(Trajectory())
+    first, second = arrays.encode(short()), arrays.encode(Trajectory())
     answer = packed('{"a":"é"}', {"r1": first, "r2": second})
     pieces = list(answer)
     assert answer.nbytes == sum(map(len, pieces)) and pieces[1] is first
@@ -129,7 +129,7 @@ def test_an_answer_carries_its_json_and_records_as_they_are():
     text, records = arrays.unpack_answer(b"".join(pieces))
     assert json.loads(text) == {"a": "é"}
     assert {name: record.trajectory() for name, record in records.items()} == {
-        "r1": one(),
+        "r1": short(),
         "r2": Trajectory(),
     }
 
@@ -137,7 +137,7 @@ def test_an_answer_carries_its_json_and_records_as_they_are():
 @given(st.lists(trajectories(), min_size=1, max_size=4), st.text(max_size=9))
 @settings(max_examples=30, deadline=None)
 def test_arrays_of_an_answer_are_aligned_wherever_they_lie_in_it(several, document):
-    records = {f"r{'x' * number}": arrays.encode(one) for number, one in enumerate(several)}
+    records = {f"r{'x' * number}": arrays.encode(trajectory) for number, trajectory in enumerate(several)}
     _, unpacked = arrays.unpack_answer(b"".join(packed(json.dumps(document), records)))
     assert list(unpacked) == list(records)
     for record in unpacked.values():
@@ -147,10 +147,10 @@ def test_arrays_of_an_answer_are_aligned_wherever_they_lie_in_it(several, docume
 
 def test_any_reader_of_msgpack_finds_what_is_documented():
     """With another library than ours, and by the names of docs/api.md."""
-    answer = packed("{}", {"r1": arrays.encode(one()), "r2": arrays.encode(Trajectory())})
-    found = msgpack.unpackb(b"".join(answer))
-    assert (found["v"], found["json"], found["ids"]) == (2, "{}", ["r1", "r2"])
-    first, second = found["records"]
+    answer = packed("{}", {"r1": arrays.encode(short()), "r2": arrays.encode(Trajectory())})
+    fields = msgpack.unpackb(b"".join(answer))
+    assert (fields["v"], fields["json"], fields["ids"]) == (2, "{}", ["r1", "r2"])
+    first, second = fields["records"]
     assert (first["v"], first["versions"], second["chains"]) == (1, ["v"], [])
     (chain,) = first["chains"]
     assert struct.unpack("<5i", chain["ids"]) == (1, 2, 3, 4, 5)
@@ -162,11 +162,11 @@ def test_any_reader_of_msgpack_finds_what_is_documented():
 @pytest.mark.parametrize("many", [15, 16, 17, 40])
 def test_lists_are_read_whatever_their_length(many):
     """From 16 items on a list of msgpack has another head."""
-    chained = Trajectory(chains=one().chains * many)
+    chained = Trajectory(chains=short().chains * many)
     assert arrays.decode(arrays.encode(chained)).trajectory() == chained
-    answer = b"".join(packed("{}", {str(number): arrays.encode(one()) for number in range(many)}))
-    _, found = arrays.unpack_answer(answer)
-    assert list(found) == [str(number) for number in range(many)]
+    answer = b"".join(packed("{}", {str(number): arrays.encode(short()) for number in range(many)}))
+    _, records = arrays.unpack_answer(answer)
+    assert list(records) == [str(number) for number in range(many)]
     assert len(msgpack.unpackb(answer)["records"]) == many
 
 
@@ -178,7 +178,7 @@ def test_an_answer_is_cut_off_where_a_record_is_another_than_was_said():
         finally:
             ended.append(True)
 
-    first, ended = arrays.encode(one()), []
+    first, ended = arrays.encode(short()), []
     answer = arrays.PackedAnswer("{}", {"r1": len(first), "r2": len(first)}, records())
     pieces = iter(answer)
     assert [next(pieces), next(pieces)][1] == first
@@ -191,11 +191,11 @@ def test_an_answer_is_cut_off_where_a_record_is_another_than_was_said():
 
 
 def changed(**values) -> bytes:
-    return msgpack.packb(msgpack.unpackb(arrays.encode(one())) | values)
+    return msgpack.packb(msgpack.unpackb(arrays.encode(short())) | values)
 
 
 def chain_with(**values) -> bytes:
-    record = msgpack.unpackb(arrays.encode(one()))
+    record = msgpack.unpackb(arrays.encode(short()))
     record["chains"][0] |= values
     return msgpack.packb(record)
 
@@ -205,8 +205,8 @@ def chain_with(**values) -> bytes:
     [
         b"",
         b"{}",
-        arrays.encode(one())[:-1],
-        arrays.encode(one()) + b"x",
+        arrays.encode(short())[:-1],
+        arrays.encode(short()) + b"x",
         msgpack.packb([1]),
         msgpack.packb({"v": "1"}),
         msgpack.packb({"v": 1}),

@@ -244,8 +244,8 @@ class Simulation:
     def run(self, rate, seconds, *extra):
         async def main():
             self.spawn(self.scale())
-            for one in extra:
-                self.spawn(one(self))
+            for process in extra:
+                self.spawn(process(self))
             await self.arrive(rate, seconds)
 
         virtual_time.run(main())

@@ -145,8 +145,8 @@ def asked(sampling: dict[str, Any], **settings: str) -> RolloutRequest:
 
 
 def test_sampling_parameters_keep_their_meaning():
-    found = asked({"temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 9, "max_output_tokens": 8})
-    assert found.sampling.model_dump(exclude_defaults=True) == {
+    request = asked({"temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 9, "max_output_tokens": 8})
+    assert request.sampling.model_dump(exclude_defaults=True) == {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 40,
@@ -154,11 +154,11 @@ def test_sampling_parameters_keep_their_meaning():
     }
     assert asked({"max_tokens": 9, "top_k": None}).sampling.max_tokens == 9
     assert asked({}).sampling.temperature == 1.0 and asked({}).limits.max_turns == 30
-    found = asked({"max_iterations": 3, "api_key": "sk-1"}, ROLLOUT_PRORL_TIMEOUT_S="45")
-    limits = found.limits
+    request = asked({"max_iterations": 3, "api_key": "sk-1"}, ROLLOUT_PRORL_TIMEOUT_S="45")
+    limits = request.limits
     assert limits.max_turns == 3
     assert (limits.init_timeout_s, limits.run_timeout_s, limits.eval_timeout_s) == (45, 45, 45)
-    assert found.task == {"reward": 1} and "sk-1" not in found.model_dump_json()
+    assert request.task == {"reward": 1} and "sk-1" not in request.model_dump_json()
     assert asked({}).group_id == asked({"top_k": 5}).group_id is not None, "instances of a name are a group"
 
 
@@ -199,30 +199,30 @@ def chain(first: int = 1, finish_reason: str | None = "stop") -> Chain:
 
 
 def result(
-    found: Rollout, *, ids: prorl_result.Ids = "sampled", info: HandlerInfo | None = None
+    rollout: Rollout, *, ids: prorl_result.Ids = "sampled", info: HandlerInfo | None = None
 ) -> dict[str, Any]:
-    return check(prorl_result.result(found, info, ids=ids))
+    return check(prorl_result.result(rollout, info, ids=ids))
 
 
 def test_a_turn_across_a_weight_swap_is_one_message_with_all_its_ids():
     info = HandlerInfo(name="noop", tool_schemas=[ExecuteBash().spec()])
-    found = result(ended(), info=info)
-    first, second = [one for one in found["messages"] if one["role"] == "assistant"]
+    row = result(ended(), info=info)
+    first, second = [message for message in row["messages"] if message["role"] == "assistant"]
     assert (first["input_ids"], first["token_ids"], first["logprobs"]) == ([1, 2], [3, 4], [-0.5, -0.5])
     assert (second["input_ids"], second["token_ids"]) == ([1, 2, 3, 4, 5, 6], [7])
     assert first["tool_calls"][1] == {"name": "execute_bash", "arguments": {"command": "ls"}}
-    assert found["git_patch"] == "diff" and found["tools"][0]["function"]["name"] == "execute_bash"
-    assert found["timing"]["counted_elapsed"] == 3.0 and found["timing"]["others_time"] == 4.0
+    assert row["git_patch"] == "diff" and row["tools"][0]["function"]["name"] == "execute_bash"
+    assert row["timing"]["counted_elapsed"] == 3.0 and row["timing"]["others_time"] == 4.0
 
 
 def test_compact_messages_together_are_the_context():
-    found = result(ended(), ids="compact")
-    assert [token for one in found["messages"] for token in one["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
-    assert [one["content"] for one in found["messages"]] == ["S", "Q", "", "one", "malformed", "A"]
+    row = result(ended(), ids="compact")
+    assert [token for message in row["messages"] for token in message["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert [message["content"] for message in row["messages"]] == ["S", "Q", "", "one", "malformed", "A"]
     unread = [Message(role="tool", content="late", tool_call_id="c9")]
-    found = result(ended(trajectory=Trajectory(chains=[chain(), chain(9)], unread=unread)), ids="compact")
-    assert [one.get("chain") for one in found["messages"]] == [0] * 6 + [1] * 6 + [None]
-    assert found["messages"][-1] == {"role": "tool", "content": "late", "tool_call_id": "c9", "token_ids": []}
+    row = result(ended(trajectory=Trajectory(chains=[chain(), chain(9)], unread=unread)), ids="compact")
+    assert [message.get("chain") for message in row["messages"]] == [0] * 6 + [1] * 6 + [None]
+    assert row["messages"][-1] == {"role": "tool", "content": "late", "tool_call_id": "c9", "token_ids": []}
 
 
 def test_every_message_has_all_three_lists_where_a_trainer_reads_them_of_every_message():
@@ -232,27 +232,27 @@ def test_every_message_has_all_three_lists_where_a_trainer_reads_them_of_every_m
         "messages"
     ]
     # As verl's code of ProRL's server does, and NeMo RL's.
-    assert [token for one in messages for token in one["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
-    given = [one for one in messages if one["input_ids"] is None]
-    assert [one["logprobs"] for one in given] == [None] * len(given) and len(given) == 5
-    sampled = [one for one in messages if one["input_ids"] is not None]
-    assert [len(one["logprobs"]) for one in sampled] == [2, 1]
+    assert [token for message in messages for token in message["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
+    given = [message for message in messages if message["input_ids"] is None]
+    assert [message["logprobs"] for message in given] == [None] * len(given) and len(given) == 5
+    sampled = [message for message in messages if message["input_ids"] is not None]
+    assert [len(message["logprobs"]) for message in sampled] == [2, 1]
     assert prorl.ProrlSampling(token_level_generation=True, compact=True).ids == "compact"
 
 
 def test_what_never_sampled_is_no_reward_for_clients_of_other_servers():
     asked = Chain(segments=[Segment(role="user", token_ids=[1] * 9000, messages=[])])
-    found = ended(
+    rollout = ended(
         State.FAILED,
         drop=True,
         error=ErrorInfo(blame="task", stage="run", type="TaskError", message="leaves no room for a turn"),
         finish_reason="context_length",
         trajectory=Trajectory(chains=[asked]),
     )
-    told = result(found)
-    assert (told["success"], told["filter"], told["reward"]) == (False, True, None)
-    assert "leaves no room for a turn" in told["error"]
-    row = nemo_gym_answers.answer({"responses_create_params": {}}, found, None)
+    answer = result(rollout)
+    assert (answer["success"], answer["filter"], answer["reward"]) == (False, True, None)
+    assert "leaves no room for a turn" in answer["error"]
+    row = nemo_gym_answers.answer({"responses_create_params": {}}, rollout, None)
     assert row["mask_sample"] and row["reward"] == 0.0
     (item,) = row["response"]["output"]
     assert (item["prompt_token_ids"], item["generation_token_ids"]) == ([0], [0]), "NeMo RL wants some"
@@ -263,11 +263,11 @@ LATE = ErrorInfo(blame="timeout", stage="eval", type="X", message="too long")
 
 
 def at(state: State) -> list[TimelineEvent]:
-    return [TimelineEvent(state=one, at=1.0, attempt=1, fence=0) for one in (state, State.CANCELLED)]
+    return [TimelineEvent(state=passed, at=1.0, attempt=1, fence=0) for passed in (state, State.CANCELLED)]
 
 
 @pytest.mark.parametrize(
-    ("found", "critical", "filtered", "timeout"),
+    ("rollout", "critical", "filtered", "timeout"),
     [
         (ended(), None, False, False),
         (ended(reward=0.0), None, False, False),
@@ -281,16 +281,18 @@ def at(state: State) -> list[TimelineEvent]:
         (ended(trajectory=None, trajectory_dropped="size"), "final_result", True, False),
     ],
 )
-def test_only_what_the_service_failed_at_is_filtered(found, critical, filtered, timeout):
-    told = result(found)
-    assert (told["critical_error"], told["filter"], told["success"]) == (critical, filtered, not filtered)
-    assert told["timing"]["timeout_triggered"] is timeout
-    assert (told["reward"] is None) == filtered and bool(told["error"]) == filtered
-    assert not (filtered and told["resolved"])
-    row = nemo_gym_answers.answer({"responses_create_params": {}}, found, None)
+def test_only_what_the_service_failed_at_is_filtered(rollout, critical, filtered, timeout):
+    body = result(rollout)
+    assert (body["critical_error"], body["filter"], body["success"]) == (critical, filtered, not filtered)
+    assert body["timing"]["timeout_triggered"] is timeout
+    assert (body["reward"] is None) == filtered and bool(body["error"]) == filtered
+    assert not (filtered and body["resolved"])
+    row = nemo_gym_answers.answer({"responses_create_params": {}}, rollout, None)
     assert bool(row.get("mask_sample")) == filtered
     # Without tokens a row would end the step of a trainer that masks it.
-    assert check_response(row["response"]) == ([0, 0] if found.trajectory is None else [1, 2, 3, 4, 5, 6, 7])
+    assert check_response(row["response"]) == (
+        [0, 0] if rollout.trajectory is None else [1, 2, 3, 4, 5, 6, 7]
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,18 +308,18 @@ def test_only_what_the_service_failed_at_is_filtered(found, critical, filtered, 
 )
 def test_an_end_in_the_middle_of_a_turn_is_told(reason, engine, finish, properly):
     trajectory = Trajectory(chains=[chain(finish_reason=engine)])
-    found = result(ended(finish_reason=reason, trajectory=trajectory))
-    assert (found["finish"], found["end_properly"]) == (finish, properly)
+    row = result(ended(finish_reason=reason, trajectory=trajectory))
+    assert (row["finish"], row["end_properly"]) == (finish, properly)
 
 
 def test_the_reward_must_be_whole_to_count_as_resolved():
     rewards = (1.0, 0.991, 0.99, 0.5)
-    assert [result(ended(reward=one))["resolved"] for one in rewards] == [True, True, False, False]
+    assert [result(ended(reward=reward))["resolved"] for reward in rewards] == [True, True, False, False]
 
 
 def test_tokens_are_on_the_last_item_of_their_call():
-    found = nemo_gym_answers.response({}, ended(), None)
-    items = found["output"]
+    response = nemo_gym_answers.response({}, ended(), None)
+    items = response["output"]
     kinds = [item["type"] for item in items]
     answers = ["function_call_output", "message"]
     assert kinds == ["reasoning", "function_call", "function_call", *answers, "message"]
@@ -355,9 +357,9 @@ def test_numbers_of_many_answers_leave_masked_ones_out():
         for task, reward in ((0, 1.0), (0, 0.0), (1, 0.0), (1, 0.0))
     ]
     rows.append({"_ng_task_index": 1, "reward": 0, "mask_sample": True, "_ng_failure_class": "sandbox"})
-    found = nemo_gym.aggregate(rows)
+    numbers = nemo_gym.aggregate(rows)
     assert (
-        found["agent_metrics"]
+        numbers["agent_metrics"]
         | {
             "rollouts": 5,
             "mean/reward": 0.25,
@@ -365,10 +367,10 @@ def test_numbers_of_many_answers_leave_masked_ones_out():
             "dropped/sandbox": 1,
             "component/correct": 0.25,
         }
-        == found["agent_metrics"]
+        == numbers["agent_metrics"]
     )
-    assert found["key_metrics"] == {"mean/reward": 0.25, "pass@1": 0.25, "pass@2": 0.5}
-    assert [(one["_ng_task_index"], one["mean/reward"]) for one in found["group_level_metrics"]] == [
+    assert numbers["key_metrics"] == {"mean/reward": 0.25, "pass@1": 0.25, "pass@2": 0.5}
+    assert [(group["_ng_task_index"], group["mean/reward"]) for group in numbers["group_level_metrics"]] == [
         (0, 0.5),
         (1, 0.0),
     ]

@@ -25,11 +25,11 @@ def described(routes, **request) -> Backend:
 
 
 def test_sglang_is_known_by_its_own_routes():
-    found = described(SGLANG)
-    assert (found.engine, found.api, found.model) == ("sglang", "sglang", "org/model")
-    assert (found.tokenizer, found.max_model_len) == ("/models/tokenizer", 4096)
-    assert found.capacity_tokens == 100_000  # two replicas
-    assert (found.policy_version, found.routed_experts, found.logprobs_mode) == ("step-3", True, None)
+    backend = described(SGLANG)
+    assert (backend.engine, backend.api, backend.model) == ("sglang", "sglang", "org/model")
+    assert (backend.tokenizer, backend.max_model_len) == ("/models/tokenizer", 4096)
+    assert backend.capacity_tokens == 100_000  # two replicas
+    assert (backend.policy_version, backend.routed_experts, backend.logprobs_mode) == ("step-3", True, None)
 
 
 def test_an_older_sglang_has_the_same_under_other_paths():
@@ -38,8 +38,8 @@ def test_an_older_sglang_has_the_same_under_other_paths():
         "GET /get_server_info": SGLANG["GET /server_info"],
         "GET /get_model_info": SGLANG["GET /model_info"],
     }
-    found = described(old)
-    assert (found.engine, found.policy_version, found.capacity_tokens) == ("sglang", "step-3", 100_000)
+    backend = described(old)
+    assert (backend.engine, backend.policy_version, backend.capacity_tokens) == ("sglang", "step-3", 100_000)
 
 
 def test_vllm_without_scale_out_is_called_by_completions_and_with_it_by_generate():
@@ -49,14 +49,14 @@ def test_vllm_without_scale_out_is_called_by_completions_and_with_it_by_generate
 
 
 def test_a_server_that_says_little_has_an_unknown_version_and_capacity():
-    found = described(PLAIN)
-    assert (found.engine, found.model, found.tokenizer) == ("vllm", "m", "/models/m")
-    assert (found.policy_version, found.capacity_tokens, found.logprobs_mode) == (None, None, None)
+    backend = described(PLAIN)
+    assert (backend.engine, backend.model, backend.tokenizer) == ("vllm", "m", "/models/m")
+    assert (backend.policy_version, backend.capacity_tokens, backend.logprobs_mode) == (None, None, None)
 
 
 def test_the_model_that_is_asked_for_is_described():
-    found = described(PLAIN, model="other", capacity_tokens=9, max_rollouts=4)
-    assert (found.model, found.tokenizer, found.capacity_tokens, found.max_rollouts) == (
+    backend = described(PLAIN, model="other", capacity_tokens=9, max_rollouts=4)
+    assert (backend.model, backend.tokenizer, backend.capacity_tokens, backend.max_rollouts) == (
         "other",
         "/models/other",
         9,
@@ -94,19 +94,19 @@ def test_a_url_is_the_same_with_and_without_what_openai_clients_add():
 
 def test_a_probe_asks_health_and_metrics_and_says_why_a_server_is_not_well():
     with describing(SGLANG) as url:
-        found = describe(BackendRequest(url=url))
-        assert stats.probe(found).running == 2
-        assert stats.current_version(found) == "step-3"
+        backend = describe(BackendRequest(url=url))
+        assert stats.probe(backend).running == 2
+        assert stats.current_version(backend) == "step-3"
     with pytest.raises(stats.ProbeError, match="/health: "):
-        stats.probe(found)
+        stats.probe(backend)
     with pytest.raises(stats.ProbeError, match="/model_info: "):
-        stats.current_version(found)
+        stats.current_version(backend)
     with describing({**SGLANG, "GET /health": 503}) as url:
-        sick = found.model_copy(update={"url": url})
+        sick = backend.model_copy(update={"url": url})
         with pytest.raises(stats.ProbeError, match="/health: HTTP 503"):
             stats.probe(sick)
     with describing({"GET /health": "", "GET /model_info": "x"}) as url:
-        silent = found.model_copy(update={"url": url})
+        silent = backend.model_copy(update={"url": url})
         assert stats.probe(silent).running is None
         assert stats.current_version(silent) is None
 
@@ -140,9 +140,9 @@ def test_a_server_that_answers_with_something_else_is_no_backend(models):
         described({"GET /v1/models": models})
 
 
-@pytest.mark.parametrize("said", [None, 7, "", {"a": 1}, ["v"], "v" * 129, True])
-def test_a_version_that_is_none_is_not_told(said):
-    lying = {**SGLANG, "GET /model_info": {**SGLANG["GET /model_info"], "weight_version": said}}
+@pytest.mark.parametrize("version", [None, 7, "", {"a": 1}, ["v"], "v" * 129, True])
+def test_a_version_that_is_none_is_not_told(version):
+    lying = {**SGLANG, "GET /model_info": {**SGLANG["GET /model_info"], "weight_version": version}}
     with describing(lying) as url:
         backend = describe(BackendRequest(url=url))
         assert backend.policy_version is None
@@ -151,16 +151,16 @@ def test_a_version_that_is_none_is_not_told(said):
 
 @pytest.mark.parametrize("info", [NESTED, '{"vllm_config": {"model_config": 7}}', "7", '{"dp_size": 1e999}'])
 def test_settings_that_cannot_be_read_are_not_told(info):
-    found = described({**PLAIN, "GET /server_info": info})
-    assert (found.capacity_tokens, found.logprobs_mode, found.tokenizer) == (None, None, "/models/m")
+    backend = described({**PLAIN, "GET /server_info": info})
+    assert (backend.capacity_tokens, backend.logprobs_mode, backend.tokenizer) == (None, None, "/models/m")
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
 def test_counts_that_cannot_be_are_not_told(value):
-    said = stats.parse_stats(
+    counts = stats.parse_stats(
         described(SGLANG), f"sglang:num_running_reqs {value}\nsglang:token_usage 7\nsglang:num_queue_reqs 2\n"
     )
-    assert (said.running, said.waiting, said.kv_usage) == (None, 2, 1.0)
+    assert (counts.running, counts.waiting, counts.kv_usage) == (None, 2, 1.0)
 
 
 def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch):

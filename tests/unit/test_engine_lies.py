@@ -8,7 +8,7 @@ import pytest
 
 from rollout.schema import Blame, State
 from tests.helpers.engine_lies import LIES
-from tests.helpers.liars import LANGUAGE, TURN_TOKENS, told
+from tests.helpers.liars import LANGUAGE, TURN_TOKENS, rollout_at
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.codec import load_codec
 
@@ -28,23 +28,23 @@ def test_there_are_the_lies_that_were_believed_and_twenty_more():
 
 @pytest.mark.parametrize("lie", LIES)
 def test_the_call_of_an_engine_that_lies_is_made_elsewhere_with_the_exact_tokens(lie):
-    found = asyncio.run(told(lie, honest=True))
-    assert found.lies, "the engine was not asked, so it did not lie"
-    assert (found.rollout.state, found.rollout.reward) == (State.COMPLETED, 1.0)
-    (turn,) = [segment for segment in found.rollout.trajectory.chain.segments if segment.sampled]
-    assert turn.token_ids == expected_turn(found.rollout).token_ids
-    assert turn.logprobs == expected_turn(found.rollout).logprobs
+    outcome = asyncio.run(rollout_at(lie, honest=True))
+    assert outcome.lies, "the engine was not asked, so it did not lie"
+    assert (outcome.rollout.state, outcome.rollout.reward) == (State.COMPLETED, 1.0)
+    (turn,) = [segment for segment in outcome.rollout.trajectory.chain.segments if segment.sampled]
+    assert turn.token_ids == expected_turn(outcome.rollout).token_ids
+    assert turn.logprobs == expected_turn(outcome.rollout).logprobs
     assert turn.policy_version == "default"
-    assert set(found.suspected) == {"engine0"}, "the failure is counted in its health"
+    assert set(outcome.suspected) == {"engine0"}, "the failure is counted in its health"
 
 
 @pytest.mark.parametrize("lie", [name for name in LIES if name != ENDS_ITS_CALLS])
 def test_a_rollout_that_meets_lies_alone_fails_without_a_reward_and_the_model_is_to_blame(lie):
-    found = asyncio.run(told(lie, honest=False))
-    rollout = found.rollout
+    outcome = asyncio.run(rollout_at(lie, honest=False))
+    rollout = outcome.rollout
     assert (rollout.state, rollout.reward, rollout.drop) == (State.FAILED, None, True)
-    wanted = {Blame.MODEL} if lie not in UNREADABLE else {Blame.MODEL, Blame.INFRASTRUCTURE}
-    assert rollout.error.blame in wanted, rollout.error
+    blames = {Blame.MODEL} if lie not in UNREADABLE else {Blame.MODEL, Blame.INFRASTRUCTURE}
+    assert rollout.error.blame in blames, rollout.error
     assert rollout.trajectory is None or rollout.trajectory.sampled_tokens == 0
 
 
@@ -61,5 +61,5 @@ UNREADABLE = {
 
 
 def test_an_engine_that_ends_every_call_by_itself_gives_no_reward():
-    found = asyncio.run(told(ENDS_ITS_CALLS, honest=False))
-    assert (found.rollout.state, found.rollout.reward, found.rollout.drop) == (State.FAILED, None, True)
+    outcome = asyncio.run(rollout_at(ENDS_ITS_CALLS, honest=False))
+    assert (outcome.rollout.state, outcome.rollout.reward, outcome.rollout.drop) == (State.FAILED, None, True)

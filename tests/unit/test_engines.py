@@ -209,7 +209,7 @@ def test_a_seed_of_0_is_a_seed(api):
     assert not {"seed", "sampling_seed"} & set(params)
 
 
-def said(ids, reason="length", logprob=-0.5, **choice):
+def reply(ids, reason="length", logprob=-0.5, **choice):
     """An answer of `/inference/v1/generate`."""
     content = [{"token_id": token, "logprob": logprob} for token in ids]
     return {
@@ -218,7 +218,7 @@ def said(ids, reason="length", logprob=-0.5, **choice):
 
 
 def of_version(length):
-    return said([7, 8, 6], weight_versions=[{"version": "v" * length, "start": 0, "end": 3}])
+    return reply([7, 8, 6], weight_versions=[{"version": "v" * length, "start": 0, "end": 3}])
 
 
 NEARLY_FULL = dataclasses.replace(ASKED, prompt=[1] * 98)
@@ -227,13 +227,13 @@ NEARLY_FULL = dataclasses.replace(ASKED, prompt=[1] * 98)
 @pytest.mark.parametrize(
     ("asked", "fine", "broken", "why"),
     [
-        (ASKED, said([7, 8, 99]), said([7, 8, 100]), "outside the vocabulary"),
+        (ASKED, reply([7, 8, 99]), reply([7, 8, 100]), "outside the vocabulary"),
         (ASKED, of_version(MAX_VERSION), of_version(MAX_VERSION + 1), "no policy version"),
-        (ASKED, said([7, 8, 6], logprob=ROUNDING), said([7, 8, 6], logprob=1.1 * ROUNDING), "most is 0"),
-        (ASKED, said([7, 8, 6]), said([7, 8]), "cut at 2 ids, and 3 had room"),
-        (NEARLY_FULL, said([7, 8]), said([7, 8, 6]), "3 ids were sampled where 2 had room"),
-        (ASKED, said([7, 10], "stop"), said([7, 11], "stop"), "11 ends no turn"),
-        (ASKED, said([7, 9], "stop"), said([9, 9], "stop"), "follow the stop id"),
+        (ASKED, reply([7, 8, 6], logprob=ROUNDING), reply([7, 8, 6], logprob=1.1 * ROUNDING), "most is 0"),
+        (ASKED, reply([7, 8, 6]), reply([7, 8]), "cut at 2 ids, and 3 had room"),
+        (NEARLY_FULL, reply([7, 8]), reply([7, 8, 6]), "3 ids were sampled where 2 had room"),
+        (ASKED, reply([7, 10], "stop"), reply([7, 11], "stop"), "11 ends no turn"),
+        (ASKED, reply([7, 9], "stop"), reply([9, 9], "stop"), "follow the stop id"),
     ],
 )
 def test_the_last_that_can_be_is_taken_and_the_first_that_cannot_is_not(asked, fine, broken, why):
@@ -252,9 +252,9 @@ def test_sglang_may_cut_a_call_before_it_is_full():
     assert engine_of(backend("sglang")).read(answer, ASKED).token_ids == [7, 8]
 
 
-@pytest.mark.parametrize(("told", "kept"), [(0, 0), (3, 3), (4, None), (-1, None), (True, None), ("2", None)])
-def test_as_many_ids_as_the_prompt_has_may_come_from_the_cache(told, kept):
-    answer = changed(VLLM, ["usage", "prompt_tokens_details", "cached_tokens"], told)
+@pytest.mark.parametrize(("hits", "kept"), [(0, 0), (3, 3), (4, None), (-1, None), (True, None), ("2", None)])
+def test_as_many_ids_as_the_prompt_has_may_come_from_the_cache(hits, kept):
+    answer = changed(VLLM, ["usage", "prompt_tokens_details", "cached_tokens"], hits)
     assert engine_of(backend()).read(answer, ASKED).cached_tokens == kept
 
 
@@ -315,9 +315,9 @@ def test_tokens_of_an_aborted_call_are_not_used(api, path, value):
 def test_scores_are_read_per_id_but_the_first(api):
     engine = engine_of(backend(api))
     assert engine.read_score(ANSWERS[api], [1, 2, 3]) == [-0.25, -0.5]
-    for other in ([1, 2], [1, 2, 3, 4], [1, 2, 4]):
+    for ids in ([1, 2], [1, 2, 3, 4], [1, 2, 4]):
         with pytest.raises(BrokenAnswer):
-            engine.read_score(ANSWERS[api], other)
+            engine.read_score(ANSWERS[api], ids)
 
 
 def test_scoring_samples_as_little_as_the_engine_allows_and_leaves_no_prefix_to_rollouts():
@@ -387,4 +387,4 @@ def test_metrics_that_are_none_say_nothing(text):
     ],
 )
 def test_the_capacity_of_vllm_comes_from_its_metrics(labels, tokens):
-    assert capacity_of_vllm("".join(f"vllm:cache_config_info{{{one}}} 1.0\n" for one in labels)) == tokens
+    assert capacity_of_vllm("".join(f"vllm:cache_config_info{{{label}}} 1.0\n" for label in labels)) == tokens

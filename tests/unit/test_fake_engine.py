@@ -107,9 +107,9 @@ def test_the_oldest_unused_blocks_are_evicted_first():
     cache = BlockCache(4)
     a, b = block_hashes(tokens(32), None), block_hashes(tokens(32, 100), None)
     for hashes in (a, b, a):
-        cache.take(found := hashes[: cache.hits(hashes)])
-        assert cache.allocate(2 - len(found))
-        for digest in hashes[len(found) :]:
+        cache.take(cached := hashes[: cache.hits(hashes)])
+        assert cache.allocate(2 - len(cached))
+        for digest in hashes[len(cached) :]:
             cache.publish(digest)
         cache.release(hashes, 0)
     assert (cache.hits(a), cache.hits(b), cache.in_use) == (2, 2, 0)
@@ -127,11 +127,11 @@ def test_calls_wait_when_the_cache_is_full_none_is_lost_and_what_never_fits_is_r
             model.submit(tokens(1590), max_tokens=20)
         calls = [asyncio.create_task(call(model, tokens(700, 1000 * k), 10)) for k in range(1, 6)]
         await asyncio.sleep(0.5)
-        seen = (model.running, model.waiting)
-        return seen, await asyncio.gather(*calls), model
+        load = (model.running, model.waiting)
+        return load, await asyncio.gather(*calls), model
 
-    seen, done, model = virtual_time.run(main())
-    assert seen == (2, 3)
+    load, done, model = virtual_time.run(main())
+    assert load == (2, 3)
     assert [len(sequence.token_ids) for sequence, _ in done] == [10] * 5
     assert (model.running, model.waiting, model.cache.in_use) == (0, 0, 0)
 
@@ -199,17 +199,17 @@ def test_pausing_keeps_ends_or_waits_for_the_calls_and_versions_go_with_the_toke
 def test_tokens_and_logprobs_depend_on_prompt_and_seed_alone():
     language = FakeLanguage(answer_tokens=(5, 40))
     options = {"max_tokens": 100, "stop_token_ids": [2]}
-    one = language.answer(tokens(30), seed=1, **options)
-    assert one == FakeLanguage(answer_tokens=(5, 40)).answer(tokens(30), seed=1, **options)
-    assert one.token_ids != language.answer(tokens(30), seed=2, **options).token_ids
-    assert one.token_ids != language.answer(tokens(31), seed=1, **options).token_ids
-    assert 5 <= len(one.token_ids) <= 40
-    assert (one.token_ids[-1], one.finish_reason, one.stop_reason) == (2, "stop", 2)
+    answer = language.answer(tokens(30), seed=1, **options)
+    assert answer == FakeLanguage(answer_tokens=(5, 40)).answer(tokens(30), seed=1, **options)
+    assert answer.token_ids != language.answer(tokens(30), seed=2, **options).token_ids
+    assert answer.token_ids != language.answer(tokens(31), seed=1, **options).token_ids
+    assert 5 <= len(answer.token_ids) <= 40
+    assert (answer.token_ids[-1], answer.finish_reason, answer.stop_reason) == (2, "stop", 2)
     cut = language.answer(tokens(30), seed=1, max_tokens=4, stop_token_ids=[2])
-    assert (cut.token_ids, cut.finish_reason) == (one.token_ids[:4], "length")
+    assert (cut.token_ids, cut.finish_reason) == (answer.token_ids[:4], "length")
     assert len({language.answer(tokens(9), seed=s, max_tokens=1).token_ids[0] for s in range(200)}) > 190
-    scored = language.prompt_logprobs([*tokens(30), *one.token_ids])
-    assert scored[29:] == one.logprobs
+    scored = language.prompt_logprobs([*tokens(30), *answer.token_ids])
+    assert scored[29:] == answer.logprobs
 
 
 def test_a_script_decides_what_is_answered():
@@ -263,7 +263,7 @@ def test_bad_requests_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "seen"),
+    ("kind", "options", "effect"),
     [
         ("error", {"status": 503}, 503),
         ("lie", {"name": "one_log_prob_too_few"}, "short"),
@@ -272,7 +272,7 @@ def test_bad_requests_are_refused():
         ("slow", {"factor": 100}, "slow"),
     ],
 )
-def test_a_fault_meets_as_many_calls_as_it_was_told(kind, options, seen):
+def test_a_fault_meets_as_many_calls_as_it_was_told(kind, options, effect):
     async def main():
         engine = FakeEngine(EngineModel(timing=STEP))
         engine.fault(kind, calls=None if kind == "slow" else 1, **options)
@@ -299,7 +299,7 @@ def test_a_fault_meets_as_many_calls_as_it_was_told(kind, options, seen):
         return first, await ask(), [record.state for record in engine.calls]
 
     first, after, states = virtual_time.run(main())
-    assert first == seen
+    assert first == effect
     assert after == (EngineDied if kind == "die" else "good")
     expected = {"hang": "cancelled", "error": "failed", "die": "failed"}
     assert states[0] == expected.get(kind, "done")

@@ -29,7 +29,7 @@ def files(cell: str) -> set[Path]:
     absent = [str(path.relative_to(ROOT)) for path in paths if not path.exists()]
     assert not absent, f"docs/house.md names what is not there: {absent}"
     inside = (path.rglob("*") if path.is_dir() else [path] for path in paths)
-    return {path for found in inside for path in found if path.suffix in (".py", ".lua")}
+    return {path for folder in inside for path in folder if path.suffix in (".py", ".lua")}
 
 
 CORE = frozenset().union(*(files(row[1]) for row in rows("The core")))

@@ -36,10 +36,10 @@ def test_a_tenant_without_limits_may_have_anything():
     ],
 )
 def test_images_are_held_to_the_tenant_s_patterns_whatever_their_path_goes_through(image, allowed):
-    said = refusal({"images": ("swe-*", "/images/team-a/*")}, image=image)
-    assert (said is None) == allowed
-    if said:
-        assert repr(image) in said and "allowed images: swe-*, /images/team-a/*" in said
+    reason = refusal({"images": ("swe-*", "/images/team-a/*")}, image=image)
+    assert (reason is None) == allowed
+    if reason:
+        assert repr(image) in reason and "allowed images: swe-*, /images/team-a/*" in reason
 
 
 def test_a_runtime_is_checked_where_the_request_names_one():
@@ -56,16 +56,16 @@ def test_mounts_are_held_to_where_links_lead(tmp_path):
     (tmp_path / "mine" / "link").symlink_to(tmp_path / "theirs")
     (tmp_path / "also-mine").symlink_to(tmp_path / "mine")
 
-    def said(path, *mounts):
+    def reason(path, *mounts):
         return refusal({"mounts": mounts}, binds=(BindSpec(str(path), "/data"),))
 
     for path in ("mine", "mine/below", "also-mine/below"):
-        assert said(tmp_path / path, str(tmp_path / "mine")) is None
-        assert said(tmp_path / path, str(tmp_path / "also-mine")) is None
-        assert said(tmp_path / path, str(tmp_path / "m*")) is None
+        assert reason(tmp_path / path, str(tmp_path / "mine")) is None
+        assert reason(tmp_path / path, str(tmp_path / "also-mine")) is None
+        assert reason(tmp_path / path, str(tmp_path / "m*")) is None
     for path in ("theirs", "mine/link", "mine/../theirs", "mineral"):
-        assert "allowed mounts: " in said(tmp_path / path, str(tmp_path / "mine")), path
-    assert "allowed mounts: none" in said(tmp_path / "mine")
+        assert "allowed mounts: " in reason(tmp_path / path, str(tmp_path / "mine")), path
+    assert "allowed mounts: none" in reason(tmp_path / "mine")
 
 
 def test_a_node_that_is_short_is_to_blame_and_not_the_sandbox():

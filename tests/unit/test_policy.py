@@ -87,7 +87,7 @@ FINE = {"POST /generate": SCORES} | {f"POST /{step}": {"success": True} for step
 
 def test_sglang_is_paused_in_place_loaded_from_disk_continued_and_checked():
     canary = {"token_ids": [1, 2, 3], "logprobs": [-1.5, -2.5]}
-    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt", canary=canary))
+    calls, orders, done = exchange(PolicyRequest(version="v1", path="/ckpt", canary=canary))
     assert (done.state, done.canary_max_error) == ("resumed", 0.0)
     assert calls[:4] == [
         ("/pause_generation", {"mode": "in_place"}),
@@ -104,7 +104,7 @@ def test_sglang_is_paused_in_place_loaded_from_disk_continued_and_checked():
         ("/continue_generation", {}),
     ]
     assert [path for path, _ in calls[4:]] == ["/generate"]
-    assert told == [("pause", "s"), ("set_version", "s", "v1"), ("recover", "s"), ("resume", "s")]
+    assert orders == [("pause", "s"), ("set_version", "s", "v1"), ("recover", "s"), ("resume", "s")]
 
 
 def test_sglang_lets_go_of_its_cache_when_it_is_to_be_reset():
@@ -143,10 +143,10 @@ def test_sglang_waits_for_calls_by_its_own_lock_and_is_not_paused_for_that():
     ids=["reload", "pause", "adapter"],
 )
 def test_a_step_that_fails_leaves_a_backend_that_is_safe(options, answers, steps, words, error):
-    calls, told, done = exchange(PolicyRequest(version="v1", path="/ckpt", **options), **answers)
+    calls, orders, done = exchange(PolicyRequest(version="v1", path="/ckpt", **options), **answers)
     assert done.state == "failed" and error in done.error
     assert [path for path, _ in calls] == [f"/{step}" for step in steps]
-    assert [word[0] for word in told] == words
+    assert [word[0] for word in orders] == words
     assert (calls[-1] == ("/pause_generation", {"mode": "abort"})) == ("fail" in words)
 
 

@@ -57,7 +57,7 @@ def ended(pid):
         return True
 
 
-async def gone(pids):
+async def ends_of(pids):
     async with asyncio.timeout(PATIENCE_S):
         while not all(map(ended, pids)):
             await asyncio.sleep(0.01)
@@ -90,9 +90,9 @@ def asynchronous(test):
 async def test_a_process_serves_many_calls_and_is_replaced_after_its_last():
     async with scorers(max_calls=3) as pool:
         answers = [await add(pool, number) for number in range(5)]
-        assert [one["sum"] for one in answers] == [2, 3, 4, 5, 6]
-        assert [one["call"] for one in answers] == [1, 2, 3, 1, 2]
-        assert len({one["pid"] for one in answers}) == 2 and len(pool.pids) == 1
+        assert [answer["sum"] for answer in answers] == [2, 3, 4, 5, 6]
+        assert [answer["call"] for answer in answers] == [1, 2, 3, 1, 2]
+        assert len({answer["pid"] for answer in answers}) == 2 and len(pool.pids) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -101,12 +101,12 @@ def test_200_concurrent_calls_share_a_few_processes_in_the_order_of_asking(size)
         async with scorers(size=size) as pool:
             order = []
 
-            async def one(number):
+            async def call(number):
                 answer = await add(pool, number, number)
                 order.append(number)
                 return answer
 
-            answers = await asyncio.gather(*(one(number) for number in range(200)))
+            answers = await asyncio.gather(*(call(number) for number in range(200)))
             assert [answer["sum"] for answer in answers] == [2 * number for number in range(200)]
             assert len({answer["pid"] for answer in answers}) <= size
             assert size > 1 or order == list(range(200))
@@ -145,7 +145,7 @@ async def test_a_function_that_hangs_is_killed_with_what_it_started_at_its_limit
             await pool.score(f"{MODULE}:forks_and_hangs", str(tmp_path / "pids"), timeout_s=2)
         assert caught.value.blame is Blame.INFRASTRUCTURE and caught.value.retry
         assert counted("forks_and_hangs", "timeout") == before + 1
-        await gone([pid, *await written(tmp_path / "pids")])
+        await ends_of([pid, *await written(tmp_path / "pids")])
         assert (await add(pool))["pid"] != pid
 
 
@@ -161,22 +161,22 @@ async def test_a_cancel_kills_the_process_and_frees_its_place(tmp_path):
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await gone(pids)
+        await ends_of(pids)
         assert (await waiting)["sum"] == 3
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("exits", r"exited with 9; it last printed:\nlast words"),
         ("segfault", r"killed by SIGSEGV; it last printed:\n(.|\n)*Segmentation fault(.|\n)*in segfault"),
         ("eat_memory", r"ran out of memory \(ROLLOUT_SCORER_MEMORY_MB=256\)"),
     ],
 )
-def test_a_function_that_ends_its_process_has_crashed_and_the_next_call_goes_well(function, said):
+def test_a_function_that_ends_its_process_has_crashed_and_the_next_call_goes_well(function, message):
     async def body():
         async with scorers(memory_mb=256) as pool:
-            with pytest.raises(ScorerCrashed, match=said) as caught:
+            with pytest.raises(ScorerCrashed, match=message) as caught:
                 await pool.score(f"{MODULE}:{function}", None, timeout_s=PATIENCE_S)
             assert caught.value.blame is Blame.INFRASTRUCTURE and caught.value.retry
             assert (await add(pool))["sum"] == 3
@@ -193,14 +193,14 @@ async def test_a_function_that_fails_is_the_handlers_fault_and_its_process_goes_
         str(caught.value).encode()
         assert caught.value.blame is Blame.HANDLER and not caught.value.retry
         assert "in fail" in str(caught.value)
-        for function, said in [
+        for function, message in [
             (f"{MODULE}:leave", "SystemExit"),
             (f"{MODULE}:no_json", "the result is no JSON"),
             (f"{MODULE}:missing", "has no attribute 'missing'"),
             ("no_such_module:judge", "No module named 'no_such_module'"),
             ("no_such_module", "not of the form"),
         ]:
-            with pytest.raises(ScorerError, match=said):
+            with pytest.raises(ScorerError, match=message):
                 await pool.score(function, None, timeout_s=PATIENCE_S)
         with pytest.raises(ScorerError, match="the payload is no JSON"):
             await pool.score(f"{MODULE}:add", {"a": object()}, timeout_s=PATIENCE_S)
@@ -211,7 +211,7 @@ async def test_a_function_that_fails_is_the_handlers_fault_and_its_process_goes_
 async def test_a_process_whose_function_left_processes_behind_is_replaced(tmp_path):
     async with scorers() as pool:
         pid = await pool.score(f"{MODULE}:forks", str(tmp_path / "pids"), timeout_s=PATIENCE_S)
-        await gone([pid, *await written(tmp_path / "pids")])
+        await ends_of([pid, *await written(tmp_path / "pids")])
         assert (await add(pool))["pid"] != pid
 
 
@@ -256,11 +256,11 @@ async def test_a_process_that_holds_on_to_much_memory_is_replaced_and_cannot_tak
 @asynchronous
 async def test_an_idle_process_that_died_costs_the_next_call_nothing():
     async with scorers() as pool:
-        for known in (False, True):
+        for noticed in (False, True):
             await add(pool)
             (pid,) = pool.pids
             os.kill(pid, signal.SIGKILL)
-            if known:
+            if noticed:
                 await asyncio.sleep(0.05)
             assert (await add(pool))["pid"] != pid
 
@@ -291,30 +291,30 @@ async def test_a_scorer_sees_no_setting_and_no_secret_of_the_service(monkeypatch
 @asynchronous
 async def test_a_scorer_has_no_network_no_privileges_and_no_view_of_its_parent():
     async with scorers() as pool:
-        seen = await pool.score(f"{MODULE}:surroundings", None, timeout_s=PATIENCE_S)
-    assert seen["interfaces"] == ["lo"]
-    assert set(seen["capabilities"].values()) == {"0000000000000000"} and seen["no_new_privileges"] == "1"
-    assert seen["uid"] == os.getuid()
-    assert seen["parent"] == "FileNotFoundError"
-    assert len(seen["processes"]) == 1
+        view = await pool.score(f"{MODULE}:surroundings", None, timeout_s=PATIENCE_S)
+    assert view["interfaces"] == ["lo"]
+    assert set(view["capabilities"].values()) == {"0000000000000000"} and view["no_new_privileges"] == "1"
+    assert view["uid"] == os.getuid()
+    assert view["parent"] == "FileNotFoundError"
+    assert len(view["processes"]) == 1
 
 
 def test_without_namespaces_scorers_work_and_that_is_said(monkeypatch):
-    said = []
+    warnings = []
     monkeypatch.setattr(process, "_warned", False)
-    monkeypatch.setattr(process.log, "warning", lambda text, **_: said.append(text), raising=False)
+    monkeypatch.setattr(process.log, "warning", lambda text, **_: warnings.append(text), raising=False)
     process._warn_of("this machine gives no user namespace: no")
     process._warn_of("this machine gives no user namespace: no")
-    assert len(said) == 1 and "NETWORK" in said[0]
+    assert len(warnings) == 1 and "NETWORK" in warnings[0]
 
 
 @asynchronous
 async def test_what_crashes_its_scorer_twice_is_the_answers_fault_and_once_is_nobodys(tmp_path):
-    known = {"a": 1, "b": 1}
+    numbers = {"a": 1, "b": 1}
     crash = {"path": str(tmp_path / "crashed"), "times": 5}
-    judge = functools.partial(score_or_blame, f"{MODULE}:crash_or_add", known=known, timeout_s=PATIENCE_S)
+    judge = functools.partial(score_or_blame, f"{MODULE}:crash_or_add", known=numbers, timeout_s=PATIENCE_S)
     assert await judge(crash) is None
-    once = {"path": str(tmp_path / "once"), "times": 1, **known}
+    once = {"path": str(tmp_path / "once"), "times": 1, **numbers}
     assert await judge(once) == 2
     close()
 
@@ -350,7 +350,7 @@ async def test_calls_at_work_and_in_line_when_the_processes_are_closed_fail_and_
             with pytest.raises(ScorerCrashed, match="were closed"):
                 await call
         assert not pool.pids and not (tmp_path / "b").exists()
-        await gone(pids)
+        await ends_of(pids)
 
 
 def test_the_settings_say_how_many_and_how_large():

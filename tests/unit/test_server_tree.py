@@ -18,8 +18,8 @@ def trees(tmp_path: Path) -> Any:
 
 
 def changes(trees: Any, root: Path) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    told = trees.op_changed_tree({"path": str(root)}, None)
-    return {entry["path"]: entry for entry in told["changed"]}, set(told["removed"])
+    answer = trees.op_changed_tree({"path": str(root)}, None)
+    return {entry["path"]: entry for entry in answer["changed"]}, set(answer["removed"])
 
 
 @pytest.fixture

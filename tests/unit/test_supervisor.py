@@ -87,7 +87,7 @@ def test_what_a_part_left_that_ended_unseen_goes_too(watched, tmp_path, do):
         output, _ = leader.communicate()
         return leader.pid, psutil.Process(int(output))
 
-    (pid, ours), (_, other) = member("a1b2"), member("c3")
+    (pid, ours), (_, foreign) = member("a1b2"), member("c3")
     try:
         part = Part("part", ["/bin/true"], env={MARK: "a1b2"}, log=str(tmp_path / "log"), pid=pid)
         watched.parts["part"] = part
@@ -96,9 +96,9 @@ def test_what_a_part_left_that_ended_unseen_goes_too(watched, tmp_path, do):
         else:
             assert watched.stop_all(0.1) == []
         wait_until(lambda: not is_alive(ours), 10, "the member to be gone")
-        assert is_alive(other)
+        assert is_alive(foreign)
     finally:
-        other.kill()
+        foreign.kill()
 
 
 @pytest.mark.parametrize("do", ["look", "stop"])
@@ -122,18 +122,18 @@ def test_who_has_a_dead_parts_pid_now_is_left_alone(watched, tmp_path, do):
 def test_a_part_of_an_earlier_supervisor_is_adopted_and_started_anew(watched, tmp_path):
     part = start(watched, "sleep", "60")
     watched.parts.clear()
-    other = Supervisor(tmp_path / "logs")
-    child = other.parts["part"] = replace(part)
+    second = Supervisor(tmp_path / "logs")
+    child = second.parts["part"] = replace(part)
     assert child.alive
     os.kill(part.pid, signal.SIGKILL)
     wait_until(lambda: not child.alive, 10, "it to have ended")
-    other.look()
+    second.look()
     assert (child.away, child.restarts) == (True, 0)
     child.again_at = 0.0
-    other.look()
+    second.look()
     assert (child.away, child.restarts) == (False, 1)
     assert child.pid != part.pid and child.alive
-    assert other.stop_all(5.0) == [child]
+    assert second.stop_all(5.0) == [child]
 
 
 def test_strays_are_found_by_the_mark_in_their_environment():
@@ -141,15 +141,15 @@ def test_strays_are_found_by_the_mark_in_their_environment():
         subprocess.Popen(["sleep", "60"], env={name: "a1"}, start_new_session=True)
         for name in (MARK, SANDBOX_MARK)
     ]
-    other = subprocess.Popen(["sleep", "60"], env={MARK: "a12"})
+    foreign = subprocess.Popen(["sleep", "60"], env={MARK: "a12"})
     try:
         pids = sorted(child.pid for child in ours)
         wait_until(lambda: sorted(stray.pid for stray in marked("a1")) == pids, 10, "both to be found")
         assert end_marked("a1", 5.0) == 2
         assert list(marked("a1")) == []
-        assert other.poll() is None
+        assert foreign.poll() is None
     finally:
-        for child in [*ours, other]:
+        for child in [*ours, foreign]:
             child.kill()
             child.wait()
 
@@ -197,11 +197,11 @@ def test_a_part_that_keeps_ending_is_told_until_it_lives(watched, tmp_path, monk
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.01)
     child = start(watched, "bash", "-c", f"[ -e {tmp_path}/mended ] && exec sleep 900; kill -9 $$")
 
-    def told():
+    def fails():
         watched.look()
         return watched.failing().get("part", "").startswith("signal 9, 2 times")
 
-    wait_until(told, 60, "it to be told")
+    wait_until(fails, 60, "it to be told")
     (tmp_path / "mended").touch()
 
     def lives():

@@ -67,9 +67,9 @@ def test_a_module_may_be_marked_as_a_whole() -> None:
 
 def test_expected_failures_without_a_mark_are_failures() -> None:
     output = "XFAIL t.py::a - why\nXFAIL t.py::b\nt.py::a XFAIL [ 50%]\nPASSED t.py::c\n= XFAILURES ="
-    told = without_unmarked_failures(output, lambda name: name == "t.py::b").split("\n")
-    assert told[:4] == ["FAILED t.py::a - why", "XFAIL t.py::b", "t.py::a FAILED [ 50%]", "PASSED t.py::c"]
-    assert "XFAIL" not in told[4]
+    lines = without_unmarked_failures(output, lambda name: name == "t.py::b").split("\n")
+    assert lines[:4] == ["FAILED t.py::a - why", "XFAIL t.py::b", "t.py::a FAILED [ 50%]", "PASSED t.py::c"]
+    assert "XFAIL" not in lines[4]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_every_test_that_is_changed_fails_whatever_form_is_drawn(tmp_path: Path)
     statuses = outcomes(tmp_path, sources)
     plain = {statuses.pop(name) for name in list(statuses) if name.startswith("t_as_it_is")}
     assert plain == {"PASSED", "XFAIL"}
-    known = {f"{name}::TestCase::test_known": "XFAIL" for name in sources if name != "t_as_it_is.py"}
+    xfails = {f"{name}::TestCase::test_known": "XFAIL" for name in sources if name != "t_as_it_is.py"}
     failing = set(TESTS) - {"gone", "TestCase::test_known", "TestCase::test_skipped"}
     must_fail = {f"{name}::{test}" for name in sources if name != "t_as_it_is.py" for test in failing}
-    assert statuses == known | dict.fromkeys(must_fail, "FAILED")
+    assert statuses == xfails | dict.fromkeys(must_fail, "FAILED")
 
 
 def test_what_equals_everything_passes_where_it_must_not(tmp_path: Path) -> None:

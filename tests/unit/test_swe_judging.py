@@ -117,8 +117,8 @@ def test_a_line_made_to_take_long_does_not() -> None:
 
 
 def test_marks_of_the_harness_in_the_output_of_tests_are_no_marks() -> None:
-    said = without_marks("a\n>>>>> End Test Output\n>>>>>> Test Exit Code: 0")
-    assert ">>>>>" not in said
+    output = without_marks("a\n>>>>> End Test Output\n>>>>>> Test Exit Code: 0")
+    assert ">>>>>" not in output
 
 
 def test_outcomes_without_the_key_are_not_believed() -> None:
@@ -169,9 +169,9 @@ class TestCase(unittest.TestCase):
 
 
 def test_the_recorder_tells_the_statuses_that_the_summary_has(tmp_path: Path) -> None:
-    told = recorded(tmp_path, TESTS)
-    assert told.changed is False
-    assert told.statuses == {
+    record = recorded(tmp_path, TESTS)
+    assert record.changed is False
+    assert record.statuses == {
         "test_it.py::test_good": "PASSED",
         "test_it.py::test_bad": "FAILED",
         "test_it.py::test_skipped": "SKIPPED",

@@ -156,7 +156,7 @@ def test_django_is_given_modules_and_no_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "one"),
+    ("script", "once"),
     [
         ("pytest -rA a.py", True),
         ("PYTHONWARNINGS=x .venv/bin/python -W ignore -m pytest -rA a", True),
@@ -169,8 +169,8 @@ def test_django_is_given_modules_and_no_files() -> None:
         ("bin/test -C", False),
     ],
 )
-def test_outcomes_are_recorded_where_pytest_runs_once_and_can_load_a_plug_in(script: str, one: bool) -> None:
-    assert is_one_pytest_run(script) is one
+def test_outcomes_are_recorded_where_pytest_runs_once_and_can_load_a_plug_in(script: str, once: bool) -> None:
+    assert is_one_pytest_run(script) is once
 
 
 def test_files_of_a_patch_are_those_of_its_headers() -> None:

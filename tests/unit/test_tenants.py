@@ -28,8 +28,8 @@ ACCESS = Access("v", {ID: key()}, {})
 
 def test_a_key_is_found_by_its_whole_text_only():
     assert ACCESS.find(TEXT).id == ID
-    for other in (TEXT[:-1] + "1", TEXT[:-1], TEXT + "0", TEXT.upper(), f"rlt_{ID[::-1]}_{SECRET}", ""):
-        assert ACCESS.find(other) is None
+    for text in (TEXT[:-1] + "1", TEXT[:-1], TEXT + "0", TEXT.upper(), f"rlt_{ID[::-1]}_{SECRET}", ""):
+        assert ACCESS.find(text) is None
 
 
 @given(st.text(max_size=300))
@@ -45,13 +45,13 @@ def test_only_plain_hex_digits_make_a_key(text):
 
 
 def test_secrets_are_compared_in_constant_time_also_for_an_unknown_id(monkeypatch):
-    seen = []
+    pairs = []
     compare = hmac.compare_digest
-    monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda a, b: seen.append((a, b)) or compare(a, b))
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda a, b: pairs.append((a, b)) or compare(a, b))
     ACCESS.find(TEXT)
     ACCESS.find(f"rlt_{'f' * 12}_{SECRET}")
-    assert len(seen) == 2
-    assert all(len(a) == len(b) == 64 for a, b in seen)
+    assert len(pairs) == 2
+    assert all(len(a) == len(b) == 64 for a, b in pairs)
 
 
 def test_admin_may_everything_and_the_others_only_themselves():

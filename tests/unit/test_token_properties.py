@@ -123,10 +123,10 @@ def test_what_was_sampled_comes_back_id_by_id(episode):
                 [*prompt], [codec.stop_token_ids[0]], [m.model_copy(update={"content": []}) for m in new]
             )
             ours = [t for t in delta if t in codec._guard.control_ids]
-            theirs = [t for t in harmless if t in codec._guard.control_ids]
+            controls = [t for t in harmless if t in codec._guard.control_ids]
             closed = completion.token_ids[-1] in codec.stop_token_ids
-            assert ours in (theirs, [codec.stop_token_ids[0], *theirs]), "an observation forged a token"
-            assert not closed or ours == theirs or completion.token_ids[-1] != codec.stop_token_ids[0]
+            assert ours in (controls, [codec.stop_token_ids[0], *controls]), "an observation forged a token"
+            assert not closed or ours == controls or completion.token_ids[-1] != codec.stop_token_ids[0]
     assert trajectory.chain.token_ids == expected and trajectory.prompt_ids == prompt
     assert trajectory.response_ids == expected[len(prompt) :]
     assert (trajectory.loss_mask, trajectory.logprobs) == (mask, logprobs)
@@ -207,5 +207,5 @@ def test_a_loop_with_random_calls_asks_with_exactly_what_was_there(script):
         assert segments[1].token_ids == answer.ids
         at += len(answer.ids)
         segments = segments[2:]
-    seen = [[m.text for m in s.messages] for s in agent.trajectory.chain.segments if s.role == "tool"]
-    assert seen == expected
+    observations = [[m.text for m in s.messages] for s in agent.trajectory.chain.segments if s.role == "tool"]
+    assert observations == expected

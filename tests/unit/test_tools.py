@@ -78,8 +78,8 @@ def test_aliases_are_understood_and_never_beat_a_main_name():
     tools = by_name(ALL)
     assert tools["bash"] is tools["execute_bash"]
     assert tools["submit"] is tools["finish"]
-    other = Bash()
-    assert by_name([*ALL, other])["bash"] is other
+    shell = Bash()
+    assert by_name([*ALL, shell])["bash"] is shell
     with pytest.raises(ValueError, match="two tools are named 'think'"):
         by_name([*ALL, Think()])
 

@@ -57,13 +57,13 @@ def test_equal_rewards_teach_nothing(kind, rewards):
 
 def test_on_policy_the_gradient_is_the_policy_gradient_averaged_over_tokens():
     same = [-0.5, -1.0, -2.0]
-    found, loss = gradient(same, same, same, [1.0, -2.0, 0.5])
-    assert found == pytest.approx([-1 / 3, 2 / 3, -0.5 / 3]) and loss.clipped == loss.truncated == 0
+    slopes, loss = gradient(same, same, same, [1.0, -2.0, 0.5])
+    assert slopes == pytest.approx([-1 / 3, 2 / 3, -0.5 / 3]) and loss.clipped == loss.truncated == 0
 
 
 def test_clip_higher_lets_a_ratio_rise_further_than_it_may_fall():
     ratios = [1.25, 1.30, 0.85, 0.75]
-    new = [math.log(one) for one in ratios]
+    new = [math.log(ratio) for ratio in ratios]
     zeros = [0.0] * 4
     upwards, up = gradient(new, zeros, zeros, [1.0] * 4)
     downwards, down = gradient(new, zeros, zeros, [-1.0] * 4)
@@ -74,15 +74,15 @@ def test_clip_higher_lets_a_ratio_rise_further_than_it_may_fall():
 
 def test_the_weight_of_off_policy_tokens_is_bounded():
     start, behaviour = [0.0, 0.0, 0.0], [0.0, math.log(0.1), math.log(2.0)]
-    found, loss = gradient(start, start, behaviour, [1.0] * 3)
-    assert found == pytest.approx([-1 / 3, -2.0 / 3, -0.5 / 3]) and loss.truncated == 1
+    slopes, loss = gradient(start, start, behaviour, [1.0] * 3)
+    assert slopes == pytest.approx([-1 / 3, -2.0 / 3, -0.5 / 3]) and loss.truncated == 1
 
 
 def test_tokens_that_were_not_sampled_move_nothing():
     same = [-0.5, -1.0]
     # Not even when what stands there is no number.
-    found, loss = gradient(same, same, [-0.5, -900.0], [1.0, 1.0], mask=[1.0, 0.0])
-    assert found == [-1.0, 0.0] and loss.loss.isfinite() and loss.truncated == 0
+    slopes, loss = gradient(same, same, [-0.5, -900.0], [1.0, 1.0], mask=[1.0, 0.0])
+    assert slopes == [-1.0, 0.0] and loss.loss.isfinite() and loss.truncated == 0
 
 
 def test_the_kl_penalty_is_zero_at_the_reference_and_positive_elsewhere():
@@ -166,15 +166,15 @@ def test_rows_line_up_ids_masks_logprobs_and_versions():
 def test_dropped_rollouts_are_neither_learned_from_nor_part_of_the_mean():
     whole = group(rollout(0, 1.0), rollout(1, None, drop=True), rollout(2, 0.0))
     samples = samples_of(whole, group_advantages)
-    assert [one.reward for one in samples] == [1.0, 0.0]
-    assert [one.advantage for one in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
+    assert [sample.reward for sample in samples] == [1.0, 0.0]
+    assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
     assert is_informative(whole) and not is_informative(group(rollout(0, 1.0), rollout(1, None, drop=True)))
 
 
 def test_every_chain_of_a_rollout_is_a_sample_with_its_advantage():
-    one, other = rollout(0, 1.0), rollout(1, 0.0)
-    one.trajectory.chains.append(one.trajectory.chains[0])
-    samples = samples_of(group(one, other), group_advantages)
+    first, second = rollout(0, 1.0), rollout(1, 0.0)
+    first.trajectory.chains.append(first.trajectory.chains[0])
+    samples = samples_of(group(first, second), group_advantages)
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, 1.0, -1.0], abs=1e-4)
 
 
@@ -204,10 +204,10 @@ def test_the_report_compares_the_ends_and_gives_the_largest_gap():
     rows = [row(step, reward=0.2 if step <= 20 else 0.9) for step in range(1, 61)]
     rows[30] = row(31, reward=None, gap=None)
     rows[35] = row(36, gap=3e-5)
-    told = report(rows, {"seed": 0})
-    assert told["results"] == {"reward_first20": 0.2, "reward_last20": 0.9, "max_logprob_gap": 3e-5}
-    assert told["groups"] == {"kept": 120, "filtered": 60, "failed": 0} and told["minutes"] == 4.0
-    json.dumps(told)
+    summary = report(rows, {"seed": 0})
+    assert summary["results"] == {"reward_first20": 0.2, "reward_last20": 0.9, "max_logprob_gap": 3e-5}
+    assert summary["groups"] == {"kept": 120, "filtered": 60, "failed": 0} and summary["minutes"] == 4.0
+    json.dumps(summary)
 
 
 def test_the_picture_is_drawn_even_where_steps_had_nothing_to_learn_from(tmp_path):
