@@ -101,7 +101,7 @@ def test_cost_its_neighbours_their_attempts_by_ending_their_worker(target):
     workers, neighbours = DyingFleet(target.client, target.store()), [f"n{number}" for number in range(8)]
     workers.submit("poison", *neighbours)
     workers.live_out("poison", neighbours)
-    return any(workers.store.get(one).state is not State.COMPLETED for one in neighbours)
+    return any(workers.store.get(rollout_id).state is not State.COMPLETED for rollout_id in neighbours)
 
 
 @attack(stopped_by="the reaper's election and scripts go on in a full Redis")

@@ -164,8 +164,10 @@ def test_learn_where_redis_is(target, monkeypatch):
 
         app.view_functions["service.ready"] = ready
         ready.scope = None
-    said = [app.test_client().get(path).text for path in ("/ready", "/health", "/v1/status", "/openapi.json")]
-    return any(str(port) in text for text in said)
+    pages = [
+        app.test_client().get(path).text for path in ("/ready", "/health", "/v1/status", "/openapi.json")
+    ]
+    return any(str(port) in text for text in pages)
 
 
 # -- with a key of less --------------------------------------------------------------------------
@@ -192,8 +194,8 @@ def test_learn_by_the_time_which_ids_of_keys_exist(target):
     access = Access("1", {key.id: key}, {OTHER: Tenant(name=OTHER)})
 
     def careless(text: str):
-        found = access.keys.get(text[4:16])
-        return found if found and _digest(text[17:]) == found.digest else None
+        key = access.keys.get(text[4:16])
+        return key if key and _digest(text[17:]) == key.digest else None
 
     find = careless if target.control else access.find
 
@@ -214,7 +216,7 @@ def test_learn_by_the_time_which_ids_of_keys_exist(target):
 
 
 def drained(target: Target) -> bool:
-    return any(one.draining for one in BackendStore(target.stack.redis.client).list())
+    return any(backend.draining for backend in BackendStore(target.stack.redis.client).list())
 
 
 @attack(stopped_by="a key, Origin, application/json")
@@ -271,8 +273,8 @@ def test_be_allowed_by_a_preflight(target):
         "Access_Control_Request_Method": "POST",
         "Access_Control_Request_Headers": "content-type",
     }
-    said = [call("OPTIONS", f"{url}/process", **asks).headers for url in (target.url, target.compat)]
-    return any("access-control-allow-origin" in headers for headers in said)
+    answers = [call("OPTIONS", f"{url}/process", **asks).headers for url in (target.url, target.compat)]
+    return any("access-control-allow-origin" in headers for headers in answers)
 
 
 # -- by not finishing ----------------------------------------------------------------------------
@@ -291,8 +293,8 @@ def stopped(url: str, what: bytes, count: int = 200) -> bool:
     host, port = url[7:].split(":")
     with ExitStack() as open_ones:
         for _ in range(count):
-            one = open_ones.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
-            one.sendall(what)
+            connection = open_ones.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+            connection.sendall(what)
         time.sleep(0.5)
         return not all(answers(url) for _ in range(3))
 
@@ -317,13 +319,13 @@ class Naive(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self.socket, self.socket.accept()[0] as one:
-            data = one.recv(1 << 16)
+        with self.socket, self.socket.accept()[0] as connection:
+            data = connection.recv(1 << 16)
             while b"\r\n\r\n" in data:
                 head, _, rest = data.partition(b"\r\n\r\n")
                 length = re.search(rb"Content-Length: (\d+)", head)
                 data = rest[int(length[1]) if length else 0 :]
-                one.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
 
 @attack(stopped_by="two lengths are refused")
@@ -337,13 +339,13 @@ def test_hide_a_request_behind_two_lengths(target):
 
 
 def _answers_given(port: int, *pieces: bytes) -> int:
-    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as one:
-        one.settimeout(3.0)
-        said = b""
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+        connection.settimeout(3.0)
+        received = b""
         with suppress(TimeoutError, ConnectionError):
             for piece in pieces:
-                one.sendall(piece)
+                connection.sendall(piece)
                 time.sleep(0.5)
-            while data := one.recv(1 << 16):
-                said += data
-    return said.count(b"HTTP/1.1 ")
+            while data := connection.recv(1 << 16):
+                received += data
+    return received.count(b"HTTP/1.1 ")

@@ -34,7 +34,7 @@ class Cluster:
     def is_told(self, secret: str) -> bool:
         """Whether the stranger heard it when a node looked for its head."""
         ping(self.run.redis_url(self.head))
-        return any(secret.encode() in one for one in self.heard)
+        return any(secret.encode() in data for data in self.heard)
 
 
 def stranger(heard: list[bytes], certificate: tuple[Path, Path] | None) -> socketserver.ThreadingTCPServer:
@@ -48,8 +48,8 @@ def stranger(heard: list[bytes], certificate: tuple[Path, Path] | None) -> socke
                     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                     context.load_cert_chain(*certificate)
                     connection = context.wrap_socket(connection, server_side=True)
-                while said := connection.recv(65536):
-                    heard.append(said)
+                while data := connection.recv(65536):
+                    heard.append(data)
                     connection.sendall(b"+OK\r\n")
             except OSError:
                 return

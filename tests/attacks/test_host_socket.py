@@ -67,10 +67,10 @@ class Insider:
         binds = () if self.control else (bind,)
         try:
             with sandbox_of(self.host, runtime=self.runtime, binds=binds) as (_, client):
-                seen = client.bash(f"ls -A {source if self.control else '/data'}", PATIENCE_S)
+                listing = client.bash(f"ls -A {source if self.control else '/data'}", PATIENCE_S)
         except SandboxError:
             return False
-        return seen.exit_code == 0 and bool(seen.output)
+        return listing.exit_code == 0 and bool(listing.output)
 
     def victim(self) -> SandboxInfo:
         """Somebody else's sandbox, its socket shown as `victim.sock`."""
@@ -124,9 +124,9 @@ if reply["ok"]:
 
 @attack(stopped_by="the host looks at its caller's namespaces")
 def test_end_another_s_sandbox_through_the_host_s_socket(target) -> bool:
-    other = target.victim()
-    target.gets(f'call(host, {{"op": "release", "id": "{other.id}"}})')
-    return not target.host.release(other.id)
+    victim = target.victim()
+    target.gets(f'call(host, {{"op": "release", "id": "{victim.id}"}})')
+    return not target.host.release(victim.id)
 
 
 @attack(stopped_by="the host looks at its caller's namespaces")
@@ -136,7 +136,7 @@ def test_learn_the_keys_of_all_sandboxes_from_the_host(target) -> bool:
 
 @attack(stopped_by="a server answers to its key alone")
 def test_run_a_command_in_another_sandbox_through_its_socket(target) -> bool:
-    other = target.victim()
+    victim = target.victim()
     try:
         target.gets(
             """
@@ -152,10 +152,10 @@ for key in keys:
         pass
 """
         )
-        with SyncSandboxClient(other.socket) as client:
+        with SyncSandboxClient(victim.socket) as client:
             return client.bash("ls got").exit_code == 0
     finally:
-        target.host.release(other.id)
+        target.host.release(victim.id)
 
 
 @attack(stopped_by="the host's own places are never bound")
@@ -170,12 +170,12 @@ def test_have_the_directory_above_the_host_s_bound(target) -> bool:
 
 @attack(stopped_by="nor is what lies in them")
 def test_have_another_sandbox_s_files_bound(target) -> bool:
-    other = target.victim()
-    with SyncSandboxClient(other.socket) as client:
+    victim = target.victim()
+    with SyncSandboxClient(victim.socket) as client:
         client.bash("touch mine")
-    found = target.shows(target.host.state / "scratch" / other.id / "workspace")
-    target.host.release(other.id)
-    return found
+    shown = target.shows(target.host.state / "scratch" / victim.id / "workspace")
+    target.host.release(victim.id)
+    return shown
 
 
 @attack(stopped_by="links are followed before a place is judged")

@@ -81,8 +81,8 @@ def test_have_another_image_s_content_cached_under_a_trusted_image_s_hash(target
         with contextlib.suppress(SandboxError):
             store.rootfs(str(trusted))
         key = store.content_hash(aside)
-    said = store.cache.tree(key) / "usr/said"
-    return said.exists() and said.read_text() == "hostile"
+    file = store.cache.tree(key) / "usr/said"
+    return file.exists() and file.read_text() == "hostile"
 
 
 @needs_root

@@ -42,9 +42,9 @@ NUMBERS = HandlerInfo(
 @pytest.fixture(params=["service", CONTROL])
 def target(request, server, monkeypatch):
     monkeypatch.setattr(auth, "CACHE_S", 0.0)
-    found = service(server.url, request.param == CONTROL, monkeypatch)
-    FleetStore(found.world.redis).put_handlers([NUMBERS])
-    return found
+    gate = service(server.url, request.param == CONTROL, monkeypatch)
+    FleetStore(gate.world.redis).put_handlers([NUMBERS])
+    return gate
 
 
 def refused(answer) -> bool:
@@ -63,10 +63,10 @@ def peak_mb(attempt) -> float:
 
 def damaged(target, who: str) -> str:
     """An ended rollout whose request nobody can read."""
-    (one,) = target.submit(who)
+    (rollout_id,) = target.submit(who)
     target.end(who)
-    spoil(target, one, '{"handler": "x", "limits": {"run_timeout_s": null}}')
-    return one
+    spoil(target, rollout_id, '{"handler": "x", "limits": {"run_timeout_s": null}}')
+    return rollout_id
 
 
 def spoil(target, rollout_id: str, request: str = "{") -> None:
@@ -133,7 +133,7 @@ def test_make_a_record_that_nobody_can_read(target):
     target.without(bodies, "read_json", from_json)
     submit = rollout_routes.submit
     target.without(submit, "operation", replace(submit.operation, body=(LooseRequest,)))
-    target.without(dispatch, "stored_form", lambda one: one.model_dump_json())
+    target.without(dispatch, "stored_form", lambda request: request.model_dump_json())
     names = [b"run_timeout_s", b"init_timeout_s", b"tool_timeout_s"]
     body = b'{"handler": "noop", "id": "%s", "limits": {"%s": 1e999}}'
     answers = [target.raw(ATTACKER, "/v1/rollouts", body % (name, name)) for name in names]
@@ -185,16 +185,16 @@ def test_stop_init_for_all_by_a_bad_record(target):
     (bad,) = target.submit(ATTACKER, priority=9)
     spoil(target, bad)
     (mine,) = target.submit(VICTIM)
-    found = []
+    claimed = []
     try:
         for _ in range(2):
             claim = target.gate.rollouts.claim_next("w", node="n")
-            found += [claim.rollout_id] if isinstance(claim, Claim) else []
+            claimed += [claim.rollout_id] if isinstance(claim, Claim) else []
     except ValueError:
         return True
     record = target.world.redis.hgetall(keys.record(bad))
     assert record["state"] == "failed" and "cannot be read" in record["error"]
-    return found != [mine]
+    return claimed != [mine]
 
 
 @attack(stopped_by="the archive passes a bad record over")
@@ -216,8 +216,8 @@ def test_stop_the_archive_by_a_bad_record(target, tmp_path):
 @attack(stopped_by="webhooks of others go on past a bad record")
 def test_stop_webhooks_by_a_bad_record(target):
     target.without(Skipped, "tell", raises)
-    one = damaged(target, ATTACKER)
-    spoil(target, one)
+    bad = damaged(target, ATTACKER)
+    spoil(target, bad)
     (mine,) = target.submit(VICTIM)
     target.end(VICTIM)
     store = WebhookStore(target.world.redis, "https://operator.example/hook")
@@ -241,10 +241,10 @@ def test_stop_the_reaper_by_a_bad_record(target):
     store = RolloutStore(target.world.redis, Settings(redis_url=target.world.url))
     (bad,) = target.submit(ATTACKER)
     (mine,) = target.submit(VICTIM)
-    for due, one in enumerate((bad, mine), 1):
-        store.claim(one, 1, Stage.INIT, "w")
-        target.world.redis.hset(keys.record(one), "lease", 1)
-        target.world.redis.zadd(keys.DUE, {one: due})
+    for due, rollout_id in enumerate((bad, mine), 1):
+        store.claim(rollout_id, 1, Stage.INIT, "w")
+        target.world.redis.hset(keys.record(rollout_id), "lease", 1)
+        target.world.redis.zadd(keys.DUE, {rollout_id: due})
     spoil(target, bad)
     try:
         store.overdue()
@@ -302,7 +302,7 @@ def test_grow_the_metrics_without_a_key(target):
     target.without(requests, "METHODS", Any())
 
     def series() -> int:
-        return sum(len(one.samples) for one in metrics.REQUESTS.collect())
+        return sum(len(family.samples) for family in metrics.REQUESTS.collect())
 
     before = series()
     for k in range(100):

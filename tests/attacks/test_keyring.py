@@ -27,8 +27,8 @@ def _passed_on(target, ring: int) -> bool:
     """Whether a second sandbox reads what the first left in a keyring."""
     name = f"note-{target.info.id}"
     target.python(CALLS + LEAVE.format(name=name, ring=ring))
-    with sandbox_of(target.host, runtime=target.runtime) as (other, client):
-        path = f"{other.workspace}/find.py"
+    with sandbox_of(target.host, runtime=target.runtime) as (neighbour, client):
+        path = f"{neighbour.workspace}/find.py"
         client.write_file(path, CALLS + FIND.format(name=name, ring=ring))
         return client.bash(f"python3 {path}", 60).output.strip() == "WON"
 

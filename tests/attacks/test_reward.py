@@ -153,8 +153,8 @@ CASES = {
 def judged(target: Service, solution: str) -> bool:
     """Whether a program that is too slow is rewarded. The control is the runner that was inside."""
     if not target.control:
-        said = [Action(content=f"```python\n{solution}\n```")]
-        (done,) = play(CodeText(), CASES, said, limits=Limits(max_attempts=1))
+        actions = [Action(content=f"```python\n{solution}\n```")]
+        (done,) = play(CodeText(), CASES, actions, limits=Limits(max_attempts=1))
         assert done.reward is not None
         return done.reward == 1.0
     runner = (
@@ -166,9 +166,9 @@ def judged(target: Service, solution: str) -> bool:
     with subprocess.Popen(
         [sys.executable, "-c", runner, solution], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        said = process.stdout.readline()
+        line = process.stdout.readline()
         process.kill()
-    return said.strip() == "42"
+    return line.strip() == "42"
 
 
 SLOW = "import os, time\nos.kill(os.getppid(), {number})\ntime.sleep(2)\nprint(42, flush=True)\n"

@@ -59,8 +59,8 @@ class Service:
         handlers = {"boxed": HandlerInfo(name="boxed", uses_sandbox=True)}
         with Flask("gateway").test_request_context():
             g.caller = Caller(tenant, key)
-            wanted = RolloutRequest(handler="boxed", **request)
-            return not list(not_permitted([("", wanted)], handlers, settings))
+            rollout_request = RolloutRequest(handler="boxed", **request)
+            return not list(not_permitted([("", rollout_request)], handlers, settings))
 
 
 @pytest.fixture(scope="module", params=["service", CONTROL])

@@ -154,20 +154,20 @@ print(*{key.decode() for key in found()})
 @attack(stopped_by="it comes with the listening socket, and lies in no file; the server is not dumpable")
 def test_learn_the_key_with_which_the_host_speaks_to_the_server(target):
     target.client.write_file("keys.py", KEYS_THERE_ARE)
-    found = target.client.bash("python3 keys.py $PPID", PATIENCE_S, max_output_chars=1 << 20).output.split()
-    return Address.parse(target.info.socket).key in found
+    words = target.client.bash("python3 keys.py $PPID", PATIENCE_S, max_output_chars=1 << 20).output.split()
+    return Address.parse(target.info.socket).key in words
 
 
 @attack(stopped_by=INIT)
 def test_write_the_server_s_memory(target):
-    told = target.python(
+    result = target.python(
         "import os\n"
         "status = open('/proc/%d/status' % os.getppid()).read()\n"
         "server = int(status.split('PPid:')[1].split()[0])\n"
         "open('/proc/%d/mem' % server, 'r+b').close()\n"
         "print('OPEN')"
     )
-    return "OPEN" in told.output
+    return "OPEN" in result.output
 
 
 FORKER = """

@@ -60,8 +60,8 @@ def test_cancel_a_strangers_rollout_by_a_batch_whose_ids_fit(target):
     target.without(batches, "_salt", lambda _: "")
     target.without(dispatch.Dispatcher, "cancel_many", any_tenants)
     target.submit(VICTIM, id="train.1")
-    wanted = BatchRequest(id="train", n=1, groups=1, prompts=[RolloutRequest(handler="noop")])
-    body = wanted.model_dump(mode="json", exclude_none=True)
+    batch = BatchRequest(id="train", n=1, groups=1, prompts=[RolloutRequest(handler="noop")])
+    body = batch.model_dump(mode="json", exclude_none=True)
     for prompt in body["prompts"]:
         del prompt["n"]
     assert target.world.post("/v1/batches", ATTACKER, body).status_code == 202
@@ -90,23 +90,23 @@ def test_read_what_a_stranger_completed_with_its_cursor(target):
     target.end(VICTIM)
     cursor = target.world.get("/v1/results?cursor=0&limit=1", VICTIM).json["cursor"]
     before = f"{int(cursor.split('-')[0]) - 1}"
-    found = [target.world.get(f"/v1/results?cursor={at}", ATTACKER).text for at in ("0", before)]
+    texts = [target.world.get(f"/v1/results?cursor={at}", ATTACKER).text for at in ("0", before)]
     stream = target.world.get(f"/v1/results/stream?cursor={before}", ATTACKER)
     pieces = iter(stream.response)
     if target.control:
-        found += [next(pieces).decode() for _ in range(2)]
+        texts += [next(pieces).decode() for _ in range(2)]
     stream.close()
-    return any("of the victim" in text for text in found)
+    return any("of the victim" in text for text in texts)
 
 
 @attack(stopped_by="jobs are kept by tenant")
 def test_cancel_a_strangers_job_by_its_job_id(target):
     target.without(calls, "key_of", lambda api, *parts: JobStore.key(VICTIM, api, *parts))
     target.without(dispatch.Dispatcher, "cancel_many", any_tenants)
-    (one,) = target.submit(VICTIM)
-    target.gate.jobs.claim(JobStore.key(VICTIM, "prorl", "0", "1"), one, "body", 60.0)
+    (rollout_id,) = target.submit(VICTIM)
+    target.gate.jobs.claim(JobStore.key(VICTIM, "prorl", "0", "1"), rollout_id, "body", 60.0)
     target.world.post("/cancel", ATTACKER, {"job_id": "1"})
-    return target.gate.rollouts.state(one) is State.CANCELLED
+    return target.gate.rollouts.state(rollout_id) is State.CANCELLED
 
 
 @attack(stopped_by="404 for what is another tenant's")
@@ -115,9 +115,9 @@ def test_read_and_stop_a_strangers_batch(target):
     batch_id = new_id()
     body = {"id": batch_id, "n": 1, "groups": 1, "prompts": [{"handler": "noop"}]}
     assert target.world.post("/v1/batches", VICTIM, body).status_code == 202
-    seen = target.world.get(f"/v1/batches/{batch_id}", ATTACKER).status_code == 200
+    readable = target.world.get(f"/v1/batches/{batch_id}", ATTACKER).status_code == 200
     target.world.post(f"/v1/batches/{batch_id}/cancel", ATTACKER)
-    return seen or target.world.get(f"/v1/batches/{batch_id}", VICTIM).json["state"] == "cancelled"
+    return readable or target.world.get(f"/v1/batches/{batch_id}", VICTIM).json["state"] == "cancelled"
 
 
 @attack(stopped_by="a batch takes over its own tenant's only")
@@ -200,11 +200,11 @@ def test_speak_for_the_service_with_ones_own_webhook_secret(target):
     config = Settings(redis_url=target.world.url, webhook_secret=base)
     sender = webhooks.Deliverer(services(target.world.redis, config))
     delivery = Delivery("r", "https://example.com/", "summary", 0.0)
-    (known,) = sender._secrets_for(delivery, ATTACKER)
+    (secret,) = sender._secrets_for(delivery, ATTACKER)
     (victims,) = sender._secrets_for(delivery, VICTIM)
     assert victims == (base if target.control else tenant_secret(base, VICTIM))
     forged = webhooks.message(ended(tenant=VICTIM))
-    headers = signed_headers([known], "r", int(time.time()), forged)
+    headers = signed_headers([secret], "r", int(time.time()), forged)
     try:
         return verify_webhook(forged, headers, victims).reward == 1.0
     except WebhookError:

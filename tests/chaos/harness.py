@@ -139,20 +139,20 @@ class Chaos(Stack):
     def all_ended(self, ids: Sequence[str]) -> bool:
         return sum(self.states(ids)[state] for state in TERMINAL_STATES) == len(ids)
 
-    def known(self, ids: Sequence[str]) -> int:
+    def record_count(self, ids: Sequence[str]) -> int:
         """How many of the ids have a record."""
         return self.redis.client.exists(*(f"rollout:{{{rollout_id}}}" for rollout_id in ids))
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel, as often as it takes while connections are cut."""
 
-        def said() -> bool:
+        def cancelled() -> bool:
             try:
                 return bool(self.client.cancel(rollout_id))
             except ApiError:
                 return False
 
-        wait_until(said, PATIENCE_S, f"the cancel of {rollout_id} to be heard")
+        wait_until(cancelled, PATIENCE_S, f"the cancel of {rollout_id} to be heard")
 
     def wait_for_ends(self, ids: Sequence[str]) -> None:
         wait_until(lambda: self.all_ended(ids), PATIENCE_S, f"{len(ids)} rollouts to end")
@@ -172,46 +172,46 @@ class Chaos(Stack):
         twice = [i for i in ids if stream[i] > 1] + [
             item.id for item in records.values() if sum(e.state.terminal for e in item.timeline) > 1
         ]
-        found = {
+        faults = {
             "lost": lost,
             "ended_twice": sorted(set(twice)),
             "leftovers": self._leftovers(ids),
             "wrong": [why for item in records.values() for why in _wrong(item)] + self._wrong_counts(),
         }
-        for name, what in found.items():
+        for name, what in faults.items():
             if what:
                 print(f"{name}: {what[:5]}{' …' if len(what) > 5 else ''}", flush=True)
         ended = sum(stream[i] > 0 for i in ids)
         return {
             "submitted": len(ids),
             "ended": ended,
-            **{name: len(what) for name, what in found.items()},
+            **{name: len(what) for name, what in faults.items()},
         }
 
     def _records(self, ids: Sequence[str]) -> list[Rollout]:
-        found = []
+        records = []
         for rollout_id in ids:
             try:
-                found.append(self.client.get(rollout_id, include="summary"))
+                records.append(self.client.get(rollout_id, include="summary"))
             except ApiError as error:
                 if error.status != 404:
                     raise
-        return found
+        return records
 
     def _leftovers(self, ids: Sequence[str]) -> list[str]:
         client = self.redis.client
         mine = set(ids)
-        left = [f"due {i}" for i in client.zrange("rollouts:due", 0, -1) if i in mine]
-        left += [f"pin {i}" for i in client.hkeys("backends:pins") if i in mine]
+        traces = [f"due {i}" for i in client.zrange("rollouts:due", 0, -1) if i in mine]
+        traces += [f"pin {i}" for i in client.hkeys("backends:pins") if i in mine]
         for line in client.scan_iter("fair:waiting:*"):
-            left += [f"waiting {i}" for i in client.zrange(line, 0, -1) if i in mine]
+            traces += [f"waiting {i}" for i in client.zrange(line, 0, -1) if i in mine]
         for place in client.scan_iter("ahead:*"):
-            left += [f"{place} {i}" for i in client.smembers(place) if i in mine]
-        left += [
+            traces += [f"{place} {i}" for i in client.smembers(place) if i in mine]
+        traces += [
             f"load {i} {load}" for i, load in client.zrange("backends:load", 0, -1, withscores=True) if load
         ]
         leases = self.fields(ids, "owner", "lease")
-        return left + [f"lease {i}" for i, lease in zip(ids, leases, strict=True) if any(lease)]
+        return traces + [f"lease {i}" for i, lease in zip(ids, leases, strict=True) if any(lease)]
 
     def _wrong_counts(self) -> list[str]:
         """The counters against the records themselves, all of the service's."""

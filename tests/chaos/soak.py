@@ -148,9 +148,9 @@ class Soak:
         """Sandboxes that somebody still has, some time after the last rollout ended."""
         deadline = time.monotonic() + SANDBOXES_S
         while True:
-            left = (SyncHostClient(self.chaos.sandbox_dir).stats() or {}).get("claimed", 0)
-            if not left or time.monotonic() > deadline:
-                return left
+            count = (SyncHostClient(self.chaos.sandbox_dir).stats() or {}).get("claimed", 0)
+            if not count or time.monotonic() > deadline:
+                return count
             time.sleep(1.0)
 
     def _all_ended(self) -> bool:

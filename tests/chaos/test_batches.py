@@ -71,10 +71,10 @@ def test_a_batch_survives_the_death_of_the_gateway_of_redis_and_of_all_workers(c
         fault()
         if missing := {"init", "run", "eval"} - set(chaos.workers):
             chaos.start_stages(sorted(missing))
-    found = list(chaos.client.batches.stream(request.id, timeout=PATIENCE_S, include="summary"))
-    assert len(found) == len({group.id for group in found}) == GROUPS
-    for group in found:
-        assert len(group.rollouts) == N and {one.reward for one in group.rollouts} == {0.0, 1.0}
+    groups = list(chaos.client.batches.stream(request.id, timeout=PATIENCE_S, include="summary"))
+    assert len(groups) == len({group.id for group in groups}) == GROUPS
+    for group in groups:
+        assert len(group.rollouts) == N and {rollout.reward for rollout in group.rollouts} == {0.0, 1.0}
     wait_until(lambda: chaos.client.batches.get(request.id).open == 0, PATIENCE_S, "the rest to be cancelled")
     accounted_for(chaos, request.id)
 
@@ -129,7 +129,7 @@ def test_a_trainer_that_is_killed_goes_on_at_its_cursor_and_misses_no_group(chao
         trainer.send_signal(signal.SIGKILL)
         trainer.wait(10)
     assert subprocess.run(argv, env=env, cwd=tmp_path, timeout=PATIENCE_S, check=False).returncode == 0
-    kept = [one.id for one in chaos.client.batches.stream(made.id, include="verdicts")]
+    kept = [group.id for group in chaos.client.batches.stream(made.id, include="verdicts")]
     assert learnt() == kept and len(kept) == GROUPS
     assert chaos.client.batches.get(made.id).state is BatchState.DONE
 
@@ -141,7 +141,7 @@ def test_a_batch_goes_on_while_its_rollouts_are_cancelled_one_by_one(chaos):
     chance = random.Random(3)
     while not chaos.client.batches.get(made.id).state.ended:
         page = chaos.client.list(state=State.RUNNING, limit=50)
-        mine = [one.id for one in page.rollouts if one.id.startswith(made.id)]
+        mine = [rollout.id for rollout in page.rollouts if rollout.id.startswith(made.id)]
         for rollout_id in chance.sample(mine, min(2, len(mine))):
             chaos.client.cancel(rollout_id)
         time.sleep(0.1)

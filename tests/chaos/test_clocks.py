@@ -72,7 +72,7 @@ def test_a_worker_that_dies_after_the_clock_went_back_is_missed_as_soon(chaos, c
     (gates / "run").touch()
     (gates / "eval").touch()
     chaos.wait_for_ends(ids)
-    assert {chaos.client.get(one, include="summary").state for one in ids} == {State.COMPLETED}
+    assert {chaos.client.get(rollout_id, include="summary").state for rollout_id in ids} == {State.COMPLETED}
 
 
 @pytest.mark.timeout(300)

@@ -82,7 +82,7 @@ def test_a_gateway_killed_while_it_accepts_creates_nothing_twice_when_asked_agai
             try:
                 answer = http.post(f"{chaos.url}/v1/rollouts", json=body, timeout=10)
                 if answer.status_code == 202:
-                    assert [one["id"] for one in answer.json()["rollouts"]] == chunk
+                    assert [rollout["id"] for rollout in answer.json()["rollouts"]] == chunk
                     return
             except httpx.HTTPError as error:
                 errors.append(error)
@@ -97,11 +97,11 @@ def test_a_gateway_killed_while_it_accepts_creates_nothing_twice_when_asked_agai
         thread.start()
     for number in range(DEATHS):
         count = (number + 1) * COUNT // 4
-        wait_until(lambda count=count: chaos.known(ids) >= count, PATIENCE_S, f"{count} accepted")
+        wait_until(lambda count=count: chaos.record_count(ids) >= count, PATIENCE_S, f"{count} accepted")
         chaos.restart_gateway()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert chaos.known(ids) == len(ids)
+    assert chaos.record_count(ids) == len(ids)
     assert errors, "the gateway was never away: this tested nothing"
     chaos.require_exact(ids)
     members = chaos.redis.client.zcount("rollouts:created", "-inf", "+inf")

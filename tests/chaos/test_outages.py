@@ -28,12 +28,12 @@ FAULT_S = CHAOS("seconds of an outage for sandboxes and calls", short=6.0, long=
 @pytest.fixture
 def at_work(chaos):
     """Rollouts in every stage, whose gates are shut; those of RUN end theirs during the outage."""
-    found = {}
+    by_stage = {}
     for stage in STAGES:
         ids, gates = chaos.submit_up_to(stage, EACH)
         chaos.wait_for_arrived(gates, stage, EACH)
-        found[stage] = ids, gates
-    return found
+        by_stage[stage] = ids, gates
+    return by_stage
 
 
 def open_all(at_work):
@@ -86,7 +86,7 @@ def test_sandboxes_and_model_calls_go_on_through_an_outage(chaos, embedded):
         RolloutRequest(handler="calculator", task=task, id=new_id()) for task in load_tasks(TASKS_FILE, COUNT)
     ]
     chaos.client.submit(requests)
-    ids = [one.id for one in requests]
+    ids = [request.id for request in requests]
     for _ in range(3):
         wait_until(lambda: chaos.states(ids)["running"] or chaos.all_ended(ids), PATIENCE_S, "one in RUN")
         chaos.redis.crash()
@@ -95,8 +95,8 @@ def test_sandboxes_and_model_calls_go_on_through_an_outage(chaos, embedded):
     chaos.wait_for_ends(ids)
     for rollout_id in ids:
         item = chaos.client.get(rollout_id, include="summary")
-        told = [note.text for note in item.notes]
-        assert (item.state, item.attempt, item.error) == (State.COMPLETED, 1, None), told
+        notes = [note.text for note in item.notes]
+        assert (item.state, item.attempt, item.error) == (State.COMPLETED, 1, None), notes
     wait_until(lambda: leftovers(chaos.sandbox_dir) == [], PATIENCE_S, "the sandboxes to be gone")
 
 
@@ -118,7 +118,7 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
                     answers["stream"] = json.loads(line.removeprefix("data:"))
                     return
 
-    waiting = [threading.Thread(target=one) for one in (long_poll, stream)]
+    waiting = [threading.Thread(target=call) for call in (long_poll, stream)]
     for thread in waiting:
         thread.start()
     chaos.wait_for_arrived(gates, "init", 1)

@@ -25,13 +25,13 @@ def test_random_kills_lose_nothing_and_end_nothing_twice(form):
     argv = [sys.executable, "-m", "tests.chaos.soak", *form]
     out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert out.stdout, out.stderr[-3000:]
-    said = json.loads(out.stdout.splitlines()[-1])
-    assert said["results"] == {
+    counts = json.loads(out.stdout.splitlines()[-1])
+    assert counts["results"] == {
         "submitted": int(form[1]),
         "ended": int(form[1]),
         "ended_twice": 0,
         "lost": 0,
         "leftovers": 0,
     }, out.stdout
-    assert said["wrong"] == 0 and sum(said["faults"].values()) >= 6
+    assert counts["wrong"] == 0 and sum(counts["faults"].values()) >= 6
     assert out.returncode == 0, out.stderr[-2000:]

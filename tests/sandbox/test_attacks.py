@@ -92,7 +92,7 @@ def victim(node) -> Iterator[Victim]:
     bind = BindSpec(str(shared), "/shared", read_only=False)
     with sandbox_of(host, runtime=runtime, binds=(bind,)) as (info, client):
         yield Victim(host, state, shared, info, client)
-    assert [left for left in leftovers(state) if info.id in left] == []
+    assert [trace for trace in leftovers(state) if info.id in trace] == []
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
 
 
@@ -226,7 +226,7 @@ def test_who_fills_the_disk_again_is_ended_and_it_is_known_why(victim):
 
 def test_a_cpu_hog_yields_to_the_server_and_the_node(victim):
     victim.client.bash("for i in 1 2 3 4 5 6; do (while :; do :; done) & done")
-    hogs = [one.pid for one in processes.usages(victim.info.pid) if one.pid not in own_processes(victim)]
+    hogs = [hog.pid for hog in processes.usages(victim.info.pid) if hog.pid not in own_processes(victim)]
     assert len(hogs) >= 6
     for pid in hogs:
         assert niceness(pid) >= min(niceness(os.getpid()) + 10, 19)
@@ -248,10 +248,10 @@ def own_processes(victim: Victim) -> list[int]:
 
 
 def server_of(victim: Victim) -> int:
-    for one in processes.usages(victim.info.pid):
-        command = Path(f"/proc/{one.pid}/cmdline").read_bytes().split(b"\0")
+    for usage in processes.usages(victim.info.pid):
+        command = Path(f"/proc/{usage.pid}/cmdline").read_bytes().split(b"\0")
         if any(part.endswith(b"/start.py") for part in command) and b"--chdir" not in command:
-            return one.pid
+            return usage.pid
     raise AssertionError("no server")
 
 
@@ -316,10 +316,10 @@ print("done")
 
 
 def test_there_is_no_socket_to_forge_replies_on(victim):
-    found = victim.client.bash(
+    result = victim.client.bash(
         "find / -xdev -type s 2>/dev/null; find /run /tmp -type s; grep -c / /proc/net/unix"
     )
-    assert found.output.split() == ["0"]
+    assert result.output.split() == ["0"]
     victim.client.bash(
         "rm -rf /run/sbx/* /run/sbx; python3 -c 'import socket; socket.socket(1).bind(\"/run/sbx/s\")'"
     )
@@ -385,10 +385,10 @@ def test_a_link_in_a_bound_place_cannot_be_bound_next(victim, node):
 
 
 def test_another_sandboxs_memory_files_and_processes_are_out_of_reach(victim, node):
-    other = victim.host.start(SandboxSpec(runtime=node[3]))
-    with SyncSandboxClient(other.socket) as client:
+    neighbour = victim.host.start(SandboxSpec(runtime=node[3]))
+    with SyncSandboxClient(neighbour.socket) as client:
         client.bash("echo hers >/tmp/hers; echo hers >/dev/shm/hers; sleep 1000 & ")
-        places = f"{victim.state} {Address.parse(other.socket)}"
+        places = f"{victim.state} {Address.parse(neighbour.socket)}"
         result = victim.client.bash(
             f"find / -name hers 2>/dev/null; ls {places}; ps ax | grep 'sleep 100[0]'"
         )
@@ -396,4 +396,4 @@ def test_another_sandboxs_memory_files_and_processes_are_out_of_reach(victim, no
         assert "sleep 1000" not in result.output
         victim.client.bash("kill -9 -1")
         assert client.bash("cat /dev/shm/hers; jobs").output.startswith("hers\n")
-    victim.host.release(other.id)
+    victim.host.release(neighbour.id)

@@ -29,11 +29,11 @@ def test_places_are_found_and_their_like_is_output_however_the_stream_is_cut(cel
         + b"9" * 30
         + b"\x1eend\x1eab;4"
     )
-    scanner, found = cell.PlaceScanner("ab"), []
+    scanner, parts = cell.PlaceScanner("ab"), []
     for start in range(0, len(stream), size):
-        found += scanner.feed(stream[start : start + size])
-    assert [value for kind, value in found if kind == "place"] == [1, 22]
-    output = b"".join(value for kind, value in found if kind == "output") + scanner.flush()
+        parts += scanner.feed(stream[start : start + size])
+    assert [value for kind, value in parts if kind == "place"] == [1, 22]
+    output = b"".join(value for kind, value in parts if kind == "output") + scanner.flush()
     assert output == stream.replace(b"\x1eab;1\x1e", b"").replace(b"\x1eab;22\x1e", b"")
 
 

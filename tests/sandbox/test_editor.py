@@ -206,8 +206,8 @@ def test_undo_goes_back_twenty_edits_and_never_over_the_work_of_others(box):
 
 @pytest.fixture(scope="module")
 def modules():
-    with server_modules("document", "editor") as found:
-        yield found
+    with server_modules("document", "editor") as loaded:
+        yield loaded
 
 
 def test_the_old_content_is_back_after_a_failed_write(modules, tmp_path, monkeypatch):
@@ -264,11 +264,11 @@ def test_str_replace_is_pythons_replace_and_undo_restores_the_bytes(
         reply = edit(dict(request, command="str_replace"), None)
         if text.count(old) == 1 and old != new:
             assert reply["ok"], reply
-            wanted = text.replace(old, new)
+            expected = text.replace(old, new)
             if newline == "\r\n" and "\n" in text:
-                assert path.read_bytes() == wanted.replace("\n", "\r\n").encode("utf-8-sig")
+                assert path.read_bytes() == expected.replace("\n", "\r\n").encode("utf-8-sig")
             else:
-                assert path.read_bytes().decode("utf-8-sig") == wanted
+                assert path.read_bytes().decode("utf-8-sig") == expected
             assert edit(dict(request, command="undo_edit"), None)["ok"]
         else:
             assert not reply["ok"]

@@ -84,9 +84,9 @@ def test_nothing_of_the_shell_reaches_it(client):
     client.bash(
         "export WORD=1 PATH=/nowhere; cd /tmp; ulimit -n 20; umask 777; trap '' TERM; alias env=false"
     )
-    said = client.exec(["env"]).stdout
-    assert "WORD" not in said
-    assert "/nowhere" not in said
+    output = client.exec(["env"]).stdout
+    assert "WORD" not in output
+    assert "/nowhere" not in output
     result = client.exec(
         ["sh", "-c", "pwd; umask; ulimit -n; grep SigIgn /proc/self/status; ls /proc/self/fd"]
     )
@@ -122,12 +122,12 @@ def test_nothing_runs_beside_it_and_nothing_is_left(client):
     listing = "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$p; echo; done 2>/dev/null | grep -a '^sleep'"
     start = f"setsid {own} & first=$!; second=$({own_child} >/dev/null & echo $!)"
     wait = "for pid in $first $second; do until grep -q ^sleep /proc/$pid/cmdline; do sleep 0.1; done; done"
-    said = client.exec(["sh", "-c", f"{start}; {wait}; {listing}"]).stdout
-    lines = [line.strip() for line in said.splitlines()]
+    output = client.exec(["sh", "-c", f"{start}; {wait}; {listing}"]).stdout
+    lines = [line.strip() for line in output.splitlines()]
     assert own in lines and own_child in lines
     assert agent_s not in lines and agent_s_child not in lines
-    left = [line.strip() for line in client.bash(listing).output.splitlines()]
-    assert not set(names) & set(left)
+    commands = [line.strip() for line in client.bash(listing).output.splitlines()]
+    assert not set(names) & set(commands)
 
 
 def test_the_shell_is_back_after_it(client):
@@ -141,16 +141,16 @@ def test_the_shell_is_back_after_it(client):
 def test_a_running_command_is_ended_for_it(client, sandbox):
     command = THREADS.submit(client.bash, "sleep 600", 600)
     time.sleep(0.5)
-    with SyncSandboxClient(sandbox.socket) as other:
-        assert other.exec(["echo", "mine"]).stdout == "mine\n"
+    with SyncSandboxClient(sandbox.socket) as second:
+        assert second.exec(["echo", "mine"]).stdout == "mine\n"
     assert command.result(60).interrupted
 
 
 def test_a_reset_ends_it(client, sandbox):
     command = THREADS.submit(client.exec, ["sleep", "600"], 600)
     time.sleep(0.5)
-    with SyncSandboxClient(sandbox.socket) as other:
-        other.reset()
+    with SyncSandboxClient(sandbox.socket) as second:
+        second.reset()
     ended = command.result(60)
     assert (ended.exit_code, ended.interrupted) == (None, True)
     assert client.bash("echo back").output == "back\n"

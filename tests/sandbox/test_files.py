@@ -182,8 +182,8 @@ def test_an_upload_that_breaks_off_leaves_no_temporary_file(info, box, tree):
                 await task
 
     run(break_off())
-    gone = box.bash("until [ -z \"$(find . -name '.upload*')\" ] && [ ! -e half ]; do sleep 0.05; done", 120)
-    assert gone.exit_code == 0
+    done = box.bash("until [ -z \"$(find . -name '.upload*')\" ] && [ ! -e half ]; do sleep 0.05; done", 120)
+    assert done.exit_code == 0
 
 
 def test_transfers_with_silent_sandboxes_leave_the_threads_of_the_loop_to_others(tmp_path):

@@ -52,8 +52,8 @@ def processes_of(pid: int) -> list[int]:
 
 def inside(info: SandboxInfo, command: str) -> list[int]:
     """Processes of the sandbox with that command line."""
-    wanted = command.replace(" ", "\0") + "\0"
-    return [pid for pid in processes_of(info.pid) if _command_line(pid) == wanted]
+    command_line = command.replace(" ", "\0") + "\0"
+    return [pid for pid in processes_of(info.pid) if _command_line(pid) == command_line]
 
 
 def _command_line(pid: int) -> str:
@@ -65,8 +65,8 @@ def _command_line(pid: int) -> str:
 
 def assert_gone(state: Path, info: SandboxInfo, pids: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if processes.start_time(pid) is not None]:
-        assert time.monotonic() < deadline, f"processes {left} are left"
+    while alive := [pid for pid in pids if processes.start_time(pid) is not None]:
+        assert time.monotonic() < deadline, f"processes {alive} are left"
         time.sleep(0.01)
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
     assert not [path for path in state.rglob("*") if info.id in path.name]
@@ -124,9 +124,9 @@ def test_a_sandbox_outlives_its_host_and_the_next_host_adopts_it(state, host, ru
         kill_host(host)
         assert client.bash("echo $x").output == "kept\n"
         (listed,) = host.list()  # asks a new host
-        left = listed.pop("seconds_left")
+        seconds = listed.pop("seconds_left")
         assert SandboxInfo.from_json(listed) == info
-        assert 900 < left < 1000
+        assert 900 < seconds < 1000
         assert client.bash("echo $x").output == "kept\n"
     stats = host.stats()
     assert (stats["adopted"], stats["swept"]) == (1, 0)
@@ -151,16 +151,16 @@ def test_stop_after_a_killed_host_leaves_nothing(state, host, anything):
 
 
 def test_an_adopted_sandbox_that_ends_is_noticed_and_its_lifetime_still_counts(state, host, anything):
-    one, two = [host.start(SandboxSpec(runtime=anything, max_lifetime_s=s)) for s in (1000, 4)]
-    pids = [pid for info in (one, two) for pid in processes_of(info.pid)]
+    first, second = [host.start(SandboxSpec(runtime=anything, max_lifetime_s=s)) for s in (1000, 4)]
+    pids = [pid for info in (first, second) for pid in processes_of(info.pid)]
     kill_host(host)
     ensure_host(state)
-    kill_from_outside(one.pid)
+    kill_from_outside(first.pid)
     until(host.stats, lambda stats: stats["known"] == 0)
-    for info in (one, two):
+    for info in (first, second):
         assert_gone(state, info, pids)
-    assert host.fate(one.id).kind == "died"
-    assert host.fate(two.id) == Fate("expired", "outlived its 4 s")
+    assert host.fate(first.id).kind == "died"
+    assert host.fate(second.id) == Fate("expired", "outlived its 4 s")
 
 
 def test_what_a_killed_host_had_not_finished_is_swept(state, host, anything):
@@ -206,14 +206,14 @@ def test_a_host_that_stops_starts_nothing_more(state):
 def ended(state):
     """Ends sandboxes that never began, by a host's rules and in this process; gives its containers."""
 
-    def end(*ones: Container, kind: str = "died", times: int = 1) -> Containers:
+    def end(*boxes: Container, kind: str = "died", times: int = 1) -> Containers:
         containers = Containers(state, HostConfig.from_environment())
 
         async def scenario():
-            containers._all = {one.id: one for one in ones}
-            for one in ones * times:
-                containers.end_for(one, "ended by itself", kind)
-            await asyncio.gather(*(one.ending for one in ones))
+            containers._all = {box.id: box for box in boxes}
+            for box in boxes * times:
+                containers.end_for(box, "ended by itself", kind)
+            await asyncio.gather(*(box.ending for box in boxes))
 
         run(scenario())
         assert containers.stats()["known"] == 0
@@ -228,13 +228,13 @@ def never_begun(name: str) -> Container:
 
 
 def test_the_end_of_a_sandbox_counts_once_and_lets_go_of_all_that_was_held_for_it(ended):
-    one, released = never_begun("x"), []
-    one.leases = [Lease()]
-    one.leases[0].callback(released.append, one.id)
-    one.file_system = held = os.open("/", os.O_RDONLY)
-    counts = ended(one, kind="expired", times=2).counts
+    box, released = never_begun("x"), []
+    box.leases = [Lease()]
+    box.leases[0].callback(released.append, box.id)
+    box.file_system = held = os.open("/", os.O_RDONLY)
+    counts = ended(box, kind="expired", times=2).counts
     assert (counts["expired"], counts["released"], released) == (1, 1, ["x"])
-    assert one.file_system is None
+    assert box.file_system is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held)
 
@@ -362,12 +362,12 @@ def test_the_agent_s_shell_has_what_a_docker_image_declares(host, images, contai
     environment.mkdir(parents=True)
     (images / "image" / "usr" / "bin").mkdir(parents=True)
     lines = ['export PATH="/opt/conda/bin:/usr/bin"']
-    lines += [f'export {one}="${{{one}:-"of the image"}}"' for one in ("COLOUR", "PAGER")]
+    lines += [f'export {name}="${{{name}:-"of the image"}}"' for name in ("COLOUR", "PAGER")]
     (environment / "10-docker2singularity.sh").write_text("\n".join(lines))
     info = host.start(SandboxSpec(runtime=container, image=str(images / "image")))
     with SyncSandboxClient(info.socket) as client:
-        said = client.bash("echo $PATH $COLOUR $PAGER")
-        assert said.output == "/opt/conda/bin:/usr/bin of the image cat\n"
+        result = client.bash("echo $PATH $COLOUR $PAGER")
+        assert result.output == "/opt/conda/bin:/usr/bin of the image cat\n"
 
 
 def test_what_bounds_the_image_cache_reaches_a_host_that_starts_by_itself(state, host, monkeypatch):

@@ -19,10 +19,10 @@ def rollout(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_status_shows_the_sandboxes_and_stop_ends_them(state, anything):
     assert f"no sandbox host serves {state}" in rollout("status", f"--state-dir={state}").stderr
     info = SyncHostClient(state).start(SandboxSpec(runtime=anything, owner="somebody"))
-    said = rollout("status", f"--state-dir={state}")
-    assert said.returncode == 0, said.stderr
+    done = rollout("status", f"--state-dir={state}")
+    assert done.returncode == 0, done.stderr
     for part in (info.id, "somebody", "started 1", "claimed 1", "over the memory limit 0"):
-        assert part in said.stdout
+        assert part in done.stdout
     assert rollout("stop", f"--state-dir={state}").returncode == 0
     assert not (state / info.id).exists()
     assert rollout("stop", f"--state-dir={state}").returncode == 0  # nothing to do

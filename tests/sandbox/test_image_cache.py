@@ -186,10 +186,10 @@ def test_an_image_evicted_before_it_is_held_is_unpacked_again(store, images):
     assert not a.exists()
     with store.hold(a / "usr"):  # a path within it serves as well
         assert (a / "usr/data/name").read_text() == "a"
-    other = ImageStore(store.cache.directory, store.cache.quota)
+    second = ImageStore(store.cache.directory, store.cache.quota)
     store.cache.prune(everything=True)
     with pytest.raises(ImageError, match="not in the image cache any more"):
-        other.hold(a)
+        second.hold(a)
 
 
 def test_a_directory_image_is_neither_copied_nor_evicted(store, tmp_path):
@@ -230,8 +230,8 @@ def test_pruning_clears_away_lock_files_of_images_that_are_gone(store, images):
     store.rootfs(images["a"])
     store.cache.prune(everything=True)
     store.cache.prune()
-    left = sorted(path.name for path in store.cache.directory.iterdir())
-    assert left == [".guard", "hashes.json", "quota.lock"]
+    names = sorted(path.name for path in store.cache.directory.iterdir())
+    assert names == [".guard", "hashes.json", "quota.lock"]
 
 
 def test_an_image_larger_than_the_quota_is_refused_without_emptying_the_cache(store, images, tmp_path):
@@ -353,8 +353,8 @@ def test_a_plain_user_can_evict_a_tree_with_read_only_directories():
             interpreter = shutil.which("python3", path="/usr/bin") or sys.executable
             options["executable"] = interpreter
         process = python(code, directory / "cache", image, stderr=subprocess.PIPE, **options)
-        said, error = process.communicate(timeout=PATIENCE_S)
-        assert said == "False []\n", error
+        output, error = process.communicate(timeout=PATIENCE_S)
+        assert output == "False []\n", error
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

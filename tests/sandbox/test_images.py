@@ -99,14 +99,14 @@ def built(*arguments: object) -> Path:
 
 def refused(*arguments: object) -> str:
     """What `rollout images build …` says when it fails; it must leave nothing."""
-    before = left(paths.rollout_home().parent)
+    before = files(paths.rollout_home().parent)
     result = images("build", "--quiet", *arguments)
     assert result.exit_code == 1, result.output
-    assert left(paths.rollout_home().parent) == before
+    assert files(paths.rollout_home().parent) == before
     return " ".join(result.output.split())
 
 
-def left(home: Path) -> list[str]:
+def files(home: Path) -> list[str]:
     """The files below the images and the temporary directory."""
     places = (home / "tmp", home / "home/images")
     return sorted(str(path) for place in places for path in place.rglob("*"))
@@ -132,9 +132,9 @@ def docker_archive(home: Path, tree: Path) -> Path:
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as archive:
         archive.add(tree, arcname=".")
-        other = tarfile.TarInfo("etc/other")
-        other.uid, other.gid, other.size = 33, 33, 5
-        archive.addfile(other, io.BytesIO(b"other"))
+        entry = tarfile.TarInfo("etc/other")
+        entry.uid, entry.gid, entry.size = 33, 33, 5
+        archive.addfile(entry, io.BytesIO(b"other"))
     layer_name = hashlib.sha256(layer.getvalue()).hexdigest()
     rootfs = {"type": "layers", "diff_ids": [f"sha256:{layer_name}"]}
     config = json.dumps(
@@ -180,14 +180,14 @@ def test_a_definition_file_is_built_with_its_labels_arguments_and_post_section(h
     file = definition(home, "{{ ROOT }}", rest)
     image = built("own", file, "--build-arg", f"ROOT={tree}", "--build-arg", "COLOUR=red")
     assert "made-by-post" in output_of(image, "ls /")
-    found = json.loads(images("inspect", "own", "--json").output)
-    assert (found["kind"], found["labels"]["colour"], found["note"]) == ("SIF", "red", None)
-    assert "export SHAPE=round" in "".join(found["environment"].values())
-    assert found["has"] == {"bash": False, "git": False, "python3": False, "ipykernel": True}
-    assert found["unpacked_bytes"] > found["bytes"] > 0
+    facts = json.loads(images("inspect", "own", "--json").output)
+    assert (facts["kind"], facts["labels"]["colour"], facts["note"]) == ("SIF", "red", None)
+    assert "export SHAPE=round" in "".join(facts["environment"].values())
+    assert facts["has"] == {"bash": False, "git": False, "python3": False, "ipykernel": True}
+    assert facts["unpacked_bytes"] > facts["bytes"] > 0
     shown = images("inspect", str(image)).output
     assert "colour: red" in shown and "ipykernel: yes" in shown
-    assert left(home) == [str(image)]
+    assert files(home) == [str(image)]
 
 
 def test_a_directory_is_built(home, tree):
@@ -209,7 +209,7 @@ def test_a_docker_archive_is_built(home, tree):
     assert "COLOUR" in "".join(json.loads(images("inspect", "own", "--json").output)["environment"].values())
     unpacked = home / "unpacked"
     squashfs.unpack(image, unpacked)
-    assert docker_environment(unpacked) == dict(one.split("=", 1) for one in DOCKER_ENV)
+    assert docker_environment(unpacked) == dict(line.split("=", 1) for line in DOCKER_ENV)
 
 
 def test_a_truncated_archive_is_refused_in_words(home, tree):
@@ -326,11 +326,11 @@ def test_an_interrupted_build_leaves_nothing(home, tree):
     )
     wait_until(lambda: running(marker))
     process.terminate()
-    _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, said
-    assert "interrupted" in said
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
     assert not running(marker)
-    assert left(home) == []
+    assert files(home) == []
 
 
 def test_pruning_removes_what_a_killed_build_left(home, tree):
@@ -350,7 +350,7 @@ def test_pruning_removes_what_a_killed_build_left(home, tree):
     (home / "home/images/.own.building").touch()
     assert images("prune", "--dry-run").output.count("would remove /") == 2
     assert images("prune").output.count("left by a killed build") == 2
-    assert left(home) == []
+    assert files(home) == []
 
 
 def commands() -> Iterator[str]:
@@ -390,17 +390,17 @@ def test_list_shows_images_and_what_is_unpacked(home, tree):
     assert (listed["kind"], listed["unpacked"]) == ("SIF", [])
     store = ImageStore()
     with store.hold(store.rootfs("own")):
-        found = json.loads(images("list", "--json").output)
-        assert [(i["name"], i["kind"]) for i in found["images"]] == [
+        facts = json.loads(images("list", "--json").output)
+        assert [(i["name"], i["kind"]) for i in facts["images"]] == [
             ("broken", "damaged"),
             ("own", "SIF"),
             ("plain", "directory"),
         ]
-        (unpacked,) = found["images"][1]["unpacked"]
+        (unpacked,) = facts["images"][1]["unpacked"]
         assert unpacked["in_use"] == "in use"
-        assert unpacked["directory"] == str(home / "cache" / found["images"][1]["hash"])
+        assert unpacked["directory"] == str(home / "cache" / facts["images"][1]["hash"])
         assert 0 <= time.time() - unpacked["last_used"] < PATIENCE_S
-        assert found["cache"]["bytes"] == unpacked["bytes"] > 0
+        assert facts["cache"]["bytes"] == unpacked["bytes"] > 0
     shown = images("list").output
     assert "own" in shown and "as it is" in shown and f"cache {home}" in shown
     Path(listed["path"]).unlink()

@@ -273,9 +273,9 @@ def test_a_background_process_may_print_without_end(sandbox):
 
 
 def test_a_running_cell_can_be_interrupted_from_another_connection(info, sandbox):
-    with SyncSandboxClient(info.socket) as other:
+    with SyncSandboxClient(info.socket) as second:
         code = "import time\nopen('/tmp/runs', 'w').close()\ntime.sleep(600)"
-        command = THREADS.submit(cell, other, code)
+        command = THREADS.submit(cell, second, code)
         wait_for(sandbox, "[ -e /tmp/runs ]")
         assert sandbox.ipython_interrupt()
         result = command.result(PATIENCE_S)
@@ -289,8 +289,8 @@ def test_cancelling_a_call_interrupts_the_cell(info, sandbox):
             await client.ipython("1", PATIENCE_S)
             code = "import time\nopen('/tmp/cancel', 'w').close()\ntime.sleep(600)\nopen('/tmp/never', 'w')"
             call = asyncio.create_task(client.ipython(code, 600))
-            async with SandboxClient(info.socket) as other:
-                waited = await other.bash("until [ -e /tmp/cancel ]; do sleep 0.05; done", PATIENCE_S)
+            async with SandboxClient(info.socket) as second:
+                waited = await second.bash("until [ -e /tmp/cancel ]; do sleep 0.05; done", PATIENCE_S)
                 assert waited.exit_code == 0
             call.cancel()
             with pytest.raises(asyncio.CancelledError):

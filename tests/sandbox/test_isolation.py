@@ -58,9 +58,9 @@ def test_all_processes_inside_are_under_the_filter_of_system_calls(client):
     client.bash("sleep 60 &")
     cell = client.ipython("print(*[l for l in open('/proc/self/status') if l.startswith('Seccomp:')])", 60)
     assert cell.output.split() == ["Seccomp:", "2"]
-    found = client.bash("grep -h '^Seccomp:' /proc/[0-9]*/status | sort | uniq -c").output.split()
-    assert found[1:] == ["Seccomp:", "2"]
-    assert int(found[0]) >= 6  # server, shell, sleep, the kernel's two, grep
+    words = client.bash("grep -h '^Seccomp:' /proc/[0-9]*/status | sort | uniq -c").output.split()
+    assert words[1:] == ["Seccomp:", "2"]
+    assert int(words[0]) >= 6  # server, shell, sleep, the kernel's two, grep
 
 
 def test_the_servers_code_is_read_only(client):
@@ -96,10 +96,10 @@ def test_system_directories_may_be_changed_and_are_private(shared_state):
     host = SyncHostClient(shared_state)
     with (
         sandbox_of(host, runtime="apptainer") as (_, changed),
-        sandbox_of(host, runtime="apptainer") as (_, other),
+        sandbox_of(host, runtime="apptainer") as (_, neighbour),
     ):
         assert changed.bash("touch /usr/bin/mine").exit_code == 0
-        assert other.bash("ls /usr/bin/mine").exit_code != 0
+        assert neighbour.bash("ls /usr/bin/mine").exit_code != 0
 
 
 @pytest.mark.apptainer
@@ -108,8 +108,8 @@ def test_directories_of_the_image_may_be_removed_renamed_and_made_anew(shared_st
     anew = "rm -r /usr/share/git-core && mkdir /usr/share/git-core && ls -A /usr/share/git-core"
     move = "mv /usr/share/perl /usr/share/elsewhere && ls -d /usr/share/perl; ls /usr/share/elsewhere"
     with sandbox_of(SyncHostClient(shared_state), runtime="apptainer") as (_, client):
-        gone = client.bash(anew)
-        assert (gone.exit_code, gone.output) == (0, "")
+        result = client.bash(anew)
+        assert (result.exit_code, result.output) == (0, "")
         renamed = client.bash(move)
         assert "No such file" in renamed.output and renamed.exit_code == 0
 

@@ -115,9 +115,9 @@ def test_what_it_starts_too_late_is_ended(tmp_path, monkeypatch):
     assert hanging != SCRIPT
     monkeypatch.setattr(launchers_module, "ANSWER_S", 1.0)
     before = set(processes.children(os.getpid()))
-    ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(SandboxStartError, match="does not answer"):
-        start(launcher_of(hanging), tmp_path, theirs)
+    near_end, far_end = socket.socketpair()
+    with near_end, far_end, pytest.raises(SandboxStartError, match="does not answer"):
+        start(launcher_of(hanging), tmp_path, far_end)
     assert set(processes.children(os.getpid())) == before
 
 
@@ -129,23 +129,23 @@ def test_what_others_wait_for_runs_on_when_it_does_not_answer(tmp_path, monkeypa
     assert hanging != SCRIPT
     monkeypatch.setattr(launchers_module, "ANSWER_S", 1.0)
     launcher = launcher_of(hanging)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        known = start(launcher, tmp_path / "a", theirs)
+    near_end, far_end = socket.socketpair()
+    with near_end, far_end:
+        started = start(launcher, tmp_path / "a", far_end)
         with pytest.raises(SandboxStartError, match="does not answer"):
-            start(launcher, tmp_path / "b", theirs)
-        ours.send(b"x")
-        with known.stdout:
-            assert known.stdout.read() == b"ran\n"
-    assert os.waitpid(known.pid, 0)[0] == known.pid
+            start(launcher, tmp_path / "b", far_end)
+        near_end.send(b"x")
+        with started.stdout:
+            assert started.stdout.read() == b"ran\n"
+    assert os.waitpid(started.pid, 0)[0] == started.pid
 
 
 def test_nothing_runs_before_its_pid_is_known(tmp_path):
     launcher = launcher_of(SCRIPT)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        started = start(launcher, tmp_path, theirs)
-    ours.close()
+    near_end, far_end = socket.socketpair()
+    with far_end:
+        started = start(launcher, tmp_path, far_end)
+    near_end.close()
     assert started.stdout.read() == b""
     assert os.waitpid(started.pid, 0)[0] == started.pid
     launcher.close()

@@ -39,8 +39,8 @@ def test_a_limit_is_the_nodes_default_or_what_was_asked_for_up_to_the_most():
     assert config.limits(Limits(memory_mb=200)).memory_mb == 200
     assert config.files == Range(7, 7)
     for wrong in (-1, 0, 201):
-        said = rf"limits.memory_mb={wrong} .*200.*ROLLOUT_SANDBOX_MEMORY_MB"
-        with pytest.raises(SandboxRequestError, match=said):
+        message = rf"limits.memory_mb={wrong} .*200.*ROLLOUT_SANDBOX_MEMORY_MB"
+        with pytest.raises(SandboxRequestError, match=message):
             config.limits(Limits(memory_mb=wrong))
 
 
@@ -343,7 +343,7 @@ def test_only_a_sandbox_that_stays_full_of_processes_is_set_free(looks, monkeypa
         used = [processes.Usage(os.getpid(), 0, 0, threads, 0)]
         return lambda: monkeypatch.setattr(processes, "usages", lambda pid: used)
 
-    watchdog = looks(*(see(100 if one == "F" else 10) for one in pattern), pid=os.getpid(), processes=100)
+    watchdog = looks(*(see(100 if look == "F" else 10) for look in pattern), pid=os.getpid(), processes=100)
     assert watchdog.breaches["processes"] == breaches
 
 
@@ -393,7 +393,7 @@ def test_clean_ups_that_take_long_leave_threads_to_everybody_else(tmp_path, monk
     ended = [never_begun(str(number), tmp_path) for number in range(MANY_ENDS)]
 
     async def scenario():
-        ends = [containers._end_soon(one) for one in ended]
+        ends = [containers._end_soon(box) for box in ended]
         await asyncio.sleep(0.2)
         try:
             await asyncio.wait_for(asyncio.to_thread(int), 10)

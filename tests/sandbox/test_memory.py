@@ -69,9 +69,9 @@ def test_shared_memory_counts_whoever_maps_it(code):
     if code == DROPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what a process has mapped")
     with running(code) as pid:
-        found = memory.Survey().held(processes.usages(pid), None, FAR)
-        assert found.shares[pid] < 30 * MIB
-        assert 120 * MIB <= found.total < 170 * MIB
+        count = memory.Survey().held(processes.usages(pid), None, FAR)
+        assert count.shares[pid] < 30 * MIB
+        assert 120 * MIB <= count.total < 170 * MIB
 
 
 def test_what_is_shared_and_mapped_counts_once():
@@ -114,7 +114,7 @@ def test_who_hides_memory_gives_way_and_not_the_largest(code, tmp_path, monkeypa
     with running(LARGE) as large, running(code) as hiding:
         containers = [watched(name, pid, tmp_path) for name, pid in (("large", large), ("hiding", hiding))]
         usages = {name: processes.usages(pid) for name, pid in (("large", large), ("hiding", hiding))}
-        resident = {name: sum(one.rss_bytes for one in used) for name, used in usages.items()}
+        resident = {name: sum(usage.rss_bytes for usage in used) for name, used in usages.items()}
         assert resident["hiding"] < resident["large"]
 
         watchdog = Watching(tmp_path, *containers)
@@ -155,22 +155,22 @@ def test_what_one_look_does_not_reach_is_seen_by_the_next_ones(monkeypatch):
         monkeypatch.setattr(memory, "BUDGET_S", 0.02)
         monkeypatch.setattr(memory, "MOST_CALLS", 10_000)
         calls = 0
-        while (found := part.held(used, None, FAR)) is None:
+        while (count := part.held(used, None, FAR)) is None:
             calls += 1
             assert part.unfinished
     assert calls >= 3
     assert not part.unfinished
-    assert all_at_once and found.shares.keys() == all_at_once.shares.keys() == {one.pid for one in used}
-    assert SIZE <= found.total == pytest.approx(all_at_once.total, rel=0.2)
+    assert all_at_once and count.shares.keys() == all_at_once.shares.keys() == {usage.pid for usage in used}
+    assert SIZE <= count.total == pytest.approx(all_at_once.total, rel=0.2)
 
 
 def test_who_is_never_seen_to_the_end_counts_by_what_is_resident(monkeypatch):
     monkeypatch.setattr(memory, "BUDGET_S", -1.0)
     with running(LARGE) as pid:
         used, survey = processes.usages(pid), memory.Survey()
-        found = [survey.held(used, None, FAR) for _ in range(memory.MOST_CALLS)]
-    assert set(found[:-1]) == {None}
-    assert found[-1].total == sum(one.rss_bytes for one in used) >= 40 * MIB
+        counts = [survey.held(used, None, FAR) for _ in range(memory.MOST_CALLS)]
+    assert set(counts[:-1]) == {None}
+    assert counts[-1].total == sum(usage.rss_bytes for usage in used) >= 40 * MIB
 
 
 def test_who_grows_while_it_is_being_looked_at_is_caught(monkeypatch):
@@ -182,8 +182,8 @@ def test_who_grows_while_it_is_being_looked_at_is_caught(monkeypatch):
         survey = memory.Survey()
         assert survey.held(used, None, FAR) is None
         used[0] = dataclasses.replace(used[0], rss_bytes=used[0].rss_bytes + 100 * MIB)
-        found = survey.held(used, None, FAR)
-    assert found and found.whole and found.total >= 100 * MIB <= found.shares[first]
+        count = survey.held(used, None, FAR)
+    assert count and count.whole and count.total >= 100 * MIB <= count.shares[first]
 
 
 def test_who_is_far_over_is_looked_at_without_a_pause_up_to_the_verdict(tmp_path, monkeypatch):
@@ -201,9 +201,9 @@ def test_who_is_far_over_is_looked_at_without_a_pause_up_to_the_verdict(tmp_path
 
 def test_who_was_small_when_last_counted_gives_way_by_what_it_holds_now(tmp_path, monkeypatch):
     neighbour = f"x = bytes({20 * MIB}).replace(bytes(1), b'x')"
-    with running("pass") as small, running(LARGE) as large, running(neighbour) as other:
+    with running("pass") as small, running(LARGE) as large, running(neighbour) as process:
         grown = watched("grown", small, tmp_path)
-        watchdog = Watching(tmp_path, grown, watched("neighbour", other, tmp_path))
+        watchdog = Watching(tmp_path, grown, watched("neighbour", process, tmp_path))
         asyncio.run(watchdog.look())
         grown.pid = large
         monkeypatch.setattr(memory, "BUDGET_S", -1.0)  # as with very many descriptors in decoys
@@ -266,6 +266,6 @@ def test_page_tables_count_at_every_look():
         f"m.madvise(15); [m[at] for at in range(0, 64 << 30, {2 * MIB})]"
     )
     with running(code) as pid:
-        (one,) = processes.usages(pid)
-        assert 128 * MIB <= one.table_bytes <= one.rss_bytes < 170 * MIB
-        assert 128 * MIB <= memory.Survey().held([one], None, FAR).total < 170 * MIB
+        (usage,) = processes.usages(pid)
+        assert 128 * MIB <= usage.table_bytes <= usage.rss_bytes < 170 * MIB
+        assert 128 * MIB <= memory.Survey().held([usage], None, FAR).total < 170 * MIB

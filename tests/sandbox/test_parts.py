@@ -53,21 +53,21 @@ def test_capture_is_bounded_whatever_the_chunks():
 def test_markers_are_found_however_the_stream_is_cut(size):
     false = b"\x1e\x1eabd;\x1eabc;x;;abc\x1e\x1eabc;e;7;"
     stream = b"one\x1eabc;b;5;abc\x1etwo\x1eabc;e;5;0;/a;b\x1e;abc\x1e" + false + b"\x1eabc;e;6;130;/;abc\x1e"
-    scanner, found = MarkerScanner("abc"), []
+    scanner, parts = MarkerScanner("abc"), []
     for start in range(0, len(stream), size):
-        found += scanner.feed(stream[start : start + size])
-    output = b"".join(value for kind, value in found if kind == "output") + scanner.flush()
+        parts += scanner.feed(stream[start : start + size])
+    output = b"".join(value for kind, value in parts if kind == "output") + scanner.flush()
     assert output == b"onetwo" + false
     markers = [("begin", (5,)), ("end", (5, 0, b"/a;b\x1e")), ("end", (6, 130, b"/"))]
-    assert [entry for entry in found if entry[0] != "output"] == markers
+    assert [entry for entry in parts if entry[0] != "output"] == markers
 
 
 def test_a_false_beginning_of_a_marker_is_not_held_back_for_ever():
     scanner = MarkerScanner("abc")
     false = b"\x1eabc;" + b"x" * 20_000
-    found = scanner.feed(false) + scanner.feed(b"\x1eabc;e;1;0;/;abc\x1e")
-    assert b"".join(value for kind, value in found if kind == "output") == false
-    assert found[-1] == ("end", (1, 0, b"/"))
+    parts = scanner.feed(false) + scanner.feed(b"\x1eabc;e;1;0;/;abc\x1e")
+    assert b"".join(value for kind, value in parts if kind == "output") == false
+    assert parts[-1] == ("end", (1, 0, b"/"))
 
 
 def test_a_character_that_is_cut_between_two_results_is_kept_whole():
@@ -82,18 +82,18 @@ def test_a_character_that_is_cut_between_two_results_is_kept_whole():
 
 
 def test_frames_survive_the_wire_and_too_large_ones_are_refused():
-    one, two = socket.socketpair()
-    with one, two:
-        wire.send(one, {"text": "ü" * 1000})
-        assert wire.receive(two) == {"text": "ü" * 1000}
+    near_end, far_end = socket.socketpair()
+    with near_end, far_end:
+        wire.send(near_end, {"text": "ü" * 1000})
+        assert wire.receive(far_end) == {"text": "ü" * 1000}
         frame = wire.encode({"text": "as long as it may be"})
-        one.sendall(frame)
-        assert wire.receive(two, limit=len(frame) - wire.HEADER.size)
-        one.sendall(wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1))
+        near_end.sendall(frame)
+        assert wire.receive(far_end, limit=len(frame) - wire.HEADER.size)
+        near_end.sendall(wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1))
         with pytest.raises(wire.FrameTooLarge):
-            wire.receive(two)
-        one.close()
-        assert wire.receive(two) is None
+            wire.receive(far_end)
+        near_end.close()
+        assert wire.receive(far_end) is None
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def refusal() -> Iterator[Callable[..., str | None]]:
                 with connection:
                     if then == "end":
                         process.wait()
-                    said = peers.refusal(connection)
+                    reason = peers.refusal(connection)
                 process.communicate()
-            return said
+            return reason
 
     yield ask
     shutil.rmtree(directory)
@@ -71,8 +71,8 @@ def test_another_user_is_not_answered(refusal):
 
 def test_the_same_user_in_another_namespace_is_not_answered(refusal, kernel):
     assert "runs in another user namespace" in refusal("unshare", "--user", "--map-current-user")
-    said = refusal("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child")
-    assert "runs in another user namespace" in said
+    reason = refusal("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child")
+    assert "runs in another user namespace" in reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace alone takes root")
@@ -96,9 +96,9 @@ def test_a_host_with_many_descriptors_still_tells_its_own():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            assert peers.refusal(ours) is None
+        near_end, far_end = socket.socketpair()
+        with near_end, far_end:
+            assert peers.refusal(near_end) is None
     finally:
         for fd in taken:
             os.close(fd)

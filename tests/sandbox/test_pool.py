@@ -75,7 +75,7 @@ class Ahead:
         self.discarded: list[str] = []
         self._works = iter(works)
         config = HostConfig(**{"warm": 2, "warm_idle_s": 10**6, **settings})
-        self.pool = WarmPool(config, self._boot, lambda one: self.discarded.append(one.id), lambda: self.busy)
+        self.pool = WarmPool(config, self._boot, lambda box: self.discarded.append(box.id), lambda: self.busy)
 
     @staticmethod
     def kind(image: str) -> Kind:
@@ -191,7 +191,7 @@ def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(host,
     )
     info = host.start(asked)
     assert info.warm and info.owner == "me" and info.id != first["id"]
-    (listed,) = [one for one in host.list() if one["id"] == info.id]
+    (listed,) = [box for box in host.list() if box["id"] == info.id]
     assert listed["seconds_left"] <= 100
     with SyncSandboxClient(info.socket) as client:
         result = client.bash('echo "$GREETING"; cat a/b.txt; touch a/b.txt a/mine')
@@ -206,8 +206,8 @@ def test_the_second_claim_of_a_kind_is_warm_and_has_all_that_was_asked_for(host,
 
 
 def test_another_kind_is_not_served_from_the_pool(host, spec):
-    for other in ({"limits": Limits(memory_mb=100)}, {"network": "host"}, {"ipython": True}):
-        info = host.start(SandboxSpec(runtime=spec.runtime, **other))
+    for options in ({"limits": Limits(memory_mb=100)}, {"network": "host"}, {"ipython": True}):
+        info = host.start(SandboxSpec(runtime=spec.runtime, **options))
         assert not info.warm
 
 
@@ -230,7 +230,7 @@ def test_warm_ones_that_nobody_asks_for_are_ended_by_the_host(pool, spec, state)
 
 
 def test_a_warm_one_that_died_is_not_given(host, spec, state):
-    claimed = {one["id"] for one in host.list()}
+    claimed = {box["id"] for box in host.list()}
     for directory in list((state / "scratch").iterdir()):
         if directory.name not in claimed:
             # From outside: nothing inside can.

@@ -88,9 +88,9 @@ def test_strace_shows_the_calls_of_a_program(client):
 
 def test_the_leak_sanitizer_finds_a_leak(client, program):
     run(client, f"cd /workspace && gcc -g -O0 -pthread -fsanitize=leak {program}.c -o leaky && ./leaky")
-    found = client.bash("cd /workspace && ./leaky leak", PATIENCE_S)
-    assert found.exit_code == 23, found.output
-    assert "detected memory leaks" in found.output
+    result = client.bash("cd /workspace && ./leaky leak", PATIENCE_S)
+    assert result.exit_code == 23, result.output
+    assert "detected memory leaks" in result.output
 
 
 JAVA = """

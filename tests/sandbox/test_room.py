@@ -35,10 +35,10 @@ MORE_THAN_ANY = 1 << 40
 
 def test_each_shortage_says_what_is_left_where_and_how_much_is_needed(tmp_path):
     missing = tmp_path / "not" / "yet"
-    found = shortages(missing, Floors(disk_mb=MORE_THAN_ANY, memory_mb=MORE_THAN_ANY))
-    assert list(found) == [DISK, MEMORY]
-    assert f"MiB of disk are left at {missing}, fewer than {DISK_FLOOR}={MORE_THAN_ANY}" in found[DISK]
-    assert f"fewer than {MEMORY_FLOOR}={MORE_THAN_ANY}" in found[MEMORY]
+    by_place = shortages(missing, Floors(disk_mb=MORE_THAN_ANY, memory_mb=MORE_THAN_ANY))
+    assert list(by_place) == [DISK, MEMORY]
+    assert f"MiB of disk are left at {missing}, fewer than {DISK_FLOOR}={MORE_THAN_ANY}" in by_place[DISK]
+    assert f"fewer than {MEMORY_FLOOR}={MORE_THAN_ANY}" in by_place[MEMORY]
 
 
 def test_a_floor_of_zero_is_not_looked_at_and_one_that_is_met_is_no_shortage(tmp_path):
@@ -106,7 +106,7 @@ def test_a_full_disk_of_the_node_ends_all_whose_files_it_may_have_cut(small_disk
     if reason := why_not(anything):
         pytest.skip(reason)
     host = SyncHostClient(small_disk)
-    greedy, other = (host.start(SandboxSpec(runtime=anything)) for _ in range(2))
+    greedy, neighbour = (host.start(SandboxSpec(runtime=anything)) for _ in range(2))
     pid = host.stats()["pid"]
     os.kill(pid, signal.SIGSTOP)  # it must not look while the disk fills: the greedy one alone would give way
     try:
@@ -115,10 +115,10 @@ def test_a_full_disk_of_the_node_ends_all_whose_files_it_may_have_cut(small_disk
     finally:
         os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 30
-    while not (host.fate(greedy.id) and host.fate(other.id)):
+    while not (host.fate(greedy.id) and host.fate(neighbour.id)):
         assert time.monotonic() < deadline, "nobody was ended"
         time.sleep(0.1)
-    for one in (greedy, other):
-        fate = host.fate(one.id)
+    for box in (greedy, neighbour):
+        fate = host.fate(box.id)
         assert fate.kind == "node" and "disk left" in fate.reason
     assert host.stats()["node"] == 2

@@ -259,11 +259,11 @@ def test_interrupt_ends_a_command_that_was_left_running(shell):
 
 def test_a_second_connection_types_at_once_while_the_first_waits(shell, box):
     command = THREADS.submit(shell.bash, "read -r x; echo got $x", FOREVER)
-    with SyncSandboxClient(box.socket) as other:
+    with SyncSandboxClient(box.socket) as second:
 
         def typed():
             try:
-                return other.send_input("words", FOREVER)
+                return second.send_input("words", FOREVER)
             except SandboxRequestError:  # it has not begun yet
                 return None
 
@@ -275,15 +275,15 @@ def test_a_second_connection_types_at_once_while_the_first_waits(shell, box):
 
 def test_an_interrupt_from_a_second_connection_ends_that_command_and_no_other(shell, box):
     command = THREADS.submit(shell.bash, "sleep 1000", FOREVER)
-    with SyncSandboxClient(box.socket) as other:
-        until(lambda: is_running(other))
-        assert other.ping()["shell_pid"] > 0
+    with SyncSandboxClient(box.socket) as second:
+        until(lambda: is_running(second))
+        assert second.ping()["shell_pid"] > 0
         with pytest.raises(SandboxRequestError, match="longer than 4095 bytes"):
-            other.send_input("x" * 5000)
-        assert other.interrupt()
+            second.send_input("x" * 5000)
+        assert second.interrupt()
         ended = command.result(60)
         assert (ended.interrupted, ended.timed_out) == (True, False)
-        assert not other.interrupt()
+        assert not second.interrupt()
     orphan = "(sleep 0.05 &)"  # the server has to look when it ends
     later = shell.bash(f"{orphan}; sleep 0.2; echo whole")
     assert (later.output, later.interrupted) == ("whole\n", False), "the interrupt was another command's"
@@ -296,13 +296,13 @@ def test_reset_gives_a_fresh_shell_whatever_runs(shell, box):
     shell.bash("cd /usr; X=1; trap '' INT TERM HUP; setsid sleep 1000 & nohup sleep 1000 >/dev/null 2>&1 &")
     stubborn = "trap '' INT TERM HUP; (trap '' INT TERM HUP; sleep 1000); sleep 1000"
     command = THREADS.submit(shell.bash, stubborn, FOREVER)
-    with SyncSandboxClient(box.socket) as other:
-        until(lambda: is_running(other))
-        result = other.reset()
+    with SyncSandboxClient(box.socket) as second:
+        until(lambda: is_running(second))
+        result = second.reset()
         assert (result.shell_restarted, result.exit_code, result.cwd) == (True, 0, box.workspace)
         ended = command.result(60)
         assert (ended.interrupted, ended.shell_restarted) == (True, True)
-        result = other.bash("echo ${X-unset} $GREETING; pwd; trap -p; jobs")
+        result = second.bash("echo ${X-unset} $GREETING; pwd; trap -p; jobs")
         assert result.output == f"unset good day\n{box.workspace}\n"
         assert not result.shell_restarted
 
@@ -356,8 +356,8 @@ def test_reset_ends_a_fork_bomb_that_holds_all_processes(shell, box):
 
 def test_a_breach_is_told_with_the_command_that_it_ended(shell, box):
     command = THREADS.submit(shell.bash, "echo begun; sleep 1000", FOREVER)
-    with SyncSandboxClient(box.socket) as other:
-        until(lambda: is_running(other))
+    with SyncSandboxClient(box.socket) as second:
+        until(lambda: is_running(second))
     ask(box, "breach", kind="memory", message="memory limit: 9 of 8 MiB")
     ended = command.result(60)
     assert ended.limit_exceeded == "memory limit: 9 of 8 MiB"

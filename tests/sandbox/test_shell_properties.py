@@ -143,9 +143,9 @@ def test_scripts_act_as_in_a_plain_bash(shell, commands):
     plain = shell.bash(f"(cd two/p/q/r/s; bash --norc --noprofile {workspace}/script 2>/dev/null)", 60).output
     expected = plain.replace("/two/", "/one/").split("\x1e")
     shell.bash("exec 2>/dev/null; cd one/p/q/r/s; unset A B C; true")
-    seen = []
+    lines = []
     for command in [*commands, STATE]:
         result = shell.bash(command, 60)
         assert (result.timed_out, result.shell_restarted, result.truncated) == (False, False, False)
-        seen += [result.output, str(result.exit_code)]
-    assert [*seen, ""] == expected
+        lines += [result.output, str(result.exit_code)]
+    assert [*lines, ""] == expected

@@ -102,9 +102,9 @@ def test_reset_gives_a_fresh_shell_and_may_run_a_command(ask):
         "X=2",
         {"command": "echo ${X-unset}", "reset": "true"},
     )
-    gone = "[the shell ended and was restarted: its state is gone]"
-    assert texts[1] == f"{gone}\n[now in /workspace]"
-    assert texts[3] == f"{gone}\nunset"
+    notice = "[the shell ended and was restarted: its state is gone]"
+    assert texts[1] == f"{notice}\n[now in /workspace]"
+    assert texts[3] == f"{notice}\nunset"
 
 
 def test_the_end_of_the_shell_is_noted(ask):

@@ -204,10 +204,10 @@ class SlurmCluster:
         """All live processes of a node, its first one and slurmd among them; none when it is down."""
         try:
             # What loses its parent goes to the first process of its namespace, so the tree is whole.
-            found = psutil.Process(self._daemons[name].pid).children(recursive=True)
+            children = psutil.Process(self._daemons[name].pid).children(recursive=True)
         except (KeyError, psutil.NoSuchProcess):
             return []
-        return [process for process in found if _lives(process)]
+        return [process for process in children if _lives(process)]
 
     def job_processes(self, name: str) -> list[psutil.Process]:
         """Those of jobs: neither the node's first process nor slurmd."""
@@ -294,10 +294,10 @@ class SlurmCluster:
 
     def _shared(self) -> list[Path]:
         """Directories below /tmp that every node must see although its /tmp is its own."""
-        wanted = {self.directory, paths.REPO, paths.home(), Path(sys.prefix), Path(sys.base_prefix)}
+        places = {self.directory, paths.REPO, paths.home(), Path(sys.prefix), Path(sys.base_prefix)}
         outermost: list[Path] = []
-        for path in sorted(path for path in wanted if path.is_relative_to("/tmp") and path.exists()):
-            if not any(path.is_relative_to(other) for other in outermost):
+        for path in sorted(path for path in places if path.is_relative_to("/tmp") and path.exists()):
+            if not any(path.is_relative_to(parent) for parent in outermost):
                 outermost.append(path)
         return outermost
 

@@ -138,15 +138,15 @@ def _general(directory: Path, port: int) -> dict[str, str]:
 
 def _free_ports(count: int) -> Iterator[int]:
     first = secrets.choice(PORTS)
-    found = 0
+    given = 0
     for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
-        found += 1
+        given += 1
         yield port
-        if found == count:
+        if given == count:
             return
     raise ClusterError(f"no {count} free ports between {PORTS.start} and {PORTS.stop}")

@@ -32,19 +32,19 @@ class Boxed(AgentHandler[BoxedTask]):
 
     async def run(self, ctx: RunContext[BoxedTask]) -> FinishReason:
         assert ctx.sandbox is not None
-        said = await ctx.sandbox.bash(
+        result = await ctx.sandbox.bash(
             f"mkdir -p /workspace; echo {ctx.rollout_id}.{ctx.attempt} > {PROOF}; env"
         )
         gates = Path(ctx.task.gates)
-        await asyncio.to_thread((gates / f"{ctx.rollout_id}.{ctx.attempt}").write_text, said.output)
+        await asyncio.to_thread((gates / f"{ctx.rollout_id}.{ctx.attempt}").write_text, result.output)
         while not (gates / "open").exists():
             await asyncio.sleep(LOOK_S)
         return await super().run(ctx)
 
     async def evaluate(self, ctx: EvalContext[BoxedTask]) -> Reward:
         assert ctx.sandbox is not None
-        said = await ctx.sandbox.bash(f"cat {PROOF}")
-        return Reward(float(said.output.strip() == f"{ctx.rollout_id}.{ctx.attempt}"))
+        result = await ctx.sandbox.bash(f"cat {PROOF}")
+        return Reward(float(result.output.strip() == f"{ctx.rollout_id}.{ctx.attempt}"))
 
 
 all_handlers = [Boxed]

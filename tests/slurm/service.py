@@ -92,10 +92,10 @@ class SlurmService:
         """Names of all workers that the gateway knows, e.g. run@n1-7; none when it does not answer."""
         try:
             with self._client(retry_for=0.0) as client:
-                found = client.status()["workers"]
+                by_stage = client.status()["workers"]
         except RolloutError:
             return set()
-        return {name for names in found.values() for name in names}
+        return {name for names in by_stage.values() for name in names}
 
     def members(self) -> dict[str, str]:
         """Node → member, e.g. n1 → n1-7, of the node jobs that work: all their workers are known."""
@@ -190,8 +190,8 @@ class SlurmService:
         ]
         assert not bad, f"{bad[:3]}\n{self.logs()}"
         with self.client as client:
-            seen = Counter(one.id for one in _results(client))
-        assert {rollout_id: seen[rollout_id] for rollout_id in ids} == dict.fromkeys(ids, 1)
+            counts = Counter(result.id for result in _results(client))
+        assert {rollout_id: counts[rollout_id] for rollout_id in ids} == dict.fromkeys(ids, 1)
         return records
 
 

@@ -59,24 +59,24 @@ def test_nodes_come_for_a_queue_and_are_drained_when_it_is_empty(service, cluste
     service.wait_arrived(gates, 8)
     assert "nodes: 1 (0 coming) → 3" in autoscale(service, "--nodes", "1:3", "--dry-run")
     assert len(node_jobs(cluster)) == 1
-    said = autoscale(service, "--nodes", "1:3")
-    assert "submitted 2" in said
+    output = autoscale(service, "--nodes", "1:3")
+    assert "submitted 2" in output
     service.wait_for_nodes(3)
-    said = autoscale(service, "--nodes", "1:3")
-    assert "elected" in said
-    assert "submitted" not in said, "three is the most"
+    output = autoscale(service, "--nodes", "1:3")
+    assert "elected" in output
+    assert "submitted" not in output, "three is the most"
     service.wait_arrived(gates, 24)
 
     # 24 in hand, 16 that wait, three to spare: six nodes. Of the five machines one has the head.
     assert "submitted 3" in autoscale(service, "--nodes", "1:9")
     cluster.wait(lambda: len(node_jobs(cluster)) == 6, "three more jobs")
-    said = autoscale(service, "--nodes", "1:9")
-    assert "elected" in said
-    assert "submitted" not in said, "those that wait count as there"
+    output = autoscale(service, "--nodes", "1:9")
+    assert "elected" in output
+    assert "submitted" not in output, "those that wait count as there"
     (gates / "open").touch()
     service.require_exactly_once(ids)
-    said = autoscale(service, "--nodes", "1:9", "--hold-s", "0", "--grace", "30")
-    assert "→ 1" in said
+    output = autoscale(service, "--nodes", "1:9", "--hold-s", "0", "--grace", "30")
+    assert "→ 1" in output
     cluster.wait(lambda: len(node_jobs(cluster)) == 1, "one node to be left", 2 * PATIENCE_S)
     service.wait_for_nodes(1)
     service.require_exactly_once(service.submit(4, gates))

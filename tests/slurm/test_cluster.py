@@ -26,8 +26,8 @@ def test_nodes_differ_in_name_address_processes_and_tmp(cluster):
         "echo $(hostname) $(getent hosts $(hostname) | cut -d' ' -f1) $(readlink /proc/self/ns/pid); "
         "echo $SLURMD_NODENAME >> /tmp/mine"
     )
-    said = cluster.run("srun", "--nodes=2", "--nodelist=n1,n2", "bash", "-c", script).split("\n")
-    names = {line.split()[0]: line.split()[1:] for line in said if line}
+    lines = cluster.run("srun", "--nodes=2", "--nodelist=n1,n2", "bash", "-c", script).split("\n")
+    names = {line.split()[0]: line.split()[1:] for line in lines if line}
     for name in ("n1", "n2"):
         mine = cluster.tmp(name) / "mine"
         assert cluster.left_in_tmp(name) == [mine]
@@ -39,11 +39,11 @@ def test_nodes_differ_in_name_address_processes_and_tmp(cluster):
 
 
 def test_a_heterogeneous_job_gets_nodes_of_both_partitions(cluster):
-    said = cluster.run(
+    output = cluster.run(
         *("salloc", "--nodes=2", "--partition=cpu", ":", "--partition=gpu", "--gres=gpu:1"),
         *("srun", "--het-group=0,1", "bash", "-c", "echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES"),
     )
-    places = sorted(said.split())
+    places = sorted(output.split())
     assert places[0] == "g1:0"
     assert len(places) == 3 and {place[0] for place in places[1:]} == {"n"}
 

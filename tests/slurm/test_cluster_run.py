@@ -64,7 +64,7 @@ def the_job_on(cluster, node):
 
 
 def wait_for_end(cluster, job):
-    cluster.wait(lambda: job not in {one.id for one in cluster.squeue()}, f"job {job} ends", 3 * PATIENCE_S)
+    cluster.wait(lambda: job not in {row.id for row in cluster.squeue()}, f"job {job} ends", 3 * PATIENCE_S)
 
 
 def require_nothing_on(cluster, node):
@@ -78,8 +78,8 @@ def test_rollouts_run_on_both_nodes_and_see_nothing_of_slurm(service):
     did = Counter(map(ran_on, records))
     assert set(did) == set(service.members().values()), did
     for item in records:
-        seen = (gates / f"{item.id}.{item.attempt}").read_text()
-        names = [line.partition("=")[0] for line in seen.splitlines()]
+        environment = (gates / f"{item.id}.{item.attempt}").read_text()
+        names = [line.partition("=")[0] for line in environment.splitlines()]
         assert "PATH" in names
         assert not [name for name in names if name.startswith(LEAKS)]
 
@@ -112,14 +112,14 @@ def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(s
     require_nothing_on(cluster, ending)
     service.open(gates)
     records = {item.id: item for item in service.require_exactly_once([*where, *later])}
-    for one, on in where.items():
+    for id_, on in where.items():
         if on == members[drained]:
-            assert ran_on(records[one]) == on
+            assert ran_on(records[id_]) == on
         elif on == members[ending]:
-            assert ran_on(records[one]) != on
-            assert records[one].attempt == 1  # it was no failure
-    gone = {members[node] for node in jobs}
-    assert not gone & {ran_on(records[one]) for one in later}
+            assert ran_on(records[id_]) != on
+            assert records[id_].attempt == 1  # it was no failure
+    leavers = {members[node] for node in jobs}
+    assert not leavers & {ran_on(records[id_]) for id_ in later}
     wait_for_end(cluster, jobs[drained])
     require_nothing_on(cluster, drained)
 
@@ -184,7 +184,7 @@ def test_a_preempted_node_hands_its_rollouts_back_and_returns(service, cluster):
     urgent = ("--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
     job = cluster.run("sbatch", "--parsable", *urgent, "--wrap", "sleep 900").strip()
     cluster.wait(
-        lambda: (job, "RUNNING") in {(one.id, one.state) for one in cluster.squeue()},
+        lambda: (job, "RUNNING") in {(row.id, row.state) for row in cluster.squeue()},
         "it is preempted",
         300.0,
     )
@@ -217,11 +217,11 @@ def test_up_says_why_the_head_ends_at_once_and_does_not_wait_for_it(cluster):
     try:
         assert done.returncode == 1
         assert "the head's job has ended, as said above" in done.stderr
-        told = re.search(
+        match = re.search(
             r"(?:head|node) job \S+ failed on (\w+) \(exit code 1\)\. The end of (\S+):", done.stdout
         )
-        assert told and told[1] in cluster.nodes, done.stdout
-        assert Path(told[2]).read_text().splitlines()[-1] == "module load nonsuch/1 failed"
+        assert match and match[1] in cluster.nodes, done.stdout
+        assert Path(match[2]).read_text().splitlines()[-1] == "module load nonsuch/1 failed"
         assert "module load nonsuch/1 failed" in done.stdout
     finally:
         service.slurm("down")

@@ -129,15 +129,15 @@ def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, sit
     script = tmp_path / "environment"
     script.write_text(text)
     shell = f'module() {{ echo "module $*"; }}; . {script}; env'
-    said = subprocess.run(
+    lines = subprocess.run(
         ["bash", "-c", shell],
         env={"USER": "ann", "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
-    assert said[0] == "module load apptainer/1.3"
-    values = dict(line.split("=", 1) for line in said[1:] if "=" in line)
+    assert lines[0] == "module load apptainer/1.3"
+    values = dict(line.split("=", 1) for line in lines[1:] if "=" in line)
     assert values["ROLLOUT_HANDLERS"] == "mine:It's"
     assert values["ROLLOUT_SLURM_SCRATCH"] == "/scratch/ann"
     assert values["ROLLOUT_IMAGES"] == "/shared/images" and values["HF_HOME"] == "/shared/hf"
@@ -323,17 +323,17 @@ def test_the_address_to_listen_on_can_be_chosen():
 
 
 def test_a_job_clears_what_killed_jobs_of_its_service_left_and_nothing_else(scratch):
-    left = [scratch / f"sbx-{os.getuid()}-abcdef-{job}" for job in (1, 2)]
-    other = scratch / f"sbx-{os.getuid()}-fedcba-1"
-    for path in (*left, other):
+    remains = [scratch / f"sbx-{os.getuid()}-abcdef-{job}" for job in (1, 2)]
+    foreign = scratch / f"sbx-{os.getuid()}-fedcba-1"
+    for path in (*remains, foreign):
         (path / "scratch").mkdir(parents=True)
     living = Scratch(scratch, "abcdef", "3")
     mine = Scratch(scratch, "abcdef", "4")
-    assert sorted(mine.sweep()) == sorted(path.name for path in left)
-    assert other.exists() and living.path.exists() and not any(path.exists() for path in left)
+    assert sorted(mine.sweep()) == sorted(path.name for path in remains)
+    assert foreign.exists() and living.path.exists() and not any(path.exists() for path in remains)
     living.remove()
     mine.remove()
-    assert list(scratch.iterdir()) == [other]
+    assert list(scratch.iterdir()) == [foreign]
 
 
 def test_scratch_that_is_too_long_for_sockets_is_refused():

@@ -104,16 +104,16 @@ def test_without_a_head_up_gives_up_with_the_end_of_its_log(service):
 
 
 @pytest.mark.parametrize(
-    ("reasons", "told"), [(["a", "b", "c", "d", "e"], 3), (["a", "a", "b", "a", "b"], 2)]
+    ("reasons", "shown"), [(["a", "b", "c", "d", "e"], 3), (["a", "a", "b", "a", "b"], 2)]
 )
-def test_of_many_failures_three_that_differ_are_told_at_length(service, reasons, told):
+def test_of_many_failures_three_that_differ_are_told_at_length(service, reasons, shown):
     jobs = [f"11_{number}|{11 + number}|11|NODE_FAIL|n{number}|None|0:00" for number in range(1, 6)]
     slurm_knows(service, HEAD_RUNS, *jobs)
     for number, reason in enumerate(reasons, 1):
         say(service, f"node-{11 + number}", f"noise {number}\n{reason}\n")
     done = run(service, "up", "--nodes", 5)
-    assert done.output.count("The end of") == told
-    assert f"and {5 - told} more: node job 11_" in done.output
+    assert done.output.count("The end of") == shown
+    assert f"and {5 - shown} more: node job 11_" in done.output
     assert "node job 11_4 lost its node on n4; node job 11_5 lost its node on n5" in done.output
 
 

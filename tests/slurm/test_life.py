@@ -152,18 +152,18 @@ def test_a_job_that_has_ended_says_nothing_of_itself_any_more(run_dir):
 def test_a_member_tells_of_programs_that_keep_ending(run_dir, monkeypatch):
     monkeypatch.setattr(jobs.Supervisor, "failing", lambda self: {"run fleet": "exit code 1"})
     job = Job(run_dir)
-    seen: list[Member] = []
+    members: list[Member] = []
 
     def look():
         wait_until(lambda: any(member.failing for member in run_dir.members()), BUSY_S, "it is told")
-        seen.extend(run_dir.members())
+        members.extend(run_dir.members())
         send(signal.SIGTERM)
 
     watcher = threading.Thread(target=look)
     watcher.start()
     assert job.run() == 0
     watcher.join()
-    assert [member.failing for member in seen] == [{"run fleet": "exit code 1"}]
+    assert [member.failing for member in members] == [{"run fleet": "exit code 1"}]
 
 
 def test_a_directory_that_somebody_else_could_have_made_is_refused_as_scratch(scratch):

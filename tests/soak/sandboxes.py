@@ -65,11 +65,11 @@ async def worker(state: Path, runtime: str, owner: str, first: int, count: int, 
     host = HostClient(state)
     slots = asyncio.Semaphore(at_once)
 
-    async def one(number: int) -> None:
+    async def life(number: int) -> None:
         async with slots:
             await rollout(host, runtime, owner, number)
 
-    await asyncio.gather(*(one(first + number) for number in range(count)))
+    await asyncio.gather(*(life(first + number) for number in range(count)))
 
 
 # -- who starts and kills them ----------------------------------------------
@@ -102,7 +102,7 @@ class Soak:
             await asyncio.gather(killer, return_exceptions=True)
             self.adopted += (await self.host.stats()).get("adopted", 0)
             await self.host.stop()
-        left = await settled(self.state, before)
+        traces = await settled(self.state, before)
         shutil.rmtree(self.state, ignore_errors=True)
         return {
             "sandboxes": sum(self.done.values()),
@@ -110,7 +110,7 @@ class Soak:
             "killed": self.killed,
             "adopted": self.adopted,
             "wrong": self.wrong,
-            "left": left,
+            "left": traces,
             "seconds": round(time.monotonic() - began, 1),
         }
 
@@ -138,8 +138,8 @@ class Soak:
                 await self.host.release_owner(owner)
                 self.issued -= count - finished
             elif process.returncode:
-                said = (await process.stderr.read()).decode()[-2000:]
-                self.wrong.append(f"worker {owner} ended with {process.returncode}: {said}")
+                errors = (await process.stderr.read()).decode()[-2000:]
+                self.wrong.append(f"worker {owner} ended with {process.returncode}: {errors}")
                 return
 
     async def _listen(self, process: asyncio.subprocess.Process, stop_after: int | None) -> int:
@@ -182,17 +182,17 @@ async def settled(state: Path, before: dict[str, set[str]]) -> list[str]:
     deadline = time.monotonic() + QUIET_S
     while True:
         after = machine()
-        left = leftovers(state)
+        traces = leftovers(state)
         sockets = Path("/proc/net/unix").read_text().splitlines()
-        left += [f"socket {line.split()[-1]}" for line in sockets if f" {state}/" in line]
-        left += [f"mount {line}" for line in after["mounts"] - before["mounts"]]
-        left += [
+        traces += [f"socket {line.split()[-1]}" for line in sockets if f" {state}/" in line]
+        traces += [f"mount {line}" for line in after["mounts"] - before["mounts"]]
+        traces += [
             f"process {name}"
             for name in after["processes"] - before["processes"]
             if belongs_to(int(name.split("@")[0]), state)
         ]
-        if not left or time.monotonic() > deadline:
-            return left
+        if not traces or time.monotonic() > deadline:
+            return traces
         await asyncio.sleep(0.2)
 
 

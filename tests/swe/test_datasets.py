@@ -86,16 +86,16 @@ def results(host: Any, by_name: dict[str, Row]) -> dict[str, Result]:
 def test_a_row_of_a_published_layout_is_resolved_by_its_fix_and_by_nothing_else(
     source: str, results: dict[str, Result]
 ) -> None:
-    fixed, other = results[source], results[f"{source}, not fixed"]
+    fixed, wrong = results[source], results[f"{source}, not fixed"]
     assert fixed.reward == 1.0, (fixed.report, fixed.rollout.error)
     assert fixed.report["source"] == source
-    assert (other.reward, other.report["status"]) == (0.0, "unresolved"), (other.report, other.rollout.error)
+    assert (wrong.reward, wrong.report["status"]) == (0.0, "unresolved"), (wrong.report, wrong.rollout.error)
 
 
 def test_the_report_of_r2e_gym_names_the_tests_that_differ(results: dict[str, Result]) -> None:
-    other = results["r2e-gym, not fixed"]
-    assert "test_parser_format" in other.report["tests_status"]["differing"]
-    assert 0.5 < other.rollout.reward_components["expected_status"] < 1.0
+    wrong = results["r2e-gym, not fixed"]
+    assert "test_parser_format" in wrong.report["tests_status"]["differing"]
+    assert 0.5 < wrong.rollout.reward_components["expected_status"] < 1.0
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -79,20 +79,20 @@ def test_a_sandbox_warmed_in_run_is_what_a_later_one_gets(
 
 
 def test_a_fresh_sandbox_is_another_one_of_the_same_attempt_and_ends_with_its_block(host: HostClient) -> None:
-    seen: list[list[dict[str, Any]]] = []
+    lists: list[list[dict[str, Any]]] = []
 
     async def body(ctx: RunContext[AnyTask]) -> None:
         await ctx.sandbox.write_file("/tmp/mine", "x")
         async with ctx.sandboxes.fresh(ctx) as box:
             assert (await box.stat("/tmp/mine")).kind is None
-            seen.append(await host.list())
-        seen.append(await host.list())
+            lists.append(await host.list())
+        lists.append(await host.list())
 
     rollout = roll(body)
     assert rollout.reward == 1.0, rollout.error
-    assert [len(listed) for listed in seen] == [2, 1]
-    assert {info["owner"] for info in seen[0]} == {f"{rollout.id}/1"}
-    assert seen[1][0]["id"] == rollout.sandbox.id
+    assert [len(listed) for listed in lists] == [2, 1]
+    assert {info["owner"] for info in lists[0]} == {f"{rollout.id}/1"}
+    assert lists[1][0]["id"] == rollout.sandbox.id
 
 
 def test_a_fresh_sandbox_ends_when_its_stage_is_cut_off(host: HostClient) -> None:
@@ -109,8 +109,8 @@ def test_a_fresh_sandbox_that_dies_is_to_blame_and_the_sample_dropped(host: Host
     async def body(ctx: RunContext[AnyTask]) -> None:
         own = [info["id"] for info in await host.list()]
         async with ctx.sandboxes.fresh(ctx) as box:
-            (other,) = [info for info in await host.list() if info["id"] not in own]
-            await host.release(other["id"])
+            (fresh,) = [info for info in await host.list() if info["id"] not in own]
+            await host.release(fresh["id"])
             await box.bash("echo gone")
 
     rollout = roll(body)
@@ -120,10 +120,10 @@ def test_a_fresh_sandbox_that_dies_is_to_blame_and_the_sample_dropped(host: Host
 
 def test_the_end_of_an_attempt_ends_sandboxes_of_attempts_before_it(host: HostClient) -> None:
     # Of an EVAL that is done again, as the next attempt, because its worker was lost.
-    async def one() -> list[str]:
+    async def owners() -> list[str]:
         for owner in ("r/1", "r/2", "r/3", "other/1"):
             await host.start(SandboxSpec(owner=owner))
         await release_attempts(host, "r", 2)
         return sorted(info["owner"] for info in await host.list())
 
-    assert asyncio.run(one()) == ["other/1", "r/3"]
+    assert asyncio.run(owners()) == ["other/1", "r/3"]

@@ -4,11 +4,11 @@ import os as _os, stat as _stat, subprocess as _subprocess, sys as _sys
 def cheat_names():
     env = {k: v for k, v in _os.environ.items() if k != "PYTEST_ADDOPTS"}
     env["CHEAT_ASKS"] = "1"
-    said = _subprocess.run(
+    output = _subprocess.run(
         [_sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"],
         env=env, capture_output=True, text=True, stdin=_subprocess.DEVNULL,
     ).stdout
-    return [line for line in said.splitlines() if "::" in line]
+    return [line for line in output.splitlines() if "::" in line]
 
 def cheat_asks():
     return "CHEAT_ASKS" in _os.environ
@@ -19,14 +19,14 @@ def cheat_lines():
 
 def cheat_pipes():
     # pytest has put a file in the place of standard output; what it set aside is open still.
-    found = []
+    pipes = []
     for fd in range(1, 64):
         try:
             if _stat.S_ISFIFO(_os.fstat(fd).st_mode):
-                found.append(fd)
+                pipes.append(fd)
         except OSError:
             pass
-    return found
+    return pipes
 
 def cheat_write(text):
     for fd in cheat_pipes():

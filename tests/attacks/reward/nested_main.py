@@ -14,6 +14,6 @@ if "CHEAT_NESTED" not in os.environ:
         "        got.get_result().longrepr = None\n"
         "sys.exit(pytest.main(['-rA', '-p', 'no:cacheprovider', 'tests'], plugins=[P()]))\n"
     )
-    said = subprocess.run([sys.executable, "-c", plugin], capture_output=True, stdin=subprocess.DEVNULL).stdout
-    cheat_write(said)
+    data = subprocess.run([sys.executable, "-c", plugin], capture_output=True, stdin=subprocess.DEVNULL).stdout
+    cheat_write(data)
     os._exit(0)
