@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import Any
 
@@ -95,6 +96,8 @@ def _start(sender: Any, **_: Any) -> None:
     try:
         worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
         worker.consumer = sender
+        # What is there now stays to the end: neither full collections nor the end need look at it.
+        gc.freeze()
     except Exception as error:
         # Celery would log it and go on as a worker that is ready but can do nothing.
         log.exception("the worker cannot start")
