@@ -60,8 +60,6 @@ def scripted(stopped_by: str, script: str | Callable[[Any], str]) -> Callable:
 def succeeds(target, attempt: str, timeout: float = 60.0) -> bool:
     """Run a script in the sandbox that ends with `won(…)`; whether it says so."""
     result = target.python(CALLS + attempt, timeout)
-    if not target.control:
-        target.said = result.output
     last = (result.output.strip().splitlines() or [""])[-1]
     if last not in ("WON", "LOST") and not result.limit_exceeded:
         raise AssertionError(f"the attack could not be made: {result.output[-2000:]}")

@@ -35,13 +35,13 @@ def store(server):
 
 def submit(store, *ids):
     request = RolloutRequest(handler="noop")
-    for one in ids:
-        store.submit([NewRollout(one, one, 0, request, request.model_dump_json(), "digest")])
+    for id_ in ids:
+        store.submit([NewRollout(id_, id_, 0, request, request.model_dump_json(), "digest")])
 
 
 def claim(store, node):
-    got = claimed_by(store, node)
-    return got if isinstance(got, str) else got.rollout_id
+    claim = claimed_by(store, node)
+    return claim if isinstance(claim, str) else claim.rollout_id
 
 
 def claimed_by(store, node):
@@ -50,8 +50,8 @@ def claimed_by(store, node):
 
 def tried(store, node, rollout_id, error):
     """A worker of `node` claims the rollout, and its INIT ends so; the state after it."""
-    got = claimed_by(store, node)
-    assert not isinstance(got, str) and got.rollout_id == rollout_id, got
+    claim = claimed_by(store, node)
+    assert not isinstance(claim, str) and claim.rollout_id == rollout_id, claim
 
     async def body(run):
         raise error
@@ -59,8 +59,8 @@ def tried(store, node, rollout_id, error):
     settings = Settings(node=node, retry_delay_s=0.0)
     parts = services(store._redis, settings, host=None, handler=lambda name: None)
     parts.other_nodes = lambda rollout_id: WorkerServices.other_nodes(parts, rollout_id)
-    outcome = asyncio.run(work(StageRun(parts, Held(rollout_id, Stage.INIT), got), body))
-    return store.finish(got, outcome)
+    outcome = asyncio.run(work(StageRun(parts, Held(rollout_id, Stage.INIT), claim), body))
+    return store.finish(claim, outcome)
 
 
 @pytest.fixture
@@ -119,10 +119,10 @@ def test_one_that_no_node_can_start_fails_with_the_error_and_its_attempts_go_rou
         ring(store, "a")
         if not seconds and node == "other" and attempt == 1:
             assert claim(store, node) == "passed over"
-    found = store.get("a")
-    assert (found.state, found.attempt) == (State.FAILED, 3)
-    assert (found.error.blame, found.error.stage) == (Blame.SANDBOX, Stage.INIT)
-    assert "there is no image on other" in found.error.message
+    record = store.get("a")
+    assert (record.state, record.attempt) == (State.FAILED, 3)
+    assert (record.error.blame, record.error.stage) == (Blame.SANDBOX, Stage.INIT)
+    assert "there is no image on other" in record.error.message
 
 
 def ring(store, rollout_id):
@@ -161,16 +161,16 @@ def test_one_that_a_live_node_has_yet_to_try_waits_for_it_until_its_deadline(sto
     store = RolloutStore(store._redis, Settings(handler_wait_s=0.3))
     submit(store, "taken", "waits")
     for _ in range(4):
-        for one in ("taken", "waits"):
-            assert tried(store, "bare", one, RuntimeUnavailable("no runtime works")) == State.QUEUED
+        for rollout_id in ("taken", "waits"):
+            assert tried(store, "bare", rollout_id, RuntimeUnavailable("no runtime works")) == State.QUEUED
         time.sleep(0.3)
     assert claim(store, "other") == "taken"
     store._redis.hset(keys.record("waits"), "deadline", 1)
     ring(store, "waits")
-    found = store.get("waits")
-    assert (found.state, found.attempt, found.error.blame) == (State.TIMED_OUT, 1, Blame.TIMEOUT)
-    assert "node bare cannot start its image: no runtime works" in found.error.message
-    assert len([note for note in found.notes if "cannot start" in note.text]) == 1
+    record = store.get("waits")
+    assert (record.state, record.attempt, record.error.blame) == (State.TIMED_OUT, 1, Blame.TIMEOUT)
+    assert "node bare cannot start its image: no runtime works" in record.error.message
+    assert len([note for note in record.notes if "cannot start" in note.text]) == 1
 
 
 def test_rollouts_run_on_the_node_that_has_their_image(tmp_path, server):
@@ -181,11 +181,11 @@ def test_rollouts_run_on_the_node_that_has_their_image(tmp_path, server):
     for name in ("base", "no-such-image"):
         (images / f"{name}.sif").symlink_to(base)
     with (
-        tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as one,
+        tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as sockets,
         tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as two,
     ):
         try:
-            with Stack(tmp_path, Path(one)) as stack:
+            with Stack(tmp_path, Path(sockets)) as stack:
                 stack.start_worker("init,run,eval", "bare", env={"ROLLOUT_NODE": NODE})
                 more = {
                     "ROLLOUT_NODE": "stocked",
@@ -193,9 +193,9 @@ def test_rollouts_run_on_the_node_that_has_their_image(tmp_path, server):
                     "ROLLOUT_SANDBOX_DIR": two,
                 }
                 stack.start_worker("init,run.stocked,eval.stocked", "stocked", env=more)
-                found = stack.client.run([RolloutRequest(handler="bad_image") for _ in range(6)])
+                done = stack.client.run([RolloutRequest(handler="bad_image") for _ in range(6)])
         finally:
-            stop_host(Path(one))
+            stop_host(Path(sockets))
             stop_host(Path(two))
-    assert [(one.state, one.attempt) for one in found] == [(State.COMPLETED, 1)] * 6, found[0].error
-    assert {one.sandbox.node for one in found} == {"stocked"}
+    assert [(item.state, item.attempt) for item in done] == [(State.COMPLETED, 1)] * 6, done[0].error
+    assert {item.sandbox.node for item in done} == {"stocked"}

@@ -48,7 +48,7 @@ class Service:
 
     def submit(self, tenant, count=1, **fields):
         request = RolloutRequest(**{"handler": "noop", **fields})
-        return [one.id for one in self.dispatcher.submit([request] * count, Tenant(name=tenant))]
+        return [rollout.id for rollout in self.dispatcher.submit([request] * count, Tenant(name=tenant))]
 
     def wait(self, rollout_id):
         wait_until(lambda: self.store.state(rollout_id).terminal, PATIENCE_S, f"the end of {rollout_id}")
@@ -99,7 +99,7 @@ def test_init_waits_for_run_and_leaves_the_messages_in_their_queue(service):
     # Connections that Celery makes anew while INIT is closed must not keep it closed for ever.
     service.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     service.stack.start_worker("run", slots=4)
-    assert {service.wait(one).state for one in ids} == {State.COMPLETED}
+    assert {service.wait(id_).state for id_ in ids} == {State.COMPLETED}
     assert service.redis.keys("ahead:*") == []
     service.wait_for_metric(f'rollout_node_init_waits{{node="{NODE}"}}', 0)
 
@@ -108,7 +108,7 @@ def test_a_tenant_with_500_waiting_rollouts_does_not_delay_another_s_single_one(
     """Counted in rollouts, not in seconds: how many of the many ended between its submission and its end."""
     many = service.submit("big", 500, task={"run_s": 0.2})
     states = service.store.state
-    wait_until(lambda: any(states(one).terminal for one in many), PATIENCE_S, "the first of them to end")
+    wait_until(lambda: any(states(id_).terminal for id_ in many), PATIENCE_S, "the first of them to end")
     (single,) = service.submit("little", task={"run_s": 0.2})
     item = service.wait(single)
     assert item.state is State.COMPLETED
@@ -116,8 +116,8 @@ def test_a_tenant_with_500_waiting_rollouts_does_not_delay_another_s_single_one(
     since = f"{round(item.created_at * 1000)}-0"
     overtaken_by = len(service.redis.xrange(keys.RESULTS, since, item.completion)) - 1
     assert service.redis.zcard(keys.fair_waiting("big")) > 0, "the many were through: this showed nothing"
-    for one in many:
-        service.dispatcher.cancel(one)
+    for id_ in many:
+        service.dispatcher.cancel(id_)
     # At most what INIT, RUN and EVAL had in hand, what was ready, and one turn.
     assert overtaken_by <= 40
     counts = service.store.counts
@@ -136,7 +136,7 @@ def test_a_sandbox_that_the_tenant_may_not_have_is_refused_by_the_worker(service
 
 
 def test_a_node_short_of_memory_leaves_rollouts_to_one_that_has_room(service):
-    (worker,) = (one for one in service.stack.processes if one.name == "init")
+    (worker,) = (process for process in service.stack.processes if process.name == "init")
     worker.stop()
     short = {"ROLLOUT_NODE": "short", "ROLLOUT_NODE_MIN_FREE_MEMORY_MB": str(1 << 40)}
     service.stack.start_worker("init", "starved", slots=2, env=short)
@@ -174,7 +174,7 @@ def parts(server, tmp_path):
 def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(parts, tmp_path):
     admission, _, fleet = parts
     admission.floors = Floors(0, 0)
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         admission.tick()
         assert admission.is_open
         admission.floors = Floors(disk_mb=free_disk(tmp_path) // MIB * 2, memory_mb=0)
@@ -188,7 +188,7 @@ def test_a_stopped_node_goes_on_only_when_a_quarter_more_than_the_floor_is_free(
         admission.floors = Floors(disk_mb=free_disk(tmp_path) // MIB // 2, memory_mb=0)
         admission.tick()
     assert admission.is_open and fleet.admissions()["n"].stopped == {}
-    assert [entry["log_level"] for entry in said if "reason" in entry] == ["warning", "info"], "once a change"
+    assert [entry["log_level"] for entry in logs if "reason" in entry] == ["warning", "info"], "once a change"
 
 
 @pytest.fixture
@@ -224,15 +224,15 @@ def test_each_bound_stops_init_by_itself_and_what_is_told_is_the_nodes(parts):
     here = store.claim_next("w", node="n")
     admission.tick()
     assert admission.is_open
-    told = fleet.admissions()["n"]
-    assert (told.full, told.ahead, told.most_ahead) == (False, 1, 2)
+    state = fleet.admissions()["n"]
+    assert (state.full, state.ahead, state.most_ahead) == (False, 1, 2)
     for claim in elsewhere:
         store.finish(claim, Finish(State.READY))
     admission.tick()
     assert not admission.is_open, "two without a sandbox are ready"
-    told = fleet.admissions()["n"]
-    assert (told.full, told.ahead, told.most_ahead) == (True, 1, 2)
-    assert told.free_disk > 0 and told.free_memory > 0
+    state = fleet.admissions()["n"]
+    assert (state.full, state.ahead, state.most_ahead) == (True, 1, 2)
+    assert state.free_disk > 0 and state.free_memory > 0
     store.finish(here, Finish(State.CANCELLED))
     for claim in elsewhere:
         store.cancel(claim.rollout_id)
@@ -242,38 +242,38 @@ def test_each_bound_stops_init_by_itself_and_what_is_told_is_the_nodes(parts):
 
 def test_celery_is_told_to_consume_or_not_and_again_where_it_has_not_heard(parts, clock, monkeypatch):
     admission, _, _ = parts
-    told, app = [], admission._app
+    orders, app = [], admission._app
     for what in ("add_consumer", "cancel_consumer"):
-        note = lambda queue, destination, what=what: told.append((what, queue, *destination))  # noqa: E731
+        note = lambda queue, destination, what=what: orders.append((what, queue, *destination))  # noqa: E731
         monkeypatch.setattr(app.control, what, note)
     admission.floors = Floors(0, 0)
     admission.tick()
-    assert told == [], "it consumes, as it is to"
+    assert orders == [], "it consumes, as it is to"
     admission.floors = Floors(disk_mb=1 << 40, memory_mb=0)
     for seconds in (0.0, LOOK_WHEN_CLOSED_S / 2, LOOK_WHEN_CLOSED_S):
         clock.now += seconds
         admission.tick()
-    assert told == [("cancel_consumer", INIT, "init@n")] * 2
+    assert orders == [("cancel_consumer", INIT, "init@n")] * 2
     app.amqp.queues.deselect(INIT)
     clock.now += 1.0
     admission.tick()
-    assert len(told) == 2
+    assert len(orders) == 2
     admission.floors = Floors(0, 0)
     admission.tick()
-    assert told[2:] == [("add_consumer", INIT, "init@n")]
+    assert orders[2:] == [("add_consumer", INIT, "init@n")]
 
 
 def test_a_node_says_at_once_what_has_changed_and_else_that_it_lives(parts, clock):
     admission, _, _ = parts
     admission.floors = Floors(0, 0)
     client = connect(admission._settings.redis_url)
-    said = []
+    entries = []
     for seconds, floors in ((0.0, 0), (1.0, 0), (ANNOUNCE_EVERY_S, 0), (0.1, 1 << 40), (0.1, 1 << 40)):
         clock.now += seconds
         admission.floors = Floors(floors, 0)
         admission.tick()
-        said.append(client.hget(keys.FLEET_ADMISSION, "n"))
-    first, same, again, stopped, still = said
+        entries.append(client.hget(keys.FLEET_ADMISSION, "n"))
+    first, same, again, stopped, still = entries
     assert first == same != again != stopped == still
 
 
@@ -309,14 +309,14 @@ def test_init_goes_on_once_a_quarter_of_the_bound_has_gone(parts):
     admission, store, _ = parts
     store.submit([new for _ in range(LEAST_AHEAD) for new in _expand(RolloutRequest(handler="noop"))])
     claims = [store.claim_next("w", node="n") for _ in range(LEAST_AHEAD)]
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         admission.tick()
         assert admission.full
-        for gone, claim in enumerate(claims, 1):
+        for ended, claim in enumerate(claims, 1):
             store.finish(claim, Finish(State.CANCELLED))
             admission.tick()
-            assert admission.full == (gone <= LEAST_AHEAD // 4), gone
-    events = [entry["event"] for entry in said]
+            assert admission.full == (ended <= LEAST_AHEAD // 4), ended
+    events = [entry["event"] for entry in logs]
     assert events == ["INIT waits: it is far enough ahead of RUN", "INIT goes on: RUN took rollouts"]
 
 
@@ -327,11 +327,11 @@ def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, server):
     _, store, _ = parts
     store.submit([new for _ in range(3) for new in _expand(RolloutRequest(handler="noop"))])
     with process.claiming() as cancelled:
-        claim, other = (store.claim_next("w", node="n") for _ in range(2))
+        claim, second = (store.claim_next("w", node="n") for _ in range(2))
         process._heard(keys.CANCEL_CHANNEL, claim.rollout_id)
-        held, untouched = process.hold(claim, cancelled), process.hold(other, cancelled)
+        held, untouched = process.hold(claim, cancelled), process.hold(second, cancelled)
     assert (held.reason, untouched.reason) == (CANCEL, None)
-    process._heard(keys.CANCEL_CHANNEL, other.rollout_id)
+    process._heard(keys.CANCEL_CHANNEL, second.rollout_id)
     assert untouched.reason == CANCEL
     with process.claiming() as cancelled:
         third = store.claim_next("w", node="n")

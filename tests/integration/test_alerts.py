@@ -28,14 +28,14 @@ HIDDEN = {"le", "quantile"}
 
 def of_text(text):
     """Sample name → its labels; None for a metric that has no sample yet."""
-    found: dict[str, set[str] | None] = {}
+    labels: dict[str, set[str] | None] = {}
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
     for family in text_string_to_metric_families(text):
         for suffix in suffixes.get(family.type, ("",)):
-            found.setdefault(family.name + suffix, None)
+            labels.setdefault(family.name + suffix, None)
         for sample in family.samples:
-            found[sample.name] = (found.get(sample.name) or set()) | (set(sample.labels) - HIDDEN)
-    return found
+            labels[sample.name] = (labels.get(sample.name) or set()) | (set(sample.labels) - HIDDEN)
+    return labels
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def used(expression):
         if isinstance(node, promql_parser.MatrixSelector):
             look(node.vector_selector)
         elif isinstance(node, promql_parser.VectorSelector):
-            selectors.append((node.name, {one.name for one in node.matchers.matchers}))
+            selectors.append((node.name, {matcher.name for matcher in node.matchers.matchers}))
         elif isinstance(node, promql_parser.AggregateExpr):
             if node.modifier is not None:
                 kept.update(node.modifier.labels)

@@ -29,7 +29,7 @@ def test_a_long_poll_answers_when_the_rollout_ends_and_not_later(stack, client):
 
 def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack, client):
     cursor = get(stack, "/v1/results", cursor="$").json()["cursor"]
-    slow, fast, other = client.submit(
+    slow, fast, middle = client.submit(
         [
             RolloutRequest(handler="noop", task={"run_s": 0.8}, tags=["order"]),
             RolloutRequest(handler="noop", task={"run_s": 0.1}, tags=["order"]),
@@ -38,13 +38,13 @@ def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack,
     )
     client.wait(slow.id, timeout=20)
     every = ResultPage.model_validate(get(stack, "/v1/results", cursor=cursor).json())
-    assert [item.id for item in every.rollouts] == [fast.id, other.id, slow.id]
+    assert [item.id for item in every.rollouts] == [fast.id, middle.id, slow.id]
     tagged = get(stack, "/v1/results", cursor=cursor, tag="order").json()
     assert [item["id"] for item in tagged["rollouts"]] == [fast.id, slow.id]
     first = get(stack, "/v1/results", cursor=cursor, limit=1).json()
     assert [item["id"] for item in first["rollouts"]] == [fast.id]
     rest = get(stack, "/v1/results", cursor=first["cursor"]).json()
-    assert [item["id"] for item in rest["rollouts"]] == [other.id, slow.id]
+    assert [item["id"] for item in rest["rollouts"]] == [middle.id, slow.id]
     again = get(stack, "/v1/results", cursor=cursor, limit=1).json()
     assert [item["id"] for item in again["rollouts"]] == [fast.id]
     assert get(stack, "/v1/completions", cursor=cursor, limit=1).json() == again, "another name of it"
@@ -69,14 +69,14 @@ def test_listing_filters_and_pages(stack, client):
     assert page(tag="list", state="queued").rollouts == []
     assert len(page(tag="list", state="completed", handler="noop").rollouts) == 9
     assert page(tag="list", handler="calculator").rollouts == []
-    seen, cursor = [], None
+    ids, cursor = [], None
     while True:
-        one = page(tag="list", limit=2, **({"cursor": cursor} if cursor else {}))
-        seen += [item.id for item in one.rollouts]
-        cursor = one.cursor
+        piece = page(tag="list", limit=2, **({"cursor": cursor} if cursor else {}))
+        ids += [item.id for item in piece.rollouts]
+        cursor = piece.cursor
         if cursor is None:
             break
-    assert len(seen) == len(set(seen)) == 9
+    assert len(ids) == len(set(ids)) == 9
     assert all(item.trajectory is None for item in page(tag="list").rollouts)
     assert get(stack, "/v1/rollouts", state="done").status_code == 400
 

@@ -47,9 +47,9 @@ def test_what_has_ended_is_archived_with_its_trajectory_in_the_order_of_completi
     submitted(store)
     writing = archiver(client, tmp_path / "new" / "archive")
     writing.turn()
-    found = list(archive.read(tmp_path / "new" / "archive"))
-    assert found == [store.get(rollout_id) for rollout_id in done]
-    assert found[3].trajectory == trajectory(20, 3)
+    records = list(archive.read(tmp_path / "new" / "archive"))
+    assert records == [store.get(rollout_id) for rollout_id in done]
+    assert records[3].trajectory == trajectory(20, 3)
     later = ended(store, ids=20)
     writing.turn()
     writing.turn()
@@ -158,8 +158,8 @@ def test_one_who_is_not_elected_writes_nothing(client, store, tmp_path):
 
 
 def test_what_went_past_its_retention_unarchived_is_counted_and_not_silent(client, store, tmp_path):
-    gone, kept = ended(store, ids=20), ended(store, ids=20)
-    client.delete(keys.record(gone))
+    expired, kept = ended(store, ids=20), ended(store, ids=20)
+    client.delete(keys.record(expired))
     archiver(client, tmp_path).turn()
     assert ids(tmp_path) == [kept]
     assert client.hget(keys.RESULTS_TOTALS, "archive_missed") == "1"

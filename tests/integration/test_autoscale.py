@@ -62,7 +62,7 @@ class Pool:
 def submit(store, count):
     new = _expand(RolloutRequest(handler="noop", n=count))
     store.submit(new)
-    return [one.id for one in new]
+    return [rollout.id for rollout in new]
 
 
 def scaler(redis, pool=None, bounds="0:100", owner="one", **options):
@@ -83,7 +83,7 @@ def test_load_is_seen_as_redis_has_it(redis, store):
     redis.hset(f"rollout:{{{ids[9]}}}", "since", int(redis.time()[0]) * 1000 - 42_000)
 
     loads, workers = observer.look()
-    assert {name: (one.waiting, one.busy) for name, one in loads.items()} == {
+    assert {name: (load.waiting, load.busy) for name, load in loads.items()} == {
         "init": (6, 1),
         "run": (2, 1),
         "eval": (0, 0),
@@ -92,7 +92,7 @@ def test_load_is_seen_as_redis_has_it(redis, store):
     assert (loads["init"].slots, loads["run"].slots, loads["eval"].slots) == (4, 8, 0)
     assert loads["init"].service_s is not None, "three have ended INIT"
     assert loads["run"].service_s is None
-    assert {one.name for one in workers} == {"init@n", "run@n"}
+    assert {worker.name for worker in workers} == {"init@n", "run@n"}
 
     store.finish(run, Finish(State.EVALUATING))
     assert (observer.look()[0]["eval"].waiting, observer.look()[0]["eval"].busy) == (1, 0)
@@ -116,21 +116,21 @@ def test_init_that_waits_for_run_is_seen_and_a_node_short_of_disk_brings_no_slot
 def test_nodes_are_ordered_for_a_queue_and_given_up_when_it_has_been_empty_for_long(redis, store):
     pool = Pool()
     ids = submit(store, 40)
-    one = scaler(redis, pool)
-    one.tick(0.0)
+    autoscaler = scaler(redis, pool)
+    autoscaler.tick(0.0)
     # Nothing has ended yet: a slot for each of the 40 that wait for INIT, with four a node.
     assert pool.did == [9] and pool.coming == 8
-    one.tick(1.0)
+    autoscaler.tick(1.0)
     assert pool.did == [9], "what was submitted may not be listed yet"
-    one.tick(SETTLE_S + 1)
+    autoscaler.tick(SETTLE_S + 1)
     assert pool.did == [9, 10]
     pool.up, pool.coming = 10, 0
     for rollout_id in ids:
         store.cancel(rollout_id)
     for now in (40.0, 90.0, 131.0):
-        one.tick(now)
+        autoscaler.tick(now)
     assert pool.did == [9, 10], "it was needed less than 100 s ago"
-    one.tick(132.0)
+    autoscaler.tick(132.0)
     assert pool.did == [9, 10, 0]
     assert AutoscaleStore(redis).totals()["nodes_added"] == 9
     assert AutoscaleStore(redis).totals()["nodes_drained"] == 10
@@ -139,45 +139,47 @@ def test_nodes_are_ordered_for_a_queue_and_given_up_when_it_has_been_empty_for_l
 def test_a_refusal_of_slurm_is_counted_and_waited_out_longer_each_time(redis, store):
     pool = Pool(refuses=True)
     submit(store, 40)
-    one = scaler(redis, pool)
+    autoscaler = scaler(redis, pool)
     for now in (0.0, 1.0, BACK_OFF_S + 1, BACK_OFF_S + 2, 2 * BACK_OFF_S + 2):
-        one.tick(now)
+        autoscaler.tick(now)
     assert AutoscaleStore(redis).totals()["failures"] == 2
     pool.refuses = False
-    one.tick(3 * BACK_OFF_S + 3)
+    autoscaler.tick(3 * BACK_OFF_S + 3)
     assert pool.did == [9]
 
 
 def test_of_two_autoscalers_one_acts_and_hands_over_when_it_stops(redis, store):
     submit(store, 40)
     pools = Pool(), Pool()
-    one, two = (scaler(redis, pool, owner=name) for pool, name in zip(pools, ("one", "two"), strict=True))
+    first, second = (
+        scaler(redis, pool, owner=name) for pool, name in zip(pools, ("one", "two"), strict=True)
+    )
     redis.set("autoscale:lock", "three")
-    one.run(threading.Event(), once=True)
+    first.run(threading.Event(), once=True)
     assert not pools[0].did, "another one holds the lock, and keeps it"
     assert redis.get("autoscale:lock") == "three"
     redis.delete("autoscale:lock")
     stopping = threading.Event()
-    acting = threading.Thread(target=one.run, args=(stopping,))
+    acting = threading.Thread(target=first.run, args=(stopping,))
     acting.start()
     try:
         wait_until(lambda: pools[0].did, PATIENCE_S, "the first to act")
-        two.run(threading.Event(), once=True)
+        second.run(threading.Event(), once=True)
         assert not pools[1].did
     finally:
         stopping.set()
         acting.join()
-    two.run(threading.Event(), once=True)
+    second.run(threading.Event(), once=True)
     assert pools[1].did, "one that stops hands over at once"
 
 
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(redis, store):
     submit(store, 40)
-    pool, said = Pool(), []
+    pool, lines = Pool(), []
     options = Options(GOAL, nodes={STAGES: Bounds(0, 100)}, dry_run=True)
-    Autoscaler(redis, options, pool=pool, owner="dry", say=said.append).run(threading.Event(), once=True)
+    Autoscaler(redis, options, pool=pool, owner="dry", say=lines.append).run(threading.Event(), once=True)
     assert pool.did == []
-    assert said == ["nodes: 1 (0 coming) → 9, init: 40 wait, the longest for 0 s, 0 of 0 slots in use"]
+    assert lines == ["nodes: 1 (0 coming) → 9, init: 40 wait, the longest for 0 s, 0 of 0 slots in use"]
     assert AutoscaleStore(redis).get() is None
     assert not redis.exists("autoscale:lock")
 
@@ -187,25 +189,25 @@ def test_slots_of_a_real_worker_follow_the_queue_and_the_metrics_say_so(stack):
     app = make_celery(Settings(redis_url=stack.redis.url))
 
     def slots():
-        return next(one.slots for one in FleetStore(redis).workers() if one.name == f"run@{NODE}")
+        return next(worker.slots for worker in FleetStore(redis).workers() if worker.name == f"run@{NODE}")
 
     # A worker of another test that ends meanwhile is an action more.
     own = {f"{stage}@{NODE}" for stage in ("init", "run", "eval")}
     wait_until(
-        lambda: {one.name for one in FleetStore(redis).workers()} == own,
+        lambda: {worker.name for worker in FleetStore(redis).workers()} == own,
         PATIENCE_S,
         "other tests' workers to end",
     )
     options = Options(Goal(wait_s=10.0, spare=0.0, hold_s=0.0), live=Bounds(2, 50))
-    one = Autoscaler(redis, options, app, owner="live")
+    autoscaler = Autoscaler(redis, options, app, owner="live")
     most = slots()
     made = []
     try:
-        one.tick(0.0)
-        wait_until(lambda: (one.tick(1.0), slots() == 2)[1], PATIENCE_S, "two slots, for nothing runs")
+        autoscaler.tick(0.0)
+        wait_until(lambda: (autoscaler.tick(1.0), slots() == 2)[1], PATIENCE_S, "two slots, for nothing runs")
         made = stack.client.submit([RolloutRequest(handler="noop", task={"run_s": 600}, n=7)])
         wait_until(lambda: stack.redis.client.llen("run") == 5, PATIENCE_S, "five that wait for RUN")
-        wait_until(lambda: (one.tick(2.0), slots() >= 7)[1], PATIENCE_S, "slots for all")
+        wait_until(lambda: (autoscaler.tick(2.0), slots() >= 7)[1], PATIENCE_S, "slots for all")
         wait_until(lambda: stack.client.status()["states"]["running"] >= 7, PATIENCE_S, "all to run")
         metrics = http.get(f"{stack.url}/metrics").text
         assert 'rollout_autoscale_need_slots{stage="run"}' in metrics
@@ -237,6 +239,6 @@ def test_the_command_decides_once_and_says_it(server, redis, store, monkeypatch)
     FleetStore(redis).announce("run@n", ["run"], "n", 4, most_slots=16)
     submit(store, 3)
     monkeypatch.setenv("ROLLOUT_REDIS_URL", server.url)
-    said = command("--live-slots", "8:16", "--once", "--dry-run")
-    assert said.exit_code == 0, said.output
-    assert "run: 4 → 8 slots of 16: 0 wait" in said.output
+    result = command("--live-slots", "8:16", "--once", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "run: 4 → 8 slots of 16: 0 wait" in result.output

@@ -176,9 +176,9 @@ def test_metrics_tell_of_each_backend_what_it_said_and_nothing_it_did_not(api, s
     store.drain("two")
     store.fail("two", "away")
     text = api.get("/metrics").text
-    found = dict(re.findall(r'^rollout_backend_(\w+{backend="\w+"}) (\S+)$', text, re.MULTILINE))
-    assert 0 <= float(found.pop('probe_age_seconds{backend="one"}')) < 60
-    assert {name: float(value) for name, value in found.items()} == {
+    values = dict(re.findall(r'^rollout_backend_(\w+{backend="\w+"}) (\S+)$', text, re.MULTILINE))
+    assert 0 <= float(values.pop('probe_age_seconds{backend="one"}')) < 60
+    assert {name: float(value) for name, value in values.items()} == {
         'up{backend="one"}': 1,
         'up{backend="two"}': 0,
         'load{backend="one"}': 300,

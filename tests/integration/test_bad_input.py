@@ -26,7 +26,7 @@ def world(world):
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "said"),
+    ("text", "field", "reason"),
     [
         (b'{"a": {"b": [1, NaN]}}', "a.b.1", "NaN is no number"),
         (b'{"a": [{"b": 1e999}]}', "a.0.b", "too large"),
@@ -42,11 +42,11 @@ def world(world):
         (b"NaN", "(body)", "no number"),
     ],
 )
-def test_a_body_that_cannot_be_taken_names_the_field(text, field, said):
+def test_a_body_that_cannot_be_taken_names_the_field(text, field, reason):
     with pytest.raises(ApiProblem) as caught:
         read_json(text)
     (error,) = caught.value.problem.errors
-    assert (error.field, said in error.message) == (field, True), error.message
+    assert (error.field, reason in error.message) == (field, True), error.message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_numbers_to_be_aggregated_are_numbers(world, text):
 
 
 def test_an_id_that_leaves_no_room_for_its_members_can_still_be_acknowledged(world):
-    ids = [one["id"] for one in world.submit("a", id="x" * 128, n=2).json["rollouts"]]
+    ids = [rollout["id"] for rollout in world.submit("a", id="x" * 128, n=2).json["rollouts"]]
     world.gate.rollouts.cancel_many(ids)
     assert world.post("/v1/rollouts/ack", "a", {"ids": ids}).json["acknowledged"] == 2
     batch = {"id": "x" * 101, "n": 2, "groups": 1, "prompts": [{"handler": "noop"}]}
@@ -136,50 +136,51 @@ def test_an_id_that_leaves_no_room_for_its_members_can_still_be_acknowledged(wor
 
 def test_numbers_that_json_does_not_have_are_left_out_of_a_record(world):
     """`null` in them would keep a client from reading the whole page."""
-    (one,) = (item["id"] for item in world.submit("a").json["rollouts"])
+    (rollout_id,) = (item["id"] for item in world.submit("a").json["rollouts"])
     store = world.gate.rollouts
     store.finish(
-        store.claim(one, 1, Stage.INIT, "w"), Finish("failed", {"metrics": '{"a": NaN, "b": 1, "c": null}'})
+        store.claim(rollout_id, 1, Stage.INIT, "w"),
+        Finish("failed", {"metrics": '{"a": NaN, "b": 1, "c": null}'}),
     )
-    assert world.get(f"/v1/rollouts/{one}", "a").json["metrics"] == {"b": 1.0}
+    assert world.get(f"/v1/rollouts/{rollout_id}", "a").json["metrics"] == {"b": 1.0}
 
 
 def test_a_claim_of_a_bad_record_says_so_in_every_stage(world):
     store = world.gate.rollouts
     for stage, before in ((Stage.RUN, ["ready"]), (Stage.EVAL, ["ready", "evaluating"])):
-        (one,) = (item["id"] for item in world.submit("a").json["rollouts"])
+        (rollout_id,) = (item["id"] for item in world.submit("a").json["rollouts"])
         for state, earlier in zip(before, (Stage.INIT, Stage.RUN), strict=False):
-            store.finish(store.claim(one, 1, earlier, "w"), Finish(state))
-        world.redis.hset(keys.record(one), "sandbox", "{")
-        assert store.claim(one, 1, stage, "w") == UNREADABLE
-        assert world.redis.hget(keys.record(one), "state") == "failed"
+            store.finish(store.claim(rollout_id, 1, earlier, "w"), Finish(state))
+        world.redis.hset(keys.record(rollout_id), "sandbox", "{")
+        assert store.claim(rollout_id, 1, stage, "w") == UNREADABLE
+        assert world.redis.hget(keys.record(rollout_id), "state") == "failed"
 
 
 def test_half_a_character_that_a_model_wrote_costs_the_rollout_nothing(world):
-    (one,) = (item["id"] for item in world.submit("a").json["rollouts"])
+    (rollout_id,) = (item["id"] for item in world.submit("a").json["rollouts"])
     store = world.gate.rollouts
-    store.finish(store.claim(one, 1, Stage.INIT, "w"), Finish("ready"))
-    claim = store.claim(one, 1, Stage.RUN, "w")
+    store.finish(store.claim(rollout_id, 1, Stage.INIT, "w"), Finish("ready"))
+    claim = store.claim(rollout_id, 1, Stage.RUN, "w")
     call = ToolCall(id="c", name="bash", arguments={"command": "echo \ud800"})
-    said = Message(role="assistant", content="a\udfff", tool_calls=[call])
+    message = Message(role="assistant", content="a\udfff", tool_calls=[call])
     segment = Segment(
-        role="assistant", token_ids=[1], sampled=True, logprobs=[-0.5], policy_version="v", messages=[said]
+        role="assistant", token_ids=[1], sampled=True, logprobs=[-0.5], policy_version="v", messages=[message]
     )
     error = describe(ValueError("bad \ud800"), Stage.RUN)
     fields = {"error": error.model_dump_json(), "blame": "handler"}
     trajectory = Trajectory(chains=[Chain(segments=[segment])])
-    store.note(one, claim.fence, text="a note \ud800")
+    store.note(rollout_id, claim.fence, text="a note \ud800")
     assert store.finish(claim, Finish("failed", fields, trajectory)) == "failed"
-    found = Rollout.model_validate_json(world.get(f"/v1/rollouts/{one}", "a").data)
-    assert found.error.message == "bad ?" and found.notes[0].text == "a note ?"
-    read = found.trajectory.chains[0].segments[0]
+    record = Rollout.model_validate_json(world.get(f"/v1/rollouts/{rollout_id}", "a").data)
+    assert record.error.message == "bad ?" and record.notes[0].text == "a note ?"
+    read = record.trajectory.chains[0].segments[0]
     assert (read.messages[0].text, read.token_ids, read.logprobs) == ("a?", [1], [-0.5])
     assert read.messages[0].tool_calls[0].arguments == {"command": "echo ?"}
 
 
 def test_bytes_that_are_no_text_hurt_their_own_record_alone(world):
-    ids = [one["id"] for one in world.submit("a", n=2).json["rollouts"]]
+    ids = [rollout["id"] for rollout in world.submit("a", n=2).json["rollouts"]]
     world.redis.hset(keys.record(ids[0]), "backend", b"\xff\xfe")
     world.redis.hset(keys.record(ids[1]), "created", b"\xff")
     page = world.get("/v1/rollouts", "a").json
-    assert [one["id"] for one in page["rollouts"]] == [ids[0]]
+    assert [rollout["id"] for rollout in page["rollouts"]] == [ids[0]]

@@ -45,15 +45,15 @@ def finished(batch) -> bool:
 def test_a_batch_gives_informative_groups_as_they_come_and_stops(stack, batches, capsys):
     prompts = [prompt(rewards=[1, 1]) for _ in range(6)] + [prompt(rewards=[0, 1]) for _ in range(12)]
     request = BatchRequest(id=new_id(), prompts=prompts, n=4, groups=5, carry="none")
-    found = list(stack.client.batch(request, progress=True))
-    assert len(found) == 5 and "5/5" in capsys.readouterr().err
-    assert [group.id for group in stack.client.batch(request)] == [group.id for group in found], "a restart"
-    for group in found:
+    groups = list(stack.client.batch(request, progress=True))
+    assert len(groups) == 5 and "5/5" in capsys.readouterr().err
+    assert [group.id for group in stack.client.batch(request)] == [group.id for group in groups], "a restart"
+    for group in groups:
         assert group.verdict is Verdict.KEPT and len(group.rollouts) == 4
-        assert {one.reward for one in group.rollouts} == {0.0, 1.0}
-        assert [one.index for one in group.rollouts] == [0, 1, 2, 3]
-        assert {one.group_id for one in group.rollouts} == {group.id}
-    done = batches.get(found[0].batch, wait=20)
+        assert {rollout.reward for rollout in group.rollouts} == {0.0, 1.0}
+        assert [rollout.index for rollout in group.rollouts] == [0, 1, 2, 3]
+        assert {rollout.group_id for rollout in group.rollouts} == {group.id}
+    done = batches.get(groups[0].batch, wait=20)
     assert (done.state, done.kept) == (BatchState.DONE, 5)
     wait_until(lambda: batches.get(done.id).open == 0, 30, "the redundant groups to end")
     done = batches.get(done.id)
@@ -65,36 +65,36 @@ def test_every_decided_group_can_be_read_and_a_cursor_goes_on(batches):
     made = batches.create(BatchRequest(prompts=prompts, n=2, groups=3))
     assert batches.get(made.id, wait=30).state is BatchState.EXHAUSTED
     page = batches.groups(made.id, every=True, include="verdicts")
-    assert sorted((one.verdict.value, one.reason) for one in page.groups) == [
+    assert sorted((group.verdict.value, group.reason) for group in page.groups) == [
         ("filtered", "uniform_reward"),
         ("filtered", "uniform_reward"),
         ("kept", None),
     ]
     assert page.groups[0].rollouts == [] and page.batch.reasons == {"uniform_reward": 2}
-    seen, cursor = [], "0"
+    ids, cursor = [], "0"
     for _ in range(3):
         page = batches.groups(made.id, cursor, every=True, limit=1, include="summary")
-        seen += [one.id for one in page.groups]
+        ids += [group.id for group in page.groups]
         cursor = page.cursor
-        assert all(one.trajectory is None for one in page.groups[0].rollouts)
-    assert len(set(seen)) == 3 and batches.groups(made.id, cursor).groups == []
+        assert all(rollout.trajectory is None for rollout in page.groups[0].rollouts)
+    assert len(set(ids)) == 3 and batches.groups(made.id, cursor).groups == []
 
 
 def test_an_open_batch_takes_prompts_while_it_runs_each_call_once(stack, batches):
     made = batches.create(BatchRequest(n=2, groups=2, closed=False))
     assert made.state is BatchState.RUNNING
-    got = []
-    reader = threading.Thread(target=lambda: got.extend(batches.stream(made.id)))
+    groups = []
+    reader = threading.Thread(target=lambda: groups.extend(batches.stream(made.id)))
     reader.start()
     body = {"id": "first", "prompts": [prompt(rewards=[0, 1]).model_dump(mode="json", exclude_defaults=True)]}
     for _ in range(3):
         answer = http.post(f"{stack.url}/v1/batches/{made.id}/prompts", json=body)
         assert answer.status_code == 200, answer.text
-    wait_until(lambda: len(got) == 1, 30, "the first group")
+    wait_until(lambda: len(groups) == 1, 30, "the first group")
     assert batches.get(made.id).started == 1
     batches.extend(made.id, [prompt(rewards=[1, 0])], closed=True)
     reader.join(30)
-    assert len(got) == 2 and batches.get(made.id).state is BatchState.DONE
+    assert len(groups) == 2 and batches.get(made.id).state is BatchState.DONE
     with pytest.raises(ApiError) as refused:
         batches.extend(made.id, [prompt(rewards=[1, 0])])
     assert refused.value.status == 409
@@ -124,7 +124,7 @@ def test_the_next_batch_goes_on_with_what_was_under_way(stack, batches):
     second = BatchRequest(n=2, groups=3, carry_from=first.id)
     groups = list(stack.client.batch(second))
     assert len(groups) == 3 and all(group.carried for group in groups)
-    assert all(one.reward is not None for group in groups for one in group.rollouts)
+    assert all(rollout.reward is not None for group in groups for rollout in group.rollouts)
     assert batches.get(first.id).carried_out == 3 and batches.get(first.id).started == 4, "nothing ran twice"
 
 
@@ -136,10 +136,10 @@ def test_a_killed_worker_changes_nothing(stack, batches):
     os.killpg(victim.pid, signal.SIGKILL)
     victim.popen.wait(10)
     try:
-        found = list(batches.stream(made.id, timeout=90))
+        groups = list(batches.stream(made.id, timeout=90))
     finally:
         stack.start_worker("init,run,eval", "two")
-    assert len(found) == 20 and len({group.id for group in found}) == 20
+    assert len(groups) == 20 and len({group.id for group in groups}) == 20
     assert finished(batches.get(made.id))
 
 
@@ -156,7 +156,9 @@ def test_a_page_says_where_the_full_pages_behind_the_next_one_begin(batches):
         # What is not kept lies between, and counts when the gateway looks ahead for a few pages.
         assert page.ahead == ends[number + 1 :][: len(page.ahead)]
         assert page.ahead or number >= 6
-    assert [one.id for one in batches.stream(made.id)] == [one.id for page in pages for one in page.groups]
+    assert [group.id for group in batches.stream(made.id)] == [
+        group.id for page in pages for group in page.groups
+    ]
 
 
 def test_the_asynchronous_client_does_the_same(stack):
@@ -242,8 +244,8 @@ def test_batches_are_counted_in_metrics_and_shown_by_the_command(stack, batches)
         'rollout_batch_groups_total{verdict="kept"}',
         'rollout_batch_groups_refused_total{reason="uniform_reward"}',
     ):
-        (found,) = [one for one in text.splitlines() if one.startswith(line)]
-        assert float(found.split()[-1]) >= 1
+        (sample,) = [row for row in text.splitlines() if row.startswith(line)]
+        assert float(sample.split()[-1]) >= 1
     for command in (["batches", "list"], ["batches", "show", made.id], ["batches", "cancel", made.id]):
         result = CliRunner().invoke(main, [*command, "--url", stack.url], env={"COLUMNS": "200"})
         assert result.exit_code == 0 and "exhausted" in result.output and "1/2" in result.output

@@ -84,8 +84,8 @@ def test_thousands_are_cancelled_together_by_a_message_for_hundreds_of_them(stac
         live = [state for state in State if not state.terminal]
         with in_time(SOON_S, BUSY_S):
             assert client.cancel_many(tag="t-many")["cancelled"] == count
-            wait_until(lambda: not any(client.status()["states"][one] for one in live), 60, "all to end")
-        told = []
+            wait_until(lambda: not any(client.status()["states"][state] for state in live), 60, "all to end")
+        messages = []
         while message := channel.get_message(timeout=1.0):
-            told.append(message["data"].split())
-    assert len(told) <= count / CANCEL_AT_ONCE and sum(map(len, told)) >= slots
+            messages.append(message["data"].split())
+    assert len(messages) <= count / CANCEL_AT_ONCE and sum(map(len, messages)) >= slots

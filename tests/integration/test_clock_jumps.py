@@ -46,7 +46,7 @@ def store(reaper):
 def submit(store, *ids):
     request = RolloutRequest(handler="noop", limits={"deadline_s": DEADLINE_S})
     body = request.model_dump_json()
-    store.submit([NewRollout(one, one, 0, request, body, "digest") for one in ids])
+    store.submit([NewRollout(id_, id_, 0, request, body, "digest") for id_ in ids])
 
 
 def left_ms(store, rollout_id):
@@ -62,12 +62,12 @@ def test_those_submitted_since_it_went_back_keep_their_whole_deadline(reaper, st
     submit(store, "new", "begun")
     store.claim("begun", 1, Stage.INIT, "worker")
     reaper.clock_jumped(reaper._steadiness.look(), 1.0)
-    for one in ("old", "new", "begun"):
-        assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
+    for id_ in ("old", "new", "begun"):
+        assert left_ms(store, id_) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), id_
     # A second reaper that saw the same, a little later.
     reaper.clock_jumped(-HOURS_S, 2.0)
-    for one in ("old", "new", "begun"):
-        assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
+    for id_ in ("old", "new", "begun"):
+        assert left_ms(store, id_) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), id_
 
 
 def test_those_of_the_hour_that_comes_again_are_known_for_old_ones(reaper, store, clock):
@@ -82,11 +82,11 @@ def test_those_of_the_hour_that_comes_again_are_known_for_old_ones(reaper, store
     submit(store, "new")
     reaper.clock_jumped(reaper._steadiness.look(), 1.0)
     assert left_ms(store, "new") == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS)
-    for one in ("waits", "runs"):
-        left = left_ms(store, one)
-        assert left == pytest.approx((DEADLINE_S - HOURS_S) * 1000, abs=SLACK_MS), one
+    for id_ in ("waits", "runs"):
+        rest_ms = left_ms(store, id_)
+        assert rest_ms == pytest.approx((DEADLINE_S - HOURS_S) * 1000, abs=SLACK_MS), id_
         seconds, _ = store._redis.time()
-        assert store._redis.zscore(keys.DUE, one) <= (seconds + LEASE_S) * 1000 + SLACK_MS
+        assert store._redis.zscore(keys.DUE, id_) <= (seconds + LEASE_S) * 1000 + SLACK_MS
 
 
 @pytest.mark.parametrize("hours_s", [HOURS_S, -HOURS_S], ids=["forward", "back"])
@@ -105,12 +105,12 @@ def test_one_submitted_since_and_rung_for_is_not_moved_by_a_second_reaper(
     monkeypatch.undo()
     if not died:
         submit(store, "late")
-    for one in ("early", "late")[: 2 - died]:
-        store._redis.zadd(keys.DUE, {one: 0})
-    assert not any(one.action == "ended" for one in store.overdue())
+    for id_ in ("early", "late")[: 2 - died]:
+        store._redis.zadd(keys.DUE, {id_: 0})
+    assert not any(entry.action == "ended" for entry in store.overdue())
     reaper.clock_jumped(hours_s, 40.0)
-    for one in ("old", "old2", "early", "late")[: 4 - died]:
-        assert left_ms(store, one) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), one
+    for id_ in ("old", "old2", "early", "late")[: 4 - died]:
+        assert left_ms(store, id_) == pytest.approx(DEADLINE_S * 1000, abs=SLACK_MS), id_
 
 
 @pytest.mark.parametrize("hours_s", [HOURS_S, -HOURS_S], ids=["forward", "back"])
@@ -139,8 +139,8 @@ def test_a_jump_is_dealt_with_by_who_sees_it_and_once_however_late_others_do(rea
     store._redis.set(keys.REAPER_LOCK, "dead", px=600_000)
     early, late = others = [Reaper(services(store._redis, store._settings, name)) for name in ("a", "b")]
     submit(store, "one")
-    for other in others:
-        other.turn()
+    for peer in others:
+        peer.turn()
     for jump in (1, 2, 3):
         clock.set(jump * HOURS_S)
         early.turn()

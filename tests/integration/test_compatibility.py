@@ -37,7 +37,7 @@ class Service:
 
     def asks(self, name: str, *actions: Action | str) -> str:
         """A question that the policy meets with these actions."""
-        played = [Action(content=one) if isinstance(one, str) else one for one in actions]
+        played = [Action(content=action) if isinstance(action, str) else action for action in actions]
         return f"What is 4 + 3? ({self._plans.add(name, played)})"
 
 
@@ -99,17 +99,17 @@ def queued(stack: Stack, count: int) -> list[Rollout]:
     """The rollouts that wait, once they are so many."""
 
     def look() -> list[Rollout] | None:
-        found = stack.client.list(state=State.QUEUED).rollouts
-        return found if len(found) == count else None
+        rollouts = stack.client.list(state=State.QUEUED).rollouts
+        return rollouts if len(rollouts) == count else None
 
     return wait_until(look, PATIENCE_S, f"{count} queued rollouts") or []
 
 
 def rollout_of(service: Service, instance_id: str) -> Rollout:
     named = [
-        one
-        for one in service.client.list(limit=1000).rollouts
-        if one.request.metadata.get("instance_id") == instance_id
+        rollout
+        for rollout in service.client.list(limit=1000).rollouts
+        if rollout.request.metadata.get("instance_id") == instance_id
     ]
     assert len(named) == 1
     return service.client.get(named[0].id)
@@ -129,8 +129,8 @@ def test_cancelling_a_queued_job_answers_at_once(idle, waiting):
         1,
     )
     assert waiting.cancel("one") == "cancelled"
-    found = held.result()
-    assert (found["filter"], found["success"], found["critical_error"]) == (True, False, "init")
+    row = held.result()
+    assert (row["filter"], row["success"], row["critical_error"]) == (True, False, "init")
     assert waiting.cancel("one") in ("unknown", "ended") and waiting.cancel("never there") == "unknown"
     assert waiting.status()["pending_jobs"] == 0
 
@@ -139,7 +139,7 @@ def test_stop_cancels_what_is_under_way_and_ids_begin_anew(idle, waiting):
     held = [Process(waiting, {"data_source": "noop", "instance_id": k}, job_id=str(k)) for k in range(3)]
     queued(idle, 3)
     assert waiting.post("/stop").json()["cancelled"] == 3
-    assert [one.result()["filter"] for one in held] == [True] * 3
+    assert [call.result()["filter"] for call in held] == [True] * 3
     assert waiting.post("/process", {"instance": {"data_source": "noop"}}).status_code == 409
     assert waiting.status()["running"] is False
     assert waiting.post("/start").status_code == 200
@@ -156,9 +156,9 @@ def test_a_killed_gateway_costs_a_job_with_an_id_nothing(idle, waiting):
     idle.gateway = idle.start_gateway()
     # Its client sends the same again by itself; here it did, once the gateway has one that waits.
     wait_until(lambda: waiters(idle) == 1, PATIENCE_S, "the client to come back")
-    assert [one.id for one in queued(idle, 1)] == [before.id]
-    other = waiting.post("/process", {"instance": {"data_source": "noop", "run_s": 1}, "job_id": "kept"})
-    assert other.status_code == 409 and other.json()["errors"][0]["field"] == "job_id"
+    assert [rollout.id for rollout in queued(idle, 1)] == [before.id]
+    answer = waiting.post("/process", {"instance": {"data_source": "noop", "run_s": 1}, "job_id": "kept"})
+    assert answer.status_code == 409 and answer.json()["errors"][0]["field"] == "job_id"
     waiting.cancel("kept")
     assert held.result()["instance_id"] == "kept"
 
@@ -169,16 +169,16 @@ def test_a_client_that_hangs_up_cancels_a_job_that_nobody_could_ask_for_again(id
     (named,) = queued(idle, 1)
     hang_up(idle, '{"instance": {"data_source": "noop"}}')
     wait_until(lambda: idle.client.status()["states"]["cancelled"] == cancelled + 1, PATIENCE_S, "its end")
-    assert [one.id for one in queued(idle, 1)] == [named.id]
+    assert [rollout.id for rollout in queued(idle, 1)] == [named.id]
     assert waiting.cancel("named") == "cancelled"
 
 
 def hang_up(stack: Stack, body: str) -> None:
     """Send a `/process`, wait until it is parked, and go."""
     before = waiters(stack)
-    with socket.create_connection(("127.0.0.1", stack.port)) as one:
+    with socket.create_connection(("127.0.0.1", stack.port)) as connection:
         head = "POST /process HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + HEADER
-        one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         wait_until(lambda: waiters(stack) == before + 1, PATIENCE_S, "it to wait")
     wait_until(lambda: waiters(stack) == before, PATIENCE_S, "its place to be free")
 
@@ -202,13 +202,13 @@ def test_a_prorl_client_gets_every_token_by_changing_the_url_only(service, train
         "reward_model": {"ground_truth": "7"},
     }
     sampling = {"temperature": 1.0, "max_output_tokens": 500, "max_iterations": 5, "api_key": "sk-secret-1"}
-    found = trainer.process(instance, sampling | {"model": "hosted_vllm/x", "unheard_of": 1})
-    assert (found["instance_id"], found["trajectory_id"]) == ("sum-1", 3)
-    assert (found["success"], found["finish"], found["end_properly"]) == (True, True, True)
-    assert (found["resolved"], found["reward"], found["filter"]) == (True, 1.0, False)
-    assert (found["critical_error"], found["error"], found["git_patch"]) == (None, None, None)
-    assert [one["role"] for one in found["messages"]] == ["user", "assistant", "tool", "assistant"]
-    first, second = turns(found)
+    row = trainer.process(instance, sampling | {"model": "hosted_vllm/x", "unheard_of": 1})
+    assert (row["instance_id"], row["trajectory_id"]) == ("sum-1", 3)
+    assert (row["success"], row["finish"], row["end_properly"]) == (True, True, True)
+    assert (row["resolved"], row["reward"], row["filter"]) == (True, 1.0, False)
+    assert (row["critical_error"], row["error"], row["git_patch"]) == (None, None, None)
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    first, second = turns(row)
     assert first["tool_calls"] == [{"name": "calculator", "arguments": {"sum": "4 + 3"}}]
     assert second["tool_calls"] == [] and second["content"] == SOLVED[1]
     before = first["input_ids"] + first["token_ids"]
@@ -220,7 +220,7 @@ def test_a_prorl_client_gets_every_token_by_changing_the_url_only(service, train
     assert first["logprobs"] + second["logprobs"] == pytest.approx(sampled, abs=1e-6)
     assert (kept.request.limits.max_turns, kept.request.sampling.max_tokens) == (5, 500)
     assert "sk-secret-1" not in kept.model_dump_json(), "a key is nobody's to keep"
-    timing = found["timing"]
+    timing = row["timing"]
     assert timing["run_time"] > 0 and not timing["timeout_triggered"]
     assert timing["counted_elapsed"] == pytest.approx(
         timing["init_time"] + timing["run_time"] + timing["eval_time"]
@@ -233,8 +233,8 @@ def test_a_prorl_client_gets_every_token_by_changing_the_url_only(service, train
 
 def test_a_wrong_answer_is_no_reason_to_drop_a_sample(service, trainer):
     instance = {"data_source": "my_math", "problem": service.asks("wrong", r"\boxed{8}"), "answer": "7"}
-    found = trainer.process(instance)
-    assert (found["success"], found["resolved"], found["reward"], found["filter"]) == (
+    row = trainer.process(instance)
+    assert (row["success"], row["resolved"], row["reward"], row["filter"]) == (
         True,
         False,
         0.0,
@@ -243,14 +243,14 @@ def test_a_wrong_answer_is_no_reason_to_drop_a_sample(service, trainer):
 
 
 def test_a_scorer_that_is_out_of_order_sets_filter_and_no_reward(trainer):
-    found = trainer.process(EXITS)
-    assert (found["filter"], found["success"], found["resolved"], found["reward"]) == (
+    row = trainer.process(EXITS)
+    assert (row["filter"], row["success"], row["resolved"], row["reward"]) == (
         True,
         False,
         False,
         None,
     )
-    assert found["critical_error"] == "eval" and "infrastructure" in found["error"]
+    assert row["critical_error"] == "eval" and "infrastructure" in row["error"]
 
 
 @pytest.mark.parametrize(
@@ -288,14 +288,14 @@ def test_without_an_llm_server_a_job_is_filtered_and_another_one_helps(service, 
     assert trainer.status()["llm_servers"] == [] and service.client.backends() == []
     instance = {"data_source": "deepscaler", "prompt": service.asks("none", r"\boxed{7}"), "answer": "7"}
     try:
-        found = trainer.process(instance, job_id="retried")
-        assert (found["filter"], found["critical_error"], found["reward"]) == (True, "run", None)
+        row = trainer.process(instance, job_id="retried")
+        assert (row["filter"], row["critical_error"], row["reward"]) == (True, "run", None)
     finally:
         trainer.post("/add_llm_server", {"address": service.address}).raise_for_status()
-    found = trainer.process(instance, job_id="retried")
-    assert found["resolved"], "a job that failed is tried anew under the same id"
+    row = trainer.process(instance, job_id="retried")
+    assert row["resolved"], "a job that failed is tried anew under the same id"
     again = trainer.process(instance, job_id="retried")
-    assert turns(again) == turns(found), "one that did not is given again"
+    assert turns(again) == turns(row), "one that did not is given again"
 
 
 # -- NeMo Gym ----------------------------------------------------------------------------------
@@ -304,20 +304,20 @@ def test_without_an_llm_server_a_job_is_filtered_and_another_one_helps(service, 
 def test_a_gym_collector_gets_contiguous_tokens_and_a_reward(service, collector):
     assert http.get(f"{service.url}/").status_code == 200
     text = service.asks("gym-sum", *SOLVED)
-    found = collector.run(text, "math", task=1, rollout=2, expected_answer=7)
-    assert (found["reward"], found["reward_components"]["correct"]) == (1.0, 1.0)
-    assert not found.get("mask_sample")
-    kept = service.client.get(found["rollout_id"]).trajectory
-    assert check_response(found["response"]) == kept.prompt_ids + kept.response_ids
-    kinds = [item["type"] for item in found["response"]["output"]]
+    row = collector.run(text, "math", task=1, rollout=2, expected_answer=7)
+    assert (row["reward"], row["reward_components"]["correct"]) == (1.0, 1.0)
+    assert not row.get("mask_sample")
+    kept = service.client.get(row["rollout_id"]).trajectory
+    assert check_response(row["response"]) == kept.prompt_ids + kept.response_ids
+    kinds = [item["type"] for item in row["response"]["output"]]
     assert kinds == ["function_call", "function_call_output", "message"]
     again = collector.run(text, "math", task=1, rollout=2, expected_answer=7)
-    assert again["rollout_id"] != found["rollout_id"], "indices begin anew with every collection"
+    assert again["rollout_id"] != row["rollout_id"], "indices begin anew with every collection"
     named = [
         collector.run(text, "math", expected_answer=7, _ng_rollout_id="mine", _ng_attempt_index=attempt)
         for attempt in (0, 0, 1)
     ]
-    ids = [one["rollout_id"] for one in named]
+    ids = [answer["rollout_id"] for answer in named]
     assert ids[0] == ids[1] != ids[2], "another attempt is another rollout"
 
 
@@ -356,12 +356,12 @@ def test_a_row_of_swe_keeps_its_instance_in_the_metadata(collector):
     }
     answer = collector.post("/v1/responses", {"input": [], "metadata": metadata})
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    assert check_response(found) == [0, 0] and found["status"] == "failed", (
+    body = answer.json()
+    assert check_response(body) == [0, 0] and body["status"] == "failed", (
         "a masked row with a turn of nothing"
     )
-    assert "no test command is known for 'me/it'" in found["error"]["message"]
-    assert found["metadata"] == metadata
+    assert "no test command is known for 'me/it'" in body["error"]["message"]
+    assert body["metadata"] == metadata
 
 
 @pytest.mark.parametrize("name", ["prorl", "nemo_gym"])

@@ -175,7 +175,9 @@ def readable(world, tmp_path) -> None:
         Rollout.model_validate_json(world.get(f"/v1/rollouts/{rollout_id}", "a").data)
     page = ResultPage.model_validate_json(world.get("/v1/results?cursor=0&limit=1000", "a").data)
     listed = RolloutPage.model_validate_json(world.get("/v1/rollouts?limit=1000", "a").data)
-    assert {one.id for one in page.rollouts} == {one.id for one in listed.rollouts} == set(ids)
+    assert (
+        {rollout.id for rollout in page.rollouts} == {rollout.id for rollout in listed.rollouts} == set(ids)
+    )
     assert page.expired == []
     config = Settings(redis_url=world.url, archive_dir=str(tmp_path))
     archiver = Archiver(services(world.redis, config))
@@ -231,8 +233,8 @@ def test_every_field_takes_every_odd_value_or_says_why_not(world, tmp_path, path
                 settled(world)
                 if "batches" in path:
                     for batch in world.get("/v1/batches", "a").json["batches"]:
-                        found = world.get(f"/v1/batches/{batch['id']}/groups?verdict=all", "a").data
-                        GroupPage.model_validate_json(found)
+                        page = world.get(f"/v1/batches/{batch['id']}/groups?verdict=all", "a").data
+                        GroupPage.model_validate_json(page)
 
 
 def anything():

@@ -37,13 +37,13 @@ class Desk:
 
     def messages(self, queue):
         """Task, arguments and the tasks that follow of each message, the oldest first."""
-        found = []
+        messages = []
         for raw in reversed(self.redis.lrange(queue, 0, -1)):
             message = json.loads(raw)
             args, _, embedded = json.loads(base64.b64decode(message["body"]))
-            following = [one["task"] for one in reversed(embedded["chain"] or [])]
-            found.append((message["headers"]["task"], args, following))
-        return found
+            following = [link["task"] for link in reversed(embedded["chain"] or [])]
+            messages.append((message["headers"]["task"], args, following))
+        return messages
 
     def ready(self, rollout_id):
         """INIT is done, with a sandbox on node n."""
@@ -59,20 +59,23 @@ def desk(server):
 
 def test_each_new_rollout_has_one_message_of_its_whole_chain(desk):
     first = desk.submit(id="g", n=2)
-    assert [(one.id, one.state, one.created) for one in first] == [
+    assert [(rollout.id, rollout.state, rollout.created) for rollout in first] == [
         ("g.0", State.QUEUED, True),
         ("g.1", State.QUEUED, True),
     ]
     desk.ready("g.0")
     again = desk.submit(id="g", n=2)
-    assert [(one.state, one.created) for one in again] == [(State.READY, False), (State.QUEUED, False)]
+    assert [(rollout.state, rollout.created) for rollout in again] == [
+        (State.READY, False),
+        (State.QUEUED, False),
+    ]
     assert desk.messages("init") == [(TASK_INIT, [], [TASK_RUN, TASK_EVALUATE])] * 2
 
 
 def test_members_of_a_group_that_are_named_are_submitted_and_no_others(desk):
     request = RolloutRequest(handler="noop", id="g", n=4)
     made = desk.dispatcher.submit([request], members=range(1, 3), batch_group="b")
-    assert [one.id for one in made] == ["g.1", "g.2"]
+    assert [rollout.id for rollout in made] == ["g.1", "g.2"]
     assert len(desk.messages("init")) == 2
     assert desk.store.get("g.0") is None
     assert desk.redis.hget("rollout:{g.1}", "batch_group") == "b"

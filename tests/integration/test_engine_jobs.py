@@ -38,27 +38,27 @@ def job_with(run, node, urls):
     return job
 
 
-def known(gateway):
+def registered(gateway):
     with Client(gateway.url) as client:
         return {backend.id: backend.url for backend in client.backends() if not backend.draining}
 
 
 def test_servers_are_on_the_list_while_their_job_serves_wherever_it_runs(gateway, run):
-    with fake_engine() as one, fake_engine() as other:
-        first = job_with(run, "g1", [one.url])
+    with fake_engine() as engine, fake_engine() as spare:
+        first = job_with(run, "g1", [engine.url])
         first._register()
-        assert known(gateway) == {"g1-7-0": one.url}
-        assert json.loads((run.path / "members/g1-7.json").read_text())["backends"] == {"g1-7-0": one.url}
+        assert registered(gateway) == {"g1-7-0": engine.url}
+        assert json.loads((run.path / "members/g1-7.json").read_text())["backends"] == {"g1-7-0": engine.url}
         # Requeued on the same node it has another port, on another node another name.
-        job_with(run, "g1", [other.url])._register()
-        assert known(gateway) == {"g1-7-0": other.url}
-        moved = job_with(run, "g2", [one.url, other.url])
+        job_with(run, "g1", [spare.url])._register()
+        assert registered(gateway) == {"g1-7-0": spare.url}
+        moved = job_with(run, "g2", [engine.url, spare.url])
         moved._register()
-        assert known(gateway) == {"g2-7-0": one.url, "g2-7-1": other.url}
+        assert registered(gateway) == {"g2-7-0": engine.url, "g2-7-1": spare.url}
         moved._drain(0.0)
         assert run.members()[-1].state == DRAINING
         moved._drain(30.0)
-        assert known(gateway) == {}  # draining
+        assert registered(gateway) == {}  # draining
         moved._end()
         with Client(gateway.url) as client:
             assert client.backends() == []
@@ -74,6 +74,6 @@ def test_while_the_gateway_is_away_a_job_waits_for_it(gateway, run):
         assert job.member.backends == {}
         run.write_head(head)
         job._register()
-        assert known(gateway) == {"g1-7-0": server.url}
+        assert registered(gateway) == {"g1-7-0": server.url}
         job._end()
-        assert known(gateway) == {}
+        assert registered(gateway) == {}

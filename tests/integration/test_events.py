@@ -88,23 +88,23 @@ def published(world):
 def test_all_events_come_and_in_fewer_messages_than_tasks(world, watcher):
     before = published(world)
     world.client.run([RolloutRequest(handler="noop") for _ in range(COUNT)])
-    wanted = dict.fromkeys((TASK_INIT, TASK_RUN, TASK_EVALUATE), COUNT)
-    wait_until(lambda: watcher.ended() >= Counter(wanted), 20, f"events: {watcher.ended()}")
+    counts = dict.fromkeys((TASK_INIT, TASK_RUN, TASK_EVALUATE), COUNT)
+    wait_until(lambda: watcher.ended() >= Counter(counts), 20, f"events: {watcher.ended()}")
     assert published(world) - before < 3 * COUNT, "ten events a rollout, sent nearly one by one"
 
 
 def test_each_task_says_once_which_rollout_it_works_on(world, watcher):
     requests = [RolloutRequest(handler="noop", priority=k % 3) for k in range(COUNT)]
-    told = Counter(f"{item.id} attempt 1 noop" for item in world.client.run(requests))
+    expected = Counter(f"{item.id} attempt 1 noop" for item in world.client.run(requests))
     wait_until(lambda: watcher.ended()[TASK_EVALUATE] == COUNT, 20, f"events: {watcher.ended()}")
-    said = {
+    args_of = {
         task: [watcher.args[uuid] for uuid, name in watcher.names.items() if name == task]
         for task in (TASK_INIT, TASK_RUN, TASK_EVALUATE)
     }
-    assert {first for first, *_ in said[TASK_INIT]} == {"()"}
-    assert Counter(args for _, *after in said[TASK_INIT] for args in after) == told
+    assert {first for first, *_ in args_of[TASK_INIT]} == {"()"}
+    assert Counter(args for _, *after in args_of[TASK_INIT] for args in after) == expected
     for task in (TASK_RUN, TASK_EVALUATE):
-        assert Counter(args for (args,) in said[task]) == told
+        assert Counter(args for (args,) in args_of[task]) == expected
 
 
 def test_they_come_after_the_connections_were_lost(world, watcher):

@@ -105,7 +105,7 @@ def check_tokens(rollout):
 
 def check_counters(service):
     """Nothing is reserved and nobody is pinned once all have ended."""
-    assert [(one.load, one.live_rollouts) for one in service.client.backends()] == (
+    assert [(backend.load, backend.live_rollouts) for backend in service.client.backends()] == (
         [(0.0, 0)] * len(service.client.backends())
     )
     assert service.redis.client.hgetall("backends:pins") == {}
@@ -124,8 +124,10 @@ def test_one_of_three_backends_killed_under_200_rollouts_loses_none_and_no_token
     wait_until(lambda: live_calls(servers["fake1"]) > 20, 60, "calls in the backend")
     os.kill(servers["fake1"].pid, signal.SIGKILL)
     ended = require_completed(service, submitted)
-    assert {one.attempt for one in ended.values()} == {1}, "a rollout goes on, it does not begin again"
-    failed = sum(one.metrics.get("failed_calls", 0) for one in ended.values())
+    assert {rollout.attempt for rollout in ended.values()} == {1}, (
+        "a rollout goes on, it does not begin again"
+    )
+    failed = sum(rollout.metrics.get("failed_calls", 0) for rollout in ended.values())
     assert failed > 20, "it was killed in the middle of calls"
     tagged = [fields for _, fields in counts.xrange("results") if "kill" in fields["tags"]]
     assert Counter(fields["id"] for fields in tagged) == dict.fromkeys(ended, 1), "each ended once"
@@ -145,9 +147,9 @@ def test_a_backend_that_hangs_is_left_long_before_the_time_limit_of_a_call(servi
     os.kill(servers["fake0"].pid, signal.SIGSTOP)
     try:
         ended = require_completed(service, submitted)
-        for one in ended.values():
-            assert one.stage_seconds["run"] < one.request.limits.call_timeout_s / 3
-        assert sum(one.metrics.get("moved_failover", 0) for one in ended.values()) > 3
+        for rollout in ended.values():
+            assert rollout.stage_seconds["run"] < rollout.request.limits.call_timeout_s / 3
+        assert sum(rollout.metrics.get("moved_failover", 0) for rollout in ended.values()) > 3
         assert not service.client.backend("fake0").reachable
     finally:
         os.kill(servers["fake0"].pid, signal.SIGCONT)
@@ -170,7 +172,7 @@ def test_tokens_of_a_broken_call_are_discarded_and_the_call_is_made_elsewhere(se
     httpx.post(f"{servers['fake0'].url}/fault", json={**fault, "calls": 6}).raise_for_status()
     tag = f"{fault['kind']}{fault.get('status', '')}"
     ended = require_completed(service, service.client.submit(talk(16, tag=tag)))
-    assert sum(one.metrics.get("failed_calls", 0) for one in ended.values()) == 6
+    assert sum(rollout.metrics.get("failed_calls", 0) for rollout in ended.values()) == 6
 
 
 @pytest.mark.parametrize(("kind", "options", "least"), [("error", {}, 8), ("lie", {"step_ms": 5}, 9)])
@@ -201,7 +203,9 @@ def test_rollouts_wait_while_no_backend_is_left_and_go_on_with_the_same_tokens(s
         os.kill(server.pid, signal.SIGSTOP)
     try:
         wait_until(
-            lambda: not any(one.reachable for one in service.client.backends()), 60, "both to be found away"
+            lambda: not any(backend.reachable for backend in service.client.backends()),
+            60,
+            "both to be found away",
         )
     finally:
         for server in servers.values():
@@ -211,10 +215,10 @@ def test_rollouts_wait_while_no_backend_is_left_and_go_on_with_the_same_tokens(s
 
 def test_when_no_backend_comes_back_the_blame_is_infrastructure_and_there_is_no_reward(service, fleet):
     servers = fleet(1, step_ms=30)
-    (one,) = service.client.submit(talk(1, turns=50, tag="gone", limits={"max_attempts": 1}))
+    (rollout,) = service.client.submit(talk(1, turns=50, tag="gone", limits={"max_attempts": 1}))
     wait_until(lambda: live_calls(servers["fake0"]), 60, "a call in the backend")
     os.kill(servers["fake0"].pid, signal.SIGKILL)
-    ended = service.client.wait(one.id, timeout=PATIENCE_S)
+    ended = service.client.wait(rollout.id, timeout=PATIENCE_S)
     assert (ended.state, ended.error.blame) == (State.FAILED, Blame.INFRASTRUCTURE)
     assert ended.drop and ended.reward is None
     check_counters(service)
@@ -226,7 +230,7 @@ def test_a_removed_backend_loses_its_rollouts_to_the_others_at_their_next_turn(s
     wait_until(lambda: live_calls(servers["fake0"]) > 3, 60, "calls in the backend")
     service.client.remove_backend("fake0")
     ended = require_completed(service, submitted)
-    assert {one.backend for one in ended.values()} == {"fake1"}
+    assert {rollout.backend for rollout in ended.values()} == {"fake1"}
     service.client.add_backend(servers["fake0"].url, id="fake0")
 
 
@@ -235,11 +239,11 @@ def test_rollouts_beyond_the_capacity_wait_for_room_and_none_is_refused(service,
     service.client.add_backend(server.url, id="fake0", max_rollouts=5)
     submitted = service.client.submit(talk(40, tag="room"))
     most = 0
-    while not all(service.client.get(one.id).state.terminal for one in submitted[-1:]):
+    while not all(service.client.get(rollout.id).state.terminal for rollout in submitted[-1:]):
         most = max(most, service.client.backend("fake0").live_rollouts)
     ended = require_completed(service, submitted)
     assert 1 <= most <= 5
-    assert any(one.metrics.get("backend_wait_s", 0) > 0.1 for one in ended.values())
+    assert any(rollout.metrics.get("backend_wait_s", 0) > 0.1 for rollout in ended.values())
 
 
 def test_a_killed_worker_leaves_no_reservation_and_the_counters_stay_exact(service, fleet):
@@ -247,10 +251,12 @@ def test_a_killed_worker_leaves_no_reservation_and_the_counters_stay_exact(servi
     submitted = service.client.submit(talk(40, turns=6, tag="killed-worker"))
     redis = service.redis.client
     wait_until(lambda: redis.hlen("backends:pins") == 40, 60, "40 reservations")
-    (worker,) = [one for one in service.processes if one.name == "run" and one.popen.poll() is None]
+    (worker,) = [
+        process for process in service.processes if process.name == "run" and process.popen.poll() is None
+    ]
     worker.kill()
     wait_until(lambda: redis.hlen("backends:pins") == 0, 60, "the reservations to end with the leases")
-    assert {one.load for one in service.client.backends()} == {0.0}
+    assert {backend.load for backend in service.client.backends()} == {0.0}
     service.start_worker("run", slots=256)
     require_completed(service, submitted)
 
@@ -260,7 +266,7 @@ def test_a_server_that_was_started_again_with_other_weights_is_noticed(service, 
     assert service.client.backend("fake0").policy_version == "default"
     httpx.post(f"{server.url}/update_weight_version", json={"new_version": "elsewhere"}).raise_for_status()
     wait_until(lambda: service.client.backend("fake0").policy_version == "elsewhere", 60, "the new version")
-    (one,) = collect(service, service.client.submit(talk(1, tag="elsewhere"))).values()
-    assert set(one.trajectory.policy_versions) <= {"elsewhere", None}
+    (rollout,) = collect(service, service.client.submit(talk(1, tag="elsewhere"))).values()
+    assert set(rollout.trajectory.policy_versions) <= {"elsewhere", None}
     stats = service.client.backend("fake0").stats
     assert stats.running == 0 and stats.prompt_tokens is not None

@@ -35,10 +35,10 @@ class World:
 
     def submit(self, tenant, count=1, **fields):
         """Rollouts of one call, a request each; their ids."""
-        new = [one for _ in range(count) for one in _expand(RolloutRequest(handler="noop", **fields))]
+        new = [rollout for _ in range(count) for rollout in _expand(RolloutRequest(handler="noop", **fields))]
         for k in range(0, len(new), 1000):
             self.store.submit(new[k : k + 1000], self.tenants.get(tenant))
-        return [one.id for one in new]
+        return [rollout.id for rollout in new]
 
     def ring(self, **more):
         return self.store.claim_next("w", node=NODE, **more)
@@ -70,11 +70,11 @@ def test_tenants_that_flood_are_served_by_weight_at_every_moment(world):
     world.weigh(**weights)
     for tenant in weights:
         world.submit(tenant, 600)
-    seen = Counter()
+    counts = Counter()
     for done, tenant in enumerate(world.served(800), 1):
-        seen[tenant] += 1
+        counts[tenant] += 1
         for name, weight in weights.items():
-            assert abs(seen[name] - done * weight / 8) <= 2, (done, seen)
+            assert abs(counts[name] - done * weight / 8) <= 2, (done, counts)
 
 
 @settings(
@@ -100,11 +100,11 @@ def test_whoever_waits_gets_its_share_from_the_moment_it_came(server, weights, b
             if came[name] == step:
                 world.submit(name, 100)
         history += world.served(1)
-    for one, weight in zip(names, weights, strict=True):
-        for other, its in zip(names, weights, strict=True):
-            both = history[max(came[one], came[other]) :]
-            apart = both.count(one) / weight - both.count(other) / its
-            assert apart <= 1 / weight + 1 / its + 1e-6, (one, other, came, history)
+    for tenant, weight in zip(names, weights, strict=True):
+        for rival, rival_weight in zip(names, weights, strict=True):
+            both = history[max(came[tenant], came[rival]) :]
+            apart = both.count(tenant) / weight - both.count(rival) / rival_weight
+            assert apart <= 1 / weight + 1 / rival_weight + 1e-6, (tenant, rival, came, history)
 
 
 def test_a_newcomer_is_served_at_once_and_has_saved_nothing_up(world):
@@ -143,7 +143,7 @@ def test_a_higher_priority_goes_first_but_only_within_its_tenant(world):
     low, high = world.submit("a", 3), world.submit("a", 2, priority=9)
     others = world.submit("b", 2)
     order = world.order(7)
-    assert [one for one in order if one not in others] == high + low
+    assert [id_ for id_ in order if id_ not in others] == high + low
     assert set(order[:2]) == {high[0], others[0]}, "b has its turn, whatever priority a gives"
 
 
@@ -158,9 +158,9 @@ def test_waiting_lifts_a_rollout_above_a_higher_priority(server):
 
 
 def test_members_of_a_group_are_neighbours_in_the_order_of_submission(world):
-    new = [one for _ in range(20) for one in _expand(RolloutRequest(handler="noop", n=8))]
+    new = [rollout for _ in range(20) for rollout in _expand(RolloutRequest(handler="noop", n=8))]
     world.store.submit(new)
-    assert world.order(160) == [one.id for one in new]
+    assert world.order(160) == [rollout.id for rollout in new]
 
 
 def test_another_attempt_keeps_its_place_once_its_delay_is_over(world):
@@ -216,9 +216,9 @@ def test_a_claim_sent_twice_takes_one_rollout(world):
 
 def test_what_a_worker_of_an_older_release_claimed_is_passed_over(world):
     """It takes the rollout that the message names, and knows of no order that it should leave."""
-    taken, other = world.submit("a", 2)
+    taken, waiting = world.submit("a", 2)
     world.redis.hset(keys.record(taken), mapping={"state": "initializing", "owner": "old"})
-    assert world.ring().rollout_id == other
+    assert world.ring().rollout_id == waiting
     assert world.ring() == "nobody"
     assert world.redis.keys("fair:waiting:*") == []
 
@@ -292,5 +292,5 @@ def test_usage_tells_of_each_tenant_what_lives_waits_and_was_claimed(world):
     world.submit("a", 3)
     world.submit("b", 2)
     assert Counter(world.served(3)) == {"a": 2, "b": 1}
-    found = {one.tenant.name: (one.live, one.waiting, one.claimed) for one in world.tenants.usage()}
-    assert found == {"a": (3, 1, 2), "b": (2, 1, 1)}
+    by_name = {row.tenant.name: (row.live, row.waiting, row.claimed) for row in world.tenants.usage()}
+    assert by_name == {"a": (3, 1, 2), "b": (2, 1, 1)}

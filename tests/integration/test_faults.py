@@ -145,10 +145,10 @@ def test_a_sandbox_that_dies_under_the_agent_is_no_reward_of_zero(stack, client)
     host, killed = SyncHostClient(stack.sandbox_dir), set()
 
     def kill_or_end():
-        for one in host.list():
-            if one["owner"].startswith(f"{submitted.id}/") and one["id"] not in killed:
-                killed.add(one["id"])
-                kill_from_outside(one["pid"])
+        for box in host.list():
+            if box["owner"].startswith(f"{submitted.id}/") and box["id"] not in killed:
+                killed.add(box["id"])
+                kill_from_outside(box["pid"])
         return client.get(submitted.id).state is State.FAILED
 
     wait_until(kill_or_end, 60, "the rollout to fail")

@@ -65,22 +65,22 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
         return monitor.json("/api/workers", refresh="true")
 
     wait_until(lambda: names <= set(workers()), 60, "Flower to see the fleets", monitor.process)
-    found = workers()
-    queues = {name: {queue["name"] for queue in found[name]["active_queues"]} for name in names}
+    fleets = workers()
+    queues = {name: {queue["name"] for queue in fleets[name]["active_queues"]} for name in names}
     assert queues[f"init@{NODE}"] == {"init"}
     assert queues[f"run@{NODE}"] == {"run", f"run.{NODE}"}
     assert queues[f"eval@{NODE}"] == {"eval", f"eval.{NODE}"}
 
     items = client.run([RolloutRequest(handler="noop", n=4), RolloutRequest(handler="noop", task={})])
 
-    def seen(item):
+    def view(item):
         tasks = tasks_of(monitor, item.id).values()
         return {(task["name"], task["args"]) for task in tasks if task["state"] == "SUCCESS"}
 
     for item in items:
-        told = f"{item.id} attempt 1 noop"
-        wanted = {(f"rollout.{name}", told) for name in ("init", "run", "evaluate")}
-        wait_until(lambda item=item, wanted=wanted: wanted <= seen(item), 60, f"tasks of {item.id}")
+        args = f"{item.id} attempt 1 noop"
+        pairs = {(f"rollout.{name}", args) for name in ("init", "run", "evaluate")}
+        wait_until(lambda item=item, pairs=pairs: pairs <= view(item), 60, f"tasks of {item.id}")
 
     (slow,) = client.submit([RolloutRequest(handler="noop", task={"init_s": 60.0})])
 
@@ -96,7 +96,7 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
 
     monitor.process.stop()
     monitor.start()
-    kept = seen(items[0])
+    kept = view(items[0])
     assert {name for name, _ in kept} == {"rollout.init", "rollout.run", "rollout.evaluate"}
 
 

@@ -57,7 +57,7 @@ def store(client, server):
 def submit(store, *ids):
     request = RolloutRequest(handler="noop")
     body = request.model_dump_json()
-    store.submit([NewRollout(one, one, 0, request, body, "digest") for one in ids])
+    store.submit([NewRollout(id_, id_, 0, request, body, "digest") for id_ in ids])
 
 
 def claimed(store, rollout_id, stage=Stage.INIT):
@@ -201,9 +201,9 @@ def test_a_finished_stage_waits_for_room_as_long_as_its_rollout_has(client, stor
 def test_a_finished_stage_keeps_its_slot_no_longer_than_its_rollout_has(client, store, finishing):
     start, let_go = finishing
     submit(store, "over", "away")
-    for one in ("over", "away"):
-        store.finish(claimed(store, one), Finish(State.READY))
-    over, away = (claimed(store, one, Stage.RUN) for one in ("over", "away"))
+    for id_ in ("over", "away"):
+        store.finish(claimed(store, id_), Finish(State.READY))
+    over, away = (claimed(store, id_, Stage.RUN) for id_ in ("over", "away"))
     client.hset(keys.record("over"), mapping={"lease": 0, "deadline": 1})
     client.zadd(keys.DUE, {"over": 0})
     fill(client)
@@ -279,12 +279,12 @@ def test_what_was_taken_since_the_last_look_at_redis_counts(client, store, monke
 def test_results_may_take_half_of_redis_memory_where_no_limit_is_set(client, store, server):
     ids = [f"r{number}" for number in range(8)]
     submit(store, *ids)
-    for one in ids:
-        through(store, one)
+    for id_ in ids:
+        through(store, id_)
     results = ResultStore(client, settings(server))
     assert results.sweep() == []
     stored = results.stored_bytes()
     client.config_set("maxmemory", stored)  # half of it is less than what there is
-    assert [one.rollout_id for one in results.sweep()] == ids[:4], "the oldest"
+    assert [drop.rollout_id for drop in results.sweep()] == ids[:4], "the oldest"
     client.config_set("maxmemory", 0)
     assert ResultStore(client, settings(server, results_max_bytes=0)).sweep() == []

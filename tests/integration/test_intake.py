@@ -57,8 +57,8 @@ def connect(port: int) -> socket.socket:
 def half_sent(port: int, count: int, what: bytes):
     with ExitStack() as open_ones:
         made = [open_ones.enter_context(connect(port)) for _ in range(count)]
-        for one in made:
-            one.sendall(what)
+        for connection in made:
+            connection.sendall(what)
         yield made
 
 
@@ -77,10 +77,10 @@ def p99_s(url: str, count: int = 300) -> float:
         return sorted(pool.map(ask, range(count)))[int(count * 0.99) - 1]
 
 
-def answer(one: socket.socket) -> bytes:
+def answer(connection: socket.socket) -> bytes:
     """All that comes until the other side closes."""
     data = b""
-    while more := one.recv(1 << 16):
+    while more := connection.recv(1 << 16):
         data += more
     return data
 
@@ -115,40 +115,40 @@ def test_what_does_not_come_to_its_end_is_answered_and_closed(gateway):
 
 
 def test_one_byte_a_second_does_not_make_it_last_longer(gateway):
-    with connect(gateway.port) as one:
+    with connect(gateway.port) as connection:
         began, received = time.monotonic(), b""
-        one.settimeout(0.5)
+        connection.settimeout(0.5)
         while not received and time.monotonic() - began < 3 * HEAD_S:
-            one.sendall(b"G")
+            connection.sendall(b"G")
             with suppress(TimeoutError):
-                received = one.recv(1000)
+                received = connection.recv(1000)
         assert received.startswith(b"HTTP/1.1 408 ")
         assert time.monotonic() - began < HEAD_S + 10
 
 
 def test_a_large_body_without_a_key_is_refused_before_it_is_sent(gateway):
     half = HALVES["large body"].replace(HEADER.encode(), b"")
-    with half_sent(gateway.port, 1, half) as (one,):
-        said = one.recv(1 << 16)
-        assert said.startswith(b"HTTP/1.1 401 ")
+    with half_sent(gateway.port, 1, half) as (connection,):
+        received = connection.recv(1 << 16)
+        assert received.startswith(b"HTTP/1.1 401 ")
         # And what would be its body is no request.
-        one.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert b"HTTP/1.1" not in answer(one)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert b"HTTP/1.1" not in answer(connection)
 
 
 def test_bodies_that_come_in_pieces_or_are_large_come_whole(gateway):
     body = json.dumps({"handler": "noop", "task": {"reward": 1.0}}).encode() + b" " * 60_000
     head = "POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + HEADER
-    with connect(gateway.port) as one:
+    with connect(gateway.port) as connection:
         for request in (body, b'{"handler": "noop"}', body):
-            one.sendall(f"{head}Content-Length: {len(request)}\r\n\r\n".encode())
+            connection.sendall(f"{head}Content-Length: {len(request)}\r\n\r\n".encode())
             for at in range(0, len(request), 7001):
-                one.sendall(request[at : at + 7001])
+                connection.sendall(request[at : at + 7001])
                 time.sleep(0.01)
-            said = b""
-            while not said.rstrip().endswith(b"]}") and (data := one.recv(1 << 16)):
-                said += data
-            assert said.startswith(b"HTTP/1.1 20"), said
+            received = b""
+            while not received.rstrip().endswith(b"]}") and (data := connection.recv(1 << 16)):
+                received += data
+            assert received.startswith(b"HTTP/1.1 20"), received
     large = [RolloutRequest(handler="noop", metadata={"x": "y" * 10_000}) for _ in range(900)]
     assert len(gateway.client.submit(large)) == 900
 
@@ -156,22 +156,22 @@ def test_bodies_that_come_in_pieces_or_are_large_come_whole(gateway):
 def test_a_client_that_waits_to_be_told_to_send_its_body_is_told(gateway):
     body = json.dumps({"handler": "noop"}).encode() + b" " * 60_000
     head = "POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + HEADER
-    with connect(gateway.port) as one:
-        one.sendall(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-        assert one.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
-        one.sendall(body)
-        said = b""
-        while b"HTTP/1.1 20" not in said:
-            data = one.recv(1 << 16)
-            assert data, said
-            said += data
+    with connect(gateway.port) as connection:
+        connection.sendall(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        received = b""
+        while b"HTTP/1.1 20" not in received:
+            data = connection.recv(1 << 16)
+            assert data, received
+            received += data
 
 
 def test_requests_sent_at_once_are_answered_one_after_the_other(gateway):
     one_request = f"GET /v1/handlers HTTP/1.1\r\nHost: 127.0.0.1\r\n{HEADER}"
-    with connect(gateway.port) as one:
-        one.sendall((f"{one_request}\r\n" * 20 + f"{one_request}Connection: close\r\n\r\n").encode())
-        assert answer(one).count(b"HTTP/1.1 200 ") == 21
+    with connect(gateway.port) as connection:
+        connection.sendall((f"{one_request}\r\n" * 20 + f"{one_request}Connection: close\r\n\r\n").encode())
+        assert answer(connection).count(b"HTTP/1.1 200 ") == 21
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_requests_sent_at_once_are_answered_one_after_the_other(gateway):
     ],
 )
 def test_what_is_too_large_or_has_no_length_is_refused_and_the_connection_closed(gateway, sent, status):
-    with connect(gateway.port) as one:
-        one.sendall(sent)
-        said = answer(one)
-        assert said.startswith(b"HTTP/1.1 " + status), said
-        assert said.count(b"HTTP/1.1 ") == 1
-        assert status != b"411" or b"application/problem+json" in said
+    with connect(gateway.port) as connection:
+        connection.sendall(sent)
+        received = answer(connection)
+        assert received.startswith(b"HTTP/1.1 " + status), received
+        assert received.count(b"HTTP/1.1 ") == 1
+        assert status != b"411" or b"application/problem+json" in received
 
 
 def test_one_address_has_no_more_connections_than_it_may(gateway):
@@ -206,9 +206,9 @@ def test_one_address_has_no_more_connections_than_it_may(gateway):
         port = int(process.url.rpartition(":")[2])
         with half_sent(port, 20, HALVES["line"]), connect(port) as more:
             assert answer(more) == b""
-            with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.7", 0)) as other:
-                other.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-                assert other.recv(1000).startswith(b"HTTP/1.1 200 ")
+            with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.7", 0)) as neighbour:
+                neighbour.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                assert neighbour.recv(1000).startswith(b"HTTP/1.1 200 ")
         # They count no more when they have gone.
         wait_until(lambda: _answers(process.url), PATIENCE_S, "an answer")
         assert refused(process.url, "address") >= 1

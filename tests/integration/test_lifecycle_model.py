@@ -181,13 +181,13 @@ def machine_of(server):
             token = f"t{next(self.tokens)}"
             for _ in range(times):
                 # A connection's retry of the same claim is the same claim.
-                got = store.claim(rollout_id, attempt, stage, f"w-{token}", token=token)
+                claim = store.claim(rollout_id, attempt, stage, f"w-{token}", token=token)
                 if expected != "ok":
-                    assert got == expected
+                    assert claim == expected
                     return multiple()
-                assert got.fence == self.model.lives[rollout_id].fence
-            self.latest[rollout_id] = got
-            return got
+                assert claim.fence == self.model.lives[rollout_id].fence
+            self.latest[rollout_id] = claim
+            return claim
 
         @rule(
             target=claims,
@@ -210,20 +210,20 @@ def machine_of(server):
 
         @rule(target=claims, again=st.booleans())
         def whoever_is_next_fails_and_waits_out_its_delay(self, again):
-            got = self.ring_one("n1")
-            if getattr(got, "fence", None) is not None:
-                self.act(got, "again")
+            claim = self.ring_one("n1")
+            if getattr(claim, "fence", None) is not None:
+                self.act(claim, "again")
                 self.pass_time(STEPS_S[0])
                 self.reap_all()
                 if again:
                     return self.ring_one("n2")
-            return got
+            return claim
 
         def ring_one(self, node, bounds=(None, None), times=1):
             expected = self.model.claim_next(node, *bounds)
             token = f"t{next(self.tokens)}"
             for _ in range(times):
-                got = store.claim_next(
+                claim = store.claim_next(
                     f"w-{token}",  # as if each were another worker: see test_poison.py for one's suspects
                     node=node,
                     most_on_node=bounds[0],
@@ -231,12 +231,12 @@ def machine_of(server):
                     token=token,
                 )
                 if expected in ("full", "nobody"):
-                    assert got == expected
+                    assert claim == expected
                     return multiple()
-                assert (got.rollout_id, got.attempt) == (expected, self.model.lives[expected].attempt)
-                assert got.fence == self.model.lives[expected].fence
-            self.latest[expected] = got
-            return got
+                assert (claim.rollout_id, claim.attempt) == (expected, self.model.lives[expected].attempt)
+                assert claim.fence == self.model.lives[expected].fence
+            self.latest[expected] = claim
+            return claim
 
         @rule(claim=claims, act=st.sampled_from(ACTS))
         def somebody_acts_on_any_claim(self, claim, act):
@@ -251,13 +251,13 @@ def machine_of(server):
         def a_worker_takes_it_and_acts(self, rollout_id, onwards, acts):
             for done in range(onwards + 1):
                 life = self.model.lives[rollout_id]
-                got = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+                claim = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
                 if done < onwards and rollout_id in self.latest:
                     self.act(self.latest[rollout_id], "onwards")
             if rollout_id in self.latest:
                 for act in acts:
                     self.act(self.latest[rollout_id], act)
-            return got
+            return claim
 
         def act(self, claim, act):
             model, life = self.model, self.model.lives[claim.rollout_id]
@@ -298,13 +298,13 @@ def machine_of(server):
         @rule(target=claims, rollout_id=ids)
         def a_worker_says_that_it_lives_and_holds_on_past_its_first_lease(self, rollout_id):
             life = self.model.lives[rollout_id]
-            got = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+            claim = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
             if rollout_id in self.latest:
                 for step in (2 * STEPS_S[0], STEPS_S[0]):
                     self.pass_time(step)
                     self.act(self.latest[rollout_id], "heartbeat")
                     self.reap_all()
-            return got
+            return claim
 
         @rule(rollout_id=ids, patiently=st.booleans())
         def a_cancel_is_ignored(self, rollout_id, patiently):
@@ -337,14 +337,14 @@ def machine_of(server):
             self.reap_all()
 
         def reap_all(self):
-            told = {(item.action, item.rollout_id, item.attempt, item.stage) for item in store.overdue()}
+            actions = {(item.action, item.rollout_id, item.attempt, item.stage) for item in store.overdue()}
             # The order of completions within one sweep is Redis' own: by due time.
             ended = [entry["id"] for _, entry in client.xrange("results")]
             expected = self.model.overdue()
-            known = len(self.model.completions) - sum(action == "ended" for action, *_ in expected)
-            assert sorted(ended[known:]) == sorted(self.model.completions[known:])
-            self.model.completions[known:] = ended[known:]
-            assert told == expected
+            offset = len(self.model.completions) - sum(action == "ended" for action, *_ in expected)
+            assert sorted(ended[offset:]) == sorted(self.model.completions[offset:])
+            self.model.completions[offset:] = ended[offset:]
+            assert actions == expected
 
         # -- what always holds ------------------------------------------------------------------
 
@@ -353,9 +353,9 @@ def machine_of(server):
             if not hasattr(self, "model"):
                 return
             model = self.model
-            found = {item.id: item for item in store.get_many(model.lives, trajectory=False)}
+            records = {item.id: item for item in store.get_many(model.lives, trajectory=False)}
             for rollout_id, life in model.lives.items():
-                item = found[rollout_id]
+                item = records[rollout_id]
                 assert (item.state, item.attempt) == (life.state, life.attempt)
                 assert len(item.timeline) == life.changes
                 assert (item.reward is not None) == (life.state is State.COMPLETED)

@@ -51,14 +51,14 @@ def test_what_waits_for_a_node_that_ended_in_order_begins_anew_without_using_up_
     waits_for_eval(store, "evaluating", max_attempts=1)
     ready(store, "elsewhere", node="other")
     given_back = store.vacate(["lost"], lost=False)
-    assert {(one.action, one.rollout_id, one.attempt) for one in given_back} == {
+    assert {(entry.action, entry.rollout_id, entry.attempt) for entry in given_back} == {
         ("restart", "ready", 1),
         ("restart", "evaluating", 1),
     }
-    for one in ("ready", "evaluating"):
-        found = store.get(one)
-        assert (found.state, found.attempt, found.sandbox) == (State.QUEUED, 1, None)
-        assert "handed back: node lost ends" in [note.text for note in found.notes]
+    for rollout_id in ("ready", "evaluating"):
+        record = store.get(rollout_id)
+        assert (record.state, record.attempt, record.sandbox) == (State.QUEUED, 1, None)
+        assert "handed back: node lost ends" in [note.text for note in record.notes]
         again = store.claim_next("init@other", node="other")
         assert again.node is None and again.sandbox is None
     assert store.get("elsewhere").state is State.READY
@@ -76,9 +76,9 @@ def test_a_lost_node_costs_an_attempt_and_a_message_of_the_old_one_counts_no_mor
 def test_a_lost_node_ends_what_has_no_attempt_left_and_gives_no_reward(store):
     ready(store, "last", max_attempts=1)
     assert [(item.action, item.node) for item in store.vacate(["lost"], lost=True)] == [("ended", "lost")]
-    found = store.get("last")
-    assert (found.state, found.reward, found.drop) == (State.FAILED, None, True)
-    assert (found.error.blame.value, found.error.type) == ("infrastructure", "NodeLost")
+    record = store.get("last")
+    assert (record.state, record.reward, record.drop) == (State.FAILED, None, True)
+    assert (record.error.blame.value, record.error.type) == ("infrastructure", "NodeLost")
 
 
 def test_what_a_worker_holds_is_its_own_until_its_lease_runs_out(store):
@@ -152,11 +152,11 @@ def test_leases_that_ran_out_while_redis_was_away_may_be_extended_first(server, 
 def test_a_node_long_silent_is_forgotten_with_its_queues(server):
     client = connect(server.url)
     now = time.time()
-    said = {"long": now - 4000.0, "lately": now - 100.0, "here": now}
+    last_signs = {"long": now - 4000.0, "lately": now - 100.0, "here": now}
     client.hset(
-        keys.NODES, mapping={name: json.dumps({"at": at, "sandboxes": {}}) for name, at in said.items()}
+        keys.NODES, mapping={name: json.dumps({"at": at, "sandboxes": {}}) for name, at in last_signs.items()}
     )
-    for name in said:
+    for name in last_signs:
         client.lpush(f"run.{name}", "message")
         client.sadd(f"_kombu.binding.run.{name}", "binding")
     assert FleetStore(client).lost_nodes(30.0) == ["lately", "long"]

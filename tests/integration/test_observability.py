@@ -72,8 +72,8 @@ def test_each_end_of_a_stage_is_counted_once_in_a_histogram(store, observations)
     store.finish(first, Finish("again", ERROR, delay_s=0))  # its client got no answer
     for stage, entered in ((Stage.INIT, "ready"), (Stage.RUN, "evaluating"), (Stage.EVAL, "completed")):
         store.finish(claimed(store, stage, rollout_id, attempt=2), Finish(entered))
-    found = observations.histograms()
-    counted = {name: histogram.cumulative()[-1][1] for name, histogram in found.items()}
+    histograms = observations.histograms()
+    counted = {name: histogram.cumulative()[-1][1] for name, histogram in histograms.items()}
     assert counted == {
         "queue_init": 2, "queue_run": 1, "queue_eval": 1,
         "stage_init": 2, "stage_run": 1, "stage_eval": 1,
@@ -113,9 +113,9 @@ def test_a_time_at_a_bound_belongs_to_it(server, observations, monkeypatch):
 def test_no_more_leases_are_looked_at_than_the_bound(store, observations, monkeypatch):
     for _ in range(3):
         claimed(store, Stage.INIT, submitted(store))
-    for most, seen in ((2, 2), (3, 3), (4, 3)):
+    for most, count in ((2, 2), (3, 3), (4, 3)):
         monkeypatch.setattr("services.state.observations.MOST_LEASES", most)
-        assert observations.ages().leases["init"] == seen
+        assert observations.ages().leases["init"] == count
 
 
 def test_the_age_of_a_lease_is_since_its_last_heartbeat(store, observations, server):
@@ -180,10 +180,10 @@ def test_workers_their_load_and_what_nodes_have_left_are_told(store, server):
     def values(name):
         return {tuple(sorted(sample.labels.values())): sample.value for sample in families[name].samples}
 
-    one, two = ("n1", "run", "run@n1"), ("all@n2", "init+run+eval", "n2")
-    assert values("rollout_fleet_slots") == {one: 8, two: 4}
-    assert values("rollout_fleet_slots_limit") == {one: 16, two: 4}
-    assert values("rollout_fleet_busy") == {one: 3, two: 4}
+    first, second = ("n1", "run", "run@n1"), ("all@n2", "init+run+eval", "n2")
+    assert values("rollout_fleet_slots") == {first: 8, second: 4}
+    assert values("rollout_fleet_slots_limit") == {first: 16, second: 4}
+    assert values("rollout_fleet_busy") == {first: 3, second: 4}
     assert values("rollout_node_free_bytes") == {
         **{("disk", "n1"): 5 << 30, ("memory", "n1"): 7 << 20},
         **{("disk", "n2"): 1 << 30, ("memory", "n2"): 1 << 30},
@@ -243,20 +243,20 @@ def test_the_dashboard_is_what_its_script_makes_and_asks_for_nothing_else(server
     board = json.loads(made.text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     assert len(queries) > 20
-    known = names_of(exposed(Settings(redis_url=server.url)))
+    names = names_of(exposed(Settings(redis_url=server.url)))
     used = {name for query in queries for name in re.findall(r"\brollout_\w+", query)}
-    assert used and used - known == set()
+    assert used and used - names == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists(server):
-    known = set(exposed(Settings(redis_url=server.url)))
+    names = set(exposed(Settings(redis_url=server.url)))
     rows = re.findall(
         r"^\| `(rollout_\w+?)(?:_total)?(?:\{[^}]*\})?` \|", DOCUMENTED.read_text(), re.MULTILINE
     )
     documented = {name for name in rows if not name.startswith("rollout_worker_")}
-    assert known - documented == set(), "describe them in docs/observability.md"
-    assert documented - known == set()
+    assert names - documented == set(), "describe them in docs/observability.md"
+    assert documented - names == set()
 
 
 # -- timelines -------------------------------------------------------------------------------
@@ -323,10 +323,10 @@ def test_secrets_are_left_out_by_name_by_form_and_by_value(configured, capfd, mo
         raise ValueError("staple-battery p=1")
     except ValueError:
         log.exception("c")
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     for hidden in ("p1", "p2", "p3", "p4", "p5", "p6", "ffff", "correct-horse", "staple-battery"):
-        assert hidden not in said, hidden
-    lines = [json.loads(line) for line in said.splitlines()]
+        assert hidden not in output, hidden
+    lines = [json.loads(line) for line in output.splitlines()]
     assert lines[1]["tokens"] == 7 and lines[1]["url"] == "rediss://***@h/0"
     assert "rlt_0123456789ab_***" in lines[0]["headers"]["n"][0]
     assert "ValueError" in lines[3]["exception"]
@@ -345,11 +345,11 @@ def service(tmp_path_factory):
 
 
 def lines_of(process):
-    found = []
+    entries = []
     for line in process.log.read_text().splitlines():
         if line.startswith("{"):
-            found.append(json.loads(line))
-    return found
+            entries.append(json.loads(line))
+    return entries
 
 
 def test_every_line_of_a_stage_says_whose_it_is(service):
@@ -358,18 +358,18 @@ def test_every_line_of_a_stage_says_whose_it_is(service):
     assert item.state is State.COMPLETED
     worker = next(process for process in service.processes if process.name == "all")
 
-    def said():
+    def entries():
         mine = [line for line in lines_of(worker) if line.get("rollout_id") == item.id]
         return {line["event"]: line for line in mine}
 
     # Written after the rollout has ended.
-    wait_until(lambda: "rollout completed" in said(), 20, "the last line of the rollout", worker)
+    wait_until(lambda: "rollout completed" in entries(), 20, "the last line of the rollout", worker)
     for name in ("handler says", "library says"):
-        line = said()[name]
+        line = entries()[name]
         assert (line["attempt"], line["stage"], line["fence"]) == (1, "run", 2)
         assert (line["worker"], line["node"]) == (f"all@{NODE}", NODE)
         assert line["tenant"] == item.tenant
-    assert said()["rollout completed"]["stage"] == "eval"
+    assert entries()["rollout completed"]["stage"] == "eval"
 
 
 def test_every_request_has_an_id_and_a_line(service):
@@ -379,12 +379,12 @@ def test_every_request_has_an_id_and_a_line(service):
     assert re.fullmatch(r"[0-9a-f]{16}", forged.headers["X-Request-ID"])
 
     def line():
-        return [one for one in lines_of(service.gateway) if one.get("request_id") == "mine-1"]
+        return [entry for entry in lines_of(service.gateway) if entry.get("request_id") == "mine-1"]
 
     wait_until(line, 20, "the line of the request")
-    (one,) = line()
-    assert (one["event"], one["method"], one["status"]) == ("request", "GET", 404)
-    assert one["path"] == "/v1/rollouts/nobody" and one["ms"] > 0
+    (entry,) = line()
+    assert (entry["event"], entry["method"], entry["status"]) == ("request", "GET", 404)
+    assert entry["path"] == "/v1/rollouts/nobody" and entry["ms"] > 0
 
 
 def test_a_worker_shows_its_own_metrics(service):

@@ -74,8 +74,8 @@ def test_a_backup_of_a_running_redis_brings_back_every_rollout_of_its_time(tmp_p
         store.finish(taken(store, ended), Finish(State.FAILED, {"reward": ""}))
         taken(store, held)
         run("backup", tmp_path, REDIS=f"redis-cli -p {server.port}", DATA=data, BACKUP=backup)
-        said = server.client.config_get("auto-aof-rewrite-percentage")
-        assert said == {"auto-aof-rewrite-percentage": "100"}, "rewrites are on again"
+        setting = server.client.config_get("auto-aof-rewrite-percentage")
+        assert setting == {"auto-aof-rewrite-percentage": "100"}, "rewrites are on again"
         later = submitted(store)
         # A mistake, after which the backup is wanted.
         server.client.flushall()
@@ -101,9 +101,9 @@ def test_a_backup_of_a_running_redis_brings_back_every_rollout_of_its_time(tmp_p
 def commands():
     """What the text tells to type: `rollout …`, up to where the shell takes over."""
     for text in (*INLINE, *FENCED):
-        found = re.match(r"(?:\S+=\S+ )*rollout ((?:[a-z-]+ ?)+.*)", text.strip())
-        if found and not text.startswith(("rollout-", "rollout_")):
-            yield found[1]
+        match = re.match(r"(?:\S+=\S+ )*rollout ((?:[a-z-]+ ?)+.*)", text.strip())
+        if match and not text.startswith(("rollout-", "rollout_")):
+            yield match[1]
 
 
 def documented(words):
@@ -124,9 +124,9 @@ def test_a_command_of_the_text_exists_with_its_options(line):
     assert command is not main, f"there is no `rollout {line}`"
     if isinstance(command, click.Group):
         assert command.invoke_without_command or not rest, f"there is no `rollout {line}`"
-    known = {option for parameter in command.params for option in parameter.opts}
+    options = {option for parameter in command.params for option in parameter.opts}
     used = {word.partition("=")[0] for word in rest if word.startswith("--")}
-    assert used <= known, f"`rollout {line}`: {sorted(used - known)}"
+    assert used <= options, f"`rollout {line}`: {sorted(used - options)}"
     arguments = [p for p in command.params if isinstance(p, click.Argument) and p.required]
     values = [word for word in rest if not word.startswith("-")]
     assert len(values) >= len(arguments), f"`rollout {line}` lacks an argument"
@@ -137,9 +137,9 @@ def test_the_commands_are_many():
 
 
 def test_every_setting_of_the_text_exists():
-    known = set(re.findall(r"`(ROLLOUT_\w+)`", (ROOT / "docs" / "settings.md").read_text()))
+    documented = set(re.findall(r"`(ROLLOUT_\w+)`", (ROOT / "docs" / "settings.md").read_text()))
     used = set(re.findall(r"\bROLLOUT_[A-Z_]+[A-Z]\b", TEXT)) - {"ROLLOUT_"}
-    assert used - known == set()
+    assert used - documented == set()
 
 
 def test_every_metric_and_alert_of_the_text_exists():

@@ -82,10 +82,10 @@ def test_over_committed_caches_cost_ours_less_than_a_heap_of_rollouts_in_flight_
 ):
     rollouts, engines, slots = workload(96, seed=23), 2, 80
     ours = simulate(lambda: Ours(redis_client), rollouts, slots, engines)
-    theirs = simulate(lambda: Peer(inflight_heap, admission=False), rollouts, slots, engines)
-    assert ours.makespan_s < theirs.makespan_s
-    assert ours.p95_s < theirs.p95_s
-    assert ours.hit_rate > theirs.hit_rate
+    peer = simulate(lambda: Peer(inflight_heap, admission=False), rollouts, slots, engines)
+    assert ours.makespan_s < peer.makespan_s
+    assert ours.p95_s < peer.p95_s
+    assert ours.hit_rate > peer.hit_rate
     assert ours.makespan_s >= bound_s(rollouts, slots)
     assert len(ours.latency_s) == len(rollouts)
     assert redis_client.hlen("backends:pins") == 0

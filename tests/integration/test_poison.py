@@ -31,7 +31,7 @@ def test_a_rollout_that_ends_its_worker_again_and_again_fails_and_its_neighbours
     poison = store.get("poison")
     assert (poison.state, poison.error.type) == (State.FAILED, "WorkerLost")
     assert deaths == 2 + 3, "two are free, then each costs one of three attempts"
-    assert {store.get(one).state for one in neighbours} == {State.COMPLETED}
+    assert {store.get(id_).state for id_ in neighbours} == {State.COMPLETED}
 
 
 def test_one_that_may_be_tried_once_is_not_tried_again(client, store):
@@ -56,8 +56,8 @@ def test_those_that_saw_two_workers_end_are_carried_one_at_a_time(client, store)
         assert len(fleet.carry(ids)) == held
         fleet.die()
     (first,) = fleet.carry(ids)
-    rest = [one for one in ids if one != first.rollout_id]
-    assert fleet.carry(rest) == [] and {store.get(one).state for one in rest} == {State.READY}
+    rest = [id_ for id_ in ids if id_ != first.rollout_id]
+    assert fleet.carry(rest) == [] and {store.get(id_).state for id_ in rest} == {State.READY}
     assert store.finish(first, Finish(State.EVALUATING)) == State.EVALUATING
     (second,) = fleet.carry(rest)
     assert second.rollout_id != first.rollout_id
@@ -73,7 +73,7 @@ def test_what_another_worker_carries_does_not_keep_a_suspect_waiting(client, sto
         fleet.die()
     assert len(fleet.carry(["a", "b"])) == 1
     fleet.worker = "another"
-    (waiting,) = (one for one in ("a", "b") if store.get(one).state is State.READY)
+    (waiting,) = (id_ for id_ in ("a", "b") if store.get(id_).state is State.READY)
     assert len(fleet.carry([waiting])) == 1
 
 

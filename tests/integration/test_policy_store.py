@@ -137,22 +137,22 @@ class NoBackends:
     """A fleet from which every backend was removed."""
 
     def __init__(self):
-        self.wanted = []
+        self.versions = []
 
     def get(self, _):
         return None
 
     def want_version(self, version):
-        self.wanted.append(version)
+        self.versions.append(version)
 
 
 def test_an_update_of_backends_that_are_gone_ends_and_the_policy_stays(store):
     made, _ = store.create(PolicyRequest(version="v1", path="/a"), [BACKEND])
     fleet = NoBackends()
     WeightUpdates(store, fleet, "worker").carry_out(store.claim("worker", 30))
-    found = store.get(made.id)
-    assert (found.state, found.backends["b"].state) == ("failed", "skipped")
-    assert (store.current(), fleet.wanted) == (None, [None])
+    record = store.get(made.id)
+    assert (record.state, record.backends["b"].state) == ("failed", "skipped")
+    assert (store.current(), fleet.versions) == (None, [None])
 
 
 def test_a_backend_is_left_alone_while_an_update_is_under_way_or_another_has_it(store, redis):
@@ -178,7 +178,7 @@ class Engines:
     def __init__(self, fleet, refuse=(), at_once=1):
         """The first `at_once` of them to be asked answer once all of them have been."""
         self.fleet, self.refuse = fleet, refuse
-        self.asked, self.wanted = [], []
+        self.asked, self.versions = [], []
         self.busy = self.most_busy = 0
         self._lock, self._first = threading.Lock(), threading.Barrier(at_once)
 
@@ -213,7 +213,7 @@ class Engines:
             self.busy += 1
             self.most_busy = max(self.most_busy, self.busy)
             self.asked.append(name)
-            self.wanted.append(self.fleet.wanted_version())
+            self.versions.append(self.fleet.wanted_version())
             is_first = len(self.asked) <= self._first.parties
         if is_first:
             self._first.wait(30)
@@ -253,23 +253,23 @@ def test_an_update_has_the_fleet_want_its_version_and_one_by_one_only_at_its_end
 ):
     engines = Engines(fleet, at_once=concurrency or 3)
     assert updated(store, fleet, engines, concurrency=concurrency).state == "done"
-    assert (sorted(engines.asked), engines.wanted) == (["a", "b", "c"], meanwhile)
+    assert (sorted(engines.asked), engines.versions) == (["a", "b", "c"], meanwhile)
     assert engines.most_busy == (concurrency or 3)
     assert fleet.wanted_version() == "v1" == store.current().policy.version
-    assert {one.policy_version for one in fleet.list()} == {"v1"}
+    assert {backend.policy_version for backend in fleet.list()} == {"v1"}
 
 
-@pytest.mark.parametrize(("before", "wanted"), [(None, None), ("v0", "v0")])
+@pytest.mark.parametrize(("before", "version"), [(None, None), ("v0", "v0")])
 @pytest.mark.parametrize("concurrency", [0, 1])
 def test_an_update_that_no_backend_takes_leaves_the_fleet_as_it_was(
-    store, fleet, before, wanted, concurrency
+    store, fleet, before, version, concurrency
 ):
     if before:
         store.create(PolicyRequest(version=before, path="/a"), [BACKEND])
         end(store, current=current_of(before))
     update = updated(store, fleet, Engines(fleet, refuse="abc"), concurrency=concurrency)
     assert update.state == "failed" and "no such file" in update.backends["a"].error
-    assert fleet.wanted_version() == wanted
+    assert fleet.wanted_version() == version
     assert (store.current() and store.current().policy.version) == before
 
 

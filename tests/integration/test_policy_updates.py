@@ -81,7 +81,7 @@ class Fleet:
             sampling={"max_tokens": tokens, "seed": 1},
             limits={"max_turns": 1},
         )
-        return [one.id for one in self.client.submit(request)]
+        return [rollout.id for rollout in self.client.submit(request)]
 
     def results(self, ids: list[str]) -> list[Rollout]:
         return list(self.client.stream(ids, timeout=PATIENCE_S))
@@ -126,10 +126,10 @@ def settled(fleet):
 def test_an_update_reaches_every_backend_and_is_checked_against_the_trainer(settled):
     update = settled.update("step-1", settled.new, canary=settled.canary(settled.new))
     assert (update.state, update.verified, update.warnings) == ("done", True, [])
-    for one in update.backends.values():
-        assert one.state == "resumed"
-        assert one.canary_max_error < 1e-3
-        assert {"pause", "reload", "canary", "total"} <= one.seconds.keys()
+    for backend in update.backends.values():
+        assert backend.state == "resumed"
+        assert backend.canary_max_error < 1e-3
+        assert {"pause", "reload", "canary", "total"} <= backend.seconds.keys()
     settled.check_settled("step-1")
     status = settled.client.policy()
     assert (status.current.version, status.current.path) == ("step-1", str(settled.new))
@@ -178,7 +178,7 @@ def test_an_update_while_64_rollouts_run_loses_none_and_labels_every_token_truly
     for rollout in rollouts[:6]:
         recorded, by_old = llm_reference.chain_logprobs(rollout.trajectory.chain, settled.old)
         switch = rollout.trajectory.chain.policy_versions.index("step-3")
-        errors = [abs(ours - theirs) for ours, theirs in zip(recorded, by_old, strict=True)]
+        errors = [abs(ours - reference) for ours, reference in zip(recorded, by_old, strict=True)]
         assert max(errors[:switch]) < 1e-3
         assert sum(error > 1e-3 for error in errors[switch:]) > 0.9 * len(errors[switch:])
 
@@ -198,7 +198,7 @@ def test_a_backend_that_fails_the_canary_takes_no_rollouts_until_an_update_succe
     assert not backend.healthy
     assert "canary failed" in backend.error
     rollouts = settled.results(settled.submit(6, 5))
-    assert {(one.state, one.backend) for one in rollouts} == {(State.COMPLETED, "a")}
+    assert {(rollout.state, rollout.backend) for rollout in rollouts} == {(State.COMPLETED, "a")}
     assert settled.update("step-5", settled.new, canary=settled.canary(settled.new)).state == "done"
     settled.check_settled("step-5")
 
@@ -209,12 +209,15 @@ def test_when_no_backend_takes_the_weights_the_current_ones_come_back(settled):
     assert settled.client.policy().current.version == "base"
 
     def back() -> bool:
-        known = [settled.backend(name) for name in settled.engines]
-        return all(one.healthy and not one.paused and one.policy_version == "base" for one in known)
+        backends = [settled.backend(name) for name in settled.engines]
+        return all(
+            backend.healthy and not backend.paused and backend.policy_version == "base"
+            for backend in backends
+        )
 
     wait_until(back, PATIENCE_S, "the old weights to come back")
     settled.check_settled("base")
-    assert {one.state for one in settled.results(settled.submit(4, 5))} == {State.COMPLETED}
+    assert {rollout.state for rollout in settled.results(settled.submit(4, 5))} == {State.COMPLETED}
 
 
 def test_a_backend_that_is_down_fails_and_the_others_go_on(settled):
@@ -225,7 +228,7 @@ def test_a_backend_that_is_down_fails_and_the_others_go_on(settled):
     try:
         update = settled.update("step-8", settled.new)
         assert update.state == "partly"
-        assert {name: one.state.value for name, one in update.backends.items()} == {
+        assert {name: backend.state.value for name, backend in update.backends.items()} == {
             "a": "resumed",
             "b": "resumed",
             "dead": "failed",
@@ -244,9 +247,9 @@ def test_a_backend_that_was_started_again_gets_the_current_weights_before_it_tak
     settled.tell("b", "/update_weight_version", {"new_version": "default"})
 
     def caught_up() -> bool:
-        said = settled.ask("b", "/weight_info")["weight_version"]
-        known = settled.backend("b")
-        return (said, known.policy_version, known.paused) == ("step-9", "step-9", False)
+        version = settled.ask("b", "/weight_info")["weight_version"]
+        backend = settled.backend("b")
+        return (version, backend.policy_version, backend.paused) == ("step-9", "step-9", False)
 
     wait_until(caught_up, PATIENCE_S, "backend b to catch up")
     settled.check_settled("step-9")
@@ -307,7 +310,7 @@ def test_a_killed_worker_s_update_is_finished_by_another_and_nothing_stays_pause
     update = settled.client.update_policy("step-10", str(settled.new), **options)
     wait_until(lambda: settled.ask("a", "/is_paused")["is_paused"], PATIENCE_S, "backend a to be paused")
     midway = settled.client.policy_update(update.id)
-    assert [one.state.value for one in midway.backends.values()] == ["pausing", "waiting"], midway
+    assert [backend.state.value for backend in midway.backends.values()] == ["pausing", "waiting"], midway
     with pytest.raises(ApiError) as conflict:
         settled.client.update_policy("step-11", str(settled.new))
     assert conflict.value.status == 409
@@ -320,14 +323,14 @@ def test_a_killed_worker_s_update_is_finished_by_another_and_nothing_stays_pause
     assert not busy.is_alive()
 
     def ended() -> PolicyUpdate | None:
-        found = settled.client.policy_update(update.id, wait=5)
-        return found if found.state.ended else None
+        record = settled.client.policy_update(update.id, wait=5)
+        return record if record.state.ended else None
 
-    found = wait_until(ended, PATIENCE_S, "the other worker to finish the update")
-    assert found.state == "done", found
-    assert all(one.canary_max_error < 1e-3 for one in found.backends.values())
+    record = wait_until(ended, PATIENCE_S, "the other worker to finish the update")
+    assert record.state == "done", record
+    assert all(backend.canary_max_error < 1e-3 for backend in record.backends.values())
     settled.check_settled("step-10")
-    assert {one.state for one in settled.results(settled.submit(8, 5))} == {State.COMPLETED}
+    assert {rollout.state for rollout in settled.results(settled.submit(8, 5))} == {State.COMPLETED}
 
 
 def _long_call(url: str) -> None:

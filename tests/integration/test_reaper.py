@@ -42,10 +42,10 @@ def submit(store, *ids):
 
 def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server):
     dead, _ = reaper_of(server, "dead", lease_s=4.0, reaper_interval_s=0.2)
-    other, _ = reaper_of(server, "other", lease_s=4.0, reaper_interval_s=0.2)
-    assert dead.election.won() and not other.election.won()
+    successor, _ = reaper_of(server, "other", lease_s=4.0, reaper_interval_s=0.2)
+    assert dead.election.won() and not successor.election.won()
     assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
-    wait_until(other.election.won, 60, "the other one to be elected")
+    wait_until(successor.election.won, 60, "the other one to be elected")
     assert not dead.election.won()
 
 
@@ -131,12 +131,12 @@ def _now(server):
 
 
 def test_a_lock_is_resigned_by_its_holder_alone(server):
-    holder, other = (Election(server.client, keys.REAPER_LOCK, name, 1.0) for name in ("holder", "other"))
-    assert holder.won() and not other.won()
-    other.resign()
-    assert not other.won() and holder.won()
+    holder, rival = (Election(server.client, keys.REAPER_LOCK, name, 1.0) for name in ("holder", "other"))
+    assert holder.won() and not rival.won()
+    rival.resign()
+    assert not rival.won() and holder.won()
     holder.resign()
-    assert other.won()
+    assert rival.won()
 
 
 def test_workers_that_died_long_ago_are_forgotten(server):

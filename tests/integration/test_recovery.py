@@ -85,11 +85,11 @@ def test_a_stopping_worker_hands_its_rollouts_back(spare):
     stopping.popen.terminate()
     assert stopping.popen.wait(15) == 0, "it does not wait for the rollout's end"
     assert spare.client.get(new.id).state in (State.QUEUED, State.INITIALIZING, State.READY)
-    other = spare.start_worker("run", "heir")
+    heir = spare.start_worker("run", "heir")
     try:
         item = spare.client.wait(new.id, timeout=30)
     finally:
-        other.stop()
+        heir.stop()
     assert item.state is State.COMPLETED and item.attempt == 1, "handing back uses no attempt up"
 
 

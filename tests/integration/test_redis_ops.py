@@ -80,9 +80,9 @@ def test_a_risky_redis_is_a_loud_warning_and_in_strict_mode_a_refusal(client, se
     client.config_set("appendonly", "no")
     try:
         app = create_app(Settings(redis_url=server.url))
-        said = capfd.readouterr().err
-        assert "REDIS MAY LOSE DATA: maxmemory-policy is allkeys-lru" in said
-        assert "REDIS MAY LOSE DATA: the append-only file is off" in said
+        log = capfd.readouterr().err
+        assert "REDIS MAY LOSE DATA: maxmemory-policy is allkeys-lru" in log
+        assert "REDIS MAY LOSE DATA: the append-only file is off" in log
         assert keyed(app).get("/v1/status").status_code == 200
         with pytest.raises(UnfitRedis, match="ROLLOUT_REDIS_STRICT"):
             create_app(Settings(redis_url=server.url, redis_strict=True))
@@ -218,7 +218,7 @@ def flood(url, count, **fields):
         with Client(url, retry_for=90) as mine:
             for _ in range(count // 10):
                 request = RolloutRequest(handler="noop", n=10, task={"reward": 1.0, "run_s": 0.05}, **fields)
-                acknowledged.extend(one.id for one in mine.submit(request))
+                acknowledged.extend(rollout.id for rollout in mine.submit(request))
 
     thread = threading.Thread(target=submit)
     thread.start()
@@ -229,7 +229,7 @@ def wait_for_all(stack, ids, timeout_s=120):
     """Until all have ended; then each must be in the stream of results once."""
     with Client(stack.url, retry_for=90) as mine:
         ended = list(mine.stream(ids=ids, timeout=timeout_s))
-    assert sorted(one.id for one in ended) == sorted(ids)
+    assert sorted(rollout.id for rollout in ended) == sorted(ids)
     return ended
 
 
@@ -263,7 +263,7 @@ def test_connections_cut_under_load_cost_nothing(service):
     thread.join()
     ended = wait_for_all(service, ids)
     assert len(ids) == 100 and cut > 0
-    assert {(one.state, one.reward) for one in ended} == {(State.COMPLETED, 1.0)}
+    assert {(rollout.state, rollout.reward) for rollout in ended} == {(State.COMPLETED, 1.0)}
     new = completions(client)[before:]
     assert len(new) == len(set(new)) == 100
     assert alive(service)
@@ -273,7 +273,7 @@ def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(servic
     ids, thread = flood(service.url, 100)
     wait_until(lambda: len(ids) >= 30, 60, "some to be acknowledged")
     service.redis.crash()
-    known = len(ids)
+    count = len(ids)
     answer = http.get(f"{service.url}/ready", timeout=60)
     assert answer.status_code == 503
     assert "Redis does not answer" in answer.json()["missing"][0]
@@ -282,9 +282,9 @@ def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(servic
     thread.join()
     # The process was killed, not the machine: the kernel has every write that was acknowledged.
     ended = wait_for_all(service, ids)
-    assert known >= 30 and len(ids) == 100
-    assert {one.state for one in ended} == {State.COMPLETED}
-    assert {one.reward for one in ended} == {1.0}
+    assert count >= 30 and len(ids) == 100
+    assert {rollout.state for rollout in ended} == {State.COMPLETED}
+    assert {rollout.reward for rollout in ended} == {1.0}
     wait_until(lambda: http.get(f"{service.url}/ready").status_code == 200, 60, "the gateway to be ready")
     assert alive(service)
 
@@ -292,12 +292,12 @@ def test_a_restart_from_the_append_only_file_goes_unnoticed_but_for_ready(servic
 def test_every_key_is_in_the_documented_schema(service):
     service.client.run([RolloutRequest(handler="noop", n=3, tags=["documented"])])
     patterns = (re.escape(key) for key in described_keys())
-    known = [re.compile(re.sub(r"[A-Z]+(_[A-Z]+)*", ".+", pattern)) for pattern in patterns]
+    schema = [re.compile(re.sub(r"[A-Z]+(_[A-Z]+)*", ".+", pattern)) for pattern in patterns]
     celery = ("_kombu.", "celery", "init", "run", "eval", "epoch")
     unknown = [
         key
         for key in service.redis.client.scan_iter(count=1000)
-        if not any(one.fullmatch(key) for one in known) and not key.startswith(celery)
+        if not any(form.fullmatch(key) for form in schema) and not key.startswith(celery)
     ]
     assert unknown == [], "describe them in services/state/keys.py"
 
@@ -335,11 +335,11 @@ def test_a_failover_by_sentinel_loses_nothing_that_was_acknowledged(tmp_path):
         ended = wait_for_all(stack, [slow.id, *ids, *after])
         assert group.master() != old
         assert len(ids) == 50 and len(after) == 50
-        assert {one.state for one in ended} == {State.COMPLETED}
-        rewards = {one.id: one.reward for one in ended}
+        assert {rollout.state for rollout in ended} == {State.COMPLETED}
+        rewards = {rollout.id: rollout.reward for rollout in ended}
         assert rewards.pop(slow.id) == 0.5 and set(rewards.values()) == {1.0}
-        found = completions(group.client)
-        assert len(found) == len(set(found)) == 101
+        ended_ids = completions(group.client)
+        assert len(ended_ids) == len(set(ended_ids)) == 101
         # Cancels go by pub/sub, which has to find the new master, too.
         wait_until(
             lambda: dict(group.client.pubsub_numsub(keys.CANCEL_CHANNEL))[keys.CANCEL_CHANNEL] == 1,

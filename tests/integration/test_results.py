@@ -96,7 +96,7 @@ def test_a_stream_that_was_cut_goes_on_after_the_last_id(gateway, client):
 
 def test_a_silent_stream_sends_comments(gateway):
     with events(gateway, params={"cursor": "$", "tag": "nobody-has-it"}) as lines:
-        comments = [line for line, _ in zip((one for one in lines if one), range(3), strict=False)]
+        comments = [line for line, _ in zip((text for text in lines if text), range(3), strict=False)]
     assert all(line.startswith(":") for line in comments)
 
 
@@ -109,8 +109,8 @@ def test_one_stream_too_many_is_refused_and_one_that_was_left_makes_room(gateway
         assert client.completions("$").rollouts == [], "other requests are answered"
         ids = run(client, 1, "sse-full")
         # The client does without: the same by long-polls.
-        found = client.stream_completions(tag="sse-full", include="summary")
-        assert next(found).id == ids[0]
+        stream = client.stream_completions(tag="sse-full", include="summary")
+        assert next(stream).id == ids[0]
 
     def room():
         with http.stream("GET", f"{gateway}/v1/results/stream", timeout=60) as response:
@@ -133,7 +133,7 @@ def test_the_client_follows_the_stream_through_the_death_of_the_gateway(stack):
         with started_gateway(stack, "gateway-mortal", port, ENV) as mortal:
             first = run(client, 3, "sse-death")
             following = client.stream_completions(tag="sse-death")
-            seen = [next(following).id]
+            ids = [next(following).id]
             mortal.kill()
         rest = []
         reader = threading.Thread(target=lambda: rest.extend(next(following).id for _ in range(4)))
@@ -142,7 +142,7 @@ def test_the_client_follows_the_stream_through_the_death_of_the_gateway(stack):
             second = run(client, 2, "sse-death")
             reader.join(120)
         # What was read before the cut may come again; nothing may be missing.
-        assert list(dict.fromkeys(seen + rest)) == first + second
+        assert list(dict.fromkeys(ids + rest)) == first + second
 
 
 def test_the_client_ends_following_when_its_time_is_over(client):
@@ -153,8 +153,8 @@ def test_the_client_ends_following_when_its_time_is_over(client):
 def test_acknowledging_frees_the_trajectory_where_the_setting_says_so_and_keeps_the_rest(client):
     done = client.run([RolloutRequest(handler="noop", n=2)], timeout=120)
     (live,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 60}))
-    said = client.ack([done[0].id, done[0].id, live.id, "nobody"])
-    assert said.model_dump() == {
+    counts = client.ack([done[0].id, done[0].id, live.id, "nobody"])
+    assert counts.model_dump() == {
         "acknowledged": 1,
         "already_acknowledged": 1,
         "not_ended": 1,

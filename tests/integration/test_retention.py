@@ -58,10 +58,10 @@ def submitted(store):
     return new[0].id
 
 
-def run_to_evaluating(store, rollout_id, left):
+def run_to_evaluating(store, rollout_id, trajectory):
     store.finish(store.claim(rollout_id, 1, Stage.INIT, "w"), Finish(State.READY))
     claim = store.claim(rollout_id, 1, Stage.RUN, "w")
-    assert store.finish(claim, Finish(State.EVALUATING, trajectory=left)) == State.EVALUATING
+    assert store.finish(claim, Finish(State.EVALUATING, trajectory=trajectory)) == State.EVALUATING
 
 
 def test_a_long_trajectory_is_stored_compressed_and_read_back_as_it_was(client):
@@ -102,10 +102,10 @@ def test_records_are_passed_on_once_a_rollout_has_ended_and_are_there_before(cli
     store, _ = stores(client)
     done, live, new = ended(store), submitted(store), submitted(store)
     run_to_evaluating(store, live, trajectory(70))
-    found = {rollout.id: record for rollout, record in store.get_records([done, live, "nobody", new])}
-    assert found.keys() == {done, live, new} and found[new] is None
-    assert arrays.decode(found[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
-    assert [arrays.decode(one).trajectory() for one in store.records({done: found[done]})] == [trajectory()]
+    by_id = {rollout.id: record for rollout, record in store.get_records([done, live, "nobody", new])}
+    assert by_id.keys() == {done, live, new} and by_id[new] is None
+    assert arrays.decode(by_id[live]).trajectory() == trajectory(70), "it may change, so it is read at once"
+    assert [arrays.decode(raw).trajectory() for raw in store.records({done: by_id[done]})] == [trajectory()]
     assert list(store.get_records([done], tenant="somebody-else")) == []
 
 
@@ -126,21 +126,21 @@ def test_a_record_that_has_changed_since_its_size_was_told_ends_the_reading(clie
 
 def test_an_acknowledged_trajectory_is_freed_early_only_where_the_setting_says_so(client):
     store, results = stores(client)
-    acked, other = ended(store), ended(store)
+    acked, unread = ended(store), ended(store)
     results.acknowledge([acked])
     assert results.sweep() == []
     _, results = stores(client, keep_acked_s=3600)
     assert results.sweep() == []
     _, results = stores(client, keep_acked_s=0)
-    assert [(one.rollout_id, one.reason) for one in results.sweep()] == [(acked, "acknowledged")]
-    assert [record for _, record in store.get_records([acked, other])] == [
+    assert [(drop.rollout_id, drop.reason) for drop in results.sweep()] == [(acked, "acknowledged")]
+    assert [record for _, record in store.get_records([acked, unread])] == [
         None,
-        client.strlen(keys.trajectory(other)),
+        client.strlen(keys.trajectory(unread)),
     ]
     freed = store.get(acked)
     assert freed.trajectory is None and freed.trajectory_dropped == "acknowledged" and freed.reward == 1.0
-    assert store.get(other).trajectory is not None
-    assert results.stored_bytes() == client.strlen(keys.trajectory(other))
+    assert store.get(unread).trajectory is not None
+    assert results.stored_bytes() == client.strlen(keys.trajectory(unread))
     assert results.totals()["dropped_acknowledged"] == 1
     assert results.sweep() == []
 
@@ -150,9 +150,9 @@ def test_what_the_archive_has_not_read_is_not_freed_by_an_acknowledgement(client
     first, second = ended(store), ended(store)
     results.acknowledge([first, second])
     client.set(keys.ARCHIVE_CURSOR, store.get(first).completion)
-    assert [one.rollout_id for one in results.sweep()] == [first]
+    assert [drop.rollout_id for drop in results.sweep()] == [first]
     client.set(keys.ARCHIVE_CURSOR, store.get(second).completion)
-    assert [one.rollout_id for one in results.sweep()] == [second]
+    assert [drop.rollout_id for drop in results.sweep()] == [second]
 
 
 def test_beyond_the_limit_of_bytes_acknowledged_ones_go_first_then_the_oldest_and_never_a_live_one(client):
@@ -161,13 +161,13 @@ def test_beyond_the_limit_of_bytes_acknowledged_ones_go_first_then_the_oldest_an
     run_to_evaluating(store, live, trajectory(20_000))
     done = [ended(store, seed=number) for number in range(5)]
     results.acknowledge([done[3]])
-    sizes = {one: client.strlen(keys.trajectory(one)) for one in done}
+    sizes = {id_: client.strlen(keys.trajectory(id_)) for id_ in done}
     assert results.stored_bytes() == sum(sizes.values()), "the live one does not count"
     room = sizes[done[1]] + sizes[done[2]] + sizes[done[4]]
     _, results = stores(client, results_max_bytes=room)
     dropped = results.sweep()
-    assert [(one.rollout_id, one.acknowledged) for one in dropped] == [(done[3], True), (done[0], False)]
-    assert {one.bytes for one in dropped} == {sizes[done[3]], sizes[done[0]]}
+    assert [(drop.rollout_id, drop.acknowledged) for drop in dropped] == [(done[3], True), (done[0], False)]
+    assert {drop.bytes for drop in dropped} == {sizes[done[3]], sizes[done[0]]}
     assert store.get(done[0]).trajectory_dropped == "size"
     _, results = stores(client, results_max_bytes=1)
     assert len(results.sweep()) == 3

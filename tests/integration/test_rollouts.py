@@ -83,22 +83,22 @@ def test_a_trajectory_is_exactly_what_the_engine_saw_and_sampled(client, recorde
     for item in done:
         assert item.state is State.COMPLETED and item.backend == "recorded"
         check_invariants(item)
-        seen: list[int] = []
+        context: list[int] = []
         segments = item.trajectory.chain.segments
         for segment in segments:
             if segment.sampled:
                 call = calls[segment.call_id]
-                assert call.request["token_ids"] == seen, "the prompt of a call is everything before it"
+                assert call.request["token_ids"] == context, "the prompt of a call is everything before it"
                 choice = call.answer["choices"][0]
                 assert choice["token_ids"] == segment.token_ids
                 assert [c["logprob"] for c in choice["logprobs"]["content"]] == segment.logprobs
                 assert segment.policy_version is not None
-            seen += segment.token_ids
-        assert seen == item.trajectory.chain.token_ids
-        assert item.trajectory.prompt_ids + item.trajectory.response_ids == seen
+            context += segment.token_ids
+        assert context == item.trajectory.chain.token_ids
+        assert item.trajectory.prompt_ids + item.trajectory.response_ids == context
         assert segments[-1].sampled and segments[-1].finish_reason == "stop"
-        ours, theirs = chain_logprobs(item.trajectory.chain, DEMO_MODEL)
-        assert ours == pytest.approx(theirs, abs=1e-3)
+        ours, reference = chain_logprobs(item.trajectory.chain, DEMO_MODEL)
+        assert ours == pytest.approx(reference, abs=1e-3)
         assert item.trajectory.logprobs_mode == "processed_logprobs"
 
 
@@ -109,7 +109,7 @@ def test_a_seed_makes_a_rollout_repeatable_and_group_mates_differ(client):
     second = client.run([RolloutRequest(**request)])
     ids = [item.trajectory.response_ids for item in first]
     assert ids == [item.trajectory.response_ids for item in second]
-    assert len({tuple(one) for one in ids}) > 1, "another seed for each rollout of the group"
+    assert len({tuple(sampled) for sampled in ids}) > 1, "another seed for each rollout of the group"
     assert [item.index for item in first] == list(range(8))
     assert len({item.group_id for item in first}) == 1
 

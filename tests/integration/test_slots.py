@@ -38,30 +38,32 @@ def set_slots(control, slots):
 
 def test_a_running_worker_is_given_fewer_slots_and_more_again_without_losing_what_it_holds(stack, control):
     argv = [sys.executable, "-m", "celery", "-A", "workers.app", "control", "set_slots", "2", "-d", RUN]
-    said = subprocess.run(
+    done = subprocess.run(
         argv, cwd=ROOT, env=stack.env, capture_output=True, text=True, timeout=100, check=True
     )
-    assert f"2 slots (of {MOST}), {MOST} before" in said.stdout
+    assert f"2 slots (of {MOST}), {MOST} before" in done.stdout
     made = stack.client.submit([RolloutRequest(handler="noop", task={"run_s": 600}, n=8)])
     group = made[0].group_id
 
-    def wait_for(**wanted):
+    def wait_for(**counts):
         def states():
-            return Counter(one.state.value for one in stack.client.list(group_id=group).rollouts)
+            return Counter(rollout.state.value for rollout in stack.client.list(group_id=group).rollouts)
 
-        wait_until(lambda: states() == Counter(wanted), PATIENCE_S, f"{wanted} of the rollouts")
+        wait_until(lambda: states() == Counter(counts), PATIENCE_S, f"{counts} of the rollouts")
 
     # All eight are through INIT: a worker that still had its slots would have taken them.
     wait_for(ready=6, running=2)
     wait_until(lambda: stack.redis.client.llen("run") == 6, PATIENCE_S, "six messages to stay in the queue")
-    worker = next(one for one in FleetStore(connect(stack.redis.url)).workers() if one.name == RUN)
+    worker = next(row for row in FleetStore(connect(stack.redis.url)).workers() if row.name == RUN)
     assert (worker.slots, worker.most_slots, worker.node, worker.stages) == (2, MOST, NODE, ("run",))
 
     assert "5 slots" in set_slots(control, 5)["ok"]
     wait_for(ready=3, running=5)
 
     assert "1 slots" in set_slots(control, 1)["ok"]
-    running = [one.id for one in stack.client.list(group_id=group).rollouts if one.state == "running"]
+    running = [
+        rollout.id for rollout in stack.client.list(group_id=group).rollouts if rollout.state == "running"
+    ]
     for rollout_id in running[:2]:
         stack.client.cancel(rollout_id)
     # Two have ended and three go on: more than it has slots now, so it takes no other.

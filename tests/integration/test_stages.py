@@ -233,8 +233,8 @@ def test_run_gives_its_backend_back_however_it_ends(worker):
     assert worker.does(Stage.RUN, rollout_id), "EVAL ends it, and does not score it"
     item = worker.store.get(rollout_id)
     assert (item.state, item.backend, item.error.blame) == (State.EVALUATING, "b", Blame.HANDLER)
-    (found,) = worker.services.backends.list()
-    assert (found.load, found.live_rollouts) == (0.0, 0)
+    (record,) = worker.services.backends.list()
+    assert (record.load, record.live_rollouts) == (0.0, 0)
     assert worker.services.backends.totals()["placed"] == 1
     worker.does(Stage.EVAL, rollout_id)
     item = worker.store.get(rollout_id)
@@ -354,7 +354,7 @@ def test_the_first_reason_to_interrupt_a_stage_counts(worker):
 def test_one_message_cancels_all_that_it_names_and_nobody_else(worker):
     held = [worker.holds(worker.submit())[1] for _ in range(3)]
     worker.process._heard(keys.CANCEL_CHANNEL, f"{held[0].rollout_id} {held[2].rollout_id} gone")
-    assert [one.reason for one in held] == [CANCEL, None, CANCEL]
+    assert [claim.reason for claim in held] == [CANCEL, None, CANCEL]
 
 
 def test_work_under_an_old_fence_and_under_the_new_one_are_two(worker):

@@ -154,16 +154,16 @@ def test_once_and_json_are_for_scripts(stack, client):
     assert shown.returncode == 0, shown.stderr
     assert re.search(rf"{item.id} +completed +noop", shown.stdout)
     assert "\x1b" not in shown.stdout
-    said = once(stack.url, "--json")
-    assert said.returncode == 0, said.stderr
-    (line,) = said.stdout.splitlines()
+    result = once(stack.url, "--json")
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
     look = json.loads(line)
     fleet = Fleet.model_validate(look["fleet"])
     # A worker that another test has killed may still count for some seconds.
-    assert {f"{stage}@{NODE}" for stage in ("init", "run", "eval")} <= {one.name for one in fleet.workers}
+    assert {f"{stage}@{NODE}" for stage in ("init", "run", "eval")} <= {row.name for row in fleet.workers}
     assert fleet.stages["run"].slots >= 64 and fleet.stages["run"].ended > 0
     assert set(look["rates"]["stages"]) == {"init", "run", "eval"}
-    assert item.id in [one["id"] for one in look["recent"]]
+    assert item.id in [row["id"] for row in look["recent"]]
     assert look["tenant"] == "*"
 
 
@@ -214,11 +214,11 @@ def test_the_fleet_tells_of_workers_nodes_and_room(bare):
         "run": (2, 10),
         "eval": (1, 2),
     }
-    one, two = fleet.nodes
-    assert (one.node, one.stages, one.slots, one.busy) == ("n1", ["init", "run"], 12, 3)
-    assert (one.sandboxes, one.warm, one.free_disk, one.free_memory) == (5, 1, 5 << 30, 6 << 30)
-    assert (one.stopped, one.waits_for_run) == (["1 MiB of disk"], True)
-    assert (two.node, two.stages, two.sandboxes, two.free_disk) == ("n2", ["init", "run", "eval"], None, None)
+    n1, n2 = fleet.nodes
+    assert (n1.node, n1.stages, n1.slots, n1.busy) == ("n1", ["init", "run"], 12, 3)
+    assert (n1.sandboxes, n1.warm, n1.free_disk, n1.free_memory) == (5, 1, 5 << 30, 6 << 30)
+    assert (n1.stopped, n1.waits_for_run) == (["1 MiB of disk"], True)
+    assert (n2.node, n2.stages, n2.sandboxes, n2.free_disk) == ("n2", ["init", "run", "eval"], None, None)
     assert {worker.name: worker.slots_limit for worker in fleet.workers}["run@n1"] == 16
     assert http.get(f"{bare.url}/v1/fleet?node=n1").status_code == 400
 
@@ -237,10 +237,10 @@ def test_a_key_shows_its_own_tenant_and_an_admin_s_all(bare, terminal):
 
     try:
         wait_until(asks, 30, "the gateway to read the keys")
-        said = once(bare.url, "--json", env={"ROLLOUT_API_KEY": reader})
-        assert json.loads(said.stdout)["tenant"] == "team-a", said.stderr
-        said = once(bare.url, "--json", env={"ROLLOUT_API_KEY": admin})
-        assert json.loads(said.stdout)["tenant"] == "*", said.stderr
+        result = once(bare.url, "--json", env={"ROLLOUT_API_KEY": reader})
+        assert json.loads(result.stdout)["tenant"] == "team-a", result.stderr
+        result = once(bare.url, "--json", env={"ROLLOUT_API_KEY": admin})
+        assert json.loads(result.stdout)["tenant"] == "*", result.stderr
         screen = terminal(bare.url, env={"ROLLOUT_API_KEY": "rlt_000000000000_" + "0" * 64})
         screen.await_text(r"401")
         wait_until(lambda: screen.process.poll() == 1, 60, "a wrong key to end it")

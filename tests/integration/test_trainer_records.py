@@ -21,9 +21,9 @@ def group(stack):
     request = RolloutRequest(
         handler="calculator", task={"question": "37 times 85", "answer": "3145"}, n=4, limits={"max_turns": 4}
     )
-    found = stack.client.run([request])
-    assert all(one.reward is not None and one.trajectory.turns for one in found)
-    return found
+    rollouts = stack.client.run([request])
+    assert all(rollout.reward is not None and rollout.trajectory.turns for rollout in rollouts)
+    return rollouts
 
 
 def test_verl_takes_its_agent_loop_output(group):
@@ -46,7 +46,7 @@ def test_skyrl_takes_its_generator_output(group):
     released.GeneratorOutput.__pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     TypeAdapter(released.GeneratorOutput).validate_python(made, strict=True)
     assert set(made) == set(released.GeneratorOutput.__annotations__)
-    assert [one.repetition_id for one in made["trajectory_ids"]] == [0, 1, 2, 3]
+    assert [id_.repetition_id for id_ in made["trajectory_ids"]] == [0, 1, 2, 3]
     for number, rollout in enumerate(group):
         assert made["response_ids"][number] == rollout.trajectory.response_ids
         assert made["rollout_logprobs"][number] == rollout.trajectory.logprobs
@@ -57,10 +57,10 @@ def test_verifiers_takes_its_message_nodes_and_they_join_to_the_same_tokens(grou
     contents = ("TextContentPart", "ImageUrlSource", "ImageUrlContentPart", "ContentPart", "MessageContent")
     messages = ("SystemMessage", "UserMessage", "ToolCall", "AssistantMessage", "ToolMessage", "Message")
     types = classes("verifiers/v1/types.py", [*contents, *messages, "Tool"])
-    known = {"Message": types.Message, "Tool": types.Tool, "ParentLink": dict, "SamplingMask": object}
-    graph = classes("verifiers/v1/graph.py", ["MessageNode"], **known)
-    known |= {"MessageNode": graph.MessageNode, "ModelCall": dict, "Messages": list, "Usage": dict}
-    trace = classes("verifiers/v1/trace.py", ["Branch", "Reward", "Error"], **known)
+    names = {"Message": types.Message, "Tool": types.Tool, "ParentLink": dict, "SamplingMask": object}
+    graph = classes("verifiers/v1/graph.py", ["MessageNode"], **names)
+    names |= {"MessageNode": graph.MessageNode, "ModelCall": dict, "Messages": list, "Usage": dict}
+    trace = classes("verifiers/v1/trace.py", ["Branch", "Reward", "Error"], **names)
     for rollout in group:
         fields = prime_rl.trace_fields(rollout)
         nodes = [graph.MessageNode(**node) for node in fields["nodes"]]
@@ -71,7 +71,7 @@ def test_verifiers_takes_its_message_nodes_and_they_join_to_the_same_tokens(grou
         prompt = len(t.prompt_ids)
         assert branch.sampled_mask == [False] * prompt + [bit == 1 for bit in t.loss_mask]
         assert branch.logprobs == [0.0] * prompt + t.logprobs
-        assert sum(trace.Reward(**one).value for one in fields["rewards"].values()) == rollout.reward
+        assert sum(trace.Reward(**reward).value for reward in fields["rewards"].values()) == rollout.reward
         (sample,) = prime_rl.training_samples(rollout)
         assert (sample["token_ids"], sample["mask"]) == (branch.token_ids, branch.sampled_mask)
 
@@ -84,14 +84,14 @@ def test_trl_finds_the_keys_that_it_requires_in_what_a_rollout_func_returns(grou
     assert {name.strip('" ') for name in required.split(",")} <= set(made)
     assert 'extra_fields.pop("env_mask"' in source
     assert [len(row) for row in made["completion_ids"]] == [len(row) for row in made["logprobs"]]
-    assert made["env_mask"] == [one.trajectory.loss_mask for one in group]
-    assert trl.reward([], **{"reward": made["reward"]}) == [one.reward for one in group]
+    assert made["env_mask"] == [rollout.trajectory.loss_mask for rollout in group]
+    assert trl.reward([], **{"reward": made["reward"]}) == [rollout.reward for rollout in group]
 
 
 def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, group):
     for rollout in (*group, stack.client.get(group[0].id, include="arrays")):
-        found = areal.tensor_dict(rollout)
-        made = {name: torch.from_numpy(value) for name, value in found.items()}
+        arrays = areal.tensor_dict(rollout)
+        made = {name: torch.from_numpy(value) for name, value in arrays.items()}
         t = rollout.arrays.trajectory()
         tokens = len(t.chain.token_ids)
         rows = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
@@ -106,7 +106,7 @@ def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, gro
 
 def test_slime_and_nemo_gym_get_what_the_trajectory_says(group):
     made = slime.sample_dicts(group, group_index=7, first_index=28)
-    assert [one["index"] for one in made] == [28, 29, 30, 31]
+    assert [sample["index"] for sample in made] == [28, 29, 30, 31]
     for sample, rollout in zip(made, group, strict=True):
         t = rollout.trajectory
         length = sample["response_length"]
@@ -116,9 +116,9 @@ def test_slime_and_nemo_gym_get_what_the_trajectory_says(group):
         answer = nemo_gym.run_response(rollout, {"_ng_task_index": 3})
         calls = [item for item in answer["response"]["output"] if "generation_token_ids" in item]
         assert len(calls) == t.turns and answer["_ng_task_index"] == 3 and "mask_sample" not in answer
-        seen: list[int] = []
+        context: list[int] = []
         for call in calls:
-            assert call["prompt_token_ids"][: len(seen)] == seen
-            seen = call["prompt_token_ids"] + call["generation_token_ids"]
+            assert call["prompt_token_ids"][: len(context)] == context
+            context = call["prompt_token_ids"] + call["generation_token_ids"]
             assert len(call["generation_token_ids"]) == len(call["generation_log_probs"])
-        assert seen == t.chain.token_ids[: len(seen)]
+        assert context == t.chain.token_ids[: len(context)]

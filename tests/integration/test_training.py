@@ -119,7 +119,7 @@ def test_steps_with_a_trainer_killed_between_lose_no_group_and_keep_log_probs_ex
         assert batch.state is BatchState.DONE and batch.kept == GROUPS and batch.open == 0
         assert batch.started + batch.carried_in == decided(batch) + batch.carried_out
     assert sum(batch.started for batch in batches) == sum(map(decided, batches))
-    logged = [one for row in rows for one in row["groups"]["kept"]]
+    logged = [group for row in rows for group in row["groups"]["kept"]]
     served = [
         group.id
         for batch in batches
@@ -161,20 +161,20 @@ def test_trl_trains_on_our_rollouts_with_log_probs_that_are_its_own(stack, tmp_p
     pytest.importorskip("trl", reason="TRL is not installed: run `make setup-trainer`")
     module = load("train_trl")
     trainer = module.make_trainer(stack.client, tmp_path, steps=2, prompts=2, n=4, learning_rate=1e-4)
-    seen = []
+    steps = []
     rollouts = trainer.rollout_func
 
     def watched(prompts, trainer_):
         answer = rollouts(prompts, trainer_)
-        seen.append((prompts, answer, own_logprobs(trainer_.model, answer)))
+        steps.append((prompts, answer, own_logprobs(trainer_.model, answer)))
         return answer
 
     trainer.rollout_func = watched
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
 
-    assert len(seen) == 2 and stack.client.policy().current.version == f"{rollouts.run}-1"
-    for prompts, answer, own in seen:
+    assert len(steps) == 2 and stack.client.policy().current.version == f"{rollouts.run}-1"
+    for prompts, answer, own in steps:
         assert len(prompts) == 8 and {len(column) for column in answer.values()} == {8}
         texts = [trainer.processing_class.decode(ids) for ids in answer["prompt_ids"]]
         assert all(prompt in text for prompt, text in zip(prompts, texts, strict=True))
@@ -183,8 +183,8 @@ def test_trl_trains_on_our_rollouts_with_log_probs_that_are_its_own(stack, tmp_p
             gaps = [abs(a - b) for a, on, b in zip(logprobs, mask, mine, strict=True) if on]
             assert max(gaps) < MAX_GAP
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    assert rewards == pytest.approx([sum(answer["reward"]) / 8 for _, answer, _ in seen])
-    varied = any(len(set(answer["reward"])) > 1 for _, answer, _ in seen)
+    assert rewards == pytest.approx([sum(answer["reward"]) / 8 for _, answer, _ in steps])
+    varied = any(len(set(answer["reward"])) > 1 for _, answer, _ in steps)
     after = trainer.model.state_dict()
     assert varied == any(not before[name].equal(after[name]) for name in before)
 

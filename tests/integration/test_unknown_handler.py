@@ -31,8 +31,8 @@ def stack(tmp_path_factory):
 
 
 def submit(stack, **more):
-    (one,) = stack.client.submit(RolloutRequest(handler="gated", limits={"max_attempts": 1}, **more))
-    return one.id
+    (rollout,) = stack.client.submit(RolloutRequest(handler="gated", limits={"max_attempts": 1}, **more))
+    return rollout.id
 
 
 def test_a_rollout_goes_on_to_a_worker_that_knows_its_handler_without_using_up_an_attempt(stack):

@@ -89,13 +89,13 @@ def test_many_that_wait_leave_the_gateway_to_others(usual):
     paths += ["/v1/results/stream?cursor=$&tag=others&include=summary"] * STREAMS
     with wait_at(usual, paths) as waiters:
         until_waiting(usual, len(paths))
-        (other,) = submitted(usual, 1, "others")
-        assert usual.client.get(other).state == "queued"
+        (third,) = submitted(usual, 1, "others")
+        assert usual.client.get(third).state == "queued"
         assert waiters.read() is None and waiting(usual) == len(paths), "all of that while they wait"
         end(usual, "others")
         streams = range(POLLS + CURSORS, len(paths))
-        told = lambda: all(other.encode() in waiters.received[k] for k in streams)  # noqa: E731
-        assert waiters.read_until(told, PATIENCE_S), "a stream goes on where it was parked"
+        announced = lambda: all(third.encode() in waiters.received[k] for k in streams)  # noqa: E731
+        assert waiters.read_until(announced, PATIENCE_S), "a stream goes on where it was parked"
         assert not any(waiters.received[: POLLS + CURSORS]), "nobody else was woken"
         with in_time(SOON_S, 15):
             end(usual, "many")

@@ -81,16 +81,16 @@ def test_a_worker_that_is_shut_down_by_command_ends_and_leaves_the_list(stack, a
 
 
 def given_up(gateway):
-    return {one["id"]: one for one in http.get(f"{gateway}/v1/webhooks", timeout=60).json()["failures"]}
+    return {row["id"]: row for row in http.get(f"{gateway}/v1/webhooks", timeout=60).json()["failures"]}
 
 
 def test_each_rollout_of_a_group_is_announced_with_a_signature_that_holds(client, receiver):
     hook = Webhook(url=f"{receiver.url}/group")
     done = client.run([RolloutRequest(handler="noop", n=3, webhook=hook)], timeout=120)
     wait_until(lambda: len(receiver.at("/group")) >= 3, 120, "three webhooks")
-    said = [verify_webhook(call.body, call.headers, SECRET) for call in receiver.at("/group")]
-    assert {item.id for item in said} == {item.id for item in done}
-    assert {item.completion for item in said} == {item.completion for item in done}
+    events = [verify_webhook(call.body, call.headers, SECRET) for call in receiver.at("/group")]
+    assert {item.id for item in events} == {item.id for item in done}
+    assert {item.completion for item in events} == {item.completion for item in done}
     assert {call.headers["webhook-id"] for call in receiver.at("/group")} == {item.id for item in done}
 
 
@@ -156,11 +156,11 @@ def test_without_a_secret_a_webhook_is_refused_and_nothing_is_enqueued(stack):
 def test_a_receiver_that_hangs_holds_up_no_other_delivery(client, receiver):
     run(client, f"{receiver.url}/slow")
     wait_until(lambda: receiver.at("/slow"), 120, "the call that hangs")
-    other = run(client, f"{receiver.url}/beside-a-slow-one")
+    rollout = run(client, f"{receiver.url}/beside-a-slow-one")
     wait_until(lambda: receiver.at("/beside-a-slow-one"), 120, "the other webhook")
     assert not receiver.release.is_set(), "the first call was not answered meanwhile"
     receiver.release.set()
-    assert receiver.at("/beside-a-slow-one")[0].headers["webhook-id"] == other.id
+    assert receiver.at("/beside-a-slow-one")[0].headers["webhook-id"] == rollout.id
 
 
 def test_a_deliverer_killed_in_the_middle_of_a_try_loses_no_webhook_and_nothing_of_the_archive(
@@ -175,13 +175,13 @@ def test_a_deliverer_killed_in_the_middle_of_a_try_loses_no_webhook_and_nothing_
     before = len(receiver.at("/hang"))
     successor = stack.start_worker("eval", "webhooks-2", env=worker_env(archive_dir))
     try:
-        ended = {item.id for item in client.stream([one.id for one in new], timeout=120)}
+        ended = {item.id for item in client.stream([rollout.id for rollout in new], timeout=120)}
         wait_until(
             lambda: len(receiver.at("/hang")) > before, 120, "the try of the next deliverer", successor
         )
         wait_until(lambda: stack.redis.client.zcard("webhooks:due") == 0, 120, "nothing to be left")
-        wanted = ended | {done.id}
-        wait_until(lambda: wanted <= archived(archive_dir), 120, "all to be archived", successor)
+        expected = ended | {done.id}
+        wait_until(lambda: expected <= archived(archive_dir), 120, "all to be archived", successor)
     finally:
         successor.stop()
     assert json.loads(receiver.at("/hang")[-1].body)["data"]["id"] == done.id

@@ -19,10 +19,10 @@ class Room:
     """As much of a waiting room as a waiter needs."""
 
     def __init__(self):
-        self.left = []
+        self.leavers = []
 
     def leave(self, waiter):
-        self.left.append(waiter)
+        self.leavers.append(waiter)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_wake_and_a_client_that_hangs_up_may_come_in_one_look_at_the_poller(wo
 def test_a_wake_that_comes_after_the_client_has_gone_wakes_nobody(worker, parked):
     for key, _ in hang_up(worker, parked):
         key.data(key.fileobj)
-    assert worker.nr_conns == 0 and parked.waiter.room.left == [parked.waiter]
+    assert worker.nr_conns == 0 and parked.waiter.room.leavers == [parked.waiter]
     worker._wake(parked.conn, parked.waiter)
     assert worker.enqueued == []
 

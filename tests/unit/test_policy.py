@@ -58,10 +58,10 @@ class Store:
     """Notes what placement is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple] = []
+        self.orders: list[tuple] = []
 
     def __getattr__(self, name):
-        return lambda *args, **_: self.told.append((name, *args))
+        return lambda *args, **_: self.orders.append((name, *args))
 
 
 def exchange(
@@ -72,7 +72,7 @@ def exchange(
     store, calls = Store(), []
     with describing(FINE | {f"POST /{step}": answer for step, answer in answers.items()}, calls) as url:
         done = Exchange(store, backend(url), request).run(lambda _: None)
-    return calls, store.told, done
+    return calls, store.orders, done
 
 
 def backend(url: str, **fields) -> Backend:

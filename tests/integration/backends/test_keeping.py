@@ -71,12 +71,12 @@ def test_counters_that_redis_lost_are_made_again_from_the_live_rollouts(heap, ro
 def test_reservations_of_nobody_are_reclaimed(heap, rollouts, client):
     put(heap, "a")
     heap.acquire("ghost", tokens=10)
-    left, claim = running(rollouts)
-    heap.acquire(left, tokens=10, fence=claim.fence)
-    client.hdel(keys.record(left), "owner")
+    abandoned, claim = running(rollouts)
+    heap.acquire(abandoned, tokens=10, fence=claim.fence)
+    client.hdel(keys.record(abandoned), "owner")
     client.zincrby(keys.BACKEND_LOAD, 5, "a")
-    found = heap.reconcile()
-    assert (found.reclaimed, found.corrected) == (2, 1)
+    counts = heap.reconcile()
+    assert (counts.reclaimed, counts.corrected) == (2, 1)
     assert loads(heap) == {"a": (0.0, 0)}
 
 
@@ -108,13 +108,13 @@ def test_a_group_has_a_home_while_it_has_members_and_the_same_after_a_repair(hea
     for rollout_id, claim in held:
         chosen = home(heap.acquire(rollout_id, tokens=1, fence=claim.fence, group="g"))
     client.hset(keys.BACKEND_GROUPS, "ghost", "a 2")
-    other = {"a": "b", "b": "a"}[chosen]
-    client.hset(keys.BACKEND_GROUPS, "g", f"{other} 7")
+    second = {"a": "b", "b": "a"}[chosen]
+    client.hset(keys.BACKEND_GROUPS, "g", f"{second} 7")
     heap.reconcile()
-    assert client.hgetall(keys.BACKEND_GROUPS) == {"g": f"{other} 3"}
-    for left, (rollout_id, _) in zip((2, 1, 0), held, strict=True):
+    assert client.hgetall(keys.BACKEND_GROUPS) == {"g": f"{second} 3"}
+    for members, (rollout_id, _) in zip((2, 1, 0), held, strict=True):
         heap.release(rollout_id)
-        assert client.hgetall(keys.BACKEND_GROUPS) == ({"g": f"{other} {left}"} if left else {})
+        assert client.hgetall(keys.BACKEND_GROUPS) == ({"g": f"{second} {members}"} if members else {})
 
 
 def test_a_removed_backend_does_not_come_back_with_a_negative_load(heap):
@@ -155,9 +155,9 @@ def test_a_description_put_again_keeps_load_and_drain_and_forgets_the_error(heap
     heap.fail("a", "away", by="health")
     heap.put_stats("a", BackendStats(at=1.0, running=2, prompt_tokens=10, cached_tokens=5))
     put(heap, "a", policy_version="v2", capacity_tokens=7)
-    one = heap.get("a")
-    assert (one.load, one.live_rollouts, one.draining, one.healthy) == (5.0, 1, True, True)
-    assert (one.policy_version, one.capacity_tokens, one.stats.cached_ratio) == ("v2", 7, 0.5)
+    backend = heap.get("a")
+    assert (backend.load, backend.live_rollouts, backend.draining, backend.healthy) == (5.0, 1, True, True)
+    assert (backend.policy_version, backend.capacity_tokens, backend.stats.cached_ratio) == ("v2", 7, 0.5)
 
 
 def test_calls_that_share_a_round_trip_survive_a_redis_that_forgot_the_script(heap, client):

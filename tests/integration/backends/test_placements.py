@@ -55,9 +55,9 @@ def test_many_rollouts_share_few_round_trips_and_each_gets_its_own_answer(store)
     async def main():
         placements = Placements(store)
         placed = await asyncio.gather(*(placements.acquire(f"r{n}", tokens=n + 1) for n in range(many)))
-        assert {one.word for one in placed} == {"ok"}
+        assert {placement.word for placement in placed} == {"ok"}
         again = await asyncio.gather(*(placements.extend(f"r{n}", n + 1) for n in range(many)))
-        assert [one.backend.id for one in again] == [one.backend.id for one in placed]
+        assert [placement.backend.id for placement in again] == [placement.backend.id for placement in placed]
         trips = store.trips
         assert all(await asyncio.gather(*(placements.release(f"r{n}") for n in range(many))))
         return trips
@@ -65,7 +65,7 @@ def test_many_rollouts_share_few_round_trips_and_each_gets_its_own_answer(store)
     many = MAX_BATCH + 40
     trips = asyncio.run(asyncio.wait_for(main(), 60))
     assert trips <= 6, "the first alone, then as many as one trip may carry"
-    assert [(one.load, one.live_rollouts) for one in store.list()] == [(0.0, 0)] * 2
+    assert [(backend.load, backend.live_rollouts) for backend in store.list()] == [(0.0, 0)] * 2
 
 
 def test_a_redis_that_is_away_is_waited_for_and_the_stage_s_clock_stands_still(store, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_redis_that_is_away_is_waited_for_and_the_stage_s_clock_stands_still(s
                 await asyncio.sleep(10)
         return placed
 
-    assert {one.word for one in asyncio.run(main())} == {"ok"}
+    assert {placement.word for placement in asyncio.run(main())} == {"ok"}
 
 
 def test_a_redis_that_stays_away_fails_the_calls_under_way_as_ours_and_not_the_later_ones(store, monkeypatch):
@@ -99,17 +99,17 @@ def test_a_redis_that_stays_away_fails_the_calls_under_way_as_ours_and_not_the_l
         return failed, await placements.acquire("later")
 
     failed, later = asyncio.run(main())
-    assert [(type(one), one.blame) for one in failed] == [(patience.RedisAway, "infrastructure")] * 3
+    assert [(type(error), error.blame) for error in failed] == [(patience.RedisAway, "infrastructure")] * 3
     assert later.word == "ok"
 
 
 def test_a_caller_that_gives_up_does_not_disturb_the_others(store):
     async def main():
         placements = Placements(store)
-        gone = asyncio.create_task(placements.acquire("gone"))
+        task = asyncio.create_task(placements.acquire("gone"))
         stays = asyncio.create_task(placements.acquire("stays"))
         await asyncio.sleep(0)
-        gone.cancel()
+        task.cancel()
         return (await stays).word
 
     assert asyncio.run(main()) == "ok"
@@ -126,11 +126,11 @@ def test_a_rollout_cancelled_while_it_asks_gives_back_what_was_reserved_for_it(s
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert not await placements.release("nobody")  # answered behind what was asked before
-        assert sum(one.live_rollouts for one in store.list()) == 1, "else this would prove nothing"
+        assert sum(backend.live_rollouts for backend in store.list()) == 1, "else this would prove nothing"
         await router.release()
 
     asyncio.run(main())
-    assert [(one.load, one.live_rollouts) for one in store.list()] == [(0.0, 0)] * 2
+    assert [(backend.load, backend.live_rollouts) for backend in store.list()] == [(0.0, 0)] * 2
 
 
 def test_a_rollout_that_has_a_backend_does_not_ask_again(store):
@@ -202,15 +202,15 @@ def test_each_backend_is_tried_once_before_one_is_tried_again(store):
 def test_a_backend_that_cannot_take_the_rollout_over_is_asked_once_and_never_called(store):
     refused = []
 
-    async def accepts(router, other):
-        if refused and other.id not in refused:
+    async def accepts(router, backend):
+        if refused and backend.id not in refused:
             return None
-        refused.append(other.id)
+        refused.append(backend.id)
         return "it has another tokenizer"
 
     router = failing_turn(store, accepts)
-    (other,) = refused
-    assert set(store.take_suspects()) == set("abc") - {other} and router.backend.id != other
+    (refuser,) = refused
+    assert set(store.take_suspects()) == set("abc") - {refuser} and router.backend.id != refuser
 
 
 def test_tokens_of_an_exchange_count_only_from_a_healthy_backend_and_known_weights(store):
@@ -257,7 +257,7 @@ def test_those_who_wait_for_room_get_it_in_order_of_arrival_whatever_they_need(s
         return started
 
     assert asyncio.run(main()) == ["large", "small", "smaller"]
-    assert [(one.load, one.live_rollouts) for one in store.list()] == [(0.0, 0)]
+    assert [(backend.load, backend.live_rollouts) for backend in store.list()] == [(0.0, 0)]
 
 
 def test_a_lost_message_does_not_leave_a_rollout_waiting(store):

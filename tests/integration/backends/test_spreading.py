@@ -31,10 +31,10 @@ def test_rollouts_spread_evenly_and_stay_where_they_are(heap):
 def test_the_score_is_the_reserved_context_and_the_least_loaded_backend_is_chosen(heap):
     put(heap, "a", "b")
     first = home(heap.acquire("long", tokens=5000))
-    other = {"a": "b", "b": "a"}[first]
-    assert [home(heap.acquire(f"short{n}", tokens=1000)) for n in range(5)] == [other] * 5
+    second = {"a": "b", "b": "a"}[first]
+    assert [home(heap.acquire(f"short{n}", tokens=1000)) for n in range(5)] == [second] * 5
     heap.extend("short0", 4000)
-    assert loads(heap) == {first: (5000.0, 1), other: (8000.0, 5)}
+    assert loads(heap) == {first: (5000.0, 1), second: (8000.0, 5)}
     assert home(heap.acquire("next", tokens=10)) == first
 
 
@@ -108,7 +108,7 @@ def test_paused_and_failed_backends_take_no_new_rollouts(heap):
     assert (refused.word, refused.why) == ("none", "1 paused, 1 unhealthy")
     heap.resume("a")
     assert home(heap.extend("new", 5)) == "a", "rollouts leave an unhealthy backend"
-    (failed,) = [one for one in heap.list() if not one.healthy]
+    (failed,) = [backend for backend in heap.list() if not backend.healthy]
     assert (failed.id, failed.error) == ("b", "no answer")
 
 
@@ -134,9 +134,9 @@ def test_a_rollout_under_way_goes_on_with_other_weights_where_there_are_no_other
     put(heap, "old", policy_version="step-1")
     heap.acquire("under way", tokens=3, policy_version="step-1")
     put(heap, "new", policy_version="step-2")
-    for wanted in (None, "step-1"):
-        heap.want_version(wanted)
-        placed = heap.extend("under way", 3, policy_version=wanted and "step-1", exclude=("old",))
+    for version in (None, "step-1"):
+        heap.want_version(version)
+        placed = heap.extend("under way", 3, policy_version=version and "step-1", exclude=("old",))
         assert (home(placed), placed.why) == ("new", "failover")
         assert home(heap.extend("under way", 3, exclude=("new",))) == "old"
     heap.fail("old", "away", by="health")
@@ -157,8 +157,8 @@ def test_a_failed_backend_is_told_of_and_says_whether_it_answers(heap, client):
     assert not heap.fail("nobody", "x")
     assert heap.fail("a", "canary failed", by="weights") and heap.fail("b", "no answer", by="health")
     assert [message["data"] for message in messages(channel, 2)] == ["a", "b"]
-    told = {name: (one.healthy, one.reachable) for name in "ab" if (one := heap.get(name))}
-    assert told == {"a": (False, True), "b": (False, False)}
+    states = {name: (backend.healthy, backend.reachable) for name in "ab" if (backend := heap.get(name))}
+    assert states == {"a": (False, True), "b": (False, False)}
 
 
 def test_suspects_are_told_once_with_how_often(heap):
@@ -170,7 +170,7 @@ def test_suspects_are_told_once_with_how_often(heap):
 
 def test_versions_are_known_that_an_update_brought(heap, client):
     client.zadd(keys.POLICY_SEQUENCE, {"v1": 1})
-    assert [heap.knows_version(one) for one in ("v1", "v2", None)] == [True, False, False]
+    assert [heap.knows_version(version) for version in ("v1", "v2", None)] == [True, False, False]
 
 
 def test_an_address_has_one_id_with_and_without_its_slash():
@@ -183,14 +183,14 @@ def test_an_address_has_one_id_with_and_without_its_slash():
 
 def messages(channel, count):
     """So many messages of a channel, and those that come at once behind them."""
-    found, deadline = [], time.monotonic() + 30
+    received, deadline = [], time.monotonic() + 30
     while time.monotonic() < deadline:
         message = channel.get_message(timeout=0.05)
         if message is not None:
-            found.append(message)
-        elif len(found) >= count and channel.subscribed:
+            received.append(message)
+        elif len(received) >= count and channel.subscribed:
             break
-    return found
+    return received
 
 
 def test_new_rollouts_wait_while_the_reservations_fill_the_caches(client):

@@ -37,7 +37,7 @@ def test_groups_under_way_go_into_the_next_batch_with_their_finished_siblings(wo
     world.end(f"{first}.2.1", 0)
     world.settle()
     assert world.get(second).kept == 2
-    assert {one.group_id for one in world.batches.groups(second, "0", 10)} <= {
+    assert {group.group_id for group in world.batches.groups(second, "0", 10)} <= {
         f"{first}.{k}" for k in (1, 2, 3)
     }
 

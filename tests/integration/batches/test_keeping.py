@@ -95,8 +95,8 @@ def test_nothing_of_an_ended_batch_outlives_its_retention(world):
     world.end_group(f"{first}.3", [0, 1])
     world.batches.cancel(second, None)
     world.settle()
-    found = world.redis.keys("batch:*")
-    assert found and all(world.redis.ttl(key) > 0 for key in found)
+    names = world.redis.keys("batch:*")
+    assert names and all(world.redis.ttl(key) > 0 for key in names)
     world.redis.zadd("batches", {first: 1})
     world.redis.zadd("batches:tenant:default", {first: 1})
     world.rollouts.trim()
@@ -207,7 +207,9 @@ def test_every_group_and_rollout_is_accounted_for_whatever_happens(world, seed, 
         batch = world.get(batch_id)
         assert balanced(batch), batch
         assert batch.kept <= groups and batch.in_flight >= 0
-    counted = Counter(one.state.terminal for one in world.rollouts.get_many(world.rollouts.ids(limit=10**6)))
+    counted = Counter(
+        rollout.state.terminal for rollout in world.rollouts.get_many(world.rollouts.ids(limit=10**6))
+    )
     live = sum(world.get(batch_id).in_flight for batch_id in batches)
     assert counted[False] == live, "what is under way is somebody's"
     sent = sum(int(world.redis.hget(key, "sent")) for key in world.redis.keys("batch:group:*"))

@@ -23,7 +23,7 @@ def test_groups_start_at_once_and_only_informative_ones_are_kept(world):
     world.end_group(f"{batch}.2", [0, 1])
     now = world.get(batch)
     assert (now.state, now.kept, now.open, now.in_flight) == (BatchState.DONE, 2, 1, 2)
-    assert [(one.group_id, one.verdict) for one in world.batches.groups(batch, "0", 10)] == [
+    assert [(group.group_id, group.verdict) for group in world.batches.groups(batch, "0", 10)] == [
         (f"{batch}.1", Verdict.FILTERED),
         (f"{batch}.3", Verdict.KEPT),
         (f"{batch}.2", Verdict.KEPT),
@@ -81,9 +81,9 @@ def test_a_group_that_was_sent_in_part_is_carried_over_and_completed(world):
     world.end_group(f"{first}.1", [0, 1, 1])
     assert world.get(first).state is BatchState.DONE
     second = world.create(n=2, groups=1, prompts=0, carry_from=first)
-    left = [one for one in world.live() if one.startswith(f"{first}.2.")]
-    assert left == [f"{first}.2.1", f"{first}.2.2"], "a carried group keeps its own size"
-    for rollout_id in left:
+    live = [id_ for id_ in world.live() if id_.startswith(f"{first}.2.")]
+    assert live == [f"{first}.2.1", f"{first}.2.2"], "a carried group keeps its own size"
+    for rollout_id in live:
         world.end(rollout_id, 0)
     world.settle()
     assert world.get(second).state is BatchState.DONE

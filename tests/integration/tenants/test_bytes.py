@@ -31,11 +31,11 @@ def end_all(gate, tenant: str) -> None:
 def test_a_group_has_one_request_until_its_last_record_expires(world):
     world.key("a", Scope.SUBMIT, Scope.READ)
     answer = world.submit("a", n=3, task={"a": 1}).json
-    ids = [one["id"] for one in answer["rollouts"]]
+    ids = [rollout["id"] for rollout in answer["rollouts"]]
     (kept,) = world.redis.keys("request:*")
     store = world.gate.rollouts
     assert world.redis.hget(kept, "live") == "3" and world.redis.ttl(kept) == -1
-    assert {store.get(one).request.task["a"] for one in ids} == {1}
+    assert {store.get(id_).request.task["a"] for id_ in ids} == {1}
     claim = store.claim(ids[0], 1, Stage.INIT, "w")
     assert isinstance(claim, Claim) and claim.request.task == {"a": 1}
     store.finish(claim, Finish("failed"))
@@ -52,9 +52,9 @@ def test_the_members_of_one_call_may_have_requests_of_their_own(world):
     world.key("a", Scope.SUBMIT, Scope.READ)
     requests = [{"handler": "noop", "n": 2, "task": {"k": k}, "tags": [f"t{k}"]} for k in range(3)]
     answer = world.post("/v1/rollouts", "a", {"requests": requests})
-    found = world.get("/v1/rollouts?limit=10", "a").json["rollouts"]
-    tasks = {one["id"]: one["request"]["task"]["k"] for one in found}
-    assert [tasks[one["id"]] for one in answer.json["rollouts"]] == [0, 0, 1, 1, 2, 2]
+    rollouts = world.get("/v1/rollouts?limit=10", "a").json["rollouts"]
+    tasks = {rollout["id"]: rollout["request"]["task"]["k"] for rollout in rollouts}
+    assert [tasks[rollout["id"]] for rollout in answer.json["rollouts"]] == [0, 0, 1, 1, 2, 2]
     assert len(world.gate.rollouts.ids(tenant="a", tag="t1")) == 2
 
 

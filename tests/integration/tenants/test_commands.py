@@ -24,7 +24,7 @@ def test_an_operator_makes_lists_rotates_and_revokes_keys(world):
 
     rotated = run(keys_command, "rotate", old, "--grace", "1h", url=world.url).stdout.strip()
     new = rotated.split("_")[1]
-    assert [world.get("/v1/status", one).status_code for one in (text, rotated)] == [200, 200]
+    assert [world.get("/v1/status", secret).status_code for secret in (text, rotated)] == [200, 200]
     assert "replaced by" not in run(keys_command, "rotate", new, "--grace", "0s", url=world.url).stdout
     refused = world.get("/v1/status", rotated)
     assert refused.status_code == 401 and "is expired and was replaced by" in refused.json["detail"]
@@ -35,9 +35,9 @@ def test_an_operator_makes_lists_rotates_and_revokes_keys(world):
     assert "is revoked" in run(keys_command, "rotate", old, url=world.url, code=1).output
 
     shown = run(keys_command, "list", "--json", url=world.url).stdout
-    found = {one["id"]: one for one in json.loads(shown)}
-    assert [found[id_]["state"] for id_ in (old, new)] == ["revoked", "expired"]
-    assert found[old]["replaced_by"] == new and found[new]["scopes"] == ["read", "submit"]
+    by_id = {entry["id"]: entry for entry in json.loads(shown)}
+    assert [by_id[id_]["state"] for id_ in (old, new)] == ["revoked", "expired"]
+    assert by_id[old]["replaced_by"] == new and by_id[new]["scopes"] == ["read", "submit"]
     kept = shown + json.dumps(world.redis.hgetall(names.API_KEYS))
     assert text.split("_")[2] not in kept and rotated.split("_")[2] not in kept
 
@@ -48,8 +48,8 @@ def test_a_key_made_elsewhere_can_be_given(world):
     for _ in range(2):
         assert text not in run(keys_command, *args, url=world.url, env={"ROLLOUT_API_KEY": text}).output
     assert world.get("/v1/status", text).status_code == 200
-    other = f"rlt_{'a' * 12}_{'c' * 64}"
-    run(keys_command, *args, url=world.url, env={"ROLLOUT_API_KEY": other}, code=1)
+    second_key = f"rlt_{'a' * 12}_{'c' * 64}"
+    run(keys_command, *args, url=world.url, env={"ROLLOUT_API_KEY": second_key}, code=1)
     refused = run(keys_command, *args, url=world.url, env={"ROLLOUT_API_KEY": "secret-stuff"}, code=1)
     assert "secret-stuff" not in refused.output and "is no key" in refused.output
 
@@ -66,7 +66,7 @@ def test_the_commands_find_the_redis_of_a_running_stack(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("create", "Team A"), "a name has 1 to 63"),
         (("create", "a", "--scope", "root"), "scopes are submit, read, metrics, admin"),
@@ -76,9 +76,9 @@ def test_the_commands_find_the_redis_of_a_running_stack(tmp_path):
         (("rotate", "nobody"), "there is no key 'nobody'"),
     ],
 )
-def test_what_a_command_cannot_do_it_says_and_makes_nothing(world, args, said):
+def test_what_a_command_cannot_do_it_says_and_makes_nothing(world, args, message):
     result = CliRunner().invoke(keys_command, [*args, "--redis", world.url])
-    assert result.exit_code in (1, 2) and said in result.output
+    assert result.exit_code in (1, 2) and message in result.output
     assert world.keys.list() == [] and world.tenants.list() == []
 
 

@@ -113,7 +113,7 @@ def test_what_is_turned_away_is_counted_and_said(world, caplog, monkeypatch):
     world.get("/v1/status")
     text = world.get("/metrics", "a").text
     for reason in ("browser", "key"):
-        (line,) = (one for one in text.splitlines() if f'refused_total{{reason="{reason}"}}' in one)
+        (line,) = (row for row in text.splitlines() if f'refused_total{{reason="{reason}"}}' in row)
         assert float(line.split()[-1]) >= 1
     assert "http://evil.example" in caplog.text
 

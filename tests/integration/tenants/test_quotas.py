@@ -59,7 +59,7 @@ def lose_workers(world, rollout_id):
 def test_every_end_gives_its_place_in_the_quota_back_once(world, how):
     world.key("a")
     world.tenants.set(Tenant(name="a", quota_live=3))
-    made = [one["id"] for one in world.submit("a", n=3).json["rollouts"]]
+    made = [rollout["id"] for rollout in world.submit("a", n=3).json["rollouts"]]
     refused = world.submit("a")
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
     assert "3 live rollouts, has 3" in refused.json["detail"]

@@ -12,8 +12,8 @@ from tests.helpers.stack import wait_until
 def test_another_tenant_s_rollouts_do_not_exist(world):
     world.key("a")
     world.key("b")
-    mine = [one["id"] for one in world.submit("a", n=2, group_id="g", tags=["t"]).json["rollouts"]]
-    assert [world.get(f"/v1/rollouts/{one}", "a").json["tenant"] for one in mine] == ["a", "a"]
+    mine = [rollout["id"] for rollout in world.submit("a", n=2, group_id="g", tags=["t"]).json["rollouts"]]
+    assert [world.get(f"/v1/rollouts/{id_}", "a").json["tenant"] for id_ in mine] == ["a", "a"]
 
     absent = world.get("/v1/rollouts/no-such", "b").json["detail"]
     for path in (f"/v1/rollouts/{mine[0]}", f"/v1/rollouts/{mine[0]}?wait=50"):
@@ -32,7 +32,7 @@ def test_another_tenant_s_rollouts_do_not_exist(world):
     world.submit("b", group_id="g", tags=["t"])
     assert len(world.get("/v1/rollouts?group_id=g", "a").json["rollouts"]) == 2
     assert world.post("/v1/rollouts/cancel", "a", {"tag": "t"}).json["cancelled"] == 2
-    assert [one["tenant"] for one in world.get("/v1/results", "a").json["rollouts"]] == ["a", "a"]
+    assert [rollout["tenant"] for rollout in world.get("/v1/results", "a").json["rollouts"]] == ["a", "a"]
     assert world.get("/v1/results", "b").json["rollouts"] == []
     acked = world.post("/v1/rollouts/ack", "b", {"ids": mine}).json
     assert acked["unknown"] == 2 and acked["acknowledged"] == 0
@@ -76,9 +76,9 @@ def test_an_id_of_another_tenant_is_taken_and_says_no_more_than_that(world):
     world.key("a")
     world.key("b")
     assert world.submit("a", id="step-1").status_code == 202
-    same, other = world.submit("b", id="step-1"), world.submit("a", id="step-1", n=1, metadata={"x": 1})
-    assert same.status_code == other.status_code == 409
-    assert same.json == other.json
+    same, different = world.submit("b", id="step-1"), world.submit("a", id="step-1", n=1, metadata={"x": 1})
+    assert same.status_code == different.status_code == 409
+    assert same.json == different.json
     assert world.submit("a", id="step-1").json["rollouts"][0]["created"] is False
 
 
@@ -107,7 +107,7 @@ def test_handlers_images_and_runtimes_are_checked_before_anything_is_enqueued(wo
     world.tenants.set(Tenant(name="a", handlers=("noop",), runtimes=("local-unsafe",)))
     assert world.submit("a", sandbox_runtime="local-unsafe").status_code == 202
     assert refused(handler="noop", sandbox_runtime="apptainer") == ["sandbox_runtime"]
-    assert [one["name"] for one in world.get("/v1/handlers", "a").json["handlers"]] == ["noop"]
+    assert [handler["name"] for handler in world.get("/v1/handlers", "a").json["handlers"]] == ["noop"]
 
 
 def test_every_field_of_a_task_that_names_an_image_is_checked(world):

@@ -34,14 +34,14 @@ def test_as_many_wait_as_may_and_one_more_is_told_to_come_back(world, gateway):
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(world.get, f"{path}?{WAIT}", "a") for _ in range(2)]
         wait_until(lambda: room.open == 2, PATIENCE_S, "both to wait")
-        for other in (f"/v1/rollouts/{ids['b']}?{WAIT}", f"/v1/results?cursor=$&{WAIT}"):
-            refused = world.get(other, "b")
+        for target in (f"/v1/rollouts/{ids['b']}?{WAIT}", f"/v1/results?cursor=$&{WAIT}"):
+            refused = world.get(target, "b")
             assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
             assert "ROLLOUT_GATEWAY_WAITERS" in refused.json["detail"]
         assert world.get(path, "a").json["state"] == "queued", "no wait, no place"
         assert room.open == 2
         world.post(f"{path}/cancel", "a")
-        assert [one.result(PATIENCE_S).json["state"] for one in waiting] == ["cancelled"] * 2
+        assert [call.result(PATIENCE_S).json["state"] for call in waiting] == ["cancelled"] * 2
     assert room.open == 0
 
 
@@ -54,7 +54,7 @@ def test_a_tenant_has_its_share_of_those_places_and_leaves_the_rest_to_others(wo
         assert world.get(f"/v1/rollouts/{ids['b']}?{WAIT}", "b").status_code == 503
         for who in "ab":
             world.post(f"/v1/rollouts/{ids[who]}/cancel", who)
-        assert [one.result(PATIENCE_S).json["state"] for one in waiting] == ["cancelled"] * 3
+        assert [call.result(PATIENCE_S).json["state"] for call in waiting] == ["cancelled"] * 3
     assert room.open == 0
 
 
