@@ -14,11 +14,13 @@ from tests.helpers.llm_servers import DEMO_MODEL
 TOLERANCE = 1e-3
 IM_END = 321
 PROMPT = [18, 22, 311, 220, 23, 20]
+"""`37 times 85`."""
 
 TRIES = 10
 LONG = 1900
-"""Tokens of a request that shall still run when something is done to it: seconds on any machine here."""
-"""`37 times 85`."""
+"""Tokens of a request that is ended before it is through: seconds on any machine here."""
+WHOLE = 400
+"""Tokens of one that still runs when something is done to it, and comes to its end."""
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -170,12 +172,15 @@ def test_abort_by_the_prefixed_id_returns_the_partial_tokens(backend):
 
 def test_abort_by_the_plain_id_does_nothing(backend):
     async def ask(client):
-        async with running(client, max_tokens=LONG, request_id="long") as task:
-            await abort(client, "long")
-            return llm_client.merged(await asyncio.wait_for(task, 60))
+        async def attempt():
+            async with running(client, max_tokens=WHOLE, request_id="long") as task:
+                await abort(client, "long")
+                return not task.done(), llm_client.merged(await asyncio.wait_for(task, 60))
 
-    choice = run(backend, ask)
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (LONG, "length")
+        return await caught(attempt, lambda outcome: outcome[0])
+
+    met, choice = run(backend, ask)
+    assert (met, len(choice["token_ids"]), choice["finish_reason"]) == (True, WHOLE, "length")
 
 
 async def abort(client, request_id):
@@ -304,7 +309,7 @@ def test_pause_abort_ends_running_requests_and_later_ones_wait_for_resume(backen
 
 def test_pause_wait_returns_when_the_running_requests_have_ended(backend):
     async def ask(client):
-        async with running(client, max_tokens=1000) as task:
+        async with running(client, max_tokens=WHOLE) as task:
             await llm_client.post(client, "/pause", mode="wait")
             # It has ended at the server, so all of its reply is on its way.
             choice = llm_client.merged(await asyncio.wait_for(task, 10))
@@ -312,7 +317,7 @@ def test_pause_wait_returns_when_the_running_requests_have_ended(backend):
         return choice
 
     choice = run(backend, ask)
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (1000, "length")
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (WHOLE, "length")
 
 
 def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, other_weights):
@@ -330,7 +335,7 @@ def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, ot
     async def ask(client):
         async def attempt():
             await swap(client, DEMO_MODEL, "first")
-            async with running(client, max_tokens=LONG) as task:
+            async with running(client, max_tokens=WHOLE) as task:
                 await swap(client, other_weights, "step-1")
                 return llm_client.merged(await task)
 
