@@ -13,7 +13,8 @@ from tests.helpers.stack import wait_until
 
 LEASES = 55
 KILLS = CHAOS("kills of workers", short=1, long=2)
-"""A rollout that saw more workers end than two is carried alone: tests/integration/test_poison.py."""
+SPARED = 2
+"""A rollout that saw so many workers end is carried alone, as tests/integration/test_poison.py shows."""
 
 
 TARGETS = CHAOS(
@@ -32,9 +33,9 @@ def test_workers_killed_with_many_leases_cost_attempts_and_no_rollout(chaos, sta
             chaos.wait_for_held(batches[stage][0], stage, LEASES, chaos.workers[stage].name)
         chaos.kill_workers(stages)
         chaos.start_stages(stages)
-    for stage in STAGES:
-        ids, gates = batches[stage]
-        chaos.wait_for_held(ids, stage, LEASES)
+    for stage, (ids, gates) in batches.items():
+        if stage not in stages or KILLS < SPARED:
+            chaos.wait_for_held(ids, stage, LEASES)
         for each in STAGES:
             (gates / each).touch()
     chaos.require_exact([rollout_id for ids, _ in batches.values() for rollout_id in ids])
