@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway import auth
+from services.state.redis import connect
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import Stack
 from tests.helpers.tenants import World
@@ -31,6 +32,14 @@ def stack(tmp_path_factory, embedded):
 @pytest.fixture
 def client(stack):
     return stack.client
+
+
+@pytest.fixture
+def emptied(server):
+    """A client of the file's Redis, which is empty; a file that has no other calls it `client`."""
+    client = connect(server.url)
+    client.flushall()
+    return client
 
 
 @pytest.fixture

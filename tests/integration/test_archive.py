@@ -14,18 +14,13 @@ from rollout import archive
 from rollout.cli import main
 from services.settings import Settings
 from services.state import keys
-from services.state.redis import connect
 from services.state.rollouts.store import RolloutStore
 from tests.helpers.chores import services
+from tests.integration.conftest import emptied
 from tests.integration.test_retention import ended, submitted, trajectory
 from workers.chores import archive as writer
 
-
-@pytest.fixture
-def client(server):
-    client = connect(server.url)
-    client.flushall()
-    return client
+client = emptied
 
 
 @pytest.fixture

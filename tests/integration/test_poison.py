@@ -7,16 +7,11 @@ import pytest
 from rollout.schema import State
 from services.settings import Settings
 from services.state import keys
-from services.state.redis import connect
 from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.dying_fleet import DyingFleet
+from tests.integration.conftest import emptied
 
-
-@pytest.fixture
-def client(server):
-    client = connect(server.url)
-    client.flushall()
-    return client
+client = emptied
 
 
 @pytest.fixture

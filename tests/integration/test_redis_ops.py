@@ -26,6 +26,7 @@ from services.state.startup import UnfitRedis, prepare, risks
 from tests.helpers.keys import http, keyed
 from tests.helpers.sentinel import PASSWORD, RedisGroup
 from tests.helpers.stack import ROOT, Process, Stack, free_port, redis_binary, wait_until
+from tests.integration.conftest import emptied
 
 GOOD = {
     "redis_version": "7.0.15",
@@ -36,11 +37,7 @@ GOOD = {
 }
 
 
-@pytest.fixture
-def client(server):
-    client = connect(server.url)
-    client.flushall()
-    return client
+client = emptied
 
 
 # -- start checks ----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from rollout.trajectory import Trajectory
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys
-from services.state.redis import connect
 from services.state.results.store import ResultStore
 from services.state.results.stream import ResultStream
 from services.state.rollouts import payloads
@@ -20,13 +19,9 @@ from services.state.rollouts.store import Finish, RolloutStore
 from services.state.tenants import DEFAULT_TENANT
 from tests.helpers.rollouts import chain, sampled
 from tests.helpers.stack import wait_until
+from tests.integration.conftest import emptied
 
-
-@pytest.fixture
-def client(server):
-    client = connect(server.url)
-    client.flushall()
-    return client
+client = emptied
 
 
 def trajectory(ids=2000, seed=0):

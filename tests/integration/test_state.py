@@ -13,16 +13,11 @@ from rollout.trajectory import Trajectory
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys
-from services.state.redis import connect
 from services.state.rollouts.store import MAX_REQUEUE_S, TRANSITIONS, Finish, RolloutStore
 from services.state.tenants import Tenant
+from tests.integration.conftest import emptied
 
-
-@pytest.fixture
-def client(server):
-    client = connect(server.url)
-    client.flushall()
-    return client
+client = emptied
 
 
 @pytest.fixture

@@ -6,15 +6,10 @@ import pytest
 
 from services.settings import Settings
 from services.state.backends.store import BackendStore
-from services.state.redis import connect
 from services.state.rollouts.store import RolloutStore
+from tests.integration.conftest import emptied
 
-
-@pytest.fixture
-def client(server):
-    client = connect(server.url)
-    client.flushall()
-    return client
+client = emptied
 
 
 @pytest.fixture
