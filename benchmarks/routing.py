@@ -223,6 +223,9 @@ BACKENDS = 256
 STANDING = 4096
 """Rollouts that hold a reservation all the while, as in a fleet at work."""
 TOKENS = 8000
+CONTEXT = multiprocessing.get_context("forkserver")
+"""New processes without anything of this one's, for which the modules are imported once."""
+CONTEXT.set_forkserver_preload([__spec__.name])
 WAYS = {"ping": 0, "one_a_round_trip": 1, "four_a_round_trip": 4}
 """Rollouts of a client that ask together; 0: it sends a PING, the floor of any round trip."""
 
@@ -269,7 +272,7 @@ def compare_policies(count: int, seeds: int, every_configuration: bool) -> dict[
     """Figures of each policy at each load, and under `ratios` ours to each peer's, seed by seed."""
     names = ["ours", *PEERS, *(OTHERS if every_configuration else ())]
     jobs = [(name, count, seed, load) for seed in range(1, seeds + 1) for load in LOADS for name in names]
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with CONTEXT.Pool(2) as pool:
         outcomes = dict(zip(jobs, pool.starmap(simulated, jobs, chunksize=1), strict=True))
     results: dict[str, Any] = {}
     for load in LOADS:
@@ -301,10 +304,9 @@ def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
     values: dict[str, dict[str, list[float]]] = {
         way: {"per_s": [], "p50_ms": [], "p95_ms": []} for way in WAYS
     }
-    context = multiprocessing.get_context("spawn")
     with private_redis() as server:
         _fill(server.client)
-        with context.Pool(CLIENTS, _start, (server.url, context.Barrier(CLIENTS))) as pool:
+        with CONTEXT.Pool(CLIENTS, _start, (server.url, CONTEXT.Barrier(CLIENTS))) as pool:
             for _ in range(rounds):
                 for way, together in WAYS.items():
                     # The barrier sees to it that each process takes one.

@@ -8,7 +8,7 @@ by hand   nothing of the service: `apptainer exec` of the instance's image direc
 They take turns, instance by instance; overhead and ratio are medians of a turn's. `resolved_agreement` is of
 five patches of each instance: the gold one, its first hunk, none, one without effect, one that does not fit.
 By hand an instance is resolved where that XML has passed all of FAIL_TO_PASS and PASS_TO_PASS. The short form
-takes two instances.
+takes one instance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Turn = dict[str, float]
 
 WARM = 2
 POOL_S = 120.0
-SHORT_INSTANCES = 2
+SHORT_INSTANCES = 1
 
 UNRELATED = "--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+x\n"
 NOT_APPLYING = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"

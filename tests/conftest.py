@@ -7,9 +7,11 @@ import gc
 import os
 import shutil
 import signal
+import ssl
 import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -30,6 +32,13 @@ os.environ["ROLLOUT_NODE_MIN_FREE_DISK_MB"] = os.environ["ROLLOUT_NODE_MIN_FREE_
 # What tests start is nobody's service, and what this account runs is no test's.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rollout-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+# Each client of HTTP reads all authorities of the machine, 30 ms of a processor, and thousands are made here,
+# of which none speaks TLS. One authority is enough for them.
+for authority in ssl.create_default_context().get_ca_certs(binary_form=True)[:1]:
+    file = Path(os.environ["XDG_STATE_HOME"], "authority.pem")
+    file.write_text(ssl.DER_cert_to_PEM_cert(authority))
+    os.environ.setdefault("SSL_CERT_FILE", str(file))
 
 # A run in the background of a shell ignores Ctrl-C, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -100,8 +100,20 @@ KEYS = {
         *(f"{way}_through_text_changed_share" for way in ("turns", "messages", "whole")),
     },
 }
-FORM = BENCHMARKS("rounds and counts of each benchmark", short=("--rounds", "1", "--count", "16"), long=())
-MORE = {"routing": BENCHMARKS("two vLLM servers of `routing`", short=("--simulated-only",), long=())}
+FORM = BENCHMARKS("rounds and counts of each benchmark", short=("--rounds", "1", "--count", "5"), long=())
+MORE = {
+    "routing": BENCHMARKS("two vLLM servers of `routing`", short=("--simulated-only",), long=()),
+    # Processor time comes in hundredths of a second.
+    **dict.fromkeys(
+        ("pipeline", "control_plane"), BENCHMARKS("rollouts of the races", short=("--count", "16"), long=())
+    ),
+    "dynamic_sampling": BENCHMARKS(
+        "groups and sleeps of `dynamic_sampling`",
+        short=("--count", "8", "--n", "4", "--mean-s", "0.1"),
+        long=(),
+    ),
+    "token_drift": BENCHMARKS("episodes of `token_drift`", short=("--count", "8"), long=()),
+}
 ZERO = {"leftovers", "ours_changed_share"}
 MAY_BE_ZERO = ZERO | {
     "recovery_worst_s_over_lease_with_spare",

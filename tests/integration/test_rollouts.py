@@ -11,10 +11,13 @@ from rollout.schema import Blame, RolloutRequest, State
 from rollout.trajectory import FinishReason, Message
 from tests.helpers.llm_reference import chain_logprobs
 from tests.helpers.llm_servers import DEMO_MODEL
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.recorder import recorder
 from tests.helpers.sandboxes import leftovers, require_apptainer
 from tests.helpers.stack import NODE, wait_until
 from workers.agent.codec import load_codec
+
+TASKS = CHAOS("tasks, of which each has four rollouts at once", short=20, long=64)
 
 
 def calculator(n_tasks: int, **fields) -> list[RolloutRequest]:
@@ -40,10 +43,10 @@ def check_invariants(item) -> None:
     assert item.metrics["policy_versions"] == len(item.policy_versions)
 
 
-def test_256_rollouts_at_once_all_end_and_leave_nothing(stack, client):
+def test_many_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     require_apptainer()
-    done = client.run(calculator(64, n=4, tags=["bulk"]))
-    assert len(done) == 256
+    done = client.run(calculator(TASKS, n=4, tags=["bulk"], sampling={"max_tokens": 128, "seed": 1}))
+    assert len(done) == 4 * TASKS
     assert {item.state for item in done} == {State.COMPLETED}
     rewards = [item.reward for item in done]
     assert set(rewards) == {0.0, 1.0}

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +34,8 @@ from tests.slurm.configuration import ClusterError, Programs
 
 PATIENCE_S = 120.0
 """Seconds that the cluster gets to do a thing; an idle machine starts a whole one in 1.5."""
-POLL_S = 0.1
+POLL_S = 0.25
+"""Each look is a program of Slurm's, or several."""
 LONGEST_DIRECTORY = 60
 """A socket's path has at most 107 bytes."""
 NODE_SCRIPT = Path(__file__).with_name("node.sh")
@@ -128,7 +130,8 @@ class SlurmCluster:
         for daemon in self._daemons.values():
             inside = psutil.Process(daemon.pid).children(recursive=True) if daemon.poll() is None else []
             for process in (daemon, *inside):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             daemon.wait()
         self._daemons.clear()
 

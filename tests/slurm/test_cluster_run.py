@@ -18,10 +18,10 @@ from tests.helpers.sandboxes import require_apptainer
 from tests.slurm.cluster import PATIENCE_S
 from tests.slurm.service import SlurmService, places
 
-ROLLOUTS = SLURM("rollouts", short=200, long=1000)
+ROLLOUTS = SLURM("rollouts", short=48, long=1000)
 KILLS = SLURM("kills of a node", short=1, long=5)
-HELD = 24
-"""Rollouts that stand at a gate: enough for every node to have some."""
+HELD = SLURM("rollouts that stand at a gate", short=16, long=24)
+"""Enough for every node to have some, mostly; `spread` adds as many where one has none."""
 LEAKS = ("SLURM", "SBATCH", "SRUN", "PMI", "OMPI", "ROLLOUT")
 pytestmark = pytest.mark.timeout(1800)
 
