@@ -103,14 +103,19 @@ CHEATS = {
 """What is attempted → the script of it, and what stops it."""
 ESCAPES = ("attributes", "attributes_of_repository", "unreadable", "repository_removed")
 """Cheats of an agent without a fix that would rather have no score than 0."""
+TOGETHER = {
+    "conftest": ("conftest.py",),
+    "pytest_ini": ("pytest.ini",),
+    "setup_cfg": ("setup.cfg",),
+    "tox_ini": ("tox.ini",),
+    "pyproject": ("pyproject.toml",),
+    "shadowing_module": ("pytest.py",),
+    "sitecustomize": ("sitecustomize.py", "usercustomize.py", "calc.pth"),
+}
+"""Cheats that one agent of the service tries all at once, and their files: any that were let through would be
+rewarded. Each has a control of its own."""
 DROPPED = {
-    "conftest": {"conftest.py": "machinery"},
-    "pytest_ini": {"pytest.ini": "machinery"},
-    "setup_cfg": {"setup.cfg": "machinery"},
-    "tox_ini": {"tox.ini": "machinery"},
-    "pyproject": {"pyproject.toml": "machinery"},
-    "shadowing_module": {"pytest.py": "machinery"},
-    "sitecustomize": dict.fromkeys(("sitecustomize.py", "usercustomize.py", "calc.pth"), "machinery"),
+    **dict.fromkeys(TOGETHER, dict.fromkeys(chain(*TOGETHER.values()), "machinery")),
     **{name: {"tests/test_calc.py": "test"} for name in ("tests_overwritten", "daemon")},
 }
 """What the patch of a cheat leaves out, and why."""
@@ -148,7 +153,8 @@ async def by_the_service(name: str) -> Result:
     """What the service says of an agent that cheats."""
     code = code_of(name)
     if code is None:
-        (result,) = await roll_many([(row_of(name), [script_of(name)])])
+        scripts = [script_of(cheat) for cheat in (TOGETHER if name in TOGETHER else [name])]
+        (result,) = await roll_many([(row_of(name), scripts)])
     else:
         patch = swe_toy.diff("calc.py", swe_toy.CODE, swe_toy.CODE + code)
         (result,) = await judge_many([(row_of(name), patch)], Judged)
@@ -213,6 +219,11 @@ def host() -> Iterator[HostClient]:
         yield HostClient(state)
 
 
+def attempt_for(cheat: str, control: bool) -> tuple[str, bool]:
+    """The script whose attempt a test looks at, and whether it is the control."""
+    return (next(iter(TOGETHER)) if cheat in TOGETHER and not control else cheat), control
+
+
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str, bool], Any]:
     """What came of the attempts that tests here ask for, by script and whether it is the control.
@@ -221,7 +232,7 @@ def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str
     """
     turn = asyncio.Semaphore(2)
     tests = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
-    attempts = dict.fromkeys((test["cheat"], test["control"]) for test in tests)
+    attempts = dict.fromkeys(attempt_for(test["cheat"], test["control"]) for test in tests)
 
     async def attempt(name: str, control: bool) -> bool | Result:
         async with turn:
@@ -245,7 +256,7 @@ class RewardTarget:
 @pytest.fixture
 def target(cheat: str, control: bool, outcomes: dict[tuple[str, bool], Any]) -> RewardTarget:
     """The service, or the naive way, and what came of the cheat there."""
-    outcome = outcomes[cheat, control]
+    outcome = outcomes[attempt_for(cheat, control)]
     if isinstance(outcome, BaseException):
         raise outcome
     return RewardTarget(control, outcome)

@@ -14,7 +14,9 @@ from sandbox.errors import SandboxRequestError
 from tests.helpers.blocking import SyncSandboxClient, exchange
 from tests.sandbox.conftest import THREADS, sandbox_on
 
-sandbox = sandbox_on("apptainer", "bubblewrap", "local-unsafe")
+sandbox = sandbox_on("apptainer", "local-unsafe")
+everywhere = pytest.mark.parametrize("sandbox", ["apptainer", "bubblewrap", "local-unsafe"], indirect=True)
+"""For what the walls have a part in; to all else bubblewrap is as Apptainer."""
 
 
 @pytest.fixture
@@ -80,6 +82,7 @@ def test_a_long_output_keeps_head_and_tail(client):
     assert len(result.stdout) < 1200
 
 
+@everywhere
 def test_nothing_of_the_shell_reaches_it(client):
     client.bash(
         "export WORD=1 PATH=/nowhere; cd /tmp; ulimit -n 20; umask 777; trap '' TERM; alias env=false"
@@ -106,6 +109,7 @@ def test_its_environment_is_the_sandbox_s_and_what_is_given(client):
     assert {"FROM_SETUP=1", "MINE=2"} <= set(lines)
 
 
+@everywhere
 def test_its_home_is_new_and_empty_and_gone_afterwards(client):
     first = client.exec(["sh", "-c", "ls -A ~; touch ~/file; echo $HOME"]).stdout.strip()
     second = client.exec(["sh", "-c", "ls -A ~; echo $HOME"]).stdout.strip()
@@ -114,6 +118,7 @@ def test_its_home_is_new_and_empty_and_gone_afterwards(client):
     assert client.exec(["sh", "-c", "echo $HOME"], env={"HOME": "/mine"}).stdout == "/mine\n"
 
 
+@everywhere
 def test_nothing_runs_beside_it_and_nothing_is_left(client):
     names = [f"sleep {random.randrange(10**6, 10**8)}" for _ in range(4)]  # others may run this test, too
     agent_s, agent_s_child, own, own_child = names
@@ -166,6 +171,7 @@ def test_two_at_once_take_their_turns(client, sandbox):
     assert not any(result.interrupted for result in done)
 
 
+@everywhere
 def test_limits_hold_for_it(client):
     result = client.exec([TRUSTED_PYTHON, "-c", "x = bytearray(300 << 20)"], limits={"memory_mb": 200})
     assert result.exit_code == 1
@@ -174,6 +180,7 @@ def test_limits_hold_for_it(client):
     assert result.signal in (signal.SIGXCPU, signal.SIGKILL)
 
 
+@everywhere
 def test_the_trusted_python_finds_no_module_of_the_agent_s(client):
     client.bash(
         "echo 'print(\"taken\")' >json.py; mkdir -p ~/.local/lib/python3.11/site-packages; "
@@ -209,6 +216,7 @@ def breach_during(sandbox, client, **request):
         watchdog.join()
 
 
+@everywhere
 def test_over_a_limit_of_the_sandbox_it_is_ended_and_told_so(client, sandbox):
     result = breach_during(sandbox, client, message="9 of 8 MiB")
     assert (result.exit_code, result.limit_exceeded) == (None, "9 of 8 MiB")

@@ -26,7 +26,7 @@ fuzzed = settings(
 )
 
 
-box = sandbox_on("apptainer", "local-unsafe")
+box = sandbox_on("apptainer")
 
 
 @pytest.fixture(scope="module")
