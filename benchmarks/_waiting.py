@@ -10,10 +10,11 @@ client meanwhile; then single rollouts end one after the other, and the rest at 
 
 from __future__ import annotations
 
+from benchmarks import harness
 from benchmarks.control_plane import wait_at_gateway
-from benchmarks.harness import make_parser, percentile, report, service, summary
+from benchmarks.harness import Stack
 from tests.helpers.gateways import started_gateway
-from tests.helpers.stack import Stack, free_port
+from tests.helpers.stack import free_port
 
 WORKERS = {
     "parked": ("--threads", "64"),
@@ -36,28 +37,24 @@ def wait_under(stack: Stack, worker: str, seconds: float) -> dict[str, float]:
         "others_p99_ms": waiting["p99_ms"]["beside"],
         "others_p99_ms_alone": waiting["p99_ms"]["alone"],
         "cpu_percent": 100 * waiting["cpu_share"],
-        "woken_ms_median": percentile(waiting["woken_singly_ms"], 0.5),
-        "woken_ms_p99": percentile(waiting["woken_singly_ms"], 0.99),
+        "woken_ms_median": harness.percentile(waiting["woken_singly_ms"], 0.5),
+        "woken_ms_p99": harness.percentile(waiting["woken_singly_ms"], 0.99),
         "all_woken_s": waiting["woken_all_s"],
     }
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=10, rounds=3).parse_args()
-    rounds: dict[str, list[dict[str, float]]] = {worker: [] for worker in WORKERS}
-    with service() as stack:
-        for _ in range(options.rounds):
-            for worker, figures in rounds.items():
-                figures.append(wait_under(stack, worker, float(options.count)))
-    report(
-        "_waiting",
-        {
-            worker: {name: summary([each[name] for each in figures])["median"] for name in figures[0]}
-            for worker, figures in rounds.items()
-        },
-        rounds=rounds,
-        options=vars(options),
-    )
+    options = harness.make_parser(__doc__, count=10, rounds=3).parse_args()
+    figures: dict[str, list[dict[str, float]]] = {worker: [] for worker in WORKERS}
+    with harness.service() as stack:
+        for _, worker in harness.in_turns(WORKERS, options.rounds):
+            figures[worker].append(wait_under(stack, worker, float(options.count)))
+    spreads = {worker: harness.summaries(rounds) for worker, rounds in figures.items()}
+    medians = {
+        worker: {name: spread["median"] for name, spread in by_name.items()}
+        for worker, by_name in spreads.items()
+    }
+    harness.report("_waiting", options, medians, rounds=figures)
 
 
 if __name__ == "__main__":

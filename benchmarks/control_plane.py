@@ -13,36 +13,22 @@ process is started at the kill. A kill of each kind a round, for each stage in t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import time
+from functools import partial
 from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.harness import (
-    PATIENCE_S,
-    await_worker,
-    cpu_seconds,
-    discard,
-    launch,
-    make_parser,
-    memory_mb,
-    percentile,
-    report,
-    say,
-    service,
-    spread_ms,
-    start_fleet,
-    summary,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import PATIENCE_S, Process, Stack, wait_until
 from benchmarks.pipeline import SLOTS, race
 from rollout.schema import RolloutRequest, State
 from services.state.fleet import FleetStore
-from tests.helpers.keys import HEADERS, http
-from tests.helpers.stack import NODE, Process, Stack, wait_until
+from tests.helpers.keys import HEADERS, metric
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
 
@@ -59,41 +45,31 @@ STATES = {"run": State.RUNNING, "init": State.INITIALIZING, "eval": State.EVALUA
 """Of rollouts in a stage; kills begin with RUN, where rollouts spend most of their time."""
 
 
-class Others:
-    """A client with other wishes: submits a rollout, reads it, asks for the health, cancels."""
+def others(connection: HTTPConnection, seconds: float) -> list[float]:
+    """Seconds of each request of a client with other wishes, which asks for so long."""
+    headers = HEADERS | {"Content-Type": "application/json"}
+    times = []
 
-    def __init__(self, port: int) -> None:
-        self._connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-
-    def requests(self, seconds: float) -> dict[str, list[float]]:
-        """Ask for so long; seconds that each request of a kind took."""
-        times: dict[str, list[float]] = {"submit": [], "get": [], "health": [], "cancel": []}
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            answer = self._ask(times["submit"], "POST", "/v1/rollouts", b'{"handler": "noop"}')
-            path = f"/v1/rollouts/{answer['rollouts'][0]['id']}"
-            self._ask(times["get"], "GET", path)
-            self._ask(times["health"], "GET", "/health")
-            # It ends at once: a result, which none of those who wait is waiting for.
-            self._ask(times["cancel"], "POST", f"{path}/cancel")
-            time.sleep(PAUSE_S)
-        return times
-
-    def _ask(self, times: list[float], method: str, path: str, body: bytes | None = None) -> Any:
+    def ask(method: str, path: str, body: str | None = None) -> Any:
         began = time.perf_counter()
-        self._connection.request(method, path, body, HEADERS | {"Content-Type": "application/json"})
-        response = self._connection.getresponse()
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
         answer = response.read()
         times.append(time.perf_counter() - began)
         if response.status >= 300:
             raise RuntimeError(f"{method} {path}: {response.status} {answer[:200]!r}")
         return json.loads(answer)
 
-
-def waiters(url: str) -> int:
-    """Clients that wait, as the gateway counts them."""
-    lines = http.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
-    return next(int(float(line.split()[1])) for line in lines if line.startswith("rollout_gateway_waiters "))
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        made = ask("POST", "/v1/rollouts", '{"handler": "noop"}')
+        path = f"/v1/rollouts/{made['rollouts'][0]['id']}"
+        ask("GET", path)
+        ask("GET", "/health")
+        # It ends at once: a result, which none of those who wait is waiting for.
+        ask("POST", f"{path}/cancel")
+        time.sleep(PAUSE_S)
+    return times
 
 
 def wait_at_gateway(
@@ -108,23 +84,26 @@ def wait_at_gateway(
     """
     FleetStore(stack.redis.client).put_handlers([Noop().info()])
     port, tag = urlsplit(url).port, f"waited-for-{gateway.pid}"
-    others = Others(port)
-    others.requests(PAUSE_S)  # what the first requests import is not counted
-    alone = others.requests(seconds / 2)
-    before_mb = memory_mb([gateway.pid], "pss")
+
+    def all_wait() -> bool:
+        return metric(url, "rollout_gateway_waiters") == len(paths)
+
+    other = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    others(other, PAUSE_S)  # what the first requests import is not counted
+    p99_ms = {"alone": harness.percentile(others(other, seconds / 2), 0.99) * 1e3}
+    before_mb = harness.memory_mb([gateway.pid], "pss")
     made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=[tag])])
-    paths = [f"/v1/rollouts/{new.id}?wait=60&include=summary" for new in made]
-    paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * CURSORS
-    paths += ["/v1/results/stream?cursor=$&tag=nobody-s"] * STREAMS
+    paths = harness.waiting_paths([new.id for new in made], CURSORS, STREAMS)
     with Waiters("127.0.0.1", port, paths) as clients:
-        wait_until(lambda: waiters(url) == len(paths), PATIENCE_S, "all clients to wait", gateway)
-        cpu_s = cpu_seconds([gateway.pid])
-        beside = others.requests(seconds)
-        cpu_s = cpu_seconds([gateway.pid]) - cpu_s
+        wait_until(all_wait, PATIENCE_S, "all clients to wait", gateway)
+        cpu_s = harness.cpu_seconds([gateway.pid])
+        beside = others(other, seconds)
+        cpu_s = harness.cpu_seconds([gateway.pid]) - cpu_s
+        p99_ms["beside"] = harness.percentile(beside, 0.99) * 1e3
         clients.read()
-        if (still := waiters(url)) != len(paths):
-            raise RuntimeError(f"{still} of {len(paths)} waited to the end: measure for less than 60 s")
-        pss_mb = memory_mb([gateway.pid], "pss")
+        if not all_wait():
+            raise RuntimeError(f"not all of {len(paths)} waited to the end: measure for less than 60 s")
+        pss_mb = harness.memory_mb([gateway.pid], "pss")
         singly_ms = []
         for number in range(singly):
             began = time.monotonic()
@@ -137,20 +116,16 @@ def wait_at_gateway(
         if not clients.read_answers(PATIENCE_S, range(POLLS)):
             raise TimeoutError("not all long-polls were answered")
         woken_s = time.monotonic() - began
-    wait_until(lambda: waiters(url) == 0, PATIENCE_S, "those who left to be forgotten")
-    p99_ms = {
-        name: percentile([value for each in times.values() for value in each], 0.99) * 1e3
-        for name, times in {"alone": alone, "beside": beside}.items()
-    }
-    say(f"waiting: {pss_mb:.0f} MB, others p99 {p99_ms['beside']:.1f} ms, alone {p99_ms['alone']:.1f} ms")
+    wait_until(lambda: metric(url, "rollout_gateway_waiters") == 0, PATIENCE_S, "those who left")
+    harness.say(f"waiting: {pss_mb:.0f} MB, p99 of others in ms: {p99_ms}")
     return {
-        "pss_mb": round(pss_mb, 1),
-        "pss_mb_before": round(before_mb, 1),
-        "p99_ms": {name: round(value, 2) for name, value in p99_ms.items()},
-        "others": {name: spread_ms(times) for name, times in beside.items()},
-        "cpu_share": round(cpu_s / seconds, 3),
+        "pss_mb": pss_mb,
+        "pss_mb_before": before_mb,
+        "p99_ms": p99_ms,
+        "others": harness.spread_ms(beside),
+        "cpu_share": cpu_s / seconds,
         "woken_singly_ms": singly_ms,
-        "woken_all_s": round(woken_s, 2),
+        "woken_all_s": woken_s,
     }
 
 
@@ -159,7 +134,6 @@ class Kills:
 
     def __init__(self, stack: Stack, fleet: dict[str, Process], lease_s: float) -> None:
         self._stack, self._fleet, self._lease_s = stack, fleet, lease_s
-        self._started = 0
         self.start_s: list[float] = []
         """What starting a worker took, until it had announced itself, where a spare was started."""
 
@@ -172,77 +146,73 @@ class Kills:
         Args:
             spare: The other worker is there before the kill; else it is started at the kill.
         """
-        client, victim = self._stack.client, self._fleet[stage]
+        stack, victim = self._stack, self._fleet[stage]
         request = RolloutRequest(handler="noop", task={f"{stage}_s": 3600.0}, n=HELD, tags=["held"])
-        ids = [new.id for new in client.submit([request])]
-        wait_until(lambda: self._held(ids, stage, victim) == HELD, PATIENCE_S, f"{HELD} leases")
+        ids = [new.id for new in stack.client.submit([request])]
+        wait_until(lambda: self._held(ids, stage) == HELD, PATIENCE_S, f"{HELD} leases", victim)
         if spare:
-            self.start_s.append(timed(lambda: await_worker(self._stack, stage, self._start(stage))))
+            self._fleet[stage] = harness.launch(stack, stage, SLOTS)
+            start = partial(harness.await_worker, stack, stage, self._fleet[stage])
+            self.start_s.append(harness.timed(start))
         os.killpg(victim.pid, signal.SIGKILL)
         began = time.monotonic()
-        heir = self._fleet[stage] if spare else self._start(stage)
-        wait_until(lambda: self._held(ids, stage, heir) == HELD, PATIENCE_S, f"{HELD} new leases", heir)
+        if not spare:
+            self._fleet[stage] = harness.launch(stack, stage, SLOTS)
+        wait_until(
+            lambda: self._held(ids, stage) == HELD, PATIENCE_S, f"{HELD} new leases", self._fleet[stage]
+        )
         over_s = time.monotonic() - began - self._lease_s
-        discard(self._stack, victim)
-        client.cancel_many(tag="held")
-        wait_until(lambda: all(state is None for state in self._states(ids)), PATIENCE_S, "the end of all")
-        say(f"recovery from a killed worker of {stage}, {spare=}: lease {over_s:+.2f} s")
+        harness.discard(stack, [victim])
+        stack.client.cancel_many(tag="held")
+        wait_until(lambda: harness.in_state(stack, *harness.LIVE_STATES) == 0, PATIENCE_S, "the end of all")
+        harness.say(f"recovery from a killed worker of {stage}, {spare=}: lease {over_s:+.2f} s")
         return over_s
 
-    def _start(self, stage: str) -> Process:
-        self._started += 1
-        worker = launch(self._stack, stage, f"{stage}{self._started}@{NODE}", SLOTS)
-        self._fleet[stage] = worker
-        return worker
-
-    def _held(self, ids: list[str], stage: str, worker: Process) -> int:
-        return self._states(ids).count((STATES[stage], worker.name))
-
-    def _states(self, ids: list[str]) -> list[tuple[str, str] | None]:
-        """State and worker of each rollout; None for one that has ended."""
+    def _held(self, ids: list[str], stage: str) -> int:
+        """How many of them the stage's latest worker holds."""
         with self._stack.redis.client.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
-                pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner", "finished")
-            return [None if ended else (state, owner or "") for state, owner, ended in pipe.execute()]
+                pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
+            return pipe.execute().count([STATES[stage], self._fleet[stage].name])
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=1000, rounds=6).parse_args()
+    options = harness.make_parser(__doc__, count=1000, rounds=6).parse_args()
     short = options.rounds == 1
     lease_s = SHORT_LEASE_S if short else LEASE_S
-    with service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
+    over_s: dict[str, dict[str, list[float]]] = {"with_spare": {}, "without_spare": {}}
+    with harness.service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
         waiting = wait_at_gateway(stack, stack.gateway, stack.url, SHORT_S if short else LONG_S)
-        fleet = start_fleet(stack, SLOTS)
+        fleet = harness.start_fleet(stack, SLOTS)
         cpu_ms = race(stack, fleet, options.rounds, options.count)["cpu_ms"]
         kills = Kills(stack, fleet, lease_s)
-        over_s: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
-        for number in range(options.rounds):
-            stage = list(STATES)[number % len(STATES)]
-            for spare, by_stage in over_s.items():
-                by_stage.setdefault(stage, []).append(kills.seconds_over_lease(stage, spare))
-    worst_s = {spare: max(max(values) for values in by_stage.values()) for spare, by_stage in over_s.items()}
+        for _, stage in zip(range(options.rounds), itertools.cycle(STATES)):
+            for kind, by_stage in over_s.items():
+                seconds = kills.seconds_over_lease(stage, spare=kind == "with_spare")
+                by_stage.setdefault(stage, []).append(seconds)
     p99_ms = waiting["p99_ms"]
-    report(
+    harness.report(
         "control_plane",
+        options,
         {
-            "recovery_worst_s_over_lease_with_spare": round(worst_s[True], 3),
-            "recovery_worst_s_over_lease_without_spare": round(worst_s[False], 3),
+            **{
+                f"recovery_worst_s_over_lease_{kind}": max(map(max, by_stage.values()))
+                for kind, by_stage in over_s.items()
+            },
             "cpu_ratio_to_equal_chain": cpu_ms["ratio"],
-            "cpu_ms_over_equal_chain": round(cpu_ms["ours"]["median"] - cpu_ms["equal_chain"]["median"], 3),
+            "cpu_ms_over_equal_chain": cpu_ms["ours"]["median"] - cpu_ms["equal_chain"]["median"],
             "gateway_pss_mb_with_1000_waiters": waiting["pss_mb"],
-            "other_request_p99_ratio_to_no_waiters": round(p99_ms["beside"] / p99_ms["alone"], 2),
+            "other_request_p99_ratio_to_no_waiters": p99_ms["beside"] / p99_ms["alone"],
             "other_request_p99_ms": p99_ms["beside"],
         },
         recovery={
             "lease_s": lease_s,
             "held": HELD,
-            "s_over_lease_with_spare": over_s[True],
-            "s_over_lease_without_spare": over_s[False],
-            "worker_start_s": summary(kills.start_s),
+            **over_s,
+            "worker_start_s": harness.summary(kills.start_s),
         },
         cpu_ms=cpu_ms,
         waiting=waiting,
-        options=vars(options),
     )
 
 

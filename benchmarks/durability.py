@@ -14,21 +14,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.harness import (
-    make_parser,
-    median_ms,
-    private_directory,
-    report,
-    say,
-    spread_ms,
-    summary,
-    timed,
-)
+from benchmarks import harness
 from rollout.schema import RolloutRequest, Stage, State, new_id
 from services.settings import Settings
 from services.state.redis import connect
 from services.state.rollouts.store import Claim, Finish, NewRollout, RolloutStore
-from tests.helpers.stack import RedisServer
 
 SETTINGS = ("everysec", "always")
 CALLERS = 32
@@ -60,49 +50,43 @@ class Lives:
         """Whole lives a second, many at once."""
         ids = [new_id() for _ in range(count)]
         with ThreadPoolExecutor(CALLERS) as pool:
-            return count / timed(lambda: list(pool.map(self.live, ids)))
+            return count / harness.timed(lambda: list(pool.map(self.live, ids)))
 
 
 def main() -> None:
-    parser = make_parser(__doc__, count=1000, rounds=5)
+    parser = harness.make_parser(__doc__, count=1000, rounds=5)
     parser.add_argument("--directory", type=Path, help="where Redis keeps its file; default: a temporary one")
     options = parser.parse_args()
     submits: dict[str, list[float]] = {name: [] for name in SETTINGS}
     rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    with private_directory() as private:
-        directory = options.directory or private
-        server = RedisServer(directory)
-        try:
-            lives = Lives(RolloutStore(connect(server.url), Settings(redis_url=server.url)))
-            lives.rate(min(100, options.count))
-            for number in range(options.rounds):
-                for name in SETTINGS:
-                    server.client.config_set("appendfsync", name)
-                    for _ in range(options.count // 5):
-                        submits[name].append(timed(lambda: lives.submit(new_id())))
-                    rates[name].append(lives.rate(options.count))
-                say(f"round {number + 1}: { ({name: round(rates[name][-1]) for name in SETTINGS}) } lives/s")
-            redis_ping_ms = median_ms(server.client.ping, 200)
-        finally:
-            server.stop()
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            fdatasync_ms = median_ms(lambda: (file.write(bytes(4096)), os.fdatasync(file.fileno())), 50)
-    ratios = [always / every for every, always in zip(rates["everysec"], rates["always"], strict=True)]
-    submit_ms = {name: spread_ms(seconds) for name, seconds in submits.items()}
-    report(
+    with harness.private_redis(options.directory) as server:
+        lives = Lives(RolloutStore(connect(server.url), Settings(redis_url=server.url)))
+        lives.rate(min(100, options.count))
+        for number, name in harness.in_turns(SETTINGS, options.rounds):
+            server.client.config_set("appendfsync", name)
+            for _ in range(options.count // 5):
+                submits[name].append(harness.timed(lambda: lives.submit(new_id())))
+            rates[name].append(lives.rate(options.count))
+            harness.say(f"round {number + 1}, {name}: {rates[name][-1]:.0f} lives/s")
+        redis_ping_ms = harness.median_ms(server.client.ping, 200)
+        with tempfile.TemporaryFile(dir=server.directory, buffering=0) as file:
+            fdatasync_ms = harness.median_ms(
+                lambda: (file.write(bytes(4096)), os.fdatasync(file.fileno())), 50
+            )
+    submit_ms = {name: harness.spread_ms(seconds) for name, seconds in submits.items()}
+    harness.report(
         "durability",
+        options,
         {
-            "always_throughput_ratio": round(statistics.median(ratios), 3),
-            "always_submit_ratio": round(submit_ms["always"]["p50_ms"] / submit_ms["everysec"]["p50_ms"], 2),
+            "always_throughput_ratio": statistics.median(harness.ratios(rates["always"], rates["everysec"])),
+            "always_submit_ratio": submit_ms["always"]["p50_ms"] / submit_ms["everysec"]["p50_ms"],
             "always_submit_ms": submit_ms["always"]["p50_ms"],
             "everysec_submit_ms": submit_ms["everysec"]["p50_ms"],
             "fdatasync_ms": fdatasync_ms,
         },
-        lives_per_s={name: summary(values) for name, values in rates.items()},
+        lives_per_s={name: harness.summary(values) for name, values in rates.items()},
         submit_ms=submit_ms,
         redis_ping_ms=redis_ping_ms,
-        count=options.count,
-        rounds=options.rounds,
     )
 
 

@@ -21,23 +21,21 @@ import argparse
 import asyncio
 import random
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 
 from pydantic import BaseModel
 
-from benchmarks.harness import make_parser, report, say, summary
+from benchmarks import harness
+from benchmarks.harness import Stack, wait_until
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import RolloutRequest
 from rollout.summary import by_group
 from rollout.trajectory import FinishReason, Message
 from tests.helpers.fake_engine import fake_engine
-from tests.helpers.stack import Stack, wait_until
 from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
 
 SIGMA = 1.0
@@ -167,33 +165,25 @@ def measure(scheme: Callable[[Run], None], run: Run, stack: Stack) -> dict[str, 
 
     def look() -> None:
         while not idle.wait(0.05):
-            used.append(int(stack.redis.client.hget("rollouts:counts", "running") or 0))
+            used.append(harness.in_state(stack, "running"))
 
-    live = ("queued", "initializing", "ready", "running", "evaluating")
     watch = threading.Thread(target=look)
     watch.start()
     began = time.monotonic()
     try:
         scheme(run)
-        wait_until(
-            lambda: not any(stack.client.status()["states"].get(state) for state in live),
-            60,
-            "the service to be idle",
-        )
+        wait_until(lambda: harness.in_state(stack, *harness.LIVE_STATES) == 0, 60, "the service to be idle")
         seconds = time.monotonic() - began
     finally:
         idle.set()
         watch.join()
-    return {
-        "seconds": seconds,
-        "busy_share": statistics.fmean(used) / run.options.slots,
-        "stale_groups": run.stale,
-    }
+    busy_share = statistics.fmean(used) / run.options.slots
+    return {"seconds": seconds, "busy_share": busy_share, "stale_groups": run.stale}
 
 
 def main() -> None:
     """Run it; see the module's text."""
-    parser = make_parser(__doc__, count=384, rounds=3)
+    parser = harness.make_parser(__doc__, count=384, rounds=3)
     parser.add_argument("--groups", type=int, default=8, help="informative groups of an iteration")
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--slots", type=int, default=64, help="of RUN")
@@ -202,44 +192,32 @@ def main() -> None:
     options.groups = max(1, min(options.groups, options.count // (2 * options.n)))
     options.iterations = max(1, options.count // (options.groups * options.n))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEMES}
-    env = {"ROLLOUT_HANDLERS": "benchmarks.dynamic_sampling:Sleeper", "ROLLOUT_LEASE_S": "30"}
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandboxes,
-        fake_engine() as engine,
-        Stack(Path(directory), Path(sandboxes), env) as stack,
-    ):
-        for queue in ("init", "eval"):
-            stack.start_worker(queue, slots=32)
-        stack.start_worker("run", slots=options.slots)
+    handlers = "benchmarks.dynamic_sampling:Sleeper"
+    with fake_engine() as engine, harness.service(ROLLOUT_HANDLERS=handlers) as stack:
+        for queue, slots in {"init": 32, "eval": 32, "run": options.slots}.items():
+            stack.start_worker(queue, slots=slots)
         stack.client.add_backend(engine.url)
         stack.client.run([RolloutRequest(handler="sleeper", task={"seconds": [0.0], "rewards": [1.0]})])
         count = options.iterations * options.groups * 2 * PROMPTS_A_GROUP + ENOUGH
-        for seed in range(options.rounds):
+        for seed, name in harness.in_turns(SCHEMES, options.rounds):
             prompts = make_prompts(seed, count, options.n, options.mean_s)
-            names = list(SCHEMES)
-            for name in names[seed % 3 :] + names[: seed % 3]:
-                figures = measure(SCHEMES[name], Run(stack.client, options, prompts), stack)
-                runs[name].append(figures)
-                say(f"seed {seed}, {name}: {figures}")
+            runs[name].append(measure(SCHEMES[name], Run(stack.client, options, prompts), stack))
+            harness.say(f"seed {seed}, {name}: {runs[name][-1]}")
+    seconds = {name: [figures["seconds"] for figures in rounds] for name, rounds in runs.items()}
     ratios = {
-        name: [peer["seconds"] / our["seconds"] for peer, our in zip(runs[name], runs["ours"], strict=True)]
+        name: harness.summary(harness.ratios(seconds[name], seconds["ours"]))
         for name in ("synchronous", "restart")
     }
-    busy = summary([figures["busy_share"] for figures in runs["ours"]])
-    report(
+    schemes = {name: harness.summaries(rounds) for name, rounds in runs.items()}
+    harness.report(
         "dynamic_sampling",
+        options,
         {
-            f"speedup_vs_{name}_one_update_old": round(statistics.median(quotients), 3)
-            for name, quotients in ratios.items()
-        }
-        | {"slots_busy_share_filling_up_included": busy["median"]},
-        ratios={name: summary(quotients) for name, quotients in ratios.items()},
-        schemes={
-            name: {key: summary([figures[key] for figures in rounds]) for key in rounds[0]}
-            for name, rounds in runs.items()
+            **{f"speedup_vs_{name}_one_update_old": spread["median"] for name, spread in ratios.items()},
+            "slots_busy_share_filling_up_included": schemes["ours"]["busy_share"]["median"],
         },
-        options=vars(options),
+        ratios=ratios,
+        schemes=schemes,
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import platform
-import random
 import shutil
 import signal
 import statistics
@@ -16,21 +16,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rollout.trajectory import Chain, Message, Segment
+from rollout.schema import RolloutRequest
 from sandbox import paths
 from sandbox.host_client import HostClient
 from sandbox.images import ImageStore
 from sandbox.runtimes.apptainer import Apptainer
 from services.state import keys
-from tests.helpers.stack import Process, Stack, wait_until
+from tests.helpers.stack import NODE, Process, RedisServer, Stack, stop_all, wait_until
 
 
 def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.ArgumentParser:
@@ -50,18 +50,20 @@ def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.Argume
     return parser
 
 
-def with_children(pids: Iterable[int]) -> Iterator[psutil.Process]:
+def family(pids: Iterable[int]) -> set[psutil.Process]:
     """These processes and all that they have started, less those that have ended."""
+    members = set()
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            yield from (process, *process.children(recursive=True))
+            members |= {process, *process.children(recursive=True)}
+    return members
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """User and system seconds that these processes and their children have used so far."""
     total = 0.0
-    for process in with_children(pids):
+    for process in family(pids):
         with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             total += times.user + times.system
@@ -69,21 +71,34 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def memory_mb(pids: Iterable[int], kind: str) -> float:
-    """`pss` or `rss` of these processes and their children, in 10⁶ bytes."""
+    """`pss` or `rss` of these processes and their children, in 10⁶ bytes.
+
+    PSS divides a shared page among its users; where it is closed to us RSS counts, which is more.
+    """
     total = 0
-    for process in with_children(pids):
+    for process in family(pids):
         with suppress(psutil.NoSuchProcess):
-            total += getattr(process.memory_full_info(), kind)
+            try:
+                total += getattr(process.memory_full_info(), kind)
+            except psutil.AccessDenied:
+                total += process.memory_info().rss
     return total / 1e6
 
 
-def summary(values: list[float]) -> dict[str, float]:
+def summary(values: Iterable[float]) -> dict[str, float]:
     """Median, least and largest of repeated measurements."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def summaries(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The same of each figure of all rounds."""
+    return {name: summary(each[name] for each in rounds) for name in rounds[0]}
+
+
+def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
+    """Ours over theirs, round by round."""
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -94,11 +109,8 @@ def percentile(values: list[float], share: float) -> float:
 
 def spread_ms(seconds: list[float]) -> dict[str, float]:
     """Median, 95th percentile and number of repetitions, in milliseconds, of times in seconds."""
-    return {
-        "p50_ms": round(statistics.median(seconds) * 1e3, 3),
-        "p95_ms": round(percentile(seconds, 0.95) * 1e3, 3),
-        "n": len(seconds),
-    }
+    p50_ms, p95_ms = statistics.median(seconds) * 1e3, percentile(seconds, 0.95) * 1e3
+    return {"p50_ms": p50_ms, "p95_ms": p95_ms, "n": len(seconds)}
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -108,28 +120,35 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Number of the round and name, each name once a round, and each round begins with another one.
+
+    So a noisy moment of the machine meets all.
+    """
+    names = list(names)
+    for number in range(rounds):
+        first = number % len(names)
+        yield from ((number, name) for name in names[first:] + names[:first])
+
+
 def take_turns(
     methods: Mapping[str, Callable[[], float]], repetitions: Mapping[str, int], turn: int = 1
 ) -> dict[str, list[float]]:
-    """Call each method `repetitions[name]` times and collect what it returns.
+    """Call each method `repetitions[name]` times, in turns, and collect what it returns.
 
-    Round-robin, so that a noisy moment of the machine meets all: at most `turn` times in a row where all
-    repetitions are equal, and fewer of a method that has fewer. Each round begins with another method.
+    At most `turn` times in a row where all repetitions are equal, and fewer of a method that has fewer.
     """
     rounds = -(-max(repetitions.values()) // turn)
-    names = list(methods)
-    values: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            count = (number + 1) * repetitions[name] // rounds - number * repetitions[name] // rounds
-            values[name] += [methods[name]() for _ in range(count)]
+    values: dict[str, list[float]] = {name: [] for name in methods}
+    for number, name in in_turns(methods, rounds):
+        count = (number + 1) * repetitions[name] // rounds - number * repetitions[name] // rounds
+        values[name] += [methods[name]() for _ in range(count)]
     return values
 
 
 def median_ms(action: Callable[[], object], times: int) -> float:
     """Median milliseconds of an action that is done so many times."""
-    return round(statistics.median(timed(action) for _ in range(times)) * 1e3, 4)
+    return statistics.median(timed(action) for _ in range(times)) * 1e3
 
 
 def floor() -> dict[str, float]:
@@ -149,11 +168,16 @@ def floor() -> dict[str, float]:
     }
 
 
-def report(name: str, results: dict[str, Any], **details: Any) -> None:
-    """Print the last line: figures under `results`, the machine and everything else beside them."""
+def report(name: str, options: argparse.Namespace, results: dict[str, Any], **details: Any) -> None:
+    """Print the last line: figures under `results`, the machine and everything else beside them.
+
+    All numbers are rounded to four decimals.
+    """
     load = os.getloadavg()[0]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": load, "floor": floor()}
-    print(json.dumps({"benchmark": name, "results": results, "machine": machine, **details}))
+    everything = {"benchmark": name, "results": results, "machine": machine, "options": vars(options)}
+    text = json.dumps({**everything, **details}, default=str)
+    print(json.dumps(json.loads(text, parse_float=lambda number: round(float(number), 4))))
 
 
 def say(text: str) -> None:
@@ -194,10 +218,19 @@ def private_host(state: Path, warm: int) -> Iterator[HostClient]:
         asyncio.run(HostClient(state).stop())
 
 
+async def pool_is_full(host: HostClient, warm: int) -> None:
+    """Wait until so many sandboxes are ready, and none starts or ends: nothing measured is to pay for it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not warm <= (stats := await host.stats()).get("warm", 0) == stats.get("known"):
+            await asyncio.sleep(0.01)
+
+
 # -- a service to measure ------------------------------------------------------------------------------
 
 
 STAGES = ("init", "run", "eval")
+LIVE_STATES = ("queued", "initializing", "ready", "running", "evaluating")
+"""The states of a rollout that has not ended."""
 ENV = {
     "ROLLOUT_HANDLERS": "",
     "ROLLOUT_LOG_LEVEL": "WARNING",
@@ -209,6 +242,21 @@ ENV = {
 }
 PATIENCE_S = 300.0
 """How long anything may take on a machine that is busy with other things."""
+PER_CALL = 1000
+"""Rollouts of one call of submission."""
+_numbers = itertools.count()
+"""Of workers: a name that one had is on the list of workers for a while."""
+
+
+@contextmanager
+def private_redis(directory: Path | None = None) -> Iterator[RedisServer]:
+    """A Redis for one measurement, with its files in the directory or in a private one."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as private:
+        server = RedisServer(directory or Path(private))
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 @contextmanager
@@ -222,37 +270,52 @@ def service(**env: str) -> Iterator[Stack]:
         yield stack
 
 
-def launch(stack: Stack, queue: str, name: str, slots: int, app: str = "workers.app", **env: str) -> Process:
-    """Start a worker by the command that an operator uses; `name` is that of Celery."""
+def launch(stack: Stack, queue: str, slots: int, app: str = "workers.app", **env: str) -> Process:
+    """Start a worker by the command that an operator uses; its name is no other's on this stack."""
+    name = f"{queue}{next(_numbers)}@{env.get('ROLLOUT_NODE', NODE)}"
     argv = [sys.executable, "-m", "celery", "-A", app, "worker", "-Q", queue, "-n", name]
     return stack.start(name, [*argv, "--without-gossip", "--without-mingle", "-E", "-c", str(slots)], env)
 
 
-def await_worker(stack: Stack, stage: str, worker: Process, since: float = 0.0) -> None:
-    """Wait until the worker has announced itself later than `since`, in seconds of Unix time."""
-
-    def announced() -> bool:
-        return (stack.redis.client.zscore(keys.workers(stage), worker.name) or 0.0) > since
-
+def await_worker(stack: Stack, stage: str, worker: Process) -> None:
+    """Wait until the worker has announced itself."""
+    announced = partial(stack.redis.client.zscore, keys.workers(stage), worker.name)
     wait_until(announced, PATIENCE_S, f"worker {worker.name}", worker)
 
 
 def start_fleet(stack: Stack, slots: int) -> dict[str, Process]:
     """One worker for each stage."""
-    fleet = {stage: launch(stack, stage, f"{stage}@{stack.env['ROLLOUT_NODE']}", slots) for stage in STAGES}
+    fleet = {stage: launch(stack, stage, slots) for stage in STAGES}
     for stage, worker in fleet.items():
         await_worker(stack, stage, worker)
     wait_until(lambda: stack.redis.client.exists(keys.HANDLERS), PATIENCE_S, "the handlers to be announced")
     return fleet
 
 
-def discard(stack: Stack, *workers: Process) -> None:
+def discard(stack: Stack, workers: Iterable[Process]) -> None:
     """End workers and forget them."""
+    workers = list(workers)
+    stop_all(workers)
     for worker in workers:
-        worker.popen.terminate()
-    for worker in workers:
-        worker.stop()
         stack.processes.remove(worker)
+
+
+def in_state(stack: Stack, *states: str) -> int:
+    """Rollouts that are in one of these states."""
+    return sum(int(count or 0) for count in stack.redis.client.hmget("rollouts:counts", states))
+
+
+def submit(stack: Stack, requests: list[RolloutRequest]) -> list[str]:
+    """Submit rollouts, a thousand a call; their ids."""
+    calls = [requests[first : first + PER_CALL] for first in range(0, len(requests), PER_CALL)]
+    return [new.id for call in calls for new in stack.client.submit(call)]
+
+
+def waiting_paths(ids: list[str], cursors: int, streams: int) -> list[str]:
+    """What clients ask for that wait: for each rollout, for results and on streams, the latter in vain."""
+    paths = [f"/v1/rollouts/{rollout_id}?wait=60&include=summary" for rollout_id in ids]
+    paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * cursors
+    return paths + ["/v1/results/stream?cursor=$&tag=nobody-s"] * streams
 
 
 # -- the peer of sandboxes -----------------------------------------------------------------------------
@@ -276,26 +339,22 @@ class PlainApptainer:
         runtime, user = Apptainer(), paths.sandbox_user()
         runtime.check_installed()
         home.mkdir()
-        self._as_user = {}
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE) | {"stderr": subprocess.STDOUT}
+        self._options = {**pipes, "text": True, "errors": "replace", "cwd": "/"}
+        self._options["env"] = {
+            "PATH": paths.tool_path(),
+            "HOME": str(home),
+            "LANG": "C.UTF-8",
+            "GOGC": "off",
+        }
         if user is not None:
             os.chown(home, user, user)
-            self._as_user = {"user": user, "group": user, "extra_groups": []}
+            self._options |= {"user": user, "group": user, "extra_groups": []}
         self._argv = [str(runtime.program()), *FLAGS, str(rootfs or ImageStore().rootfs("base", user))]
-        self._env = {"PATH": paths.tool_path(), "HOME": str(home), "LANG": "C.UTF-8", "GOGC": "off"}
 
     def start(self, script: str) -> subprocess.Popen[str]:
         """A container in which bash runs the script, with pipes."""
-        return subprocess.Popen(
-            [*self._argv, "bash", "-c", script],
-            env=self._env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd="/",
-            **self._as_user,
-        )
+        return subprocess.Popen([*self._argv, "bash", "-c", script], **self._options)
 
     def run(self, script: str, stdin: str = "") -> str:
         """Output of the script. Raises RuntimeError with it when the exit code is not 0."""
@@ -304,39 +363,3 @@ class PlainApptainer:
         if process.returncode != 0:
             raise RuntimeError(f"apptainer exec ended with {process.returncode}: {output[-1000:]}")
         return output
-
-
-# -- made-up trajectories ------------------------------------------------------------------------------
-
-VOCABULARY = 150_000
-PROMPT = 512
-"""Tokens of the prompt."""
-CHARACTERS = 4
-"""Of a message, for each token: about what English has."""
-WORD = 5
-"""Characters of a word on average, with its space."""
-WORDS = ("the", "file", "returns", "a", "list", "of", "values", "because", "test", "fails", "on", "line")
-
-
-def make_chain(seed: str, turns: list[int], observation: int) -> Chain:
-    """A chain as irregular as real ones; log-probs are float32, as engines compute them.
-
-    Args:
-        turns: Sampled tokens of each turn.
-        observation: Tokens of a tool's answer between two turns.
-    """
-    chance, chain = random.Random(seed), Chain()
-    chain.append(_segment(chance, "user", PROMPT))
-    for turn, sampled in enumerate(turns):
-        if turn:
-            chain.append(_segment(chance, "tool", observation))
-        logprobs = array("f", [-chance.expovariate(2.0) for _ in range(sampled)]).tolist()
-        fields = {"logprobs": logprobs, "call_id": f"call-{turn}", "policy_version": "step-1"}
-        chain.append(_segment(chance, "assistant", sampled, sampled=True, **fields))
-    return chain
-
-
-def _segment(chance: random.Random, role: str, tokens: int, **more: object) -> Segment:
-    words = chance.choices(WORDS, k=tokens * CHARACTERS // WORD)
-    ids = [chance.randrange(VOCABULARY) for _ in range(tokens)]
-    return Segment(role=role, token_ids=ids, messages=[Message(role=role, content=" ".join(words))], **more)

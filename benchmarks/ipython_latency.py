@@ -13,7 +13,6 @@ import asyncio
 import os
 import secrets
 import socket
-import statistics
 import subprocess
 import sys
 import uuid
@@ -23,18 +22,8 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
-import psutil
 
-from benchmarks.harness import (
-    make_parser,
-    private_directory,
-    private_host,
-    report,
-    say,
-    spread_ms,
-    take_turns,
-    timed,
-)
+from benchmarks import harness
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
@@ -82,8 +71,7 @@ async def gateway_cell(directory: Path) -> AsyncIterator[Cell]:
             async with http.ws_connect(f"{url}/{kernel}/channels") as websocket:
                 yield partial(_run_cell, websocket)
     finally:
-        family = [*psutil.Process(process.pid).children(recursive=True), process]
-        for member in family:
+        for member in harness.family([process.pid]):
             member.kill()
         process.wait()
 
@@ -119,46 +107,42 @@ async def _run_cell(websocket: aiohttp.ClientWebSocketResponse) -> str:
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=50, rounds=3).parse_args()
+    options = harness.make_parser(__doc__, count=50, rounds=3).parse_args()
     seconds: dict[str, list[float]] = {"ours": [], "gateway": []}
     lost = dict.fromkeys(seconds, 0)
 
-    def time_cell(name: str, runner: asyncio.Runner, cell: Cell) -> float:
+    def time_cell(name: str) -> float:
         results: list[str] = []
-        taken = timed(lambda: results.append(runner.run(cell())))
+        taken = harness.timed(lambda: results.append(runner.run(cells[name]())))
         lost[name] += results != [RESULT]
         return taken
 
-    with private_directory() as directory, private_host(directory / "host", warm=0) as host:
+    with harness.private_directory() as directory, harness.private_host(directory / "host", warm=0) as host:
         for number in range(options.rounds):
             files = directory / str(number)
             files.mkdir()
             with asyncio.Runner() as runner:
                 stack = AsyncExitStack()
                 try:
-                    methods = {}
-                    for name, peer in {"ours": sandbox_cell(host), "gateway": gateway_cell(files)}.items():
-                        cell = runner.run(stack.enter_async_context(peer))
-                        methods[name] = partial(time_cell, name, runner, cell)
-                        methods[name]()  # once without being counted: the kernel is ready then
+                    cells = {
+                        "ours": runner.run(stack.enter_async_context(sandbox_cell(host))),
+                        "gateway": runner.run(stack.enter_async_context(gateway_cell(files))),
+                    }
+                    methods = {name: partial(time_cell, name) for name in cells}
+                    for method in methods.values():
+                        method()  # once without being counted: the kernel is ready then
                     repetitions = dict.fromkeys(methods, options.count)
-                    for name, values in take_turns(methods, repetitions, TURN).items():
+                    for name, values in harness.take_turns(methods, repetitions, TURN).items():
                         seconds[name] += values
                 finally:
                     runner.run(stack.aclose())
-            say(f"round {number + 1}: { {name: spread_ms(values) for name, values in seconds.items()} }")
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
-    report(
-        "ipython_latency",
-        {
-            "speedup_vs_gateway_acking_at_once": round(middle["gateway"] / middle["ours"], 2),
-            "p50_ms": round(middle["ours"] * 1e3, 3),
-        },
-        cells={name: spread_ms(values) for name, values in seconds.items()},
-        lost=lost,
-        count=options.count,
-        rounds=options.rounds,
-    )
+            cell_ms = {name: harness.spread_ms(values) for name, values in seconds.items()}
+            harness.say(f"round {number + 1}: {cell_ms}")
+    results = {
+        "speedup_vs_gateway_acking_at_once": cell_ms["gateway"]["p50_ms"] / cell_ms["ours"]["p50_ms"],
+        "p50_ms": cell_ms["ours"]["p50_ms"],
+    }
+    harness.report("ipython_latency", options, results, cells=cell_ms, lost=lost)
 
 
 if __name__ == "__main__":

@@ -22,26 +22,13 @@ from typing import Any
 import redis
 from celery import signals
 
-from benchmarks.harness import (
-    PATIENCE_S,
-    cpu_seconds,
-    discard,
-    launch,
-    make_parser,
-    median_ms,
-    report,
-    say,
-    service,
-    start_fleet,
-    summary,
-    timed,
-)
+from benchmarks import harness
+from benchmarks.harness import Process, Stack
 from rollout.schema import RolloutRequest
 from services.queues import make_celery
 from services.settings import settings
 from services.state.fleet import FleetStore
 from tests.helpers.keys import accept_key
-from tests.helpers.stack import NODE, Process, Stack
 from workers import events
 from workers.handlers.noop import Noop
 
@@ -93,7 +80,6 @@ def submit(count: int) -> None:
 # -- the race ------------------------------------------------------------------------------------------
 
 
-PER_CALL = 1000
 SLOTS = 64
 """Of each worker process, on both sides."""
 POLL_S = 0.005
@@ -115,61 +101,60 @@ class Side:
 
     def work(self, count: int) -> None:
         """Submit so many, and return when all have ended."""
-        goal, deadline = self.ended() + count, time.monotonic() + PATIENCE_S
+        goal, deadline = self.ended() + count, time.monotonic() + harness.PATIENCE_S
         self.submit(count)
         while self.ended() < goal:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{count} chains had not ended after {PATIENCE_S:g} s")
+                raise TimeoutError(f"{count} chains had not ended after {harness.PATIENCE_S:g} s")
             time.sleep(POLL_S)
 
     def round(self, count: int) -> None:
         """Work and take the time, on the clock and of the processors."""
-        cpu = cpu_seconds(self.pids) + time.process_time()
-        self.per_s.append(count / timed(lambda: self.work(count)))
-        self.cpu_ms.append((cpu_seconds(self.pids) + time.process_time() - cpu) / count * 1e3)
+        cpu = harness.cpu_seconds(self.pids) + time.process_time()
+        self.per_s.append(count / harness.timed(lambda: self.work(count)))
+        self.cpu_ms.append((harness.cpu_seconds(self.pids) + time.process_time() - cpu) / count * 1e3)
 
 
 def compare(ours: list[float], equal_chain: list[float]) -> dict[str, Any]:
     """Both sides' spread, the ratio of the printed medians, and the spread of the ratio round by round."""
-    spreads: dict[str, Any] = {"ours": summary(ours), "equal_chain": summary(equal_chain)}
-    ratios = [our / their for our, their in zip(ours, equal_chain, strict=True)]
-    spreads["ratio"] = round(spreads["ours"]["median"] / spreads["equal_chain"]["median"], 3)
-    return {**spreads, "ratio_by_round": summary(ratios)}
+    spreads = {"ours": harness.summary(ours), "equal_chain": harness.summary(equal_chain)}
+    ratio = spreads["ours"]["median"] / spreads["equal_chain"]["median"]
+    return {
+        **spreads,
+        "ratio": ratio,
+        "ratio_by_round": harness.summary(harness.ratios(ours, equal_chain)),
+    }
 
 
 def submit_ours(stack: Stack, count: int) -> None:
     """Submit no-op rollouts, different ones, in calls of a thousand."""
-    for first in range(0, count, PER_CALL):
-        numbers = range(first, min(first + PER_CALL, count))
-        stack.client.submit([RolloutRequest(handler="noop", task={"reward": float(k)}) for k in numbers])
+    harness.submit(stack, [RolloutRequest(handler="noop", task={"reward": float(k)}) for k in range(count)])
 
 
 def race(stack: Stack, fleet: dict[str, Process], rounds: int, count: int) -> dict[str, dict[str, Any]]:
     """Let both sides work, in turns; each has `SLOTS` slots a stage. What `compare` says of each figure."""
-    peers = [launch(stack, queue, f"{queue}@{NODE}", SLOTS, app="benchmarks.pipeline") for queue in QUEUES]
+    peers = [harness.launch(stack, queue, SLOTS, app="benchmarks.pipeline") for queue in QUEUES]
     app.conf.broker_url = stack.redis.url
-    redis = stack.redis.client
-    ours = Side(
-        lambda number: submit_ours(stack, number),
-        lambda: int(redis.hget("rollouts:counts", "completed") or 0),
-        [stack.redis.pid, stack.gateway.pid, *(worker.pid for worker in fleet.values())],
-    )
-    theirs = Side(
-        submit,
-        lambda: int(redis.get(DONE) or 0),
-        [stack.redis.pid, *(worker.pid for worker in peers)],
-    )
-    for side in (ours, theirs):
-        side.work(WARM_UP if rounds == 1 else count)  # workers still import what they need
-    for number in range(rounds):
-        for side in (ours, theirs) if number % 2 else (theirs, ours):
-            side.round(count)
-        say(f"round {number + 1}: ours {ours.per_s[-1]:.0f}/s, equal chain {theirs.per_s[-1]:.0f}/s")
-    discard(stack, *peers)
-    return {
-        "per_s": compare(ours.per_s, theirs.per_s),
-        "cpu_ms": compare(ours.cpu_ms, theirs.cpu_ms),
+    sides = {
+        "theirs": Side(
+            submit,
+            lambda: int(stack.redis.client.get(DONE) or 0),
+            [stack.redis.pid, *(worker.pid for worker in peers)],
+        ),
+        "ours": Side(
+            lambda number: submit_ours(stack, number),
+            lambda: harness.in_state(stack, "completed"),
+            [stack.redis.pid, stack.gateway.pid, *(worker.pid for worker in fleet.values())],
+        ),
     }
+    for side in sides.values():
+        side.work(WARM_UP if rounds == 1 else count)  # workers still import what they need
+    for number, name in harness.in_turns(sides, rounds):
+        sides[name].round(count)
+        harness.say(f"round {number + 1}, {name}: {sides[name].per_s[-1]:.0f}/s")
+    harness.discard(stack, peers)
+    ours, theirs = sides["ours"], sides["theirs"]
+    return {"per_s": compare(ours.per_s, theirs.per_s), "cpu_ms": compare(ours.cpu_ms, theirs.cpu_ms)}
 
 
 def submissions(stack: Stack, rounds: int, count: int) -> dict[str, Any]:
@@ -178,22 +163,23 @@ def submissions(stack: Stack, rounds: int, count: int) -> dict[str, Any]:
     app.conf.broker_url = stack.redis.url
     for _ in range(rounds):
         FleetStore(stack.redis.client).put_handlers([Noop().info()])
-        ours.append(count / timed(lambda: submit_ours(stack, count)))
-        theirs.append(count / timed(lambda: submit(count)))
+        ours.append(count / harness.timed(lambda: submit_ours(stack, count)))
+        theirs.append(count / harness.timed(lambda: submit(count)))
         stack.redis.client.flushall()
         accept_key(stack.redis.url)
     return compare(ours, theirs)
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=1000, rounds=5).parse_args()
-    with service() as stack:
-        short = options.rounds == 1
-        submits = submissions(stack, options.rounds, options.count if short else 3 * PER_CALL)
-        figures = race(stack, start_fleet(stack, SLOTS), options.rounds, options.count)
-        ping_ms = median_ms(stack.redis.client.ping, 200)
-    report(
+    options = harness.make_parser(__doc__, count=1000, rounds=5).parse_args()
+    count, rounds = options.count, options.rounds
+    with harness.service() as stack:
+        submits = submissions(stack, rounds, count if rounds == 1 else 3 * harness.PER_CALL)
+        figures = race(stack, harness.start_fleet(stack, SLOTS), rounds, count)
+        ping_ms = harness.median_ms(stack.redis.client.ping, 200)
+    harness.report(
         "pipeline",
+        options,
         {
             "throughput_ratio_to_equal_chain": figures["per_s"]["ratio"],
             "rollouts_per_s": figures["per_s"]["ours"]["median"],
@@ -207,7 +193,6 @@ def main() -> None:
         **figures,
         submit_per_s=submits,
         redis_ping_ms=ping_ms,
-        options=vars(options),
     )
 
 

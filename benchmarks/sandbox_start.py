@@ -14,25 +14,28 @@ stopped, and what is left is counted. The short form does a fifth of everything.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from benchmarks import harness
-from benchmarks.harness import PlainApptainer
 from sandbox import trees
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxInfo, SandboxSpec
+
+T = TypeVar("T")
 
 SPEC = SandboxSpec(runtime="apptainer")
 WARM = 4
@@ -40,42 +43,9 @@ AT_ONCE = 40
 HELD = 100
 SHORT = 5
 """Of everything, the short form does this part only."""
-POOL_S = 300.0
 SETTLE_LOOKS = 100
 HOST_FILES = {"host.lock", "host.log", "start.lock"}
 """What a sandbox host that was stopped leaves in its directory on purpose."""
-
-
-class Census:
-    """What belongs to the sandboxes below one directory: processes, mounts, sockets, files."""
-
-    def __init__(self, directory: Path):
-        """`directory`: of the hosts' directories, and new."""
-        self._directory = directory
-        self._known: set[psutil.Process] = set()
-
-    def note(self, pid: int) -> None:
-        """Remember the processes of a sandbox, to look for them when it is gone."""
-        self._known |= set(family(pid))
-
-    def count(self) -> dict[str, int]:
-        """How many of each kind there are now."""
-        name = str(self._directory)
-        named = {p for p in psutil.process_iter(["cmdline", "environ"]) if name in str(p.info)}
-        return {
-            "processes": sum(process.is_running() for process in named | self._known),
-            "mounts": Path("/proc/mounts").read_text().count(name),
-            "sockets": Path("/proc/net/unix").read_text().count(name),
-            "files": sum(path.name not in HOST_FILES for path in self._directory.glob("host-*/*")),
-        }
-
-    def count_at_rest(self) -> dict[str, int]:
-        """The same when nothing is left, or after some seconds."""
-        for _ in range(SETTLE_LOOKS):
-            if not any((counts := self.count()).values()):
-                break
-            time.sleep(0.1)
-        return counts
 
 
 class Bench:
@@ -83,33 +53,30 @@ class Bench:
 
     def __init__(self, stack: ExitStack):
         """Everything is started here and ends with `stack`, the hosts before what is counted at the end."""
-        self.directory = stack.enter_context(harness.private_directory())
-        self.census = Census(self.directory)
-        self.loop = stack.enter_context(asyncio.Runner()).get_loop()
+        self._directory = stack.enter_context(harness.private_directory())
+        self._processes: set[psutil.Process] = set()
+        """Those of all sandboxes, to look for them when they are gone."""
+        self._wait = stack.enter_context(asyncio.Runner()).run
         self.hosts = stack.enter_context(ExitStack())
-        self.apptainer = PlainApptainer(self.directory / "apptainer")
-        self.warm = self.hosts.enter_context(harness.private_host(self.directory / "host-warm", WARM))
-        self.wait(self.warm.keep_warm(SPEC, WARM))
-        self.wait(self._pool_is_full())
-        self.cold = self.hosts.enter_context(harness.private_host(self.directory / "host-cold", 0))
-        self.wait(self._release(self.wait(self._many(1))))
+        self._apptainer = harness.PlainApptainer(self._directory / "apptainer")
+        self.warm = self.hosts.enter_context(harness.private_host(self._directory / "host-warm", WARM))
+        self._wait(self.warm.keep_warm(SPEC, WARM))
+        self._wait(harness.pool_is_full(self.warm, WARM))
+        self.cold = self.hosts.enter_context(harness.private_host(self._directory / "host-cold", 0))
+        self._release(self._start(1))
         self.ends: list[float] = []
         self.exec_outputs: list[float] = []
-
-    def wait(self, coroutine: Coroutine) -> Any:
-        """Run it to its end."""
-        return self.loop.run_until_complete(coroutine)
 
     def time_start(self, host: HostClient) -> float:
         """Seconds from the request to the first output; the sandbox is ended, and the pool full after it."""
         began = time.perf_counter()
-        info = self.wait(self._first_output(host))
+        info = self._wait(first_output(host))
         seconds = time.perf_counter() - began
         if info.warm != (host is self.warm):
             raise RuntimeError(f"sandbox {info.id} was {'warm' if info.warm else 'cold'}, and should not be")
-        self.census.note(info.pid)
-        self.ends.append(harness.timed(lambda: self.wait(host.release(info.id))))
-        self.wait(self._pool_is_full())
+        self._processes |= harness.family([info.pid])
+        self.ends.append(harness.timed(lambda: self._wait(host.release(info.id))))
+        self._wait(harness.pool_is_full(self.warm, WARM))
         return seconds
 
     def time_exec(self) -> float:
@@ -122,9 +89,9 @@ class Bench:
     def starts_per_s(self, count: int) -> float:
         """Cold starts a second, `count` of them at once."""
         began = time.perf_counter()
-        infos = self.wait(self._many(count))
+        infos = self._start(count)
         seconds = time.perf_counter() - began
-        self.wait(self._release(infos))
+        self._release(infos)
         return count / seconds
 
     def execs_per_s(self, count: int, width: int) -> float:
@@ -139,85 +106,91 @@ class Bench:
 
     def held(self, count: int) -> dict[str, Any]:
         """What `count` sandboxes hold together."""
-        infos = self.wait(self._many(count))
-        for info in infos:
-            self.census.note(info.pid)
+        infos = self._start(count)
         files = self.cold.state
         file_system = subprocess.check_output(["stat", "-f", "-c", "%T", files], text=True).strip()
         in_memory = trees.usage(files, 1 << 62, 1 << 62)[0] if file_system == "tmpfs" else 0
-        totals = {
+        processes_mb = harness.memory_mb((info.pid for info in infos), "pss")
+        self._processes |= harness.family(info.pid for info in infos)
+        counted = self.count()  # shows that what is not found at the end would have been
+        self._release(infos)
+        return {
             "sandboxes": count,
-            "processes_mb": sum(memory_bytes(p) for info in infos for p in family(info.pid)) / 1e6,
+            "processes_mb": processes_mb,
             "files_in_memory_mb": in_memory / 1e6,
-            "counted": self.census.count(),  # shows that what is not found at the end would have been
+            "counted": counted,
         }
-        self.wait(self._release(infos))
-        return totals
+
+    def count(self) -> dict[str, int]:
+        """What belongs to the sandboxes of both hosts, now."""
+        name = str(self._directory)
+        named = {p for p in psutil.process_iter(["cmdline", "environ"]) if name in str(p.info)}
+        return {
+            "processes": sum(process.is_running() for process in named | self._processes),
+            "mounts": Path("/proc/mounts").read_text().count(name),
+            "sockets": Path("/proc/net/unix").read_text().count(name),
+            "files": sum(path.name not in HOST_FILES for path in self._directory.glob("host-*/*")),
+        }
+
+    def count_at_rest(self) -> dict[str, int]:
+        """The same when nothing is left, or after some seconds."""
+        for _ in range(SETTLE_LOOKS):
+            if not any((counts := self.count()).values()):
+                break
+            time.sleep(0.1)
+        return counts
 
     def _exec(self, script: str) -> subprocess.Popen[str]:
-        container = self.apptainer.start(script)
+        container = self._apptainer.start(script)
         if (line := container.stdout.readline()) != "hi\n":
             raise RuntimeError(f"apptainer exec printed {line!r} instead of 'hi'")
         return container
 
-    async def _first_output(self, host: HostClient) -> SandboxInfo:
-        info = await host.start(SPEC)
-        async with SandboxClient(info.socket) as client:
-            output = (await client.bash("echo hi")).output
-        if output != "hi\n":
-            raise RuntimeError(f"the first command in sandbox {info.id} printed {output!r} instead of 'hi'")
-        return info
+    def _start(self, count: int) -> list[SandboxInfo]:
+        return self._wait(at_once(first_output(self.cold) for _ in range(count)))
 
-    async def _many(self, count: int) -> list[SandboxInfo]:
-        return await asyncio.gather(*(self._first_output(self.cold) for _ in range(count)))
-
-    async def _release(self, infos: list[SandboxInfo]) -> None:
-        for info in infos:
-            self.census.note(info.pid)
-        await asyncio.gather(*(self.cold.release(info.id) for info in infos))
-
-    async def _pool_is_full(self) -> None:
-        async with asyncio.timeout(POOL_S):
-            while (stats := await self.warm.stats())["warm"] < WARM or stats["known"] > WARM:
-                await asyncio.sleep(0.01)
+    def _release(self, infos: list[SandboxInfo]) -> None:
+        self._processes |= harness.family(info.pid for info in infos)
+        self._wait(at_once(self.cold.release(info.id) for info in infos))
 
 
-def family(pid: int) -> list[psutil.Process]:
-    """The process and its descendants."""
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
+async def at_once(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of them all."""
+    return await asyncio.gather(*coroutines)
 
 
-def memory_bytes(process: psutil.Process) -> int:
-    """PSS, which divides a shared page among its users; RSS, which is more, where PSS is closed to us."""
-    try:
-        return process.memory_full_info().pss
-    except psutil.AccessDenied:
-        return process.memory_info().rss
+async def first_output(host: HostClient) -> SandboxInfo:
+    """A sandbox that has run its first command."""
+    info = await host.start(SPEC)
+    async with SandboxClient(info.socket) as client:
+        output = (await client.bash("echo hi")).output
+    if output != "hi\n":
+        raise RuntimeError(f"the first command in sandbox {info.id} printed {output!r} instead of 'hi'")
+    return info
 
 
 def main() -> None:
     options = harness.make_parser(__doc__, count=50, rounds=3).parse_args()
     with ExitStack() as stack:
-        run(Bench(stack), options.count, options.rounds)
+        run(Bench(stack), options)
 
 
-def run(bench: Bench, count: int, rounds: int) -> None:
+def run(bench: Bench, options: argparse.Namespace) -> None:
     """Measure and report; `bench` is stopped on the way."""
-    share = SHORT if rounds == 1 else 1
+    share = SHORT if options.rounds == 1 else 1
     methods = {
-        "warm": lambda: bench.time_start(bench.warm),
-        "cold": lambda: bench.time_start(bench.cold),
+        "warm": partial(bench.time_start, bench.warm),
+        "cold": partial(bench.time_start, bench.cold),
         "exec": bench.time_exec,
     }
-    seconds = harness.take_turns(methods, dict.fromkeys(methods, max(1, count // share)))
+    seconds = harness.take_turns(methods, dict.fromkeys(methods, max(1, options.count // share)))
     seconds |= {"exec_output": bench.exec_outputs, "end": bench.ends}
     times = {name: harness.spread_ms(values) for name, values in seconds.items()}
     harness.say(f"one by one: {times}")
     cores, at_once = os.cpu_count() or 1, AT_ONCE // share
     widths = sorted({cores, 2 * cores, at_once})
     rates: dict[str, list[float]] = {name: [] for name in ("ours", *map(str, widths))}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         rates["ours"].append(bench.starts_per_s(at_once))
         for width in widths:
             rates[str(width)].append(bench.execs_per_s(at_once, width))
@@ -226,31 +199,28 @@ def run(bench: Bench, count: int, rounds: int) -> None:
     held = bench.held(HELD // share)
     harness.say(f"held: {held}")
     bench.hosts.close()
-    remains = bench.census.count_at_rest()
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
-    held_mb = (held["processes_mb"] + held["files_in_memory_mb"]) / held["sandboxes"]
+    leftovers = bench.count_at_rest()
+    p50_ms = {name: spread["p50_ms"] for name, spread in times.items()}
     harness.report(
         "sandbox_start",
+        options,
         {
-            "cold_ratio_to_exec": round(middle["cold"] / middle["exec"], 3),
-            "cold_ratio_to_exec_output": round(middle["cold"] / middle["exec_output"], 3),
-            "warm_ratio_to_exec": round(middle["warm"] / middle["exec"], 3),
-            "warm_ratio_to_exec_output": round(middle["warm"] / middle["exec_output"], 3),
-            "starts_ratio_to_exec": harness.summary(
-                [a / b for a, b in zip(rates["ours"], execs, strict=True)]
-            )["median"],
-            "starts_per_s": harness.summary(rates["ours"])["median"],
-            "execs_per_s": harness.summary(execs)["median"],
-            **{f"{name}_p50_ms": spread["p50_ms"] for name, spread in times.items()},
-            "held_mb_per_sandbox": round(held_mb, 2),
-            "leftovers": sum(remains.values()),
+            **{
+                f"{start}_ratio_to_{peer}": p50_ms[start] / p50_ms[peer]
+                for start in ("cold", "warm")
+                for peer in ("exec", "exec_output")
+            },
+            "starts_ratio_to_exec": statistics.median(harness.ratios(rates["ours"], execs)),
+            "starts_per_s": statistics.median(rates["ours"]),
+            "execs_per_s": statistics.median(execs),
+            **{f"{name}_p50_ms": value for name, value in p50_ms.items()},
+            "held_mb_per_sandbox": (held["processes_mb"] + held["files_in_memory_mb"]) / held["sandboxes"],
+            "leftovers": sum(leftovers.values()),
         },
         times=times,
         at_once={"count": at_once, "starts_per_s": rates},
         held=held,
-        left=remains,
-        count=count,
-        rounds=rounds,
+        left=leftovers,
     )
 
 

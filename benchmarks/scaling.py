@@ -29,20 +29,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks._nodes import LIVE_STATES, Nodes, Slots, cluster
-from benchmarks.harness import (
-    PATIENCE_S,
-    STAGES,
-    cpu_seconds,
-    make_parser,
-    memory_mb,
-    percentile,
-    report,
-    say,
-    summary,
-)
+from benchmarks import harness
+from benchmarks._nodes import Nodes, cluster
+from benchmarks.harness import LIVE_STATES, PATIENCE_S, STAGES, wait_until
 from rollout.schema import RolloutRequest
-from tests.helpers.stack import wait_until
 from tests.helpers.waiters import Waiters
 
 # -- the head ------------------------------------------------------------------------------------------
@@ -50,7 +40,7 @@ from tests.helpers.waiters import Waiters
 
 TAG = "trained-on"
 POLLS, CURSORS, STREAMS = 200, 100, 100
-"""Clients that wait meanwhile: for a rollout each, for completions, on streams."""
+"""Clients that wait meanwhile: for a rollout each, for results, on streams."""
 STRAY = 0.02
 """Share of the wave that may be on its way to RUN when it counts as live: some always are."""
 SAMPLE_S = 1.0
@@ -75,23 +65,22 @@ class Trainer:
     """Reads results as they come, acknowledges each and submits another rollout in its place."""
 
     def __init__(self, nodes: Nodes, load: Load) -> None:
-        self._client, self._load = nodes.client, load
+        self._stack, self._load = nodes.stack, load
         self._chance = random.Random(0)
         self._stop = threading.Event()
         self.submitted: list[str] = []
         self.read = 0
         """Results read so far."""
 
-    def submit(self, count: int, *, fresh: bool = True) -> None:
-        """Submit fresh rollouts, or as if met at any time of their lives: they do not end together."""
-        low, high = (0.5, 1.5) if fresh else (0.05, 1.0)
+    def submit(self, count: int, low: float = 0.5, high: float = 1.5) -> None:
+        """Submit rollouts whose RUN takes between `low` and `high` times the mean."""
+        task = {"init_s": 0.5, "eval_s": 0.5, "turns": [self._load.tokens]}
         durations = [self._load.run_s * self._chance.uniform(low, high) for _ in range(count)]
-        task = {"init_s": 0.5, "eval_s": 0.5, "tokens": self._load.tokens}
         requests = [
             RolloutRequest(handler="simulated", tags=[TAG], task={**task, "run_s": run_s})
             for run_s in durations
         ]
-        self.submitted += [new.id for new in self._client.submit(requests)]
+        self.submitted += harness.submit(self._stack, requests)
 
     @contextmanager
     def training(self) -> Iterator[Future[None]]:
@@ -105,16 +94,16 @@ class Trainer:
             future.result()
 
     def _train(self) -> None:
-        cursor = "0"
+        client, cursor = self._stack.client, "0"
         while not self._stop.is_set():
-            page = self._client.results(cursor=cursor, wait=1.0, tag=TAG, include="arrays")
+            page = client.results(cursor=cursor, wait=1.0, tag=TAG, include="arrays")
             cursor = page.cursor
             if not page.rollouts:
                 continue
             if any(len(item.arrays.response_ids) != self._load.tokens for item in page.rollouts):
                 raise RuntimeError("a result came without its trajectory")
             self.read += len(page.rollouts)
-            self._client.ack([item.id for item in page.rollouts])
+            client.ack([item.id for item in page.rollouts])
             self.submit(len(page.rollouts))
 
 
@@ -124,35 +113,47 @@ def measure(nodes: Nodes, load: Load) -> dict[str, Any]:
     Raises:
         RuntimeError: A stage claimed nothing in the time measured.
     """
-    trainer, wave_began = Trainer(nodes, load), _redis_time(nodes)
-    trainer.submit(load.live, fresh=False)
+    stack, trainer = nodes.stack, Trainer(nodes, load)
+    head = {"redis": stack.redis.pid, "gateway": stack.gateway.pid}
+
+    def now() -> float:
+        seconds, micros = stack.redis.client.time()
+        return seconds + micros / 1e6
+
+    def cpu_s() -> dict[str, float]:
+        return {part: harness.cpu_seconds([pid]) for part, pid in head.items()}
+
+    wave_began = now()
+    trainer.submit(load.live, 0.05, 1.0)  # as if met at any time of their lives: they do not end together
     with trainer.training() as training:
         wait_until(
-            lambda: training.done() or nodes.in_state(*LIVE_STATES[:3]) <= STRAY * load.live,
+            lambda: training.done() or harness.in_state(stack, *LIVE_STATES[:3]) <= STRAY * load.live,
             PATIENCE_S,
             f"RUN of {load.live} rollouts",
         )
-        wave_ended = _redis_time(nodes)
-        say(f"head: {load.live} live after {wave_ended - wave_began:.1f} s")
+        wave_ended = now()
+        harness.say(f"head: {load.live} live after {wave_ended - wave_began:.1f} s")
         rss_mb, live = [], []
-        with Waiters("127.0.0.1", nodes.stack.port, _waiting_paths(nodes)) as clients:
-            cpu_s, began, read = _cpu_s(nodes), time.monotonic(), trainer.read
+        running = stack.redis.client.zrange("rollouts:state:running", -POLLS, -1)
+        paths = harness.waiting_paths(running, CURSORS, STREAMS)
+        with Waiters("127.0.0.1", stack.port, paths) as clients:
+            cpu_before, began, read = cpu_s(), time.monotonic(), trainer.read
             while not training.done() and (
                 time.monotonic() < began + load.seconds or trainer.read - read < LEAST
             ):
-                rss_mb.append(memory_mb(nodes.head_pids.values(), "rss"))
-                live.append(nodes.in_state(*LIVE_STATES))
+                rss_mb.append(harness.memory_mb(head.values(), "rss"))
+                live.append(harness.in_state(stack, *LIVE_STATES))
                 clients.read()
                 time.sleep(SAMPLE_S)
-            seconds, ended, end = time.monotonic() - began, trainer.read - read, _redis_time(nodes)
-            cores = {part: (used - cpu_s[part]) / seconds for part, used in _cpu_s(nodes).items()}
+            seconds, ended, end = time.monotonic() - began, trainer.read - read, now()
+            cores = {part: (used - cpu_before[part]) / seconds for part, used in cpu_s().items()}
     p99_s = {
         "wave_included": dispatch_p99_s(nodes, trainer.submitted, wave_began, end),
         "in_turnover": dispatch_p99_s(nodes, trainer.submitted, wave_ended, end),
     }
-    nodes.client.cancel_many(tag=TAG)
-    wait_until(lambda: nodes.in_state(*LIVE_STATES) == 0, PATIENCE_S, "the end of all rollouts")
-    say(f"head: dispatch p99 {p99_s}, {cores}, {max(rss_mb):.0f} MB")
+    stack.client.cancel_many(tag=TAG)
+    wait_until(lambda: harness.in_state(stack, *LIVE_STATES) == 0, PATIENCE_S, "the end of all rollouts")
+    harness.say(f"head: dispatch p99 {p99_s}, {cores}, {max(rss_mb):.0f} MB")
     return {
         "dispatch_p99_s": p99_s,
         "cpu_cores": cores,
@@ -163,19 +164,6 @@ def measure(nodes: Nodes, load: Load) -> dict[str, Any]:
     }
 
 
-def _cpu_s(nodes: Nodes) -> dict[str, float]:
-    """Processor seconds that each part of the head has used so far."""
-    return {part: cpu_seconds([pid]) for part, pid in nodes.head_pids.items()}
-
-
-def _waiting_paths(nodes: Nodes) -> list[str]:
-    """What each of the clients asks for that wait: in vain for as long as is measured."""
-    running = nodes.redis.zrange("rollouts:state:running", -POLLS, -1)
-    paths = [f"/v1/rollouts/{rollout_id}?wait=60&include=summary" for rollout_id in running]
-    paths += ["/v1/results?cursor=$&wait=60&tag=nobody-s"] * CURSORS
-    return paths + ["/v1/results/stream?cursor=$&tag=nobody-s"] * STREAMS
-
-
 def dispatch_p99_s(nodes: Nodes, ids: list[str], begin: float, end: float) -> dict[str, float]:
     """99th percentile of the seconds from the moment a rollout could be claimed for a stage until it was.
 
@@ -183,27 +171,20 @@ def dispatch_p99_s(nodes: Nodes, ids: list[str], begin: float, end: float) -> di
     long already.
     """
     waits: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    with nodes.redis.pipeline(transaction=False) as pipe:
+    with nodes.stack.redis.client.pipeline(transaction=False) as pipe:
         for rollout_id in ids:
             pipe.lrange(f"rollout:{{{rollout_id}}}:timeline", 0, -1)
         timelines = pipe.execute()
     for lines in timelines:
         # queued, initializing, ready, running, evaluating, evaluating (claimed), completed
         at = [int(line.split()[1]) / 1e3 for line in lines if not line.startswith("note ")]
-        for stage, number in zip(STAGES, (0, 2, 4), strict=True):
-            if len(at) > number and at[number] < end:
-                claimed = at[number + 1] if len(at) > number + 1 else end
-                if begin <= claimed:
-                    waits[stage].append(min(claimed, end) - at[number])
+        for stage, ready, claimed in zip(STAGES, at[::2], [*at[1::2], end], strict=False):
+            if ready < end and begin <= claimed:
+                waits[stage].append(min(claimed, end) - ready)
     if not all(waits.values()):
         counts = {stage: len(values) for stage, values in waits.items()}
         raise RuntimeError(f"too little was dispatched in the time measured: {counts}; measure for longer")
-    return {stage: round(percentile(values, 0.99), 4) for stage, values in waits.items()}
-
-
-def _redis_time(nodes: Nodes) -> float:
-    seconds, micros = nodes.redis.time()
-    return seconds + micros / 1e6
+    return {stage: harness.percentile(values, 0.99) for stage, values in waits.items()}
 
 
 # -- all -----------------------------------------------------------------------------------------------
@@ -236,79 +217,74 @@ def tasks(count: int, seed: int) -> list[dict[str, float]]:
     return [{"init_s": INIT_S, "run_s": run_s, "eval_s": EVAL_S} for run_s in durations(count, RUN_S, seed)]
 
 
-def prepare(nodes: Nodes, size: int) -> None:
+def prepare(nodes: Nodes, size: int, **env: str) -> None:
     """Have so many nodes take part, and their workers do their first rollouts, which take longer."""
-    nodes.use(size)
-    nodes.give(Slots(SLOTS, SLOTS, SLOTS))
-    nodes.rate([{}] * size * SLOTS * 2, f"{size} nodes, to begin with")
+    nodes.use(size, **env)
+    nodes.give(dict.fromkeys(STAGES, SLOTS))
+    nodes.rate([{"init_s": 0.001}] * size * SLOTS * 2, f"{size} nodes, to begin with")
 
 
-def scale(nodes: Nodes, each: int, rounds: int) -> dict[str, list[float]]:
+def scale(nodes: Nodes, each: int, rounds: int, **env: str) -> dict[str, list[float]]:
     """Rollouts a second of one node and of all; each round goes through the sizes in the other direction.
 
     Args:
         each: Rollouts for each node.
     """
+    sizes = {"one": 1, "all": nodes.count}
     per_s: dict[str, list[float]] = {"one": [], "all": [], "one_with_the_work_of_all": []}
-    for number in range(rounds):
-        sizes = {"one": 1, "all": nodes.count}
-        for name in sizes if number % 2 == 0 else reversed(sizes):
-            size = sizes[name]
-            prepare(nodes, size)
-            what = f"round {number + 1}, {size} nodes"
-            per_s[name].append(nodes.rate(tasks(size * each, number), what))
-            if name == "one" and number == 0:
-                rate = nodes.rate(tasks(nodes.count * each, number), f"{what}, the work of all")
-                per_s["one_with_the_work_of_all"].append(rate)
+    for number, name in harness.in_turns(sizes, rounds):
+        prepare(nodes, sizes[name], **env)
+        what = f"round {number + 1}, {name}"
+        per_s[name].append(nodes.rate(tasks(sizes[name] * each, number), what))
+        if name == "one" and number == 0:
+            rate = nodes.rate(tasks(nodes.count * each, number), f"{what}, the work of all")
+            per_s["one_with_the_work_of_all"].append(rate)
     return per_s
 
 
-def overlap(nodes: Nodes, count: int) -> float:
+def overlap(nodes: Nodes, count: int, **env: str) -> float:
     """EVAL takes as long as RUN, on one node: rollouts a second over what RUN alone could do."""
-    prepare(nodes, 1)
+    prepare(nodes, 1, **env)
     pairs = zip(durations(count, OVERLAP_S, 1), durations(count, OVERLAP_S, 2), strict=True)
     work = [{"init_s": INIT_S, "run_s": run_s, "eval_s": eval_s} for run_s, eval_s in pairs]
     return nodes.rate(work, "overlap") * OVERLAP_S / SLOTS
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=480, rounds=2).parse_args()
+    options = harness.make_parser(__doc__, count=480, rounds=2).parse_args()
     short = options.rounds == 1
     size = SHORT_NODES if short else NODES
     each = max(SLOTS, options.count // size)
     load = Load(SHORT_LIVE, 3.0, 256, 3.0) if short else Load(LIVE, 60.0, 4096, 30.0)
-    most = Slots(32, int(load.live * HEADROOM / size) + 1, 32)
+    # As it is by default from 64 slots on: INIT a wave ahead of RUN, no more.
+    env = {} if short else {"ROLLOUT_READY_AHEAD": str(SLOTS)}
+    most = {"init": 32, "run": int(load.live * HEADROOM / size) + 1, "eval": 32}
     with cluster(size, most) as nodes:
-        if not short:
-            # As it is by default from 64 slots on: INIT a wave ahead of RUN, no more.
-            nodes.init_env = {"ROLLOUT_READY_AHEAD": str(SLOTS)}
-        per_s = scale(nodes, each, options.rounds)
-        overlapped = overlap(nodes, SHORT_OVERLAP if short else OVERLAP)
-        if not short:
+        overlapped = overlap(nodes, SHORT_OVERLAP if short else OVERLAP, **env)
+        per_s = scale(nodes, each, options.rounds, **env)
+        if env:
             nodes.use(0)
-            nodes.init_env = {}
         nodes.use(size)
         nodes.give(most)
         of_head = measure(nodes, load)
-    weak = [
-        all_nodes / (size * one_node) for all_nodes, one_node in zip(per_s["all"], per_s["one"], strict=True)
-    ]
-    report(
+    weak = [ratio / size for ratio in harness.ratios(per_s["all"], per_s["one"])]
+    dispatch_p99_s = {part: max(by_stage.values()) for part, by_stage in of_head["dispatch_p99_s"].items()}
+    harness.report(
         "scaling",
+        options,
         {
-            "weak_efficiency_8": round(statistics.median(weak), 4),
-            "strong_efficiency_8": round(per_s["all"][0] / (size * per_s["one_with_the_work_of_all"][0]), 4),
-            "overlap_ratio_to_bound": round(overlapped, 4),
-            "dispatch_p99_s_with_wave": max(of_head["dispatch_p99_s"]["wave_included"].values()),
-            "dispatch_p99_s_in_turnover": max(of_head["dispatch_p99_s"]["in_turnover"].values()),
-            "head_cpu_cores": round(sum(of_head["cpu_cores"].values()), 4),
-            "head_rss_mb": round(of_head["rss_mb"], 1),
+            "weak_efficiency_8": statistics.median(weak),
+            "strong_efficiency_8": per_s["all"][0] / (size * per_s["one_with_the_work_of_all"][0]),
+            "overlap_ratio_to_bound": overlapped,
+            "dispatch_p99_s_with_wave": dispatch_p99_s["wave_included"],
+            "dispatch_p99_s_in_turnover": dispatch_p99_s["in_turnover"],
+            "head_cpu_cores": sum(of_head["cpu_cores"].values()),
+            "head_rss_mb": of_head["rss_mb"],
         },
         nodes=size,
-        per_s={name: summary(values) for name, values in per_s.items()},
-        weak_efficiency=summary(weak),
+        per_s={name: harness.summary(values) for name, values in per_s.items()},
+        weak_efficiency=harness.summary(weak),
         head={**of_head, "load": asdict(load)},
-        options=vars(options),
     )
 
 

@@ -30,7 +30,7 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,6 @@ import pexpect.replwrap
 import ptyprocess
 
 from benchmarks import harness
-from benchmarks.harness import PlainApptainer
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
@@ -141,12 +140,6 @@ def pexpect_repl() -> Iterator[Run]:
         repl.child.close(force=True)
 
 
-@contextmanager
-def apptainer_exec(home: Path) -> Iterator[Run]:
-    """A container of our image for each command; no state but files would remain."""
-    yield PlainApptainer(home).run
-
-
 class Tmux:
     """One bash in a private tmux server, typed to with `send-keys` and read with `capture-pane`."""
 
@@ -167,11 +160,6 @@ class Tmux:
         argv = ["tmux", "-S", str(self.socket), *arguments]
         return subprocess.check_output(argv, text=True, env=self._env, timeout=LIMIT_S)
 
-    def type_line(self, line: str) -> None:
-        """A line and Enter, each by a process of its own, as libtmux does it."""
-        self("send-keys", "-t", "s:", "-l", line)
-        self("send-keys", "-t", "s:", "Enter")
-
     def screen_with(self, prompts: int, pause_s: float) -> tuple[str, int]:
         """(screen once it has so many prompts, how many looks that took), with a pause after each look."""
         for look in range(1, MOST_LOOKS):
@@ -190,22 +178,20 @@ def tmux_polled(directory: Path, env: dict[str, str], looks: list[int]) -> Itera
     """
     tmux = Tmux(directory, env)
 
-    def clear() -> None:
+    def run(command: str, prompts: int = 2, pause_s: float = POLL_S) -> str:
+        # A line and Enter, each by a process of its own, as libtmux does it.
+        tmux("send-keys", "-t", "s:", "-l", command)
+        tmux("send-keys", "-t", "s:", "Enter")
+        screen, count = tmux.screen_with(prompts, pause_s)
+        looks.append(count)
         tmux("send-keys", "-t", "s:", "C-l")
         time.sleep(CLEAR_S)
         tmux("clear-history", "-t", "s:")
-
-    def run(command: str) -> str:
-        tmux.type_line(command)
-        screen, count = tmux.screen_with(prompts=2, pause_s=POLL_S)
-        looks.append(count)
-        clear()
-        return PROMPT.split(screen)[1].strip("\n").partition("\n")[2].strip("\n")
+        return PROMPT.split(screen)[-2].strip("\n").partition("\n")[2].strip("\n")
 
     try:
-        tmux.type_line(f"PS2= PS1='{PS1}'")
-        tmux.screen_with(prompts=1, pause_s=0.05)
-        clear()
+        run(f"PS2= PS1='{PS1}'", prompts=1, pause_s=0.05)
+        looks.clear()
         yield run
     finally:
         tmux("kill-server")
@@ -216,17 +202,17 @@ def tmux_wait_for(directory: Path, env: dict[str, str]) -> Iterator[Run]:
     """The best that one can do with tmux: nothing sleeps, the prompt itself reports to `tmux wait-for`."""
     tmux = Tmux(directory, env)
 
-    def type_line(line: str) -> str:
+    def run(command: str) -> str:
         enter = ("send-keys", "-t", "s:", "Enter")
-        tmux("send-keys", "-t", "s:", "-l", line, ";", *enter, ";", "wait-for", "over")
+        tmux("send-keys", "-t", "s:", "-l", command, ";", *enter, ";", "wait-for", "over")
         screen, _ = tmux.screen_with(prompts=1, pause_s=0)  # printed just after the signal
         # Not Ctrl-L, which bash would carry out some time later; this is done when it returns.
         tmux("send-keys", "-t", "s:", "-R", ";", "clear-history", "-t", "s:")
         return PROMPT.split(screen)[0].partition("\n")[2].strip("\n")
 
     try:
-        type_line(f"PROMPT_COMMAND='tmux -S {tmux.socket} wait-for -S over' PS2= PS1='{PS1}'")
-        yield type_line
+        run(f"PROMPT_COMMAND='tmux -S {tmux.socket} wait-for -S over' PS2= PS1='{PS1}'")
+        yield run
     finally:
         tmux("kill-server")
 
@@ -254,9 +240,9 @@ class Bench:
     def __init__(self, stack: ExitStack):
         """Everything is started here and ends with `stack`."""
         directory = stack.enter_context(harness.private_directory())
+        host = stack.enter_context(harness.private_host(directory / "host", warm=0))
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb", "LANG": "C.UTF-8"}
         env["HOME"] = str(directory)
-        host = stack.enter_context(harness.private_host(directory / "host", warm=0))
         self.looks: list[int] = []
         methods = {
             "ours": ours(host),
@@ -264,13 +250,18 @@ class Bench:
             "tmux_wait_for": tmux_wait_for(directory / "awaited", env),
             "swe_rex": swe_rex(),
             "pexpect": pexpect_repl(),
-            "apptainer_exec": apptainer_exec(directory / "exec"),
+            "apptainer_exec": nullcontext(harness.PlainApptainer(directory / "exec").run),
             "host_pty": host_pty(env),
         }
         self.methods = {name: stack.enter_context(method) for name, method in methods.items()}
         self.wrong = dict.fromkeys(self.methods, 0)
         for name in self.methods:
             self.time(name)
+
+    def take_turns(self, repetitions: dict[str, int], pause_s: float = 0.0) -> Times:
+        """Seconds of `echo hi`, so many times by each method, after a pause."""
+        methods = {name: partial(self.time, name, pause_s) for name in repetitions}
+        return harness.take_turns(methods, repetitions, TURN)
 
     def time(self, name: str, pause_s: float = 0.0, command: str = "echo hi", output: str = "hi") -> float:
         """Seconds that a command takes, after a pause; a wrong output is counted."""
@@ -289,20 +280,20 @@ class Bench:
             command = f"sleep {value * WORKLOAD_MEAN_S / statistics.mean(raw):.4f}; echo done"
             for name, values in seconds.items():
                 values.append(self.time(name, command=command, output="done"))
-        return {name: round(statistics.mean(values), 4) for name, values in seconds.items()}
+        return {name: statistics.mean(values) for name, values in seconds.items()}
 
 
 def results_of(times: Times, suffix: str) -> dict[str, float]:
     """Keys of ours against each of the others."""
     middle = {name: statistics.median(values) for name, values in times.items()}
-    means = {name: statistics.mean(values) for name, values in times.items()}
     peers = times.keys() - {"ours", "host_pty", "tmux_polled"}
+    tmux_mean_s, mean_s = (statistics.mean(times[name]) for name in ("tmux_polled", "ours"))
     return {
-        f"ratio_to_floor{suffix}": round(middle["ours"] / middle["host_pty"], 2),
-        f"mean_speedup_vs_tmux_polled{suffix}": round(means["tmux_polled"] / means["ours"], 1),
-        **{f"speedup_vs_{name}{suffix}": round(middle[name] / middle["ours"], 1) for name in sorted(peers)},
-        f"p50_ms{suffix}": round(middle["ours"] * 1e3, 3),
-        f"floor_p50_ms{suffix}": round(middle["host_pty"] * 1e3, 3),
+        f"ratio_to_floor{suffix}": middle["ours"] / middle["host_pty"],
+        f"mean_speedup_vs_tmux_polled{suffix}": tmux_mean_s / mean_s,
+        **{f"speedup_vs_{name}{suffix}": middle[name] / middle["ours"] for name in sorted(peers)},
+        f"p50_ms{suffix}": middle["ours"] * 1e3,
+        f"floor_p50_ms{suffix}": middle["host_pty"] * 1e3,
     }
 
 
@@ -310,38 +301,35 @@ def main() -> None:
     options = harness.make_parser(__doc__, count=50, rounds=2).parse_args()
     share = SHORT if options.rounds == 1 else 1
     count = options.count * options.rounds
+    commands = WORKLOAD_COMMANDS // share
     with ExitStack() as stack:
         bench = Bench(stack)
-        calls = {name: partial(bench.time, name) for name in bench.methods}
-        repetitions = dict.fromkeys(calls, count) | {"tmux_polled": max(2, count // share)}
-        times = {"": harness.take_turns(calls, repetitions, TURN)}
+        repetitions = dict.fromkeys(bench.methods, count) | {"tmux_polled": max(2, count // share)}
+        times = {"": bench.take_turns(repetitions)}
         for suffix, pause_s in PAUSES_S.items():
-            calls = {name: partial(bench.time, name, pause_s) for name in PAUSED}
-            times[suffix] = harness.take_turns(calls, dict.fromkeys(calls, max(2, AFTER_PAUSE // share)))
-        spreads = {
-            f"echo{suffix}": {k: harness.spread_ms(v) for k, v in of.items()} for suffix, of in times.items()
-        }
-        harness.say(f"{spreads}")
-        commands = WORKLOAD_COMMANDS // share
+            after_pause = dict.fromkeys(PAUSED, max(2, AFTER_PAUSE // share))
+            times[suffix] = bench.take_turns(after_pause, pause_s)
         means = bench.time_workload(commands)
-    results: dict[str, float] = {}
+    spreads = {
+        f"echo{suffix}": {name: harness.spread_ms(values) for name, values in by_method.items()}
+        for suffix, by_method in times.items()
+    }
+    results = {
+        "p95_ms": spreads["echo"]["ours"]["p95_ms"],
+        "workload_mean_sleep_s": WORKLOAD_MEAN_S,
+        "workload_mean_s": means["ours"],
+        "workload_mean_tmux_polled_s": means["tmux_polled"],
+    }
     for suffix, by_method in times.items():
         results |= results_of(by_method, suffix)
     harness.report(
         "shell_latency",
-        results
-        | {
-            "p95_ms": spreads["echo"]["ours"]["p95_ms"],
-            "workload_mean_sleep_s": WORKLOAD_MEAN_S,
-            "workload_mean_s": means["ours"],
-            "workload_mean_tmux_polled_s": means["tmux_polled"],
-        },
+        options,
+        results,
         actions=spreads,
         wrong=bench.wrong,
         tmux_polled_looks={"first": bench.looks.count(1), "all": len(bench.looks)},
         workload_commands=commands,
-        count=options.count,
-        rounds=options.rounds,
     )
 
 

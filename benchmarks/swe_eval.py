@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 import structlog
 
-from benchmarks.harness import PlainApptainer, make_parser, private_directory, report, say, summary
+from benchmarks import harness
 from sandbox.host_client import HostClient
 from tests.helpers.swe_agents import LIMITS, judge_many
 from tests.helpers.swe_instances import instances
@@ -33,8 +33,7 @@ from workers.handlers.swe.rows import files_of
 Turn = dict[str, float]
 
 WARM = 2
-POOL_S = 120.0
-SHORT_INSTANCES = 1
+SHORT_INSTANCES = 2
 
 UNRELATED = "--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+x\n"
 NOT_APPLYING = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"
@@ -63,7 +62,7 @@ class ByHand:
     def __init__(self, row: dict[str, Any], directory: Path):
         """`directory`: new, becomes Apptainer's home."""
         self._row = row
-        self._apptainer = PlainApptainer(directory, Path(row["image"]))
+        self._apptainer = harness.PlainApptainer(directory, Path(row["image"]))
 
     def judge(self, patch: str) -> tuple[bool, float]:
         """(whether the patch resolves the instance, seconds of pytest). Raises RuntimeError."""
@@ -103,21 +102,14 @@ def patches_of(row: dict[str, Any]) -> list[str]:
     return [gold, gold[: [*starts, None, None][2]], "", UNRELATED, NOT_APPLYING.format(source)]
 
 
-async def pool_is_full(host: HostClient) -> None:
-    """Wait until as many sandboxes are ready as the host keeps: neither side is to pay for their starts."""
-    async with asyncio.timeout(POOL_S):
-        while (await host.stats()).get("warm", 0) < WARM:
-            await asyncio.sleep(0.05)
-
-
 async def time_turns(row: dict[str, Any], hand: ByHand, rounds: int, host: HostClient) -> list[Turn]:
     """Seconds of each turn: `ours`, `tests` (of ours, as the handler measured them) and `by_hand`."""
     turns = []
     hand.judge(row["patch"])  # once without being counted: files come into memory
     for _ in range(rounds):
-        await pool_is_full(host)
+        await harness.pool_is_full(host, WARM)
         (result,) = await judge_many([(row, row["patch"])])
-        await pool_is_full(host)
+        await harness.pool_is_full(host, WARM)
         resolved, by_hand = hand.judge(row["patch"])
         assert result.reward == 1.0 and resolved, result.report
         seconds = result.report["seconds"]
@@ -125,39 +117,37 @@ async def time_turns(row: dict[str, Any], hand: ByHand, rounds: int, host: HostC
     return turns
 
 
-async def measure(rows: list[Any], rounds: int, directory: Path) -> tuple[list[Turn], list[tuple]]:
+async def measure(
+    rows: list[Any], rounds: int, directory: Path, host: HostClient
+) -> tuple[list[Turn], list[tuple]]:
     """(turns of all instances, whether each patch resolves: by the service, by hand)."""
-    host = HostClient()
     turns, verdicts = [], []
-    try:
-        await judge_many([(rows[0], rows[0]["patch"])])  # as a worker does once: start a process that grades
-        for number, row in enumerate(rows):
-            say(f"{row['instance_id']}: {rounds} turns")
-            hand = ByHand(row, directory / f"home-{number}")
-            turns += await time_turns(row, hand, rounds, host)
-            patches = patches_of(row)
-            results = await judge_many([(row, patch) for patch in patches], limits=LIMITS)
-            for patch, result in zip(patches, results, strict=True):
-                verdicts.append((result.report["resolved"], hand.judge(patch)[0]))
-            say(f"resolved by ours, by hand: {verdicts[-len(patches) :]}")
-    finally:
-        await host.stop()
+    await judge_many([(rows[0], rows[0]["patch"])])  # as a worker does once: start a process that grades
+    for number, row in enumerate(rows):
+        harness.say(f"{row['instance_id']}: {rounds} turns")
+        hand = ByHand(row, directory / f"home-{number}")
+        turns += await time_turns(row, hand, rounds, host)
+        patches = patches_of(row)
+        results = await judge_many([(row, patch) for patch in patches], limits=LIMITS)
+        for patch, result in zip(patches, results, strict=True):
+            verdicts.append((result.report["resolved"], hand.judge(patch)[0]))
+        harness.say(f"resolved by ours, by hand: {verdicts[-len(patches) :]}")
     return turns, verdicts
 
 
 def main() -> None:
     """Run, and print the result line."""
-    rounds = make_parser(__doc__, count=0, rounds=7).parse_args().rounds
+    options = harness.make_parser(__doc__, count=0, rounds=7).parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    rows = instances()[: SHORT_INSTANCES if rounds == 1 else None]
-    with private_directory() as directory:
-        os.environ["ROLLOUT_SANDBOX_DIR"] = str(directory / "state")
-        os.environ["ROLLOUT_SANDBOX_WARM"] = str(WARM)
-        turns, verdicts = asyncio.run(measure(rows, rounds, directory))
-    overhead = summary([turn["ours"] - turn["by_hand"] for turn in turns])
-    ratio = summary([turn["ours"] / turn["by_hand"] for turn in turns])
-    report(
+    rows = instances()[: SHORT_INSTANCES if options.rounds == 1 else None]
+    with harness.private_directory() as directory, harness.private_host(directory / "state", WARM) as host:
+        os.environ["ROLLOUT_SANDBOX_DIR"] = str(host.state)
+        turns, verdicts = asyncio.run(measure(rows, options.rounds, directory, host))
+    overhead = harness.summary(turn["ours"] - turn["by_hand"] for turn in turns)
+    ratio = harness.summary(turn["ours"] / turn["by_hand"] for turn in turns)
+    harness.report(
         "swe_eval",
+        options,
         {
             "resolved_agreement": sum(ours is by_hand for ours, by_hand in verdicts) / len(verdicts),
             "eval_ratio_to_tests_by_hand": ratio["median"],
@@ -165,11 +155,10 @@ def main() -> None:
         },
         overhead_s=overhead,
         ratio=ratio,
-        seconds={name: summary([turn[name] for turn in turns]) for name in ("ours", "tests", "by_hand")},
+        seconds=harness.summaries(turns),
         verdicts={"both": verdicts.count((True, True)), "neither": verdicts.count((False, False))},
         instances=len(rows),
         patches=len(verdicts),
-        rounds=rounds,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.harness import make_parser, report, say
+from benchmarks import harness
 from examples.demo_model.task import make_tasks
 from rollout.schema import Backend, Limits, RolloutRequest, SamplingParams
 from rollout.trajectory import Segment, Trajectory
@@ -134,7 +134,7 @@ def measure(trajectories: list[Trajectory], proxy: Recorder, tokenizer: Any) -> 
     changed = [changes(trajectory, recorded, tokenizer) for trajectory in trajectories]
     count = len(trajectories)
     return {
-        **{way: round(sum(flags[way] for flags in changed) / count, 4) for way in ("ours", *WAYS)},
+        **{way: sum(flags[way] for flags in changed) / count for way in ("ours", *WAYS)},
         "with_a_parsed_call": sum(any(m.tool_calls for m in t.messages) for t in trajectories) / count,
         "trajectories": count,
         "calls": turns,
@@ -143,7 +143,7 @@ def measure(trajectories: list[Trajectory], proxy: Recorder, tokenizer: Any) -> 
 
 
 def main() -> None:
-    options = make_parser(__doc__, count=200, rounds=3).parse_args()
+    options = harness.make_parser(__doc__, count=200, rounds=3).parse_args()
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     shares: dict[str, dict[str, Any]] = {}
     with embedded_server() as server, recorder(server.url) as proxy:
@@ -153,18 +153,12 @@ def main() -> None:
                 trajectories += asyncio.run(sample(proxy.url, temperature, options.count, seed))
             shares[str(temperature)] = measure(trajectories, proxy, tokenizer)
             proxy.calls.clear()
-            say(f"temperature {temperature}: {shares[str(temperature)]}")
-    by_way = {way: {key: of_one[way] for key, of_one in shares.items()} for way in WAYS}
-    report(
-        "token_drift",
-        {
-            "ours_changed_share": max(of_one["ours"] for of_one in shares.values()),
-            **{f"{way}_through_text_changed_share": values for way, values in by_way.items()},
-        },
-        by_temperature=shares,
-        count=options.count,
-        rounds=options.rounds,
-    )
+            harness.say(f"temperature {temperature}: {shares[str(temperature)]}")
+    results: dict[str, Any] = {"ours_changed_share": max(share["ours"] for share in shares.values())}
+    for way in WAYS:
+        by_temperature = {temperature: share[way] for temperature, share in shares.items()}
+        results[f"{way}_through_text_changed_share"] = by_temperature
+    harness.report("token_drift", options, results, by_temperature=shares)
 
 
 if __name__ == "__main__":

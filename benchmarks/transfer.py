@@ -22,15 +22,12 @@ import json
 import time
 
 import httpx
-from pydantic import BaseModel
 
-from benchmarks.harness import PATIENCE_S, discard, make_chain, make_parser, report, say, service, summary
+from benchmarks import harness
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest
-from rollout.trajectory import FinishReason
 from tests.helpers.keys import HEADERS
-from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
 
 GROUP = 8
 SHORT_TOKENS = 2048
@@ -39,43 +36,16 @@ JSON_ROUNDS = 3
 """Rounds in which the batch is read as JSON, too: it takes twenty times as long."""
 
 
-class LongTask(BaseModel):
-    tokens: int
-    """Tokens of the response, observations included."""
-    turns: int
-    observation: int
-    """Tokens of what a tool answers between two turns."""
-
-
-class Teller(AgentHandler[LongTask]):
-    """Leaves a trajectory of the length it is told."""
-
-    name = "teller"
-    Task = LongTask
-    uses_model = False
-
-    async def run(self, ctx: RunContext[LongTask]) -> FinishReason:
-        task = ctx.task
-        sampled = (task.tokens - task.observation * (task.turns - 1)) // task.turns
-        ctx.agent.trajectory.chains.append(
-            make_chain(ctx.rollout_id, [sampled] * task.turns, task.observation)
-        )
-        return FinishReason.STOP
-
-    async def evaluate(self, ctx: EvalContext[LongTask]) -> Reward:
-        return Reward(float(ctx.index % 2))
-
-
 def make_batch(client: Client, options: argparse.Namespace) -> str:
     """The id of a batch that has ended, with `count` rollouts."""
-    task = {"tokens": options.tokens, "turns": options.turns, "observation": options.observation}
+    sampled = (options.tokens - options.observation * (options.turns - 1)) // options.turns
+    task = {"turns": [sampled] * options.turns, "observation": options.observation}
     groups = max(1, options.count // GROUP)
-    prompts = [RolloutRequest(handler="teller", task=task) for _ in range(groups)]
+    prompts = [RolloutRequest(handler="simulated", task=task) for _ in range(groups)]
     made = client.batches.create(BatchRequest(prompts=prompts, n=GROUP, groups=groups, oversample=1.0))
-    deadline = time.monotonic() + PATIENCE_S
-    while not client.batches.get(made.id, wait=20).state.ended:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the batch had not ended after {PATIENCE_S:g} s")
+    harness.wait_until(
+        lambda: client.batches.get(made.id, wait=20).state.ended, harness.PATIENCE_S, "the batch's end"
+    )
     return made.id
 
 
@@ -139,7 +109,7 @@ def reference_json(rollout: Rollout, *, input_ids: bool) -> int:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, count=256, rounds=9)
+    parser = harness.make_parser(__doc__, count=256, rounds=9)
     parser.add_argument("--tokens", type=int, default=16_384, help="of a response, observations included")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--observation", type=int, default=256, help="tokens of a tool's answer")
@@ -148,14 +118,14 @@ def main() -> None:
         options.tokens = min(options.tokens, SHORT_TOKENS)
     rates: dict[str, list[float]] = {"arrays": [], "json": []}
     with (
-        service(ROLLOUT_HANDLERS="benchmarks.transfer:Teller", ROLLOUT_LEASE_S="60") as stack,
+        harness.service(ROLLOUT_HANDLERS="benchmarks._nodes:Simulated", ROLLOUT_LEASE_S="60") as stack,
         Client(stack.url) as client,
         Client(stack.url, wire="json") as json_client,
     ):
         worker = stack.start_worker("init,run,eval", slots=8)
         batch = make_batch(client, options)
-        discard(stack, worker)
-        say(f"the batch is there: {options.count} rollouts of {options.tokens} tokens")
+        harness.discard(stack, [worker])
+        harness.say(f"the batch is there: {options.count} rollouts of {options.tokens} tokens")
         as_arrays(client, batch)
         for number in range(options.rounds):
             seconds, counted = as_arrays(client, batch)
@@ -164,28 +134,26 @@ def main() -> None:
                 seconds, counted_json = as_lists(json_client, batch)
                 rates["json"].append(counted_json / seconds / 1e6)
             latest = ", ".join(f"{way} {rate[-1]:.0f}" for way, rate in rates.items())
-            say(f"round {number + 1}: {latest} MB/s")
+            harness.say(f"round {number + 1}: {latest} MB/s")
         sizes = {"arrays": body_bytes(stack.url, batch)}
-        references = {"reference_json": 0, "reference_json_without_input_ids": 0}
+        bodies = {"reference_json": True, "reference_json_without_input_ids": False}
+        sizes |= dict.fromkeys(bodies, 0)
         for group in client.batches.stream(batch):
-            for name, prompts in zip(references, (True, False), strict=True):
-                references[name] += sum(
-                    reference_json(rollout, input_ids=prompts) for rollout in group.rollouts
-                )
-        sizes |= references
-    spreads = {way: summary(values) for way, values in rates.items()}
-    with_prompts, without_prompts = references.values()
-    report(
+            for name, prompts in bodies.items():
+                sizes[name] += sum(reference_json(rollout, input_ids=prompts) for rollout in group.rollouts)
+    spreads = {way: harness.summary(values) for way, values in rates.items()}
+    harness.report(
         "transfer",
+        options,
         {
             "mb_per_s": spreads["arrays"]["median"],
-            "ratio_to_json": round(spreads["arrays"]["median"] / spreads["json"]["median"], 2),
-            "bytes_ratio_to_reference_json": round(sizes["arrays"] / with_prompts, 4),
-            "bytes_ratio_to_json_without_input_ids": round(sizes["arrays"] / without_prompts, 4),
+            "ratio_to_json": spreads["arrays"]["median"] / spreads["json"]["median"],
+            "bytes_ratio_to_reference_json": sizes["arrays"] / sizes["reference_json"],
+            "bytes_ratio_to_json_without_input_ids": sizes["arrays"]
+            / sizes["reference_json_without_input_ids"],
         },
-        mb_per_s={**spreads, "counted_mb": round(counted / 1e6, 2)},
+        mb_per_s={**spreads, "counted_mb": counted / 1e6},
         bytes=sizes,
-        options=vars(options),
     )
 
 
