@@ -11,9 +11,8 @@ import hashlib
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
-from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -48,8 +47,8 @@ class Turn:
 
     sampled: int
     """Tokens."""
-    tool_s: float
-    observation: list[int]
+    tool_s: float = 0.0
+    observation: Sequence[int] = ()
     """Token ids; empty after the last turn."""
 
 
@@ -66,31 +65,29 @@ class SimulatedRollout:
 def workload(count: int, seed: int) -> list[SimulatedRollout]:
     """`count` rollouts in order of arrival, group by group; turns, tokens and latencies have long tails."""
     rng = random.Random(seed)
+
+    def lognormal(median: float, sigma: float, least: int, most: int) -> int:
+        return int(min(most, max(least, median * rng.lognormvariate(0.0, sigma))))
+
+    def turns(context: int) -> Iterator[Turn]:
+        for rest in range(lognormal(8, 0.8, 1, 60) - 1, -1, -1):
+            sampled = lognormal(150, 0.8, 8, 2000)
+            observed = lognormal(600, 1.0, 10, 8000)
+            tool_s = min(120.0, 0.2 + 0.8 * rng.paretovariate(1.4))
+            context += sampled + observed
+            if not rest or context + 2000 + 8000 > MAX_CONTEXT:
+                yield Turn(sampled)
+                return
+            yield Turn(sampled, tool_s, rng.choices(range(1000), k=observed))
+
     system = rng.choices(range(1000), k=SYSTEM_PROMPT)
     rollouts: list[SimulatedRollout] = []
-    while len(rollouts) < count:
-        group = f"s{seed}-g{len(rollouts) // GROUP_SIZE}"
-        prompt = system + rng.choices(range(1000), k=_lognormal(rng, 1800, 0.6, 200, 8000))
-        for index in range(min(GROUP_SIZE, count - len(rollouts))):
-            rollouts.append(SimulatedRollout(f"{group}.{index}", group, prompt, _turns(rng, len(prompt))))
+    for number in range(count):
+        group, index = f"s{seed}-g{number // GROUP_SIZE}", number % GROUP_SIZE
+        if index == 0:
+            prompt = system + rng.choices(range(1000), k=lognormal(1800, 0.6, 200, 8000))
+        rollouts.append(SimulatedRollout(f"{group}.{index}", group, prompt, list(turns(len(prompt)))))
     return rollouts
-
-
-def _lognormal(rng: random.Random, median: float, sigma: float, least: int, most: int) -> int:
-    return int(min(most, max(least, median * rng.lognormvariate(0.0, sigma))))
-
-
-def _turns(rng: random.Random, context: int) -> list[Turn]:
-    turns: list[Turn] = []
-    most = _lognormal(rng, 8, 0.8, 1, 60)
-    while True:
-        sampled = _lognormal(rng, 150, 0.8, 8, 2000)
-        observed = _lognormal(rng, 600, 1.0, 10, 8000)
-        tool_s = min(120.0, 0.2 + 0.8 * rng.paretovariate(1.4))
-        context += sampled + observed
-        if len(turns) == most - 1 or context + 2000 + 8000 > MAX_CONTEXT:
-            return [*turns, Turn(sampled, 0.0, [])]
-        turns.append(Turn(sampled, tool_s, rng.choices(range(1000), k=observed)))
 
 
 def bound_s(rollouts: list[SimulatedRollout], slots: int) -> float:
@@ -105,10 +102,9 @@ def bound_s(rollouts: list[SimulatedRollout], slots: int) -> float:
             read = (turn.sampled - 1) * (context + turn.sampled / 2)
             seconds += turn.sampled * (TIMING.base_s + TIMING.per_sequence_s) + turn.tool_s
             seconds += uncached / TIMING.prefill_tokens_per_s + read * TIMING.per_cached_token_s
-            context += turn.sampled
             # The last sampled token has never been computed.
-            uncached = (context - 1) % BLOCK + 1 + len(turn.observation)
-            context += len(turn.observation)
+            uncached = (context + turn.sampled - 1) % BLOCK + 1 + len(turn.observation)
+            context += turn.sampled + len(turn.observation)
         alone_s.append(seconds)
     return max(max(alone_s), sum(alone_s) / min(slots, len(rollouts)))
 
@@ -129,16 +125,16 @@ class Peer:
     def __init__(self, order: Order, admission: bool = True) -> None:
         self._order = order
         self._room = PlacementPolicy().admit * CAPACITY_TOKENS if admission else float("inf")
-        self._turn = itertools.count(1)
-        self._tokens: Counter[int] = Counter()
         self._pins: dict[str, tuple[int, int]] = {}
         """Engine and context of each live rollout."""
+        self._tokens: Counter[int] = Counter()
+        """Their contexts, by engine."""
         self.live: Counter[int] = Counter()
         """Rollouts under way, by engine; all engines are keys."""
         self.assigned: Counter[int] = Counter()
         """Rollouts ever."""
         self.latest: Counter[int] = Counter()
-        """When an engine was chosen last."""
+        """How many had been assigned in all when an engine was chosen last."""
 
     def add(self, engine: int) -> None:
         """An engine joins."""
@@ -149,11 +145,11 @@ class Peer:
         weight = len(rollout.prompt)
         for engine in self._order(self, rollout):
             if not self.live[engine] or self._tokens[engine] + weight <= self._room:
+                self._pins[rollout.id] = (engine, weight)
+                self._tokens[engine] += weight
                 self.live[engine] += 1
                 self.assigned[engine] += 1
-                self.latest[engine] = next(self._turn)
-                self._tokens[engine] += weight
-                self._pins[rollout.id] = (engine, weight)
+                self.latest[engine] = self.assigned.total()
                 return True
         return False
 
@@ -183,14 +179,18 @@ def inflight_heap(peer: Peer, rollout: SimulatedRollout) -> list[int]:
 
 def hashing(peer: Peer, rollout: SimulatedRollout) -> list[int]:
     """A consistent-hash ring of rollout ids; past full engines it goes on round the ring (bounded loads)."""
-    at = _place(rollout.id)
-    ahead = sorted(_ring(len(peer.live)), key=lambda point: point[0] < at)
-    return list(dict.fromkeys(engine for _, engine in ahead))
+    return _along_ring(len(peer.live), rollout.id)
 
 
 def group_hashing(peer: Peer, rollout: SimulatedRollout) -> list[int]:
     """The same of group ids: who shares a prompt shares an engine."""
-    return hashing(peer, replace(rollout, id=rollout.group))
+    return _along_ring(len(peer.live), rollout.group)
+
+
+def _along_ring(engines: int, name: str) -> list[int]:
+    place = _place(name)
+    ahead = sorted(_ring(engines), key=lambda point: point[0] < place)
+    return list(dict.fromkeys(engine for _, engine in ahead))
 
 
 @lru_cache
@@ -278,7 +278,7 @@ class Outcome:
 class _Told:
     """A language without meaning: `seed` and the numbers after it, as many as are asked for."""
 
-    def answer(self, prompt: Ids[int], *, max_tokens: int, seed: int, **_: Any) -> Answer:
+    def answer(self, prompt: Sequence[int], *, max_tokens: int, seed: int, **_: Any) -> Answer:
         return Answer(list(range(seed, seed + max_tokens)), [], "length", None)
 
 
@@ -317,11 +317,8 @@ class Fleet:
             while queue:
                 await self._serve(queue.popleft())
 
-        began = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(self._slots, len(rollouts))):
-                group.create_task(slot())
-        self._outcome.makespan_s = asyncio.get_running_loop().time() - began
+        await asyncio.gather(*(slot() for _ in range(self._slots)))
+        self._outcome.makespan_s = asyncio.get_running_loop().time()
         return self._outcome
 
     async def _serve(self, rollout: SimulatedRollout) -> None:
@@ -343,7 +340,7 @@ class Fleet:
             outcome.prompt_tokens += len(context)
             outcome.cached_tokens += call.cached_tokens or 0
             await asyncio.sleep(turn.tool_s)
-            context += call.token_ids + turn.observation
+            context += [*call.token_ids, *turn.observation]
         self._policy.done(rollout)
         del self._homes[rollout.id]
         self._room.set()

@@ -43,8 +43,7 @@ def wait_under(stack: Stack, worker: str, seconds: float) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=10, rounds=3).parse_args()
+def main(options: harness.Options) -> harness.Report:
     figures: dict[str, list[dict[str, float]]] = {worker: [] for worker in WORKERS}
     with harness.service() as stack:
         for _, worker in harness.in_turns(WORKERS, options.rounds):
@@ -54,8 +53,8 @@ def main() -> None:
         worker: {name: spread["median"] for name, spread in by_name.items()}
         for worker, by_name in spreads.items()
     }
-    harness.report("_waiting", options, medians, rounds=figures)
+    return {"results": medians, "rounds": figures}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=10, rounds=3)

@@ -176,8 +176,7 @@ class Kills:
             return pipe.execute().count([STATES[stage], self._fleet[stage].name])
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=1000, rounds=6).parse_args()
+def main(options: harness.Options) -> harness.Report:
     short = options.rounds == 1
     lease_s = SHORT_LEASE_S if short else LEASE_S
     over_s: dict[str, dict[str, list[float]]] = {"with_spare": {}, "without_spare": {}}
@@ -191,10 +190,8 @@ def main() -> None:
                 seconds = kills.seconds_over_lease(stage, spare=kind == "with_spare")
                 by_stage.setdefault(stage, []).append(seconds)
     p99_ms = waiting["p99_ms"]
-    harness.report(
-        "control_plane",
-        options,
-        {
+    return {
+        "results": {
             **{
                 f"recovery_worst_s_over_lease_{kind}": max(map(max, by_stage.values()))
                 for kind, by_stage in over_s.items()
@@ -205,16 +202,16 @@ def main() -> None:
             "other_request_p99_ratio_to_no_waiters": p99_ms["beside"] / p99_ms["alone"],
             "other_request_p99_ms": p99_ms["beside"],
         },
-        recovery={
+        "recovery": {
             "lease_s": lease_s,
             "held": HELD,
             **over_s,
             "worker_start_s": harness.summary(kills.start_s),
         },
-        cpu_ms=cpu_ms,
-        waiting=waiting,
-    )
+        "cpu_ms": cpu_ms,
+        "waiting": waiting,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=1000, rounds=6)

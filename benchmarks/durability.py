@@ -53,10 +53,7 @@ class Lives:
             return count / harness.timed(lambda: list(pool.map(self.live, ids)))
 
 
-def main() -> None:
-    parser = harness.make_parser(__doc__, count=1000, rounds=5)
-    parser.add_argument("--directory", type=Path, help="where Redis keeps its file; default: a temporary one")
-    options = parser.parse_args()
+def main(options: harness.Options) -> harness.Report:
     submits: dict[str, list[float]] = {name: [] for name in SETTINGS}
     rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
     with harness.private_redis(options.directory) as server:
@@ -74,21 +71,20 @@ def main() -> None:
                 lambda: (file.write(bytes(4096)), os.fdatasync(file.fileno())), 50
             )
     submit_ms = {name: harness.spread_ms(seconds) for name, seconds in submits.items()}
-    harness.report(
-        "durability",
-        options,
-        {
+    return {
+        "results": {
             "always_throughput_ratio": statistics.median(harness.ratios(rates["always"], rates["everysec"])),
             "always_submit_ratio": submit_ms["always"]["p50_ms"] / submit_ms["everysec"]["p50_ms"],
             "always_submit_ms": submit_ms["always"]["p50_ms"],
             "everysec_submit_ms": submit_ms["everysec"]["p50_ms"],
             "fdatasync_ms": fdatasync_ms,
         },
-        lives_per_s={name: harness.summary(values) for name, values in rates.items()},
-        submit_ms=submit_ms,
-        redis_ping_ms=redis_ping_ms,
-    )
+        "lives_per_s": {name: harness.summary(values) for name, values in rates.items()},
+        "submit_ms": submit_ms,
+        "redis_ping_ms": redis_ping_ms,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    directory = {"type": Path, "help": "where Redis keeps its file; default: a temporary one"}
+    harness.run(main, count=1000, rounds=5, directory=directory)

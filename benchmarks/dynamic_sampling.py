@@ -17,7 +17,6 @@ Schemes take turns, seed by seed; the ratios are taken seed by seed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -92,7 +91,7 @@ def make_prompts(seed: int, count: int, n: int, mean_s: float) -> list[RolloutRe
 class Run:
     """One scheme on one seed: what the schemes share, and what they count."""
 
-    def __init__(self, client: Client, options: argparse.Namespace, prompts: list[RolloutRequest]) -> None:
+    def __init__(self, client: Client, options: harness.Options, prompts: list[RolloutRequest]) -> None:
         self.client, self.options, self.prompts = client, options, prompts
         self.stale = 0
         """Informative groups thrown away because they were too old."""
@@ -181,14 +180,8 @@ def measure(scheme: Callable[[Run], None], run: Run, stack: Stack) -> dict[str, 
     return {"seconds": seconds, "busy_share": busy_share, "stale_groups": run.stale}
 
 
-def main() -> None:
+def main(options: harness.Options) -> harness.Report:
     """Run it; see the module's text."""
-    parser = harness.make_parser(__doc__, count=384, rounds=3)
-    parser.add_argument("--groups", type=int, default=8, help="informative groups of an iteration")
-    parser.add_argument("--n", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=64, help="of RUN")
-    parser.add_argument("--mean-s", type=float, default=1.0, help="of a rollout's sleep")
-    options = parser.parse_args()
     options.groups = max(1, min(options.groups, options.count // (2 * options.n)))
     options.iterations = max(1, options.count // (options.groups * options.n))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEMES}
@@ -209,17 +202,23 @@ def main() -> None:
         for name in ("synchronous", "restart")
     }
     schemes = {name: harness.summaries(rounds) for name, rounds in runs.items()}
-    harness.report(
-        "dynamic_sampling",
-        options,
-        {
+    return {
+        "results": {
             **{f"speedup_vs_{name}_one_update_old": spread["median"] for name, spread in ratios.items()},
             "slots_busy_share_filling_up_included": schemes["ours"]["busy_share"]["median"],
         },
-        ratios=ratios,
-        schemes=schemes,
-    )
+        "ratios": ratios,
+        "schemes": schemes,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        count=384,
+        rounds=3,
+        groups={"type": int, "default": 8, "help": "informative groups of an iteration"},
+        n={"type": int, "default": 8},
+        slots={"type": int, "default": 64, "help": "of RUN"},
+        mean_s={"type": float, "default": 1.0, "help": "of a rollout's sleep"},
+    )

@@ -32,22 +32,37 @@ from sandbox.runtimes.apptainer import Apptainer
 from services.state import keys
 from tests.helpers.stack import NODE, Process, RedisServer, Stack, stop_all, wait_until
 
+Options = argparse.Namespace
+Report = dict[str, Any]
+"""The figures under `results`, and what explains them beside it."""
 
-def make_parser(text: str | None, *, count: int, rounds: int) -> argparse.ArgumentParser:
-    """A parser with `--count` and `--rounds`, the options that every benchmark has.
 
-    SIGTERM ends the process like Ctrl-C from now on.
+def run(main: Callable[[Options], Report], *, count: int, rounds: int, **more: dict[str, Any]) -> None:
+    """Run a benchmark with the options of the command line, and print the last line.
+
+    SIGTERM ends the process like Ctrl-C.
 
     Args:
-        text: What is measured: the module's docstring.
+        main: What measures.
         count: The default of `--count`.
         rounds: The default of `--rounds`; 1 is the short form that the tests run.
+        more: Further options, as `add_argument` has them.
     """
     end_in_order_on_sigterm()
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module = sys.modules["__main__"]
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=form)
     parser.add_argument("--count", type=int, default=count, help="repetitions a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s; 1: the short form")
-    return parser
+    for name, fields in more.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **fields)
+    options = parser.parse_args()
+    figures = main(options)
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
+    name = module.__spec__.name.removeprefix("benchmarks.")
+    line = {"benchmark": name, **figures, "machine": machine | {"floor": floor()}, "options": vars(options)}
+    text = json.dumps(line, default=str)
+    print(json.dumps(json.loads(text, parse_float=lambda number: round(float(number), 4))))
 
 
 def family(pids: Iterable[int]) -> set[psutil.Process]:
@@ -166,18 +181,6 @@ def floor() -> dict[str, float]:
         "round_trip_ms": round_trip_ms,
         "sha256_16mb_ms": median_ms(lambda: hashlib.sha256(block), 5),
     }
-
-
-def report(name: str, options: argparse.Namespace, results: dict[str, Any], **details: Any) -> None:
-    """Print the last line: figures under `results`, the machine and everything else beside them.
-
-    All numbers are rounded to four decimals.
-    """
-    load = os.getloadavg()[0]
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": load, "floor": floor()}
-    everything = {"benchmark": name, "results": results, "machine": machine, "options": vars(options)}
-    text = json.dumps({**everything, **details}, default=str)
-    print(json.dumps(json.loads(text, parse_float=lambda number: round(float(number), 4))))
 
 
 def say(text: str) -> None:

@@ -106,8 +106,7 @@ async def _run_cell(websocket: aiohttp.ClientWebSocketResponse) -> str:
     return result
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=50, rounds=3).parse_args()
+def main(options: harness.Options) -> harness.Report:
     seconds: dict[str, list[float]] = {"ours": [], "gateway": []}
     lost = dict.fromkeys(seconds, 0)
 
@@ -142,8 +141,8 @@ def main() -> None:
         "speedup_vs_gateway_acking_at_once": cell_ms["gateway"]["p50_ms"] / cell_ms["ours"]["p50_ms"],
         "p50_ms": cell_ms["ours"]["p50_ms"],
     }
-    harness.report("ipython_latency", options, results, cells=cell_ms, lost=lost)
+    return {"results": results, "cells": cell_ms, "lost": lost}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=50, rounds=3)

@@ -170,17 +170,14 @@ def submissions(stack: Stack, rounds: int, count: int) -> dict[str, Any]:
     return compare(ours, theirs)
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=1000, rounds=5).parse_args()
+def main(options: harness.Options) -> harness.Report:
     count, rounds = options.count, options.rounds
     with harness.service() as stack:
         submits = submissions(stack, rounds, count if rounds == 1 else 3 * harness.PER_CALL)
         figures = race(stack, harness.start_fleet(stack, SLOTS), rounds, count)
         ping_ms = harness.median_ms(stack.redis.client.ping, 200)
-    harness.report(
-        "pipeline",
-        options,
-        {
+    return {
+        "results": {
             "throughput_ratio_to_equal_chain": figures["per_s"]["ratio"],
             "rollouts_per_s": figures["per_s"]["ours"]["median"],
             "equal_chain_per_s": figures["per_s"]["equal_chain"]["median"],
@@ -191,10 +188,10 @@ def main() -> None:
             "equal_chain_submit_per_s": submits["equal_chain"]["median"],
         },
         **figures,
-        submit_per_s=submits,
-        redis_ping_ms=ping_ms,
-    )
+        "submit_per_s": submits,
+        "redis_ping_ms": ping_ms,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=1000, rounds=5)

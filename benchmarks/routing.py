@@ -21,33 +21,17 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
-import redis
 
-from benchmarks._fleet import (
-    ENGINES,
-    Ours,
-    Peer,
-    RoundRobin,
-    SimulatedRollout,
-    bound_s,
-    cumulative,
-    group_hashing,
-    hashing,
-    inflight_heap,
-    simulate,
-    workload,
-)
-from benchmarks.harness import make_parser, percentile, report, say, summary
+from benchmarks import _fleet, harness
+from benchmarks._fleet import Peer, RoundRobin, SimulatedRollout
 from rollout.schema import Backend, BackendRequest
 from services.engines.base import SampleRequest
 from services.engines.describe import describe
@@ -55,7 +39,6 @@ from services.state.backends.store import BackendStore, placed
 from services.state.redis import connect
 from services.state.scripts import request
 from tests.helpers.llm_servers import DEMO_MODEL, vllm_server
-from tests.helpers.stack import RedisServer
 from workers.agent.llm import EngineClient, session
 from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter
@@ -91,37 +74,36 @@ forgets nothing would find: the whole blocks that an earlier turn computed. The 
 and a prompt's last token is always computed again."""
 
 
-def play_servers(directory: Path, client: redis.Redis, rounds: int) -> dict[str, Any]:
+def compare_servers(rounds: int) -> dict[str, Any]:
     """Rounds of each method in turns, after one to warm up.
 
     Returns:
         Figures of each method, over all its turns; under `hit_rate_gap` what ours misses, as a share of all
         prompt tokens; under `p95_ratios` latencies of ours to the others', round by round.
     """
-    model = _make_model(directory)
     played: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     with ExitStack() as stack, ThreadPoolExecutor(SERVERS) as threads:
+        model = _make_model(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))))
+        store = BackendStore(stack.enter_context(harness.private_redis()).client)
         servers = [vllm_server(model, **OPTIONS) for _ in range(SERVERS)]
         urls = [server.url for server in threads.map(stack.enter_context, servers)]
         block = _block_size(urls[0])
-        store = BackendStore(client)
         backends = [store.put(describe(BackendRequest(url=url))) for url in urls]
         asyncio.run(_play("ours", "warm", store, backends, block))
-        for number in range(rounds):
-            for k in range(len(METHODS)):
-                method = METHODS[(number + k) % len(METHODS)]
-                turns = asyncio.run(_play(method, f"{number}-{method}", store, backends, block))
-                played[method].append(_figures(turns))
-    ours = played["ours"]
-    p95s = {method: [each["turn_p95_s"] for each in figures] for method, figures in played.items()}
-    return {
-        **{m: {key: summary([each[key] for each in played[m]]) for key in ours[0]} for m in METHODS},
-        "hit_rate_gap": summary([each["hit_rate_possible"] - each["hit_rate"] for each in ours]),
-        "p95_ratios": {
-            method: summary([a / b for a, b in zip(p95s["ours"], p95s[method], strict=True)])
-            for method in METHODS[:2]
-        },
+        for number, method in harness.in_turns(METHODS, rounds):
+            played[method].append(
+                _figures(asyncio.run(_play(method, f"{number}-{method}", store, backends, block)))
+            )
+    p95_s = {method: [each["turn_p95_s"] for each in figures] for method, figures in played.items()}
+    result: dict[str, Any] = {method: harness.summaries(figures) for method, figures in played.items()}
+    result["hit_rate_gap"] = harness.summary(
+        each["hit_rate_possible"] - each["hit_rate"] for each in played["ours"]
+    )
+    result["p95_ratios"] = {
+        method: harness.summary(harness.ratios(p95_s["ours"], p95_s[method])) for method in METHODS[:2]
     }
+    harness.say(f"two servers: {result}")
+    return result
 
 
 def _make_model(directory: Path) -> Path:
@@ -154,7 +136,7 @@ def _figures(turns: Turns) -> dict[str, float]:
         "hit_rate": sum(cached) / sum(prompt),
         "hit_rate_possible": sum(reusable) / sum(prompt),
         "turn_p50_s": statistics.median(seconds),
-        "turn_p95_s": percentile(list(seconds), 0.95),
+        "turn_p95_s": harness.percentile(list(seconds), 0.95),
     }
 
 
@@ -162,13 +144,13 @@ async def _play(method: str, name: str, store: BackendStore, backends: list[Back
     """Eight conversations, four at once; nothing of earlier rounds is in the caches."""
     turns: Turns = []
     placements = Placements(store)
-    waiting = deque(range(CONVERSATIONS))
+    waiting = iter(range(CONVERSATIONS))
     async with session() as http:
         servers = itertools.cycle([EngineClient(http, backend) for backend in backends])
 
         async def slot() -> None:
-            while waiting:
-                conversation = f"{name}-{waiting.popleft()}"
+            for number in waiting:
+                conversation = f"{name}-{number}"
                 router = BackendRouter(conversation, placements, http)
                 engines: Iterator[EngineClient | BackendRouter] = servers
                 if method == "ours":
@@ -201,7 +183,7 @@ async def _converse(
         context = [*context, *sampled, *rng.choices(range(VOCABULARY), k=GROWTH - len(sampled))]
 
 
-# -- the comparisons -----------------------------------------------------------------------------------
+# -- the simulated fleet -----------------------------------------------------------------------------
 
 
 COUNT = 500
@@ -209,62 +191,38 @@ LOADS = {"moderate": 16, "over_committed": 40}
 """Rollouts at once for each engine."""
 PEERS: dict[str, partial[Peer] | type[Peer]] = {
     "round_robin": RoundRobin,
-    "cumulative": partial(Peer, cumulative),
-    "inflight_heap": partial(Peer, inflight_heap),
-    "hashing": partial(Peer, hashing),
+    "cumulative": partial(Peer, _fleet.cumulative),
+    "inflight_heap": partial(Peer, _fleet.inflight_heap),
+    "hashing": partial(Peer, _fleet.hashing),
 }
 """In the best of their configurations: with our admission, and hashing by rollout."""
 OTHERS = {
-    "group_hashing": partial(Peer, group_hashing),
+    "group_hashing": partial(Peer, _fleet.group_hashing),
     **{f"{name}, no admission": partial(peer, admission=False) for name, peer in PEERS.items()},
 }
-CLIENTS = 8
-BACKENDS = 256
-STANDING = 4096
-"""Rollouts that hold a reservation all the while, as in a fleet at work."""
-TOKENS = 8000
-CONTEXT = multiprocessing.get_context("forkserver")
-"""New processes without anything of this one's, for which the modules are imported once."""
-CONTEXT.set_forkserver_preload([__spec__.name])
-WAYS = {"ping": 0, "one_a_round_trip": 1, "four_a_round_trip": 4}
-"""Rollouts of a client that ask together; 0: it sends a PING, the floor of any round trip."""
-
-
-@contextmanager
-def private_redis() -> Iterator[RedisServer]:
-    """A Redis for one measurement."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        server = RedisServer(Path(directory))
-        try:
-            yield server
-        finally:
-            server.stop()
-
-
-# -- the simulated fleet -----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def rollouts_of(count: int, seed: int) -> list[SimulatedRollout]:
     """The same rollouts for every policy."""
-    return workload(count, seed)
+    return _fleet.workload(count, seed)
 
 
 def simulated(name: str, count: int, seed: int, load: str) -> dict[str, float]:
     """What one policy makes of one workload; times in seconds, hit rate over all turns."""
     rollouts = rollouts_of(count, seed)
-    engines = max(2, round(ENGINES * count / COUNT))
+    engines = max(2, round(_fleet.ENGINES * count / COUNT))
     slots = LOADS[load] * engines
     if name == "ours":
-        with private_redis() as server:
-            outcome = simulate(lambda: Ours(server.client), rollouts, slots, engines)
+        with harness.private_redis() as server:
+            outcome = _fleet.simulate(lambda: _fleet.Ours(server.client), rollouts, slots, engines)
     else:
-        outcome = simulate((PEERS | OTHERS)[name], rollouts, slots, engines)
+        outcome = _fleet.simulate((PEERS | OTHERS)[name], rollouts, slots, engines)
     return {
         "makespan_s": outcome.makespan_s,
         "p95_s": outcome.p95_s,
         "hit_rate": outcome.hit_rate,
-        "ratio_to_bound": outcome.makespan_s / bound_s(rollouts, slots),
+        "ratio_to_bound": outcome.makespan_s / _fleet.bound_s(rollouts, slots),
     }
 
 
@@ -277,22 +235,30 @@ def compare_policies(count: int, seeds: int, every_configuration: bool) -> dict[
     results: dict[str, Any] = {}
     for load in LOADS:
         runs = {name: [outcomes[name, count, seed, load] for seed in range(1, seeds + 1)] for name in names}
-        results[load] = {
-            name: {key: summary([run[key] for run in repeats]) for key in repeats[0]}
-            for name, repeats in runs.items()
-        }
+        results[load] = {name: harness.summaries(repeats) for name, repeats in runs.items()}
         results[load]["ratios"] = {
-            name: {
-                key: summary([a[key] / b[key] for a, b in zip(runs["ours"], runs[name], strict=True)])
-                for key in ("makespan_s", "p95_s", "hit_rate")
-            }
+            name: harness.summaries(
+                [
+                    {key: our[key] / their[key] for key in ("makespan_s", "p95_s", "hit_rate")}
+                    for our, their in zip(runs["ours"], runs[name], strict=True)
+                ]
+            )
             for name in names[1:]
         }
-        say(f"{load}: {results[load]}")
+        harness.say(f"{load}: {results[load]}")
     return results
 
 
 # -- acquire and release -----------------------------------------------------------------------------
+
+
+CLIENTS = 8
+BACKENDS = 256
+STANDING = 4096
+"""Rollouts that hold a reservation all the while, as in a fleet at work."""
+TOKENS = 8000
+WAYS = {"ping": 0, "one_a_round_trip": 1, "four_a_round_trip": 4}
+"""Rollouts of a client that ask together; 0: it sends a PING, the floor of any round trip."""
 
 
 def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
@@ -301,32 +267,26 @@ def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
     Args:
         seconds: Of each measurement.
     """
-    values: dict[str, dict[str, list[float]]] = {
-        way: {"per_s": [], "p50_ms": [], "p95_ms": []} for way in WAYS
-    }
-    with private_redis() as server:
-        _fill(server.client)
-        with CONTEXT.Pool(CLIENTS, _start, (server.url, CONTEXT.Barrier(CLIENTS))) as pool:
-            for _ in range(rounds):
-                for way, together in WAYS.items():
-                    # The barrier sees to it that each process takes one.
-                    parts = pool.starmap(_ask, [(seconds, together, k) for k in range(CLIENTS)], chunksize=1)
-                    times = [each for part in parts for each in part]
-                    values[way]["per_s"].append(len(times) / seconds)
-                    values[way]["p50_ms"].append(statistics.median(times) * 1e3)
-                    values[way]["p95_ms"].append(percentile(times, 0.95) * 1e3)
-    result: dict[str, Any] = {
-        way: {key: summary(rounds) for key, rounds in figures.items()} for way, figures in values.items()
-    }
-    pairs = zip(values["one_a_round_trip"]["p50_ms"], values["ping"]["p50_ms"], strict=True)
-    result["ratio_to_ping"] = summary([acquire / ping for acquire, ping in pairs])
-    say(f"acquire and release: {result}")
+    figures: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    context = multiprocessing.get_context("spawn")
+    with harness.private_redis() as server:
+        _fill(BackendStore(server.client))
+        with context.Pool(CLIENTS, _start, (server.url, context.Barrier(CLIENTS))) as pool:
+            for _, way in itertools.product(range(rounds), WAYS):
+                # The barrier sees to it that each process takes one.
+                parts = pool.starmap(_ask, [(seconds, WAYS[way], k) for k in range(CLIENTS)], chunksize=1)
+                times = [each for part in parts for each in part]
+                spread = harness.spread_ms(times)
+                figures[way].append({"per_s": spread.pop("n") / seconds, **spread})
+    acquire, ping = ([each["p50_ms"] for each in figures[way]] for way in ("one_a_round_trip", "ping"))
+    result: dict[str, Any] = {way: harness.summaries(of_way) for way, of_way in figures.items()}
+    result["ratio_to_ping"] = harness.summary(harness.ratios(acquire, ping))
+    harness.say(f"acquire and release: {result}")
     return result
 
 
-def _fill(client: redis.Redis) -> None:
+def _fill(store: BackendStore) -> None:
     """Enter the backends and their standing load."""
-    store = BackendStore(client)
     about = {"model": "m", "tokenizer": "t", "max_model_len": 32_768, "capacity_tokens": 400_000}
     for number in range(BACKENDS):
         store.put(Backend(id=f"b{number}", url=f"http://b{number}", **about))
@@ -347,10 +307,10 @@ def _ask(seconds: float, together: int, number: int) -> list[float]:
     store.release(f"warm-{number}")
     _barrier.wait(120)
     times: list[float] = []
-    began = time.monotonic()
-    for index in count():
+    end = time.monotonic() + seconds
+    for index in itertools.count():
         asked = time.monotonic()
-        if asked - began >= seconds:
+        if asked >= end:
             break
         if not together:
             _client.ping()
@@ -370,35 +330,20 @@ def _ask(seconds: float, together: int, number: int) -> list[float]:
 # -- all -------------------------------------------------------------------------------------------
 
 
-def compare_servers(rounds: int) -> dict[str, Any]:
-    """What `play_servers` says of two vLLM servers."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as model, private_redis() as server:
-        result = play_servers(Path(model), server.client, rounds)
-    say(f"two servers: {result}")
-    return result
-
-
-def main() -> None:
+def main(options: harness.Options) -> harness.Report:
     """Run it; see the module's text."""
-    parser = make_parser(__doc__, count=COUNT, rounds=3)
-    parser.add_argument("--simulated-only", action="store_true", help="without the two vLLM servers")
-    parser.add_argument(
-        "--every-configuration", action="store_true", help="peers also as they were not chosen (slow)"
-    )
-    options = parser.parse_args()
     policies = compare_policies(options.count, options.rounds, options.every_configuration)
     claims = compare_round_trips(options.rounds, 0.5 if options.rounds == 1 else 3.0)
+    ratios = [policies[load]["ratios"] for load in LOADS]
     results = {
-        f"makespan_ratio_to_admitted_{name}": max(
-            policies[load]["ratios"][name]["makespan_s"]["median"] for load in LOADS
-        )
+        f"makespan_ratio_to_admitted_{name}": max(of_load[name]["makespan_s"]["median"] for of_load in ratios)
         for name in PEERS
     }
     results["makespan_ratio_to_bound"] = max(
         policies[load]["ours"]["ratio_to_bound"]["median"] for load in LOADS
     )
     results["hit_rate_ratio_to_best_peer"] = min(
-        policies[load]["ratios"][name]["hit_rate"]["median"] for load in LOADS for name in PEERS
+        of_load[name]["hit_rate"]["median"] for of_load in ratios for name in PEERS
     )
     for way in ("one_a_round_trip", "four_a_round_trip"):
         results[f"acquire_release_per_s_{way}"] = claims[way]["per_s"]["median"]
@@ -409,8 +354,14 @@ def main() -> None:
         results["hit_rate_gap"] = servers["hit_rate_gap"]["median"]
         for name, ratio in servers["p95_ratios"].items():
             results[f"turn_p95_ratio_to_{name}"] = ratio["median"]
-    report("routing", results, policies=policies, claims=claims, servers=servers, options=vars(options))
+    return {"results": results, "policies": policies, "claims": claims, "servers": servers}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        count=COUNT,
+        rounds=3,
+        simulated_only={"action": "store_true", "help": "without the two vLLM servers"},
+        every_configuration={"action": "store_true", "help": "peers also as they were not chosen (slow)"},
+    )

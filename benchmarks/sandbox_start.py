@@ -14,7 +14,6 @@ stopped, and what is left is counted. The short form does a fifth of everything.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -169,14 +168,13 @@ async def first_output(host: HostClient) -> SandboxInfo:
     return info
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=50, rounds=3).parse_args()
+def main(options: harness.Options) -> harness.Report:
     with ExitStack() as stack:
-        run(Bench(stack), options)
+        return measure(Bench(stack), options)
 
 
-def run(bench: Bench, options: argparse.Namespace) -> None:
-    """Measure and report; `bench` is stopped on the way."""
+def measure(bench: Bench, options: harness.Options) -> harness.Report:
+    """Measure all; `bench` is stopped on the way."""
     share = SHORT if options.rounds == 1 else 1
     methods = {
         "warm": partial(bench.time_start, bench.warm),
@@ -201,10 +199,8 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
     bench.hosts.close()
     leftovers = bench.count_at_rest()
     p50_ms = {name: spread["p50_ms"] for name, spread in times.items()}
-    harness.report(
-        "sandbox_start",
-        options,
-        {
+    return {
+        "results": {
             **{
                 f"{start}_ratio_to_{peer}": p50_ms[start] / p50_ms[peer]
                 for start in ("cold", "warm")
@@ -217,12 +213,12 @@ def run(bench: Bench, options: argparse.Namespace) -> None:
             "held_mb_per_sandbox": (held["processes_mb"] + held["files_in_memory_mb"]) / held["sandboxes"],
             "leftovers": sum(leftovers.values()),
         },
-        times=times,
-        at_once={"count": at_once, "starts_per_s": rates},
-        held=held,
-        left=leftovers,
-    )
+        "times": times,
+        "at_once": {"count": at_once, "starts_per_s": rates},
+        "held": held,
+        "left": leftovers,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=50, rounds=3)

@@ -250,8 +250,7 @@ def overlap(nodes: Nodes, count: int, **env: str) -> float:
     return nodes.rate(work, "overlap") * OVERLAP_S / SLOTS
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=480, rounds=2).parse_args()
+def main(options: harness.Options) -> harness.Report:
     short = options.rounds == 1
     size = SHORT_NODES if short else NODES
     each = max(SLOTS, options.count // size)
@@ -269,10 +268,8 @@ def main() -> None:
         of_head = measure(nodes, load)
     weak = [ratio / size for ratio in harness.ratios(per_s["all"], per_s["one"])]
     dispatch_p99_s = {part: max(by_stage.values()) for part, by_stage in of_head["dispatch_p99_s"].items()}
-    harness.report(
-        "scaling",
-        options,
-        {
+    return {
+        "results": {
             "weak_efficiency_8": statistics.median(weak),
             "strong_efficiency_8": per_s["all"][0] / (size * per_s["one_with_the_work_of_all"][0]),
             "overlap_ratio_to_bound": overlapped,
@@ -281,12 +278,12 @@ def main() -> None:
             "head_cpu_cores": sum(of_head["cpu_cores"].values()),
             "head_rss_mb": of_head["rss_mb"],
         },
-        nodes=size,
-        per_s={name: harness.summary(values) for name, values in per_s.items()},
-        weak_efficiency=harness.summary(weak),
-        head={**of_head, "load": asdict(load)},
-    )
+        "nodes": size,
+        "per_s": {name: harness.summary(values) for name, values in per_s.items()},
+        "weak_efficiency": harness.summary(weak),
+        "head": {**of_head, "load": asdict(load)},
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=480, rounds=2)

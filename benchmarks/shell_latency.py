@@ -297,8 +297,7 @@ def results_of(times: Times, suffix: str) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=50, rounds=2).parse_args()
+def main(options: harness.Options) -> harness.Report:
     share = SHORT if options.rounds == 1 else 1
     count = options.count * options.rounds
     commands = WORKLOAD_COMMANDS // share
@@ -322,16 +321,14 @@ def main() -> None:
     }
     for suffix, by_method in times.items():
         results |= results_of(by_method, suffix)
-    harness.report(
-        "shell_latency",
-        options,
-        results,
-        actions=spreads,
-        wrong=bench.wrong,
-        tmux_polled_looks={"first": bench.looks.count(1), "all": len(bench.looks)},
-        workload_commands=commands,
-    )
+    return {
+        "results": results,
+        "actions": spreads,
+        "wrong": bench.wrong,
+        "tmux_polled_looks": {"first": bench.looks.count(1), "all": len(bench.looks)},
+        "workload_commands": commands,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=50, rounds=2)

@@ -135,9 +135,8 @@ async def measure(
     return turns, verdicts
 
 
-def main() -> None:
+def main(options: harness.Options) -> harness.Report:
     """Run, and print the result line."""
-    options = harness.make_parser(__doc__, count=0, rounds=7).parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     rows = instances()[: SHORT_INSTANCES if options.rounds == 1 else None]
     with harness.private_directory() as directory, harness.private_host(directory / "state", WARM) as host:
@@ -145,22 +144,20 @@ def main() -> None:
         turns, verdicts = asyncio.run(measure(rows, options.rounds, directory, host))
     overhead = harness.summary(turn["ours"] - turn["by_hand"] for turn in turns)
     ratio = harness.summary(turn["ours"] / turn["by_hand"] for turn in turns)
-    harness.report(
-        "swe_eval",
-        options,
-        {
+    return {
+        "results": {
             "resolved_agreement": sum(ours is by_hand for ours, by_hand in verdicts) / len(verdicts),
             "eval_ratio_to_tests_by_hand": ratio["median"],
             "eval_overhead_s": overhead["median"],
         },
-        overhead_s=overhead,
-        ratio=ratio,
-        seconds=harness.summaries(turns),
-        verdicts={"both": verdicts.count((True, True)), "neither": verdicts.count((False, False))},
-        instances=len(rows),
-        patches=len(verdicts),
-    )
+        "overhead_s": overhead,
+        "ratio": ratio,
+        "seconds": harness.summaries(turns),
+        "verdicts": {"both": verdicts.count((True, True)), "neither": verdicts.count((False, False))},
+        "instances": len(rows),
+        "patches": len(verdicts),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=0, rounds=7)

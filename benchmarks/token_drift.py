@@ -142,8 +142,7 @@ def measure(trajectories: list[Trajectory], proxy: Recorder, tokenizer: Any) -> 
     }
 
 
-def main() -> None:
-    options = harness.make_parser(__doc__, count=200, rounds=3).parse_args()
+def main(options: harness.Options) -> harness.Report:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     shares: dict[str, dict[str, Any]] = {}
     with embedded_server() as server, recorder(server.url) as proxy:
@@ -158,8 +157,8 @@ def main() -> None:
     for way in WAYS:
         by_temperature = {temperature: share[way] for temperature, share in shares.items()}
         results[f"{way}_through_text_changed_share"] = by_temperature
-    harness.report("token_drift", options, results, by_temperature=shares)
+    return {"results": results, "by_temperature": shares}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, count=200, rounds=3)

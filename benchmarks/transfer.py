@@ -17,7 +17,6 @@ shorter responses.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 
@@ -36,7 +35,7 @@ JSON_ROUNDS = 3
 """Rounds in which the batch is read as JSON, too: it takes twenty times as long."""
 
 
-def make_batch(client: Client, options: argparse.Namespace) -> str:
+def make_batch(client: Client, options: harness.Options) -> str:
     """The id of a batch that has ended, with `count` rollouts."""
     sampled = (options.tokens - options.observation * (options.turns - 1)) // options.turns
     task = {"turns": [sampled] * options.turns, "observation": options.observation}
@@ -108,12 +107,7 @@ def reference_json(rollout: Rollout, *, input_ids: bool) -> int:
     return len(json.dumps(result, separators=(",", ":"), ensure_ascii=False).encode())
 
 
-def main() -> None:
-    parser = harness.make_parser(__doc__, count=256, rounds=9)
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a response, observations included")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--observation", type=int, default=256, help="tokens of a tool's answer")
-    options = parser.parse_args()
+def main(options: harness.Options) -> harness.Report:
     if options.rounds == 1:
         options.tokens = min(options.tokens, SHORT_TOKENS)
     rates: dict[str, list[float]] = {"arrays": [], "json": []}
@@ -142,20 +136,25 @@ def main() -> None:
             for name, prompts in bodies.items():
                 sizes[name] += sum(reference_json(rollout, input_ids=prompts) for rollout in group.rollouts)
     spreads = {way: harness.summary(values) for way, values in rates.items()}
-    harness.report(
-        "transfer",
-        options,
-        {
+    return {
+        "results": {
             "mb_per_s": spreads["arrays"]["median"],
             "ratio_to_json": spreads["arrays"]["median"] / spreads["json"]["median"],
             "bytes_ratio_to_reference_json": sizes["arrays"] / sizes["reference_json"],
             "bytes_ratio_to_json_without_input_ids": sizes["arrays"]
             / sizes["reference_json_without_input_ids"],
         },
-        mb_per_s={**spreads, "counted_mb": counted / 1e6},
-        bytes=sizes,
-    )
+        "mb_per_s": {**spreads, "counted_mb": counted / 1e6},
+        "bytes": sizes,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        count=256,
+        rounds=9,
+        tokens={"type": int, "default": 16_384, "help": "of a response, observations included"},
+        turns={"type": int, "default": 8},
+        observation={"type": int, "default": 256, "help": "tokens of a tool's answer"},
+    )
