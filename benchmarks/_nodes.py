@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import sys
-import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -153,7 +152,6 @@ async def serve_hosts(directories: list[str]) -> None:
 # -- nodes ---------------------------------------------------------------------------------------------
 
 
-POLL_S = 0.02
 ENV = {
     "ROLLOUT_HANDLERS": "benchmarks._nodes:Simulated",
     # What this machine has left is not what is measured.
@@ -216,17 +214,14 @@ class Nodes:
 
     def rate(self, tasks: list[dict[str, Any]], what: str) -> float:
         """Put tasks through; rollouts a second from the first submission to the last end: ramps included."""
-        goal = harness.in_state(self.stack, "completed") + len(tasks)
         requests = [RolloutRequest(handler="simulated", task=task) for task in tasks]
-        began = time.monotonic()
-        harness.submit(self.stack, requests)
-        while harness.in_state(self.stack, "completed") < goal:
+
+        def completed() -> int:
             if failed := harness.in_state(self.stack, "failed", "timed_out"):
                 raise RuntimeError(f"{what}: {failed} rollouts failed")
-            if time.monotonic() - began > PATIENCE_S:
-                raise TimeoutError(f"{what}: not all of {len(tasks)} rollouts ended in {PATIENCE_S:g} s")
-            time.sleep(POLL_S)
-        seconds = time.monotonic() - began
+            return harness.in_state(self.stack, "completed")
+
+        seconds = harness.seconds_of(lambda: harness.submit(self.stack, requests), len(tasks), completed)
         harness.say(f"{what}: {len(tasks) / seconds:.2f} rollouts/s, {seconds:.1f} s")
         return len(tasks) / seconds
 

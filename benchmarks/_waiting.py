@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from benchmarks import harness
 from benchmarks.control_plane import wait_at_gateway
-from benchmarks.harness import Stack
 from tests.helpers.gateways import started_gateway
 from tests.helpers.stack import free_port
 
@@ -25,35 +24,16 @@ WOKEN = 50
 """Rollouts that end one after the other."""
 
 
-def wait_under(stack: Stack, worker: str, seconds: float) -> dict[str, float]:
-    """Hold waiting clients under a worker, and ask other things for so long."""
-    # One connection to Redis for each request that is worked on.
-    env = {} if worker == "parked" else {"ROLLOUT_GATEWAY_THREADS": "1200"}
-    with started_gateway(stack, worker, free_port(), env, options=WORKERS[worker]) as process:
-        waiting = wait_at_gateway(stack, process, process.url, seconds, WOKEN)
-    return {
-        "pss_mb": waiting["pss_mb"],
-        "pss_mb_before": waiting["pss_mb_before"],
-        "others_p99_ms": waiting["p99_ms"]["beside"],
-        "others_p99_ms_alone": waiting["p99_ms"]["alone"],
-        "cpu_percent": 100 * waiting["cpu_share"],
-        "woken_ms_median": harness.percentile(waiting["woken_singly_ms"], 0.5),
-        "woken_ms_p99": harness.percentile(waiting["woken_singly_ms"], 0.99),
-        "all_woken_s": waiting["woken_all_s"],
-    }
-
-
 def main(options: harness.Options) -> harness.Report:
-    figures: dict[str, list[dict[str, float]]] = {worker: [] for worker in WORKERS}
+    rounds: dict[str, list[dict[str, float]]] = {worker: [] for worker in WORKERS}
     with harness.service() as stack:
         for _, worker in harness.in_turns(WORKERS, options.rounds):
-            figures[worker].append(wait_under(stack, worker, float(options.count)))
-    spreads = {worker: harness.summaries(rounds) for worker, rounds in figures.items()}
-    medians = {
-        worker: {name: spread["median"] for name, spread in by_name.items()}
-        for worker, by_name in spreads.items()
-    }
-    return {"results": medians, "rounds": figures}
+            # One connection to Redis for each request that is worked on.
+            env = {} if worker == "parked" else {"ROLLOUT_GATEWAY_THREADS": "1200"}
+            with started_gateway(stack, worker, free_port(), env, options=WORKERS[worker]) as gateway:
+                figures = wait_at_gateway(stack, gateway, gateway.url, float(options.count), WOKEN)
+            rounds[worker].append(figures)
+    return {"results": {worker: harness.summaries(figures) for worker, figures in rounds.items()}}
 
 
 if __name__ == "__main__":

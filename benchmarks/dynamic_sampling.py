@@ -1,18 +1,15 @@
 """Time to k informative groups, six weight updates in a row, against two other ways to sample them.
 
-Real gateway, Redis, Celery fleets, batches and weight updates; each rollout makes one call to a fake engine,
-whose token carries the weights that it began with, and sleeps, as from a log-normal distribution. Half of
-the prompts are uninformative. RUN has as many slots for all. All update the weights after each iteration and
-may learn from groups at most one update old: older ones are thrown away, and their time counts.
+Real gateway, Redis, Celery fleets, batches and weight updates; each rollout makes one call to a fake
+engine, whose token carries the weights that it began with, and sleeps. Half of the prompts are
+uninformative. What is timed, and how old a group may be: docs/benchmarks.md#dynamic_sampling. Schemes take
+turns, seed by seed.
 
 * Ours: one batch after the other; each takes over what the one before left under way.
-* Synchronous: a round of 5 prompts for each group that is missing (of 1.5 to 6 the fastest), waited for to
-  its last rollout, and another round while groups are missing. Surplus is kept for the next iteration.
+* Synchronous: a round of 5 prompts for each group that is missing, waited for to its last rollout, and another
+  round while groups are missing. Surplus is kept for the next iteration.
 * Restart (the reference's scheme): slots are refilled and redundant rollouts ended early, too, but at the end
   of an iteration all that is under way is dropped, finished siblings included; the next one draws anew.
-
-Seconds run from the first submission to an idle service: filling up counts, and ending what is left over.
-Schemes take turns, seed by seed; the ratios are taken seed by seed.
 """
 
 from __future__ import annotations

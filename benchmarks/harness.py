@@ -245,6 +245,7 @@ ENV = {
 }
 PATIENCE_S = 300.0
 """How long anything may take on a machine that is busy with other things."""
+POLL_S = 0.005
 PER_CALL = 1000
 """Rollouts of one call of submission."""
 _numbers = itertools.count()
@@ -312,6 +313,17 @@ def submit(stack: Stack, requests: list[RolloutRequest]) -> list[str]:
     """Submit rollouts, a thousand a call; their ids."""
     calls = [requests[first : first + PER_CALL] for first in range(0, len(requests), PER_CALL)]
     return [new.id for call in calls for new in stack.client.submit(call)]
+
+
+def seconds_of(work: Callable[[], object], count: int, ended: Callable[[], int]) -> float:
+    """Seconds from the submission of so many rollouts by `work` until so many more have ended."""
+    goal, began = ended() + count, time.monotonic()
+    work()
+    while ended() < goal:
+        if time.monotonic() - began > PATIENCE_S:
+            raise TimeoutError(f"not all of {count} rollouts had ended after {PATIENCE_S:g} s")
+        time.sleep(POLL_S)
+    return time.monotonic() - began
 
 
 def waiting_paths(ids: list[str], cursors: int, streams: int) -> list[str]:

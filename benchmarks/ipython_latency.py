@@ -1,10 +1,9 @@
 """Time of one IPython cell, `1+1`: our sandbox, and Jupyter's Kernel Gateway with a websocket, in one run.
 
 Ours is SandboxClient.ipython in an Apptainer sandbox; the gateway runs on this machine, outside of any
-container. It writes several small messages a cell with Nagle's algorithm on, so a client that acknowledges
-late waits 40 ms for the second: this one acknowledges at once (TCP_QUICKACK), which is its best. For both a
-cell is over at `idle` and `execute_reply`, as "Messaging in Jupyter" has it. They take turns of ten cells, in
-each round with a fresh sandbox and a fresh gateway; a result is lost when the call returns without it.
+container, and its client acknowledges at once (TCP_QUICKACK), which is its best: docs/benchmarks.md says
+why. They take turns of ten cells, in each round with a fresh sandbox and a fresh gateway; a result is lost
+when the call returns without it.
 """
 
 from __future__ import annotations

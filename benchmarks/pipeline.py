@@ -1,12 +1,7 @@
 """Three-stage no-op rollouts through the whole service against the same tasks as a bare Celery chain.
 
-Ours: HTTP submission in one call a thousand, record and state in Redis, claim and finish under a fence,
-timeline, result. Theirs: the same messages, and three workers of the same settings, with the best that we
-know of Celery and whatever the service has (no copies of messages in hand, threads, one message at a
-time, the same bundles of events and transport, messages sent in batches
-and without the building of signatures): what ours takes more is what the service adds. Both are timed
-from the first submission to the last end. Rounds are interleaved; a ratio is that of the medians beside
-it, its spread is taken round by round.
+What the chain has of Celery and what is timed: docs/benchmarks.md#pipeline. Rounds are interleaved; a ratio
+is that of the medians beside it, its spread is taken round by round.
 
 `submit_per_s` counts rollouts that the gateway accepts in calls of a thousand, `equal_chain_submit_per_s`
 messages that a process sends; nobody works on either.
@@ -82,7 +77,6 @@ def submit(count: int) -> None:
 
 SLOTS = 64
 """Of each worker process, on both sides."""
-POLL_S = 0.005
 WARM_UP = 50
 
 
@@ -99,20 +93,15 @@ class Side:
     cpu_ms: list[float] = field(default_factory=list)
     """User and system time a rollout, of the submitter too."""
 
-    def work(self, count: int) -> None:
-        """Submit so many, and return when all have ended."""
-        goal, deadline = self.ended() + count, time.monotonic() + harness.PATIENCE_S
-        self.submit(count)
-        while self.ended() < goal:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{count} chains had not ended after {harness.PATIENCE_S:g} s")
-            time.sleep(POLL_S)
+    def work(self, count: int) -> float:
+        """Submit so many; seconds until all have ended."""
+        return harness.seconds_of(lambda: self.submit(count), count, self.ended)
 
     def round(self, count: int) -> None:
         """Work and take the time, on the clock and of the processors."""
-        cpu = harness.cpu_seconds(self.pids) + time.process_time()
-        self.per_s.append(count / harness.timed(lambda: self.work(count)))
-        self.cpu_ms.append((harness.cpu_seconds(self.pids) + time.process_time() - cpu) / count * 1e3)
+        cpu_s = harness.cpu_seconds(self.pids) + time.process_time()
+        self.per_s.append(count / self.work(count))
+        self.cpu_ms.append((harness.cpu_seconds(self.pids) + time.process_time() - cpu_s) / count * 1e3)
 
 
 def compare(ours: list[float], equal_chain: list[float]) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """Which backend serves a rollout: our placement against four others, and what it costs.
 
-1. A simulated fleet of 8 engines under virtual time, with the service's own scripts in a real Redis:
-   makespan, p95 latency and prefix-cache hits (over all turns) of 500 heavy-tailed rollouts, 128 at once
-   (moderate) and 320 (more than the caches hold). One seed a round; all policies serve the same rollouts. The
-   peers have the same admission as ours (`--every-configuration`: also without it).
-2. Two real vLLM servers, 8 conversations of 8 turns: prefix-cache hits against the best possible, p95 latency
-   of all turns against round robin's, call by call and pinned. Methods take turns.
-3. Acquire and release in a real Redis by 8 client processes, with 256 backends, one and four a round trip,
-   beside a PING by the same clients.
+1. A simulated fleet of 8 engines under virtual time, with the service's own scripts in a real Redis: 500
+   rollouts, one seed a round. The peers have the same admission as ours (`--every-configuration`: also none).
+2. Two real vLLM servers, 8 conversations of 8 turns, against round robin call by call and pinned, in turns.
+3. Acquire and release by 8 client processes, one and four a round trip, beside a PING by the same clients.
+
+More in docs/benchmarks.md#routing.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ warm         the same of a host that keeps 4 ready; they are ready again before 
 exec         `apptainer exec … bash -c 'echo hi'`, from its start to its end
 exec_output  the same to its output: the stricter, for now both have done the same, and have an end to come
 
-They take turns; ratios are of medians. Then 40 cold starts at once until the last output, against 40 execs
-that wait after their output as our shells do: `starts_ratio_to_exec`, execs begun as many at a time as is
-fastest for them (one a core, two a core, all). Then 100 sandboxes held at once: PSS of their processes (RSS,
-which is more, where PSS is closed to us), plus their files where these lie in memory. At the end all is
-stopped, and what is left is counted. The short form does a fifth of everything.
+They take turns. Then 40 cold starts at once until the last output, against 40 execs; then 100 sandboxes
+held at once: PSS of their processes, plus their files where these lie in memory. At the end all is stopped,
+and what is left is counted. The short form does a fifth of everything. More in
+docs/benchmarks.md#sandbox_start.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """How throughput grows with nodes, how stages overlap, and what a head with 2,000 live rollouts costs.
 
-A real head (Redis, gateway) and 1 or 8 virtual nodes on this machine: each has an INIT, a RUN and an EVAL
-worker process of its own, and its own queues for what its sandboxes hold. Sandboxes, engine and scoring are
-sleeps, so that 24 workers find room on two cores; a simulated sandbox host speaks the real one's protocol.
-
-* Weak scaling: work grows with the nodes. Strong: the work of the most nodes on one of them. Throughput is
-  rollouts over the time from the first submission to the last end: filling up and running dry count.
-  Efficiency = throughput / (nodes x throughput of one node).
-* Overlap: EVAL as long as RUN. What RUN's slots could do at most is the bound.
-* Head: 2,000 rollouts are submitted at once and kept at 2,000 live while a trainer reads each result with its
-  trajectory, acknowledges it and submits another one, and 400 clients wait. Dispatch is the time from the
-  moment a rollout could be claimed for a stage (queued, ready, evaluating) until a worker claimed it; slots
-  are free all the time. The worst stage counts; `dispatch_p99_s_with_wave` is of all claims since the first
-  submission, `dispatch_p99_s_in_turnover` of those since the wave lives.
+A real head (Redis, gateway) and 1 or 8 virtual nodes on this machine, whose sandboxes, engine and scoring
+are sleeps. Weak scaling: work grows with the nodes; strong: the work of the most nodes on one of them.
+Efficiency is throughput over that of one node times the nodes. What each key is: docs/scaling.md#measured.
+Dispatch is the time from the moment a rollout could be claimed for a stage (queued, ready, evaluating)
+until a worker claimed it.
 
 Weak scaling is done `--rounds` times, the rest once.
 """

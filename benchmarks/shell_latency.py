@@ -1,19 +1,9 @@
 """Overhead of one shell command in our sandbox, and in what others do instead, in the same run.
 
-From the call to the returned output of `echo hi`; the methods take turns of ten commands:
-
-ours            SandboxClient.bash in an Apptainer sandbox without network
-tmux_polled     what OpenHands did: tmux, screen read every 0.5 s, 0.1 s to clear it
-tmux_wait_for   tmux without poll and pause: the prompt reports to `tmux wait-for`
-swe_rex         BashSession of SWE-ReX's LocalRuntime on this machine, in this process
-pexpect         pexpect.replwrap.bash() on this machine, with pexpect's defaults
-apptainer_exec  a new container of our unpacked image for each command
-host_pty        the floor: bash on a pseudo terminal of this machine, no container
-
-Ratios are of medians, but those to polled tmux of means: its first look races the prompt, so that a command
-takes 0.12 s or 0.62 s. A processor that has idled wakes up slowly, so four of them are measured after pauses
-of 50 ms and 1 s, too: keys that end so. Then 60 commands `sleep D; echo done`, D from an exponential
-distribution with a mean of 0.385 s, through ours and polled tmux. The short form does a tenth of it.
+From the call to the returned output of `echo hi`; seven methods take turns of ten commands, four of them
+after pauses of 50 ms and 1 s, too: keys that end so. Ratios are of medians, but those to polled tmux of
+means. Then 60 commands `sleep D; echo done`, D from an exponential distribution with a mean of 0.385 s,
+through ours and polled tmux. The short form does a tenth of it. More in docs/benchmarks.md#shell_latency.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@ ours      EVAL of the gold patch: a fresh sandbox from a pool that is full, patc
 by hand   nothing of the service: `apptainer exec` of the instance's image directory, `git apply` of both
           patches, pytest with `--junitxml`; the seconds are those of pytest alone
 
-They take turns, instance by instance; overhead and ratio are medians of a turn's. `resolved_agreement` is of
-five patches of each instance: the gold one, its first hunk, none, one without effect, one that does not fit.
-By hand an instance is resolved where that XML has passed all of FAIL_TO_PASS and PASS_TO_PASS. The short form
-takes one instance.
+They take turns, instance by instance; overhead and ratio are medians of a turn's. By hand an instance is
+resolved where that XML has passed all of FAIL_TO_PASS and PASS_TO_PASS. The short form takes two instances.
 """
 
 from __future__ import annotations

@@ -3,10 +3,7 @@
 The demo model plays calculator episodes on a real embedded server, in the service's own stages and engine
 client, through a proxy that writes down what the engine read and sampled. Its bash is played (what a hot
 policy writes shall not run here). Each trajectory is then sent down three ways, each a key by temperature:
-
-  turns     every sampled turn, ids to text to ids
-  messages  each later prompt rendered anew from messages and parsed calls, as a chat-completions client does
-  whole     the whole conversation, ids to text to ids, as a trainer does that tokenises transcripts
+its turns, its later prompts as `messages`, and the `whole` conversation (docs/benchmarks.md#token_drift).
 """
 
 from __future__ import annotations

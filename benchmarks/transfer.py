@@ -1,18 +1,14 @@
 """How fast a batch's trajectories reach the trainer as NumPy arrays, and in how many bytes.
 
 Real gateway, Redis, Celery fleets and one batch of `--count` rollouts (groups of 8); only the model is made
-up: the handler leaves `--tokens` response tokens in `--turns` turns, with observations and texts in between.
+up. `mb_per_s` is of the bytes of `response_ids` and `logprobs` of all rollouts, from the first request to
+the last array; `ratio_to_json` is to what the same client makes of JSON with Python lists. Bodies' bytes
+are compared with the reference's result objects for the same rollouts, as compact JSON: each assistant
+message carries `input_ids` (its whole prompt), `token_ids` and `logprobs`;
+`bytes_ratio_to_json_without_input_ids` leaves the prompts out.
 
-* `mb_per_s`: bytes of the arrays `response_ids` (int32) and `logprobs` (float32) of all rollouts, over the
-  time from the first request to the last array. Prompt ids, masks, policy versions, texts and records come
-  along in that time and are not counted. Loopback, one client, one gateway process; MB = 10^6 bytes.
-* `ratio_to_json`: the same over what the same client makes of JSON with Python lists, in the same run.
-* `bytes_ratio_to_reference_json`: bytes of the answers' bodies over those of the reference's result objects
-  for the same rollouts, as compact JSON: each assistant message carries `input_ids` (its whole prompt),
-  `token_ids` and `logprobs`. `bytes_ratio_to_json_without_input_ids` leaves the prompts out.
-
-A reading before all is not counted: it imports and opens what the others find. `--rounds 1` takes
-shorter responses.
+A reading before all is not counted: it imports and opens what the others find. `--rounds 1` takes shorter
+responses. More in docs/benchmarks.md#transfer.
 """
 
 from __future__ import annotations
