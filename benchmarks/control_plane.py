@@ -139,7 +139,8 @@ def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool) -> di
         Under `seconds` those until each of its rollouts has another worker; under `start_s` what starting a
         spare took, until it had announced itself.
     """
-    victim, figures = fleet[stage], {}
+    queues = next(queues for queues in fleet if stage in queues.split(","))
+    victim, figures = fleet[queues], {}
     request = RolloutRequest(handler="noop", task={f"{stage}_s": 3600.0}, n=HELD, tags=["held"])
     ids = [new.id for new in stack.client.submit([request])]
 
@@ -147,18 +148,18 @@ def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool) -> di
         with stack.redis.client.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
                 pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
-            return pipe.execute() == [[STATES[stage], fleet[stage].name]] * HELD
+            return pipe.execute() == [[STATES[stage], fleet[queues].name]] * HELD
 
     wait_until(held, PATIENCE_S, f"{HELD} leases", victim)
     if spare:
-        fleet[stage] = harness.launch(stack, stage, SLOTS)
-        start = partial(harness.await_worker, stack, stage, fleet[stage])
+        fleet[queues] = harness.launch(stack, queues, SLOTS)
+        start = partial(harness.await_worker, stack, stage, fleet[queues])
         figures["start_s"] = harness.timed(start)
     os.killpg(victim.pid, signal.SIGKILL)
     began = time.monotonic()
     if not spare:
-        fleet[stage] = harness.launch(stack, stage, SLOTS)
-    wait_until(held, PATIENCE_S, f"{HELD} new leases", fleet[stage])
+        fleet[queues] = harness.launch(stack, queues, SLOTS)
+    wait_until(held, PATIENCE_S, f"{HELD} new leases", fleet[queues])
     figures["seconds"] = time.monotonic() - began
     harness.discard(stack, [victim])
     stack.client.cancel_many(tag="held")
@@ -175,7 +176,7 @@ def main(options: harness.Options) -> harness.Report:
     start_s = []
     with harness.service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
         waiting = wait_at_gateway(stack, stack.gateway, stack.url, SHORT_S if short else LONG_S)
-        fleet = harness.start_fleet(stack, SLOTS)
+        fleet = harness.start_fleet(stack, SLOTS, short)
         cpu_ms = race(stack, fleet, options.rounds, options.count)["cpu_ms"]
         for _, stage in zip(range(options.rounds), itertools.cycle(STATES)):
             for kind, seconds in over_s.items():

@@ -6,8 +6,8 @@ uninformative. What is timed, and how old a group may be: docs/benchmarks.md#dyn
 turns, seed by seed.
 
 * Ours: one batch after the other; each takes over what the one before left under way.
-* Synchronous: a round of 5 prompts for each group that is missing, waited for to its last rollout, and another
-  round while groups are missing. Surplus is kept for the next iteration.
+* Synchronous: a round of 5 prompts for each group that is missing, waited for to its last rollout, and more
+  rounds while groups are missing. Surplus is kept for the next iteration.
 * Restart (the reference's scheme): slots are refilled and redundant rollouts ended early, too, but at the end
   of an iteration all that is under way is dropped, finished siblings included; the next one draws anew.
 """
@@ -184,8 +184,8 @@ def main(options: harness.Options) -> harness.Report:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEMES}
     handlers = "benchmarks.dynamic_sampling:Sleeper"
     with fake_engine() as engine, harness.service(ROLLOUT_HANDLERS=handlers) as stack:
-        for queue, slots in {"init": 32, "eval": 32, "run": options.slots}.items():
-            stack.start_worker(queue, slots=slots)
+        for queues in harness.split(harness.STAGES, short=options.rounds == 1):
+            stack.start_worker(queues, slots=options.slots if "run" in queues else 32)
         stack.client.add_backend(engine.url)
         stack.client.run([RolloutRequest(handler="sleeper", task={"seconds": [0.0], "rewards": [1.0]})])
         count = options.iterations * options.groups * 2 * PROMPTS_A_GROUP + ENOUGH

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -287,13 +287,18 @@ def await_worker(stack: Stack, stage: str, worker: Process) -> None:
     wait_until(announced, PATIENCE_S, f"worker {worker.name}", worker)
 
 
-def start_fleet(stack: Stack, slots: int) -> dict[str, Process]:
-    """One worker for each stage."""
-    fleet = {stage: launch(stack, stage, slots) for stage in STAGES}
-    for stage, worker in fleet.items():
-        await_worker(stack, stage, worker)
+def start_fleet(stack: Stack, slots: int, short: bool) -> dict[str, Process]:
+    """Workers by their queues: one for each stage, in the short form one for all."""
+    fleet = {queues: launch(stack, queues, slots) for queues in split(STAGES, short)}
+    for queues, worker in fleet.items():
+        await_worker(stack, queues.split(",")[0], worker)
     wait_until(lambda: stack.redis.client.exists(keys.HANDLERS), PATIENCE_S, "the handlers to be announced")
     return fleet
+
+
+def split(queues: Sequence[str], short: bool) -> list[str]:
+    """Queues of each worker: a start takes seconds of a processor, so the short form has one worker."""
+    return [",".join(queues)] if short else list(queues)
 
 
 def discard(stack: Stack, workers: Iterable[Process]) -> None:

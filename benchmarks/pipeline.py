@@ -122,7 +122,10 @@ def submit_ours(stack: Stack, count: int) -> None:
 
 def race(stack: Stack, fleet: dict[str, Process], rounds: int, count: int) -> dict[str, dict[str, Any]]:
     """Let both sides work, in turns; each has `SLOTS` slots a stage. What `compare` says of each figure."""
-    peers = [harness.launch(stack, queue, SLOTS, app="benchmarks.pipeline") for queue in QUEUES]
+    peers = [
+        harness.launch(stack, queues, SLOTS, app="benchmarks.pipeline")
+        for queues in harness.split(QUEUES, short=rounds == 1)
+    ]
     app.conf.broker_url = stack.redis.url
     sides = {
         "theirs": Side(
@@ -161,9 +164,10 @@ def submissions(stack: Stack, rounds: int, count: int) -> dict[str, Any]:
 
 def main(options: harness.Options) -> harness.Report:
     count, rounds = options.count, options.rounds
+    short = rounds == 1
     with harness.service() as stack:
-        submits = submissions(stack, rounds, count if rounds == 1 else 3 * harness.PER_CALL)
-        figures = race(stack, harness.start_fleet(stack, SLOTS), rounds, count)
+        submits = submissions(stack, rounds, count if short else 3 * harness.PER_CALL)
+        figures = race(stack, harness.start_fleet(stack, SLOTS, short), rounds, count)
         ping_ms = harness.median_ms(stack.redis.client.ping, 200)
     return {
         "results": {
