@@ -14,18 +14,20 @@ import os
 import random
 import re
 import secrets
-import signal
 import statistics
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import pexpect.replwrap
 import ptyprocess
+from swerex.exceptions import CommandTimeoutError
+from swerex.runtime.abstract import BashAction, CloseBashSessionRequest, CreateBashSessionRequest
+from swerex.runtime.local import LocalRuntime
 
 from benchmarks import harness
 from sandbox.client import SandboxClient
@@ -33,8 +35,8 @@ from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 
 # -- the ways to a shell -------------------------------------------------------------------------------
-# Each is a block that yields `run(command) -> output`. All but ours and `apptainer_exec` run on the machine
-# itself, without a container.
+# Each returns `run(command) -> output`; what it starts ends with `stack`. All but ours and `apptainer_exec`
+# run on the machine itself, without a container.
 
 
 Run = Callable[[str], str]
@@ -49,22 +51,19 @@ PS1 = "\n" + "\n".join(("<<<prompt", *FACTS, "prompt>>>")) + "\n"
 PROMPT = re.compile(r"<<<prompt\s+-?\d+.*?prompt>>>", re.DOTALL)
 
 
-@contextmanager
-def ours(host: HostClient) -> Iterator[Run]:
+def ours(stack: ExitStack, host: HostClient) -> Run:
     """The persistent shell of an Apptainer sandbox without network, from outside, as a worker calls it."""
-    with asyncio.Runner() as runner:
-        info = runner.run(host.start(SandboxSpec(runtime="apptainer")))
-        client = SandboxClient(info.socket)
-        try:
-            yield lambda command: runner.run(client.bash(command, LIMIT_S)).output
-        finally:
-            runner.run(client.close())
+    runner = stack.enter_context(asyncio.Runner())
+    info = runner.run(host.start(SandboxSpec(runtime="apptainer")))
+    client = SandboxClient(info.socket)
+    stack.callback(lambda: runner.run(client.close()))
+    return lambda command: runner.run(client.bash(command, LIMIT_S)).output
 
 
-@contextmanager
-def host_pty(env: dict[str, str]) -> Iterator[Run]:
+def host_pty(stack: ExitStack, env: dict[str, str]) -> Run:
     """The floor: bash on a pseudo terminal; a second line prints a marker. Right for single lines only."""
     process = ptyprocess.PtyProcess.spawn(BASH, env=env, echo=False, dimensions=(50, 200))
+    stack.callback(process.close, force=True)
     attributes = termios.tcgetattr(process.fd)
     attributes[1] &= ~termios.OPOST
     termios.tcsetattr(process.fd, termios.TCSANOW, attributes)
@@ -78,62 +77,47 @@ def host_pty(env: dict[str, str]) -> Iterator[Run]:
             output += os.read(process.fd, 65536)
         return output[: -len(end)].decode(errors="replace")
 
-    try:
-        run("PS1= PS2=; unset PROMPT_COMMAND; set +o history")
-        yield run
-    finally:
-        process.kill(signal.SIGKILL)
-        process.wait()
-        process.close(force=True)
+    run("PS1= PS2=; unset PROMPT_COMMAND; set +o history")
+    return run
 
 
-@contextmanager
-def swe_rex() -> Iterator[Run]:
+def swe_rex(stack: ExitStack) -> Run:
     """SWE-ReX's LocalRuntime in this process, with its defaults: its HTTP server would add to it."""
-    from swerex.exceptions import CommandTimeoutError
-    from swerex.runtime.abstract import BashAction, CloseBashSessionRequest, CreateBashSessionRequest
-    from swerex.runtime.local import LocalRuntime
-
     for name in ("rex-session", "rex-runtime", "quiet"):  # it reports each action on standard output
         logging.getLogger(name).setLevel(logging.CRITICAL)
     runtime = LocalRuntime(logger=logging.getLogger("quiet"))
-    with asyncio.Runner() as runner:
+    runner = stack.enter_context(asyncio.Runner())
 
-        def start() -> None:
-            # Its own limit for that is 1 s, too little for a loaded machine.
-            runner.run(runtime.create_session(CreateBashSessionRequest(startup_timeout=LIMIT_S)))
+    def start() -> None:
+        # Its own limit for that is 1 s, too little for a loaded machine.
+        runner.run(runtime.create_session(CreateBashSessionRequest(startup_timeout=LIMIT_S)))
 
-        def run(command: str) -> str:
-            # It waits 0.1 s for its last prompt, whatever limit is set; a loaded machine may miss that, and
-            # the session is lost then: a new one takes the command again, which medians do not see.
-            while True:
-                with suppress(CommandTimeoutError):
-                    action = BashAction(command=command, timeout=LIMIT_S)
-                    return runner.run(runtime.run_in_session(action)).output
-                runner.run(runtime.close_session(CloseBashSessionRequest()))
-                start()
+    def run(command: str) -> str:
+        # It waits 0.1 s for its last prompt, whatever limit is set; a loaded machine may miss that, and the
+        # session is lost then: a new one takes the command again, which medians do not see.
+        while True:
+            with suppress(CommandTimeoutError):
+                action = BashAction(command=command, timeout=LIMIT_S)
+                return runner.run(runtime.run_in_session(action)).output
+            runner.run(runtime.close_session(CloseBashSessionRequest()))
+            start()
 
-        start()
-        try:
-            yield run
-        finally:
-            runner.run(runtime.close())
+    stack.callback(lambda: runner.run(runtime.close()))
+    start()
+    return run
 
 
-@contextmanager
-def pexpect_repl() -> Iterator[Run]:
+def pexpect_repl(stack: ExitStack) -> Run:
     """pexpect's own wrapper of bash, with its defaults."""
     repl = pexpect.replwrap.bash()
-    try:
-        yield partial(repl.run_command, timeout=LIMIT_S)
-    finally:
-        repl.child.close(force=True)
+    stack.callback(repl.child.close, force=True)
+    return partial(repl.run_command, timeout=LIMIT_S)
 
 
 class Tmux:
     """One bash in a private tmux server, typed to with `send-keys` and read with `capture-pane`."""
 
-    def __init__(self, directory: Path, env: dict[str, str]):
+    def __init__(self, stack: ExitStack, directory: Path, env: dict[str, str]):
         """`directory`: for the socket, made here; short. `env`: all that bash gets."""
         directory.mkdir()
         self.socket = directory / "tmux"
@@ -141,6 +125,7 @@ class Tmux:
         shell = "bash --noprofile --norc"
         # Long lines and long outputs must not be wrapped or scrolled away.
         self("-f", "/dev/null", "new-session", "-d", "-s", "s", "-x", "1000", "-y", "1000", shell)
+        stack.callback(self, "kill-server")
         self("set-option", "-g", "history-limit", "10000")
         self("new-window", "-t", "s:", shell)  # the limit counts for windows made after it was set
         self("kill-window", "-t", "s:0")
@@ -160,13 +145,11 @@ class Tmux:
         raise RuntimeError(f"no prompt after {look} looks; the screen of tmux ends with {screen[-300:]!r}")
 
 
-@contextmanager
-def tmux_polled(directory: Path, env: dict[str, str], looks: list[int]) -> Iterator[Run]:
+def tmux_polled(tmux: Tmux, looks: list[int]) -> Run:
     """As OpenHands' BashSession of November 2025, written anew from its behaviour, poll and pause its own.
 
     After each command the screen is cleared, with a pause of 0.1 s. `looks` gets how many each command took.
     """
-    tmux = Tmux(directory, env)
 
     def run(command: str, prompts: int = 2, pause_s: float = POLL_S) -> str:
         # A line and Enter, each by a process of its own, as libtmux does it.
@@ -177,20 +160,15 @@ def tmux_polled(directory: Path, env: dict[str, str], looks: list[int]) -> Itera
         tmux("send-keys", "-t", "s:", "C-l")
         time.sleep(CLEAR_S)
         tmux("clear-history", "-t", "s:")
-        return PROMPT.split(screen)[-2].strip("\n").partition("\n")[2].strip("\n")
+        return PROMPT.split(screen)[prompts - 1].strip("\n").partition("\n")[2].strip("\n")
 
-    try:
-        run(f"PS2= PS1='{PS1}'", prompts=1, pause_s=0.05)
-        looks.clear()
-        yield run
-    finally:
-        tmux("kill-server")
+    run(f"PS2= PS1='{PS1}'", prompts=1, pause_s=0.05)
+    looks.clear()
+    return run
 
 
-@contextmanager
-def tmux_wait_for(directory: Path, env: dict[str, str]) -> Iterator[Run]:
+def tmux_wait_for(tmux: Tmux) -> Run:
     """The best that one can do with tmux: nothing sleeps, the prompt itself reports to `tmux wait-for`."""
-    tmux = Tmux(directory, env)
 
     def run(command: str) -> str:
         enter = ("send-keys", "-t", "s:", "Enter")
@@ -200,11 +178,8 @@ def tmux_wait_for(directory: Path, env: dict[str, str]) -> Iterator[Run]:
         tmux("send-keys", "-t", "s:", "-R", ";", "clear-history", "-t", "s:")
         return PROMPT.split(screen)[0].partition("\n")[2].strip("\n")
 
-    try:
-        run(f"PROMPT_COMMAND='tmux -S {tmux.socket} wait-for -S over' PS2= PS1='{PS1}'")
-        yield run
-    finally:
-        tmux("kill-server")
+    run(f"PROMPT_COMMAND='tmux -S {tmux.socket} wait-for -S over' PS2= PS1='{PS1}'")
+    return run
 
 
 # -- the comparison ------------------------------------------------------------------------------------
@@ -234,16 +209,15 @@ class Bench:
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb", "LANG": "C.UTF-8"}
         env["HOME"] = str(directory)
         self.looks: list[int] = []
-        methods = {
-            "ours": ours(host),
-            "tmux_polled": tmux_polled(directory / "polled", env, self.looks),
-            "tmux_wait_for": tmux_wait_for(directory / "awaited", env),
-            "swe_rex": swe_rex(),
-            "pexpect": pexpect_repl(),
-            "apptainer_exec": nullcontext(harness.PlainApptainer(directory / "exec").run),
-            "host_pty": host_pty(env),
+        self.methods: dict[str, Run] = {
+            "ours": ours(stack, host),
+            "tmux_polled": tmux_polled(Tmux(stack, directory / "polled", env), self.looks),
+            "tmux_wait_for": tmux_wait_for(Tmux(stack, directory / "awaited", env)),
+            "swe_rex": swe_rex(stack),
+            "pexpect": pexpect_repl(stack),
+            "apptainer_exec": harness.PlainApptainer(directory / "exec").run,
+            "host_pty": host_pty(stack, env),
         }
-        self.methods = {name: stack.enter_context(method) for name, method in methods.items()}
         self.wrong = dict.fromkeys(self.methods, 0)
         for name in self.methods:
             self.time(name)
