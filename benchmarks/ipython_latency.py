@@ -12,15 +12,15 @@ import asyncio
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import aiohttp
+import httpx
 
 from benchmarks import harness
 from sandbox.client import SandboxClient
@@ -28,62 +28,50 @@ from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 from tests.helpers.llm_servers import free_port
 
-Cell = Callable[[], Awaitable[str]]
-"""Runs the cell once; its result."""
+Cell = Callable[[], str]
+"""Runs the cell once; its result. What it needs ends with a stack."""
 
 TURN = 10
 CODE, RESULT = "1+1", "2"
 START_S, CELL_S = 120.0, 60.0
 
 
-@asynccontextmanager
-async def sandbox_cell(host: HostClient) -> AsyncIterator[Cell]:
+def sandbox_cell(stack: ExitStack, runner: asyncio.Runner, host: HostClient) -> Cell:
     """Cells in a sandbox of our own."""
-    info = await host.start(SandboxSpec(runtime="apptainer"))
-
-    async def run_cell() -> str:
-        # Ours marks a result with its number, as IPython does.
-        return (await client.ipython(CODE, CELL_S)).output.strip().rpartition(" ")[2]
-
-    async with SandboxClient(info.socket) as client:
-        yield run_cell
-    await host.release(info.id)
+    info = runner.run(host.start(SandboxSpec(runtime="apptainer")))
+    stack.callback(lambda: runner.run(host.release(info.id)))
+    client = SandboxClient(info.socket)
+    stack.callback(lambda: runner.run(client.close()))
+    # Ours marks a result with its number, as IPython does.
+    return lambda: runner.run(client.ipython(CODE, CELL_S)).output.strip().rpartition(" ")[2]
 
 
-@asynccontextmanager
-async def gateway_cell(directory: Path) -> AsyncIterator[Cell]:
+def gateway_cell(stack: ExitStack, runner: asyncio.Runner, directory: Path) -> Cell:
     """Cells in a kernel of a gateway of our own on a free loopback port; `directory` is for all its files."""
     token, port = secrets.token_hex(16), free_port()
-    url = f"http://127.0.0.1:{port}/api/kernels"
+    url, headers = f"http://127.0.0.1:{port}/api/kernels", {"Authorization": f"token {token}"}
     names = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kernel_gateway", "--ip=127.0.0.1", f"--port={port}"],
-        env=dict.fromkeys(names, str(directory)) | {"PATH": os.environ["PATH"], "KG_AUTH_TOKEN": token},
-        stdin=subprocess.DEVNULL,
-        stderr=(directory / "gateway.log").open("wb"),
-        start_new_session=True,
-    )
-    try:
-        async with aiohttp.ClientSession(headers={"Authorization": f"token {token}"}) as http:
-            async with asyncio.timeout(START_S):
-                kernel = await _make_kernel(http, url, process)
-            async with http.ws_connect(f"{url}/{kernel}/channels") as websocket:
-                yield partial(_run_cell, websocket)
-    finally:
-        for member in harness.family([process.pid]):
-            member.kill()
-        process.wait()
+    env = dict.fromkeys(names, str(directory)) | {"PATH": os.environ["PATH"], "KG_AUTH_TOKEN": token}
+    argv = [sys.executable, "-m", "kernel_gateway", "--ip=127.0.0.1", f"--port={port}"]
+    process = harness.Process("kernel_gateway", argv, directory, env)
+    stack.callback(process.kill)
+    stack.callback(lambda: [member.kill() for member in harness.family([process.pid])])
 
-
-async def _make_kernel(http: aiohttp.ClientSession, url: str, process: subprocess.Popen[bytes]) -> str:
-    """Id of a new kernel, as soon as the gateway answers."""
-    while process.poll() is None:
+    def make_kernel() -> str | None:
         try:
-            async with http.post(url, json={}, raise_for_status=True) as answer:
-                return (await answer.json())["id"]
-        except aiohttp.ClientConnectorError:
-            await asyncio.sleep(0.01)
-    raise RuntimeError(f"the Kernel Gateway ended with {process.returncode}; run make setup-bench")
+            answer = httpx.post(url, json={}, headers=headers, timeout=START_S)
+        except httpx.ConnectError:
+            return None
+        return answer.raise_for_status().json()["id"]
+
+    async def connect() -> tuple[aiohttp.ClientSession, aiohttp.ClientWebSocketResponse]:
+        session = aiohttp.ClientSession(headers=headers)
+        return session, await session.ws_connect(f"{url}/{kernel}/channels")
+
+    kernel = harness.wait_until(make_kernel, START_S, "the Kernel Gateway, of make setup-bench", process)
+    session, websocket = runner.run(connect())
+    stack.callback(lambda: runner.run(session.close()))
+    return lambda: runner.run(_run_cell(websocket))
 
 
 async def _run_cell(websocket: aiohttp.ClientWebSocketResponse) -> str:
@@ -111,7 +99,7 @@ def main(options: harness.Options) -> harness.Report:
 
     def time_cell(name: str) -> float:
         results: list[str] = []
-        taken = harness.timed(lambda: results.append(runner.run(cells[name]())))
+        taken = harness.timed(lambda: results.append(cells[name]()))
         lost[name] += results != [RESULT]
         return taken
 
@@ -119,21 +107,17 @@ def main(options: harness.Options) -> harness.Report:
         for number in range(options.rounds):
             files = directory / str(number)
             files.mkdir()
-            with asyncio.Runner() as runner:
-                stack = AsyncExitStack()
-                try:
-                    cells = {
-                        "ours": runner.run(stack.enter_async_context(sandbox_cell(host))),
-                        "gateway": runner.run(stack.enter_async_context(gateway_cell(files))),
-                    }
-                    methods = {name: partial(time_cell, name) for name in cells}
-                    for method in methods.values():
-                        method()  # once without being counted: the kernel is ready then
-                    repetitions = dict.fromkeys(methods, options.count)
-                    for name, values in harness.take_turns(methods, repetitions, TURN).items():
-                        seconds[name] += values
-                finally:
-                    runner.run(stack.aclose())
+            with asyncio.Runner() as runner, ExitStack() as stack:
+                cells = {
+                    "ours": sandbox_cell(stack, runner, host),
+                    "gateway": gateway_cell(stack, runner, files),
+                }
+                methods = {name: partial(time_cell, name) for name in cells}
+                for method in methods.values():
+                    method()  # once without being counted: the kernel is ready then
+                repetitions = dict.fromkeys(methods, options.count)
+                for name, values in harness.take_turns(methods, repetitions, TURN).items():
+                    seconds[name] += values
             cell_ms = {name: harness.spread_ms(values) for name, values in seconds.items()}
             harness.say(f"round {number + 1}: {cell_ms}")
     results = {

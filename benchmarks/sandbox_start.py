@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ AT_ONCE = 40
 HELD = 100
 SHORT = 5
 """Of everything, the short form does this part only."""
-SETTLE_LOOKS = 100
+SETTLE_S = 10.0
 HOST_FILES = {"host.lock", "host.log", "start.lock"}
 """What a sandbox host that was stopped leaves in its directory on purpose."""
 
@@ -132,11 +132,9 @@ class Bench:
 
     def count_at_rest(self) -> dict[str, int]:
         """The same when nothing is left, or after some seconds."""
-        for _ in range(SETTLE_LOOKS):
-            if not any((counts := self.count()).values()):
-                break
-            time.sleep(0.1)
-        return counts
+        with suppress(TimeoutError):
+            harness.wait_until(lambda: not any(self.count().values()), SETTLE_S, "the end of everything")
+        return self.count()
 
     def _exec(self, script: str) -> subprocess.Popen[str]:
         container = self._apptainer.start(script)

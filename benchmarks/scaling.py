@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,7 +56,7 @@ class Trainer:
     def __init__(self, nodes: Nodes, load: Load) -> None:
         self._stack, self._load = nodes.stack, load
         self._chance = random.Random(0)
-        self._stop = threading.Event()
+        self._cursor = "0"
         self.submitted: list[str] = []
         self.read = 0
         """Results read so far."""
@@ -74,22 +71,12 @@ class Trainer:
         ]
         self.submitted += harness.submit(self._stack, requests)
 
-    @contextmanager
-    def training(self) -> Iterator[Future[None]]:
-        """Train in a thread until the end of the block; the future ends early only by an error."""
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(self._train)
-            try:
-                yield future
-            finally:
-                self._stop.set()
-            future.result()
-
-    def _train(self) -> None:
-        client, cursor = self._stack.client, "0"
-        while not self._stop.is_set():
-            page = client.results(cursor=cursor, wait=1.0, tag=TAG, include="arrays")
-            cursor = page.cursor
+    def train(self, is_over: Callable[[], bool]) -> None:
+        """Train until it is over; that is asked at least once a second."""
+        client = self._stack.client
+        while not is_over():
+            page = client.results(cursor=self._cursor, wait=1.0, tag=TAG, include="arrays")
+            self._cursor = page.cursor
             if not page.rollouts:
                 continue
             if any(len(item.arrays.response_ids) != self._load.tokens for item in page.rollouts):
@@ -107,6 +94,7 @@ def measure(nodes: Nodes, load: Load) -> dict[str, Any]:
     """
     stack, trainer = nodes.stack, Trainer(nodes, load)
     head = {"redis": stack.redis.pid, "gateway": stack.gateway.pid}
+    rss_mb, live = [], []
 
     def now() -> float:
         seconds, micros = stack.redis.client.time()
@@ -115,30 +103,30 @@ def measure(nodes: Nodes, load: Load) -> dict[str, Any]:
     def cpu_s() -> dict[str, float]:
         return {part: harness.cpu_seconds([pid]) for part, pid in head.items()}
 
+    def all_live() -> bool:
+        if now() > wave_began + PATIENCE_S:
+            raise TimeoutError(f"after {PATIENCE_S:g} s RUN did not have {load.live} rollouts")
+        return harness.in_state(stack, *LIVE_STATES[:3]) <= STRAY * load.live
+
+    def enough() -> bool:
+        if time.monotonic() > began + SAMPLE_S * len(live):
+            rss_mb.append(harness.memory_mb(head.values(), "rss"))
+            live.append(harness.in_state(stack, *LIVE_STATES))
+        clients.read()
+        return time.monotonic() > began + load.seconds and trainer.read - read >= LEAST
+
     wave_began = now()
     trainer.submit(load.live, 0.05, 1.0)  # as if met at any time of their lives: they do not end together
-    with trainer.training() as training:
-        wait_until(
-            lambda: training.done() or harness.in_state(stack, *LIVE_STATES[:3]) <= STRAY * load.live,
-            PATIENCE_S,
-            f"RUN of {load.live} rollouts",
-        )
-        wave_ended = now()
-        harness.say(f"head: {load.live} live after {wave_ended - wave_began:.1f} s")
-        rss_mb, live = [], []
-        running = stack.redis.client.zrange("rollouts:state:running", -POLLS, -1)
-        paths = harness.waiting_paths(running, CURSORS, STREAMS)
-        with Waiters("127.0.0.1", stack.port, paths) as clients:
-            cpu_before, began, read = cpu_s(), time.monotonic(), trainer.read
-            while not training.done() and (
-                time.monotonic() < began + load.seconds or trainer.read - read < LEAST
-            ):
-                rss_mb.append(harness.memory_mb(head.values(), "rss"))
-                live.append(harness.in_state(stack, *LIVE_STATES))
-                clients.read()
-                time.sleep(SAMPLE_S)
-            seconds, ended, end = time.monotonic() - began, trainer.read - read, now()
-            cores = {part: (used - cpu_before[part]) / seconds for part, used in cpu_s().items()}
+    trainer.train(all_live)
+    wave_ended = now()
+    harness.say(f"head: {load.live} live after {wave_ended - wave_began:.1f} s")
+    running = stack.redis.client.zrange("rollouts:state:running", -POLLS, -1)
+    paths = harness.waiting_paths(running, CURSORS, STREAMS)
+    with Waiters("127.0.0.1", stack.port, paths) as clients:
+        cpu_before, began, read = cpu_s(), time.monotonic(), trainer.read
+        trainer.train(enough)
+        seconds, ended, end = time.monotonic() - began, trainer.read - read, now()
+        cores = {part: (used - cpu_before[part]) / seconds for part, used in cpu_s().items()}
     p99_s = {
         "wave_included": dispatch_p99_s(nodes, trainer.submitted, wave_began, end),
         "in_turnover": dispatch_p99_s(nodes, trainer.submitted, wave_ended, end),
