@@ -41,6 +41,10 @@ from workers.agent.llm import EngineClient, session
 from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter
 
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Of the simulations and of clients: what they import is imported once."""
+PROCESSES.set_forkserver_preload(["benchmarks.harness", "benchmarks._fleet", "workers.agent.router"])
+
 # -- two vLLM servers ----------------------------------------------------------------------------------
 
 
@@ -228,7 +232,7 @@ def compare_policies(count: int, seeds: int, every_configuration: bool) -> dict[
     """Figures of each policy at each load, and under `ratios` ours to each peer's, seed by seed."""
     names = ["ours", *PEERS, *(OTHERS if every_configuration else ())]
     jobs = [(name, count, seed, load) for seed in range(1, seeds + 1) for load in LOADS for name in names]
-    with CONTEXT.Pool(2) as pool:
+    with PROCESSES.Pool(2) as pool:
         outcomes = dict(zip(jobs, pool.starmap(simulated, jobs, chunksize=1), strict=True))
     results: dict[str, Any] = {}
     for load in LOADS:
@@ -266,10 +270,9 @@ def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
         seconds: Of each measurement.
     """
     figures: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    context = multiprocessing.get_context("spawn")
     with harness.private_redis() as server:
         _fill(BackendStore(server.client))
-        with context.Pool(CLIENTS, _start, (server.url, context.Barrier(CLIENTS))) as pool:
+        with PROCESSES.Pool(CLIENTS, _start, (server.url, PROCESSES.Barrier(CLIENTS))) as pool:
             for _, way in itertools.product(range(rounds), WAYS):
                 # The barrier sees to it that each process takes one.
                 parts = pool.starmap(_ask, [(seconds, WAYS[way], k) for k in range(CLIENTS)], chunksize=1)
