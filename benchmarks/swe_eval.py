@@ -6,7 +6,7 @@ by hand   nothing of the service: `apptainer exec` of the instance's image direc
           patches, pytest with `--junitxml`; the seconds are those of pytest alone
 
 They take turns, instance by instance; overhead and ratio are medians of a turn's. By hand an instance is
-resolved where that XML has passed all of FAIL_TO_PASS and PASS_TO_PASS. The short form takes two instances.
+resolved where that XML has passed all of FAIL_TO_PASS and PASS_TO_PASS. The short form takes one instance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workers.handlers.swe.rows import files_of
 Turn = dict[str, float]
 
 WARM = 2
-SHORT_INSTANCES = 2
+SHORT_INSTANCES = 1
 
 UNRELATED = "--- /dev/null\n+++ b/new.txt\n@@ -0,0 +1 @@\n+x\n"
 NOT_APPLYING = "--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-no such line\n+none\n"
