@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from tests.helpers import llm_reference
+from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL
+
+torch, tensors_of = Lazy("torch"), Lazy("safetensors.torch")
 
 STOP_IDS = (319, 320, 321)
 """`<|endoftext|>`, `<|im_start|>` and `<|im_end|>` of the demo's tokenizer."""
@@ -23,7 +23,7 @@ def endless_copy(target: Path, scale: float = 0.0, seed: int = 0) -> Path:
     and lowers the stop tokens by it, so every call runs to its `max_tokens`.
     """
     shutil.copytree(DEMO_MODEL, target)
-    tensors = load_file(target / "model.safetensors")
+    tensors = tensors_of.load_file(target / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         tensor += scale * torch.randn(tensor.shape, generator=generator)
@@ -35,7 +35,7 @@ def endless_copy(target: Path, scale: float = 0.0, seed: int = 0) -> Path:
     tensors["model.norm.weight"][0] = 1.0
     tensors["lm_head.weight"][:, 0] = 0.0
     tensors["lm_head.weight"][list(STOP_IDS), 0] = -100.0
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    tensors_of.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

@@ -13,4 +13,6 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # plug-ins of pytest ask all that a test file has for their marks
+            raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)

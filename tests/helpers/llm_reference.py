@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM
+from typing import Any
 
 from rollout.trajectory import Chain
+from tests.helpers.lazy import Lazy
+
+torch, transformers = Lazy("torch"), Lazy("transformers")
 
 
 @lru_cache(maxsize=4)
-def load(model_dir: Path) -> torch.nn.Module:
+def load(model_dir: Path) -> Any:
     """The model in float32 on one thread, loaded once per test run."""
     torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def logprobs(model_dir: Path, prompt: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
     """Log-prob of each sampled token under softmax(logits / temperature), without batch or cache."""
-    logits = load(model_dir)(input_ids=torch.tensor([prompt + sampled])).logits[0].float() / temperature
-    table = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
-    return table.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+    with torch.inference_mode():
+        logits = load(model_dir)(input_ids=torch.tensor([prompt + sampled])).logits[0].float() / temperature
+        table = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+        return table.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
 
 
 def chain_logprobs(chain: Chain, model_dir: Path) -> tuple[list[float], list[float]]:
@@ -37,7 +38,7 @@ def chain_logprobs(chain: Chain, model_dir: Path) -> tuple[list[float], list[flo
 def perturbed_copy(model_dir: Path, target: Path, scale: float = 0.05, seed: int = 0) -> Path:
     """A checkpoint of the same shapes with noise on every weight: a policy one update later."""
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))

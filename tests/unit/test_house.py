@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -53,7 +54,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-SOURCES = {path: imported(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+@functools.cache
+def sources() -> dict[Path, set[str]]:
+    """What each file of the product imports."""
+    return {path: imported(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 
 
 def test_the_path_of_an_hour_is_about_fifteen_files_of_the_core_and_its_way_in():
@@ -73,7 +77,7 @@ def test_beside_other_wings_only_its_doors_import_a_wing_and_nothing_of_the_core
     inside, doors = WINGS[wing]
     assert inside and not inside & CORE and not doors & CORE
     modules = {module(path) for path in inside}
-    entrants = {path for path, names in SOURCES.items() if names & modules} - IN_WINGS
+    entrants = {path for path, names in sources().items() if names & modules} - IN_WINGS
     assert {str(path.relative_to(ROOT)) for path in entrants} == {
         str(path.relative_to(ROOT)) for path in doors
     }
