@@ -75,6 +75,7 @@ soak: setup ## put 500 sandboxes through while workers and their host are killed
 chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (20 minutes)
 	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \
 	  tests/integration/test_openapi_fuzz.py tests/integration/test_contract_values.py \
+	  tests/integration/test_failover.py \
 	  tests/integration/test_rollouts.py::test_many_rollouts_at_once_all_end_and_leave_nothing --timeout 1800
 	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
 	@$(BIN)/python -m tests.chaos.soak --rollouts 500 --real

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections import Counter
-from contextlib import ExitStack
+from collections import Counter, defaultdict
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -20,6 +20,7 @@ from rollout.schema import Blame, RolloutRequest, State
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.fake_language import FakeLanguage
 from tests.helpers.llm_servers import DEMO_MODEL
+from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import Stack, wait_until
 from workers.agent.codec import load_codec
 
@@ -28,6 +29,7 @@ IDS = {"first_id": 20, "vocab_size": 300}
 LANGUAGE = FakeLanguage(**IDS, answer_tokens=(10, 30))
 TURN_TOKENS = 64
 PATIENCE_S = 120
+TALKS = CHAOS("rollouts on three backends of which one is killed", short=100, long=200)
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +46,41 @@ def service(tmp_path_factory):
         yield stack
 
 
+@pytest.fixture(scope="module")
+def idle():
+    """Fakes that no test has now, by their options, and where to end them."""
+    with ExitStack() as ends:
+        yield defaultdict(list), ends
+
+
 @pytest.fixture
-def fleet(service):
-    """Starts fakes and registers them: `fleet(3, step_ms=10)`; forgets and ends them afterwards."""
+def fleet(service, idle):
+    """Registers fakes: `fleet(3, step_ms=10)`; forgets them afterwards, and leaves to others who lives."""
+    fakes, ends = idle
     with ExitStack() as stack:
 
         def start(count, **options):
             servers = {}
+            others = fakes[tuple(options.items())]
             for number in range(count):
-                server = stack.enter_context(fake_engine(answer_tokens=(10, 30), **IDS, **options))
+                server = (
+                    others.pop(0)
+                    if others
+                    else ends.enter_context(fake_engine(answer_tokens=(10, 30), **IDS, **options))
+                )
+                stack.callback(leave, server, others)
                 service.client.add_backend(server.url, id=f"fake{number}")
                 stack.callback(service.client.remove_backend, f"fake{number}")
                 servers[f"fake{number}"] = server
             return servers
 
         yield start
+
+
+def leave(server, others):
+    with suppress(httpx.HTTPError):
+        httpx.post(f"{server.url}/fault", json={"kind": "none"}).raise_for_status()
+        others.append(server)
 
 
 def talk(count, *, turns=4, tag, **fields):
@@ -116,11 +138,11 @@ def live_calls(server):
     return sum(call["state"] == "running" for call in httpx.get(f"{server.url}/calls").json())
 
 
-def test_one_of_three_backends_killed_under_200_rollouts_loses_none_and_no_token(service, fleet):
+def test_one_of_three_backends_killed_under_many_rollouts_loses_none_and_no_token(service, fleet):
     servers = fleet(3, step_ms=40)
-    submitted = service.client.submit(talk(200, turns=5, tag="kill"))
+    submitted = service.client.submit(talk(TALKS, turns=5, tag="kill"))
     counts = service.redis.client
-    wait_until(lambda: int(counts.hget("rollouts:counts", "running") or 0) >= 200, 60, "200 live rollouts")
+    wait_until(lambda: int(counts.hget("rollouts:counts", "running") or 0) >= TALKS, 60, "all to be live")
     wait_until(lambda: live_calls(servers["fake1"]) > 20, 60, "calls in the backend")
     os.kill(servers["fake1"].pid, signal.SIGKILL)
     ended = require_completed(service, submitted)
