@@ -29,9 +29,11 @@ def spare(tmp_path_factory):
 
 @pytest.fixture
 def run_worker(spare):
-    worker = spare.start_worker("run")
-    yield worker
-    worker.stop()
+    """What serves RUN: the one that a test before has left, or a new one."""
+    for process in spare.processes:
+        if process.name.startswith("run") and process.popen.poll() is None:
+            return process
+    return spare.start_worker("run")
 
 
 def wait_for_state(stack, rollout_id, state, timeout_s=20):
@@ -63,33 +65,25 @@ def test_a_lost_message_is_sent_again(spare, run_worker):
     assert item.state is State.COMPLETED and item.reward == 1.0 and item.attempt == 1
 
 
-def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare):
-    worker = spare.start_worker("run", "doomed")
+def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare, run_worker):
     (new,) = spare.client.submit(RolloutRequest(handler="in_tool", task={"command": "sleep 3"}))
     wait_for_state(spare, new.id, State.RUNNING)
-    worker.kill()
-    second = spare.start_worker("run", "second")
-    try:
-        item = spare.client.wait(new.id, timeout=40)
-    finally:
-        second.stop()
+    run_worker.kill()
+    spare.start_worker("run", "run-second")
+    item = spare.client.wait(new.id, timeout=40)
     assert item.state is State.COMPLETED and item.attempt == 2 and item.reward == 1.0
     assert [event.state for event in item.timeline].count(State.RUNNING) == 2
     wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "both sandboxes to be gone")
 
 
-def test_a_stopping_worker_hands_its_rollouts_back(spare):
-    stopping = spare.start_worker("run", "stopping")
+def test_a_stopping_worker_hands_its_rollouts_back(spare, run_worker):
     (new,) = spare.client.submit(RolloutRequest(handler="noop", task={"run_s": 4.0, "reward": 1.0}))
     wait_for_state(spare, new.id, State.RUNNING)
-    stopping.popen.terminate()
-    assert stopping.popen.wait(15) == 0, "it does not wait for the rollout's end"
+    run_worker.popen.terminate()
+    assert run_worker.popen.wait(15) == 0, "it does not wait for the rollout's end"
     assert spare.client.get(new.id).state in (State.QUEUED, State.INITIALIZING, State.READY)
-    heir = spare.start_worker("run", "heir")
-    try:
-        item = spare.client.wait(new.id, timeout=30)
-    finally:
-        heir.stop()
+    spare.start_worker("run", "run-heir")
+    item = spare.client.wait(new.id, timeout=30)
     assert item.state is State.COMPLETED and item.attempt == 1, "handing back uses no attempt up"
 
 
