@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.lazy import Lazy
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.formats import TemplateCodec
 from workers.agent.guard import TokenizerGuard
+
+transformers = Lazy("transformers")
 
 _CORPUS = [
     'The answer is 42. Run the command, tell me what it says: {"name": "look", "arguments": {"word": 1}}',
@@ -125,7 +127,7 @@ FAMILIES = {
 
 
 @cache
-def tokenizer(name: str) -> PreTrainedTokenizerFast:
+def tokenizer(name: str) -> Any:
     """The tokenizer of a family, trained on a few sentences."""
     family = FAMILIES[name]
     made = Tokenizer(models.BPE())
@@ -137,7 +139,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in family.special])
     made.add_tokens([AddedToken(t, special=False, normalized=False) for t in family.text])
     names: dict[str, Any] = {"eos_token": family.eos, "bos_token": family.bos}
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made,
         chat_template=family.template,
         model_max_length=100_000,
@@ -149,7 +151,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 def template_codec(name: str) -> TemplateCodec:
     """The codec of a family by its template; `demo` is the demo model's tokenizer."""
     if name == "demo":
-        return TemplateCodec(TokenizerGuard(PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)))
+        return TemplateCodec(TokenizerGuard(transformers.PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)))
     return TemplateCodec(TokenizerGuard(tokenizer(name)))
 
 

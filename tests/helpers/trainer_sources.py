@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pydantic
 import pytest
-import torch
 import typing_extensions
 from pydantic.json_schema import SkipJsonSchema
 
+from tests.helpers.lazy import Lazy
 from tests.helpers.stack import ROOT
 
 SOURCES = ROOT / ".local" / "trainers"
@@ -35,7 +35,7 @@ _NAMES = {
     "Iterable": Iterable,
     "SkipJsonSchema": SkipJsonSchema,
     "np": np,
-    "torch": torch,
+    "torch": Lazy("torch"),
     "time": __import__("time"),
 }
 

@@ -7,18 +7,19 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
 
-from examples.demo_model.conversation import ConversationMaker
 from examples.demo_model.task import OPERATORS, bash_command, make_tasks, parse_question, score
-from examples.demo_model.tokenizer import make_tokenizer
+from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL, ROOT
+
+transformers = Lazy("transformers")
+conversation, tokenizer = (Lazy(f"examples.demo_model.{name}") for name in ("conversation", "tokenizer"))
 
 
 @pytest.fixture(scope="module")
 def maker():
     pytest.importorskip("renderers")
-    return ConversationMaker(AutoTokenizer.from_pretrained(DEMO_MODEL))
+    return conversation.ConversationMaker(transformers.AutoTokenizer.from_pretrained(DEMO_MODEL))
 
 
 def call(command):
@@ -93,7 +94,7 @@ def test_the_renderer_parses_the_tool_call(maker):
 
 
 def test_the_committed_tokenizer_is_the_one_the_code_makes(maker):
-    assert make_tokenizer().get_vocab() == maker.tokenizer.get_vocab()
+    assert tokenizer.make_tokenizer().get_vocab() == maker.tokenizer.get_vocab()
     assert maker.end_of_turn == 321
 
 

@@ -7,10 +7,12 @@ import json
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.helpers import llm_client, llm_reference
+from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL
+
+safetensors = Lazy("safetensors.torch")
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
@@ -73,11 +75,11 @@ def damaged(tmp_path, damage):
     target = tmp_path / "damaged"
     shutil.copytree(DEMO_MODEL, target)
     tensors, config = (
-        load_file(target / "model.safetensors"),
+        safetensors.load_file(target / "model.safetensors"),
         json.loads((target / "config.json").read_text()),
     )
     damage(tensors, config)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    safetensors.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config))
     return target
 

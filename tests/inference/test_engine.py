@@ -10,33 +10,33 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib import import_module
 
 import httpx
 import pytest
-import torch
 
-from services.inference import __main__ as server
-from services.inference import model as inference_model
-from services.inference.engine import PREFILL_TOKENS, Engine, Sequence
-from services.inference.model import Batch, load_model
-from services.inference.sampling import SamplingParams
 from tests.helpers import llm_reference
+from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL, free_port
 from tests.helpers.stack import wait_until
+
+torch, sampling = Lazy("torch"), Lazy("services.inference.sampling")
+server, inference_model = Lazy("services.inference.__main__"), Lazy("services.inference.model")
+inference_engine = Lazy("services.inference.engine")
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.set_num_threads(1)
-    return load_model(DEMO_MODEL, None)
+    return inference_model.load_model(DEMO_MODEL, None)
 
 
 def sequence(prompt=(1, 2, 3), max_tokens=10, priority=0):
-    return Sequence(
+    return inference_engine.Sequence(
         request_id="r",
         index=0,
         prompt_ids=list(prompt),
-        params=SamplingParams(),
+        params=sampling.SamplingParams(),
         max_tokens=max_tokens,
         stop_reasons={},
         priority=priority,
@@ -55,7 +55,7 @@ def play(model, sequences, capacity=100_000, max_sequences=128, fail_at=None, ba
         ended.append(made)
 
     async def main():
-        engine = Engine(model, "test", max_sequences, capacity)
+        engine = inference_engine.Engine(model, "test", max_sequences, capacity)
         engine.batch = batch or engine.batch
         decode = engine.batch.decode
 
@@ -106,7 +106,7 @@ def test_places_of_those_that_ended_are_given_back_though_nobody_asks_for_them(m
     """Of two rows the longer one ends first: with it go its row, and the columns that it alone had."""
     places = []
 
-    class Watched(Batch):
+    class Watched(inference_model.Batch):
         def decode(self, token_ids):
             logits = super().decode(token_ids)
             places.append(self.places)
@@ -129,7 +129,9 @@ def test_the_batch_never_exceeds_max_num_seqs_and_priority_goes_first(model):
 
 def test_those_who_run_get_a_token_between_two_passes_over_newcomers(model):
     """Two of these prompts fill a pass."""
-    ended, _, rows = play(model, [{"prompt": [5] * (PREFILL_TOKENS // 2 - 100), "max_tokens": 3}] * 5)
+    ended, _, rows = play(
+        model, [{"prompt": [5] * (inference_engine.PREFILL_TOKENS // 2 - 100), "max_tokens": 3}] * 5
+    )
     assert rows == [2, 4, 3, 1]
     assert_exact(ended)
 
@@ -147,12 +149,12 @@ def test_rows_that_join_need_no_second_cache_beside_the_first(model, monkeypatch
         peaks.append(cached())
         return joined(*args)
 
-    joined = inference_model._joined
-    monkeypatch.setattr(inference_model, "_joined", noted)
+    joined = import_module("services.inference.model")._joined
+    monkeypatch.setattr("services.inference.model._joined", noted)
     gc.collect()
     gc.freeze()
     try:
-        batch = Batch(model.module)
+        batch = inference_model.Batch(model.module)
         batch.prefill([], [[5] * 400] * 4)
         whole = cached()
         assert whole == 4 * 400 * model.kv_bytes_per_token

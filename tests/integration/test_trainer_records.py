@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from rollout.adapters import areal, nemo_gym, prime_rl, skyrl, slime, trl, verl
 from rollout.schema import RolloutRequest
+from tests.helpers.lazy import Lazy
 from tests.helpers.trainer_sources import classes
 
 
@@ -91,7 +91,7 @@ def test_trl_finds_the_keys_that_it_requires_in_what_a_rollout_func_returns(grou
 def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, group):
     for rollout in (*group, stack.client.get(group[0].id, include="arrays")):
         arrays = areal.tensor_dict(rollout)
-        made = {name: torch.from_numpy(value) for name, value in arrays.items()}
+        made = {name: Lazy("torch").from_numpy(value) for name, value in arrays.items()}
         t = rollout.arrays.trajectory()
         tokens = len(t.chain.token_ids)
         rows = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")

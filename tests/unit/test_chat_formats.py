@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import config_from_name, create_renderer
 from tokenizers import AddedToken, normalizers
-from transformers import PreTrainedTokenizerFast
 
 from rollout.trajectory import Message, ToolCall, Trajectory
 from services.engines.base import Completion
 from tests.helpers.chat_formats import FAMILIES, save, template_codec, tokenizer
+from tests.helpers.lazy import Lazy
 from tests.helpers.scripted import backend
 from tests.helpers.stack import CHECKPOINT
 from workers.agent import codec as codec_module
@@ -24,6 +24,8 @@ from workers.agent.codec import load_codec, takeover_obstacle
 from workers.agent.formats import CodecError, RendererCodec, TemplateCodec
 from workers.agent.guard import CUT, REPLACEMENT, TokenizerGuard
 from workers.agent.tokens import TokenBuffer
+
+transformers = Lazy("transformers")
 
 ASKED = [Message(role="user", content="x")]
 NAMES = [*FAMILIES, "demo", "renderer"]
@@ -58,7 +60,7 @@ def altered(family, *added, normalizer=None, template=None):
         backend_tokenizer.normalizer = normalizer
     for token in added:
         (backend_tokenizer.add_special_tokens if token.special else backend_tokenizer.add_tokens)([token])
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend_tokenizer,
         eos_token=made.eos_token,
         bos_token=made.bos_token,
@@ -163,7 +165,7 @@ def test_a_role_that_the_template_refuses_is_refused_with_its_reason():
 
 
 def test_a_model_without_a_chat_template_is_refused_with_a_reason():
-    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer("chatml").backend_tokenizer)
+    plain = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer("chatml").backend_tokenizer)
     with pytest.raises(CodecError, match="no chat template"):
         TemplateCodec(TokenizerGuard(plain))
 
@@ -397,7 +399,9 @@ def test_a_turn_is_parsed_in_time_linear_in_its_length():
 
 def test_decoding_does_not_tidy_the_spaces_of_a_command():
     made = tokenizer("chatml")
-    tidy = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, clean_up_tokenization_spaces=True)
+    tidy = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made.backend_tokenizer, clean_up_tokenization_spaces=True
+    )
     tidy.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     ids = tidy.encode("ls . ? it 's", add_special_tokens=False)
     assert tidy.decode(ids) != "ls . ? it 's", "else this would prove nothing"

@@ -6,19 +6,17 @@ import json
 import math
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.training.data import collate, is_informative, samples_of
 from examples.training.feed import read_lines
-from examples.training.losses import Clip, gae, group_advantages, kl_penalty, policy_loss, value_loss, whiten
-from examples.training.record import Log, plot, report
 from rollout.batch import Group
 from rollout.schema import Rollout, Trajectory
+from tests.helpers.lazy import Lazy
 from tests.helpers.rollouts import chain, ended, sampled
 
-CLIP = Clip(low=0.2, high=0.28, truncate=2.0)
+torch = Lazy("torch")
+data, losses, record = (Lazy(f"examples.training.{name}") for name in ("data", "losses", "record"))
 
 
 def table(*rows):
@@ -30,7 +28,8 @@ def gradient(new, start, behaviour, advantages, mask=None, tokens=None):
     new = table(new).requires_grad_()
     mask = torch.ones_like(new, dtype=torch.bool) if mask is None else table(mask).bool()
     tokens = tokens or int(mask.sum())
-    policy = policy_loss(new, table(start), table(behaviour), table(advantages), mask, tokens, CLIP)
+    clip = losses.Clip(low=0.2, high=0.28, truncate=2.0)
+    policy = losses.policy_loss(new, table(start), table(behaviour), table(advantages), mask, tokens, clip)
     policy.loss.backward()
     return new.grad[0].tolist(), policy
 
@@ -39,17 +38,19 @@ def gradient(new, start, behaviour, advantages, mask=None, tokens=None):
 
 
 def test_group_advantages_are_distances_from_the_mean_in_standard_deviations():
-    assert group_advantages([0, 0, 0, 1]) == pytest.approx([-0.57735, -0.57735, -0.57735, 1.73205], abs=1e-4)
+    assert losses.group_advantages([0, 0, 0, 1]) == pytest.approx(
+        [-0.57735, -0.57735, -0.57735, 1.73205], abs=1e-4
+    )
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others():
-    assert group_advantages([1, 0, 0.5], "loo") == pytest.approx([0.75, -0.75, 0.0])
+    assert losses.group_advantages([1, 0, 0.5], "loo") == pytest.approx([0.75, -0.75, 0.0])
 
 
 @pytest.mark.parametrize("kind", ["group", "loo"])
 @pytest.mark.parametrize("rewards", [[1.0] * 8, [0.0] * 3, [0.7], []])
 def test_equal_rewards_teach_nothing(kind, rewards):
-    assert group_advantages(rewards, kind) == pytest.approx([0.0] * len(rewards), abs=1e-6)
+    assert losses.group_advantages(rewards, kind) == pytest.approx([0.0] * len(rewards), abs=1e-6)
 
 
 # -- policy loss -----------------------------------------------------------------------------
@@ -87,9 +88,9 @@ def test_tokens_that_were_not_sampled_move_nothing():
 
 def test_the_kl_penalty_is_zero_at_the_reference_and_positive_elsewhere():
     here, mask = table([-1.0, -2.0]), torch.ones(1, 2, dtype=torch.bool)
-    assert kl_penalty(here, here, mask, 2).item() == 0
-    assert kl_penalty(here, here + 0.5, mask, 2).item() > 0
-    assert kl_penalty(here, here - 0.5, mask, 2).item() > 0
+    assert losses.kl_penalty(here, here, mask, 2).item() == 0
+    assert losses.kl_penalty(here, here + 0.5, mask, 2).item() > 0
+    assert losses.kl_penalty(here, here - 0.5, mask, 2).item() > 0
 
 
 # -- the critic ------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def advantages_by_definition(values, reward, gamma, lam):
 )
 def test_gae_is_its_definition_over_the_sampled_tokens_alone(row, reward, gamma, lam):
     values, mask = table([value for value, _ in row]), table([float(on) for _, on in row]).bool()
-    advantages, returns = gae(values, torch.tensor([reward]), mask, gamma, lam)
+    advantages, returns = losses.gae(values, torch.tensor([reward]), mask, gamma, lam)
     expected = advantages_by_definition([value for value, on in row if on], reward, gamma, lam)
     assert advantages[mask].tolist() == pytest.approx(expected, abs=1e-4)
     assert returns[mask].tolist() == pytest.approx((advantages + values)[mask].tolist())
@@ -119,21 +120,23 @@ def test_gae_is_its_definition_over_the_sampled_tokens_alone(row, reward, gamma,
 
 
 def test_with_lambda_one_an_advantage_is_the_reward_above_the_value():
-    advantages, returns = gae(table([0.2, 9.0, 0.6]), torch.tensor([1.0]), table([1, 0, 1]).bool(), 1.0, 1.0)
+    advantages, returns = losses.gae(
+        table([0.2, 9.0, 0.6]), torch.tensor([1.0]), table([1, 0, 1]).bool(), 1.0, 1.0
+    )
     assert advantages[0].tolist() == pytest.approx([0.8, 0.0, 0.4])
     assert returns[0].tolist() == pytest.approx([1.0, 0.0, 1.0])
 
 
 def test_whitening_sees_only_what_was_sampled():
     parts = [table([1.0, 100.0, 3.0]), table([1.0, 3.0])]
-    out = whiten(parts, [table([1, 0, 1]).bool(), table([1, 1]).bool()])
+    out = losses.whiten(parts, [table([1, 0, 1]).bool(), table([1, 1]).bool()])
     assert out[0][0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-4)
     assert out[1][0].tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
 
 
 def test_the_critics_error_counts_sampled_tokens_only():
     mask = table([1, 0]).bool()
-    assert value_loss(table([0.5, 7.0]), table([1.0, 0.0]), mask, 1).item() == pytest.approx(0.125)
+    assert losses.value_loss(table([0.5, 7.0]), table([1.0, 0.0]), mask, 1).item() == pytest.approx(0.125)
 
 
 # -- data ------------------------------------------------------------------------------------
@@ -151,8 +154,8 @@ def group(*rollouts: Rollout) -> Group:
 
 
 def test_rows_line_up_ids_masks_logprobs_and_versions():
-    samples = samples_of(group(rollout(0, 1.0), rollout(1, 0.0)), group_advantages)
-    rows = collate(samples, "r-2")
+    samples = data.samples_of(group(rollout(0, 1.0), rollout(1, 0.0)), losses.group_advantages)
+    rows = data.collate(samples, "r-2")
     assert rows.ids[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
     # Position t is about the id at t + 1.
     assert rows.mask[0].tolist() == [False, False, True, True, False, True]
@@ -165,16 +168,18 @@ def test_rows_line_up_ids_masks_logprobs_and_versions():
 
 def test_dropped_rollouts_are_neither_learned_from_nor_part_of_the_mean():
     whole = group(rollout(0, 1.0), rollout(1, None, drop=True), rollout(2, 0.0))
-    samples = samples_of(whole, group_advantages)
+    samples = data.samples_of(whole, losses.group_advantages)
     assert [sample.reward for sample in samples] == [1.0, 0.0]
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
-    assert is_informative(whole) and not is_informative(group(rollout(0, 1.0), rollout(1, None, drop=True)))
+    assert data.is_informative(whole) and not data.is_informative(
+        group(rollout(0, 1.0), rollout(1, None, drop=True))
+    )
 
 
 def test_every_chain_of_a_rollout_is_a_sample_with_its_advantage():
     first, second = rollout(0, 1.0), rollout(1, 0.0)
     first.trajectory.chains.append(first.trajectory.chains[0])
-    samples = samples_of(group(first, second), group_advantages)
+    samples = data.samples_of(group(first, second), losses.group_advantages)
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, 1.0, -1.0], abs=1e-4)
 
 
@@ -193,7 +198,7 @@ def row(step: int, reward: float | None = 0.5, gap: float | None = 1e-6) -> dict
 def test_the_log_survives_a_line_cut_off_and_takes_no_step_twice(tmp_path):
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps(row(1)) + "\n" + json.dumps(row(2)) + "\n" + json.dumps(row(3))[:20])
-    log = Log(file)
+    log = record.Log(file)
     log.keep_until(2)
     log.add(row(2))
     log.add(row(3))
@@ -204,7 +209,7 @@ def test_the_report_compares_the_ends_and_gives_the_largest_gap():
     rows = [row(step, reward=0.2 if step <= 20 else 0.9) for step in range(1, 61)]
     rows[30] = row(31, reward=None, gap=None)
     rows[35] = row(36, gap=3e-5)
-    summary = report(rows, {"seed": 0})
+    summary = record.report(rows, {"seed": 0})
     assert summary["results"] == {"reward_first20": 0.2, "reward_last20": 0.9, "max_logprob_gap": 3e-5}
     assert summary["groups"] == {"kept": 120, "filtered": 60, "failed": 0} and summary["minutes"] == 4.0
     json.dumps(summary)
@@ -212,5 +217,5 @@ def test_the_report_compares_the_ends_and_gives_the_largest_gap():
 
 def test_the_picture_is_drawn_even_where_steps_had_nothing_to_learn_from(tmp_path):
     path = tmp_path / "progress.png"
-    plot([row(1), row(2, None, None), row(3)], path, "title")
+    record.plot([row(1), row(2, None, None), row(3)], path, "title")
     assert path.read_bytes().startswith(b"\x89PNG")
