@@ -25,7 +25,7 @@ from sandbox.spec import SandboxSpec
 from tests.attacks import attack
 from tests.helpers import swe_toy
 from tests.helpers.sandboxes import own_sandboxes, require_apptainer
-from tests.helpers.swe_agents import Judged, Result, judge_many, roll_many
+from tests.helpers.swe_agents import AT_ONCE, Judged, Result, judge_many, roll_many
 from workers.scoring.swe_tests import grade
 
 pytestmark = pytest.mark.timeout(900)  # all rollouts that the tests of a session ask for are made at once
@@ -226,11 +226,8 @@ def attempt_for(cheat: str, control: bool) -> tuple[str, bool]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str, bool], Any]:
-    """What came of the attempts that tests here ask for, by script and whether it is the control.
-
-    Two are made at a time: each is mostly a wait for sandboxes.
-    """
-    turn = asyncio.Semaphore(2)
+    """What came of the attempts that tests here ask for, by script and whether it is the control."""
+    turn = asyncio.Semaphore(AT_ONCE)
     tests = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
     attempts = dict.fromkeys(attempt_for(test["cheat"], test["control"]) for test in tests)
 

@@ -20,6 +20,8 @@ from workers.inprocess import Actions, InProcess
 
 LIMITS = Limits(init_timeout_s=240, run_timeout_s=240, eval_timeout_s=240, max_attempts=1)
 """Generous: no test waits for one of them."""
+AT_ONCE = 3
+"""Rollouts at a time: each mostly waits for its sandboxes."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def roll(row: dict[str, Any], *commands: str, limits: Limits = LIMITS) -> Result
 
 
 async def roll_many(jobs: Iterable[tuple[dict[str, Any], Any]], limits: Limits = LIMITS) -> list[Result]:
-    """Rollouts of `(row, commands)`, two at a time."""
-    return await _two_at_a_time(
+    """Rollouts of `(row, commands)`, some at a time."""
+    return await _some_at_a_time(
         limits,
         [
             (row, InProcess(Swe(), Actions([*map(bash, commands), FINISH], str(CHECKPOINT))))
@@ -97,12 +99,12 @@ class Judged(Given):
 async def judge_many(
     jobs: Iterable[tuple[dict[str, Any], str]], handler: type[Given] = Given, limits: Limits = LIMITS
 ) -> list[Result]:
-    """Rollouts of `(row, patch)`, two at a time."""
-    return await _two_at_a_time(limits, [(row, InProcess(handler(patch))) for row, patch in jobs])
+    """Rollouts of `(row, patch)`, some at a time."""
+    return await _some_at_a_time(limits, [(row, InProcess(handler(patch))) for row, patch in jobs])
 
 
-async def _two_at_a_time(limits: Limits, jobs: list[tuple[dict[str, Any], InProcess]]) -> list[Result]:
-    turn = asyncio.Semaphore(2)
+async def _some_at_a_time(limits: Limits, jobs: list[tuple[dict[str, Any], InProcess]]) -> list[Result]:
+    turn = asyncio.Semaphore(AT_ONCE)
 
     async def rolled(row: dict[str, Any], runner: InProcess) -> Result:
         async with turn:
