@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import httpx
-
-from tests.helpers.stack import GUNICORN, Process, Stack, compat_bind, wait_until
+from tests.helpers.stack import GUNICORN, Process, Stack, compat_bind, healthy, wait_until
 
 
 @contextmanager
@@ -32,14 +30,7 @@ def started_gateway(
     process = Process(name, argv, stack.directory, {**stack.env, **env})
     process.url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _healthy(process.url), 60, "the gateway", process)
+        wait_until(lambda: healthy(process.url), 60, "the gateway", process)
         yield process
     finally:
         process.stop()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import redis
 
 from rollout.client import Client
 from tests.helpers.keys import accept_key
-from tests.helpers.llm_servers import end_with_parent
+from tests.helpers.llm_servers import end_with_parent, free_port
 
 if TYPE_CHECKING:
     from tests.helpers.sentinel import RedisGroup
@@ -49,13 +48,6 @@ FAST = {
     "ROLLOUT_PRELOAD_TOKENIZERS": "0",
 }
 """Recovery in seconds instead of half minutes, and workers that start fast."""
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def redis_binary() -> str:
@@ -231,7 +223,7 @@ class Stack:
         argv += compat_bind(self.env)
         argv += ["services.gateway.app:create_app()"]
         process = self.start("gateway", argv)
-        wait_until(lambda: _ok(f"{self.url}/health"), 90, "the gateway", process)
+        wait_until(lambda: healthy(self.url), 90, "the gateway", process)
         return process
 
     @staticmethod
@@ -296,8 +288,9 @@ def compat_bind(env: dict[str, str]) -> list[str]:
     return ["--bind", f"127.0.0.1:{port}"] if port else []
 
 
-def _ok(url: str) -> bool:
+def healthy(url: str) -> bool:
+    """Whether what listens there says that it is well."""
     try:
-        return httpx.get(url, timeout=2).status_code == 200
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from importlib import import_module
 
 import httpx
@@ -18,7 +17,7 @@ import pytest
 from tests.helpers import llm_reference
 from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL, free_port
-from tests.helpers.stack import wait_until
+from tests.helpers.stack import healthy, wait_until
 
 torch, sampling = Lazy("torch"), Lazy("services.inference.sampling")
 server, inference_model = Lazy("services.inference.__main__"), Lazy("services.inference.model")
@@ -198,17 +197,13 @@ def test_sigterm_answers_running_requests_and_ends_the_server(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["services.inference", "--model", str(DEMO_MODEL), "--port", str(port)])
     choices, ended = [], threading.Event()
 
-    def healthy():
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{url}/health").status_code == 200
-
     def generate():
         body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
         reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30)
         choices.append(reply.json()["choices"][0])
 
     def ask():
-        wait_until(healthy, 60, "the server")  # before, the signal would end this process
+        wait_until(lambda: healthy(url), 60, "the server")  # before, the signal would end this process
         asking = threading.Thread(target=generate)
         asking.start()
         time.sleep(0.5)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 
-import httpx
 import psutil
 import pytest
 
@@ -17,7 +16,7 @@ from rollout.schema import RolloutRequest
 from services.state.fleet import FleetStore
 from tests.helpers.gateways import started_gateway
 from tests.helpers.keys import HEADER, HEADERS, metric
-from tests.helpers.stack import Stack, free_port, wait_until
+from tests.helpers.stack import Stack, free_port, healthy, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
 
@@ -210,15 +209,8 @@ def test_one_address_has_no_more_connections_than_it_may(gateway):
                 neighbour.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
                 assert neighbour.recv(1000).startswith(b"HTTP/1.1 200 ")
         # They count no more when they have gone.
-        wait_until(lambda: _answers(process.url), PATIENCE_S, "an answer")
+        wait_until(lambda: healthy(process.url), PATIENCE_S, "an answer")
         assert refused(process.url, "address") >= 1
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def test_500_long_polls_of_one_address_wait_beside_half_sent_requests(gateway):
