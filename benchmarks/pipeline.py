@@ -121,7 +121,7 @@ def submit_ours(stack: Stack, count: int) -> None:
 
 
 def race(stack: Stack, fleet: dict[str, Process], rounds: int, count: int) -> dict[str, dict[str, Any]]:
-    """Let both sides work, in turns; each has `SLOTS` slots a stage. What `compare` says of each figure."""
+    """Let both sides work, in turns, with workers of `SLOTS` slots. What `compare` says of each figure."""
     peers = [
         harness.launch(stack, queues, SLOTS, app="benchmarks.pipeline")
         for queues in harness.split(QUEUES, short=rounds == 1)

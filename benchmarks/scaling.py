@@ -69,13 +69,13 @@ class Trainer:
             RolloutRequest(handler="simulated", tags=[TAG], task={**task, "run_s": run_s})
             for run_s in durations
         ]
-        self.submitted += harness.submit(self._stack, requests)
+        self.submitted += [new.id for new in self._stack.client.submit(requests)]  # a wave is one call
 
     def train(self, is_over: Callable[[], bool]) -> None:
-        """Train until it is over; that is asked at least once a second."""
+        """Train until it is over; that is asked at least ten times a second."""
         client = self._stack.client
         while not is_over():
-            page = client.results(cursor=self._cursor, wait=1.0, tag=TAG, include="arrays")
+            page = client.results(cursor=self._cursor, wait=0.1, tag=TAG, include="arrays")
             self._cursor = page.cursor
             if not page.rollouts:
                 continue
@@ -239,8 +239,8 @@ def main(options: harness.Options) -> harness.Report:
     env = {} if short else {"ROLLOUT_READY_AHEAD": str(SLOTS)}
     most = {"init": 32, "run": int(load.live * HEADROOM / size) + 1, "eval": 32}
     with cluster(size, most) as nodes:
-        overlapped = overlap(nodes, SHORT_OVERLAP if short else OVERLAP, **env)
         per_s = scale(nodes, each, options.rounds, **env)
+        overlapped = overlap(nodes, SHORT_OVERLAP if short else OVERLAP, **env)
         if env:
             nodes.use(0)
         nodes.use(size)

@@ -97,6 +97,7 @@ def _start(sender: Any, **_: Any) -> None:
         worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
         worker.consumer = sender
         # What is there now stays to the end: neither full collections nor the end need look at it.
+        gc.collect()
         gc.freeze()
     except Exception as error:
         # Celery would log it and go on as a worker that is ready but can do nothing.

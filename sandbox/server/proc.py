@@ -60,7 +60,7 @@ def description(pid):
     """What a process is and whether it works or waits, for a message."""
     fields = _stat("/proc/%d/stat" % pid)
     state = fields[0].decode() if fields else "gone"
-    return "process %d is %r in state %s" % (pid, " ".join(command_line(pid)), state)
+    return "process %d is %r in state %s" % (pid, " ".join(command_line(pid))[:200], state)
 
 
 # -- waiting for input ----------------------------------------------

@@ -49,8 +49,7 @@ class Shell:
         """
         self._directory = directory
         self._env = env
-        # Without another that could stand in, the same once more: a bash was seen that never said a word.
-        self._programs = [list(program) for program in (programs if programs[1:] else 2 * programs)]
+        self._programs = [list(program) for program in programs]
         self._loader = loader
         self._limits = limits
         self._first = first
@@ -340,19 +339,23 @@ class Shell:
         if old is not None:
             old.kill()
         cwd = usable_directory([cwd, os.fsencode(self._home_cwd)])
-        for number, program in enumerate(self._programs):
-            last = number == len(self._programs) - 1
+        # The last one once more: on a loaded machine a bash was seen that never said a word.
+        tries = [(program, FIRST_START_TIMEOUT_S) for program in self._programs[:-1]]
+        tries += 2 * [(self._programs[-1], START_TIMEOUT_S)]
+        while True:
             try:
-                session = self._start(program, cwd, START_TIMEOUT_S if last else FIRST_START_TIMEOUT_S)
+                session = self._start(*tries.pop(0), cwd)
                 break
-            except ServerError:
-                if last:
+            except ServerError as error:
+                if not tries:
                     raise
+                with contextlib.suppress(OSError):  # of a host that is gone
+                    os.write(2, ("%s; tried again\n" % error).encode("utf-8", "replace"))
                 # The agent may have replaced the image's bash, or put something into every program.
                 self._loader.restore()
         session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
 
-    def _start(self, program, cwd, timeout):
+    def _start(self, program, timeout, cwd):
         """The new session. Raises ServerError."""
         with self._killing:
             bash, self._first = self._first, None

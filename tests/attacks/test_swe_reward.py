@@ -109,13 +109,13 @@ TOGETHER = {
     "setup_cfg": ("setup.cfg",),
     "tox_ini": ("tox.ini",),
     "pyproject": ("pyproject.toml",),
-    "shadowing_module": ("pytest.py",),
-    "sitecustomize": ("sitecustomize.py", "usercustomize.py", "calc.pth"),
 }
 """Cheats that one agent of the service tries all at once, and their files: any that were let through would be
-rewarded. Each has a control of its own."""
+rewarded, and none takes from another what it needs. Each has a control of its own."""
 DROPPED = {
     **dict.fromkeys(TOGETHER, dict.fromkeys(chain(*TOGETHER.values()), "machinery")),
+    "shadowing_module": {"pytest.py": "machinery"},
+    "sitecustomize": dict.fromkeys(("sitecustomize.py", "usercustomize.py", "calc.pth"), "machinery"),
     **{name: {"tests/test_calc.py": "test"} for name in ("tests_overwritten", "daemon")},
 }
 """What the patch of a cheat leaves out, and why."""

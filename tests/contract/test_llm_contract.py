@@ -309,15 +309,21 @@ def test_pause_abort_ends_running_requests_and_later_ones_wait_for_resume(backen
 
 def test_pause_wait_returns_when_the_running_requests_have_ended(backend):
     async def ask(client):
-        async with running(client, max_tokens=WHOLE) as task:
-            await llm_client.post(client, "/pause", mode="wait")
-            # It has ended at the server, so all of its reply is on its way.
-            choice = llm_client.merged(await asyncio.wait_for(task, 10))
-        await llm_client.post(client, "/resume")
-        return choice
+        async def attempt():
+            async with running(client, max_tokens=WHOLE) as task:
+                paused = asyncio.create_task(llm_client.post(client, "/pause", mode="wait"))
+                await asyncio.sleep(0.05)
+                waits = not paused.done() and not task.done()
+                await paused
+                # It has ended at the server, so all of its reply is on its way.
+                choice = llm_client.merged(await asyncio.wait_for(task, 10))
+            await llm_client.post(client, "/resume")
+            return waits, choice
 
-    choice = run(backend, ask)
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (WHOLE, "length")
+        return await caught(attempt, lambda outcome: outcome[0])
+
+    waited, choice = run(backend, ask)
+    assert (waited, len(choice["token_ids"]), choice["finish_reason"]) == (True, WHOLE, "length")
 
 
 def test_weights_swapped_in_mid_generation_show_in_the_version_spans(backend, other_weights):

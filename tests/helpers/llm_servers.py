@@ -85,8 +85,6 @@ def vllm_server(model_dir: Path = DEMO_MODEL, **options: object) -> Iterator[LLM
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Engine and worker in one process: half of the processor time of a start and of each token.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",

@@ -100,7 +100,9 @@ KEYS = {
         *(f"{way}_through_text_changed_share" for way in ("turns", "messages", "whole")),
     },
 }
-FORM = BENCHMARKS("rounds and counts of each benchmark", short=("--rounds", "1", "--count", "5"), long=())
+FORM = BENCHMARKS(
+    "rounds, counts and workers of each benchmark", short=("--rounds", "1", "--count", "5"), long=()
+)
 MORE = {
     "routing": BENCHMARKS("two vLLM servers of `routing`", short=("--simulated-only",), long=()),
     # Processor time comes in hundredths of a second.

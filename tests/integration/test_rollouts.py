@@ -45,7 +45,9 @@ def check_invariants(item) -> None:
 
 def test_many_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     require_apptainer()
-    done = client.run(calculator(TASKS, n=4, tags=["bulk"], sampling={"max_tokens": 128, "seed": 1}))
+    # So few are right to within bounds by the same draw each time.
+    seed = {} if CHAOS else {"sampling": {"max_tokens": 128, "seed": 1}}
+    done = client.run(calculator(TASKS, n=4, tags=["bulk"], **seed))
     assert len(done) == 4 * TASKS
     assert {item.state for item in done} == {State.COMPLETED}
     rewards = [item.reward for item in done]

@@ -23,7 +23,7 @@ from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import ROOT, Stack, wait_until
 
 STEPS = TRAINING("steps with kills between", short=12, long=40)
-KILLED_AFTER = 4
+KILLED_AFTER = TRAINING("checkpoints before a kill", short=4, long=7)
 GROUPS, N = 2, 2
 MAX_GAP = 1e-3
 """Nats between the engine's log-probs and the trainer's, both in float32."""

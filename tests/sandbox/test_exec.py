@@ -143,6 +143,7 @@ def test_the_shell_is_back_after_it(client):
     assert client.bash("true").shell_restarted is False
 
 
+@everywhere
 def test_a_running_command_is_ended_for_it(client, sandbox):
     command = THREADS.submit(client.bash, "sleep 600", 600)
     time.sleep(0.5)
@@ -151,6 +152,7 @@ def test_a_running_command_is_ended_for_it(client, sandbox):
     assert command.result(60).interrupted
 
 
+@everywhere
 def test_a_reset_ends_it(client, sandbox):
     command = THREADS.submit(client.exec, ["sleep", "600"], 600)
     time.sleep(0.5)

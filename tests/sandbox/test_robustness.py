@@ -57,7 +57,7 @@ def ends(part):
 BODY = "".join(f"line {i} $NOT `expanded` 'q\" \\\n" for i in range(3000))
 STUBBORN = "bash -c 'trap \"\" INT TERM HUP; echo stubborn; sleep 1000; sleep 1000'"
 
-TEXT = [
+CASES = [
     # -- text of commands
     Case("two lines", "echo one\necho two", "one\ntwo\n"),
     Case("heredoc of 3,000 lines", f"cat <<'EOF' | tail -n 1 | cut -c 1-9\n{BODY}EOF", "line 2999\n"),
@@ -98,8 +98,6 @@ TEXT = [
         "16 x\n",
     ),
     Case("a half marker at the end", "printf '\\036'", "\x1e"),
-]
-PROCESSES = [
     # -- ends of the shell
     Case("exit", "echo a; exit 3; echo b", "a\n", 3, restarted=True),
     Case("exit in a subshell", "(exit 3)", "", 3),
@@ -172,8 +170,6 @@ PROCESSES = [
         has("Stopped"),
         then=(("disown %%", None),),
     ),
-]
-STATE = [
     # -- what changes the shell
     Case("raw terminal left behind", "stty raw -echo", then=(("printf 'a\\nb\\n'", "a\nb\n"),)),
     Case("set -u", "set -u", then=(("echo [$undefined]", "[]\n"),)),
@@ -235,14 +231,7 @@ STATE = [
     Case("restricted shell", "set -r", has("restricted"), 1, lasting=True),
     Case("our files replaced by a pipe", "rm $BASH_SOURCE; mkfifo $BASH_SOURCE"),
 ]
-# To the shell bubblewrap is as Apptainer. With local-unsafe it has no PID namespace of its own, which is no
-# matter to text and to what it keeps.
-PLACED = [
-    *(("apptainer", case) for case in (*TEXT, *PROCESSES, *STATE)),
-    *(("local-unsafe", case) for case in PROCESSES),
-]
-
-
+# To the shell bubblewrap is as Apptainer; with local-unsafe it has no PID namespace of its own.
 box = sandbox_on("apptainer", "local-unsafe", env={"GREETING": "good day"}, files={"a/b.txt": "hi\n"})
 
 
@@ -253,9 +242,7 @@ def shell(box):
         client.reset()  # whatever a case left to the shell is no matter of the next one
 
 
-@pytest.mark.parametrize(
-    ("box", "case"), PLACED, ids=[f"{box}-{case.name}" for box, case in PLACED], indirect=["box"]
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_outcome_is_exact_and_the_next_command_works(shell, case):
     command_file = shell.bash("echo $BASH_SOURCE").output.strip()
     result = shell.bash(case.command, SHORT if case.endless else LONG)

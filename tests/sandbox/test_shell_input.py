@@ -275,6 +275,7 @@ def test_a_second_connection_types_at_once_while_the_first_waits(shell, box):
     assert command.result(60).output == "got words\n"
 
 
+@everywhere
 def test_an_interrupt_from_a_second_connection_ends_that_command_and_no_other(shell, box):
     command = THREADS.submit(shell.bash, "sleep 1000", FOREVER)
     with SyncSandboxClient(box.socket) as second:
@@ -337,6 +338,7 @@ def test_reset_ends_daemons(shell, box):
     until(lambda: len(processes.descendants(box.pid)) == before)
 
 
+@everywhere
 @pytest.mark.parametrize(
     "wedge", ["kill -STOP $$", "exec sleep 1000", "exec 0</dev/zero", "set -r; sleep 1000"]
 )
@@ -357,6 +359,7 @@ def test_reset_ends_a_fork_bomb_that_holds_all_processes(shell, box):
     assert shell.bash("bash -c 'echo can fork'").output == "can fork\n"
 
 
+@everywhere
 def test_a_breach_is_told_with_the_command_that_it_ended(shell, box):
     command = THREADS.submit(shell.bash, "echo begun; sleep 1000", FOREVER)
     with SyncSandboxClient(box.socket) as second:
@@ -369,6 +372,7 @@ def test_a_breach_is_told_with_the_command_that_it_ended(shell, box):
     assert (result.output, result.limit_exceeded, result.shell_restarted) == ("next\n", None, False)
 
 
+@everywhere
 def test_a_breach_while_nothing_runs_is_told_with_the_next_command(shell, box):
     ask(box, "breach", kind="disk", message="disk limit")
     result = shell.bash("echo next")
@@ -377,6 +381,7 @@ def test_a_breach_while_nothing_runs_is_told_with_the_next_command(shell, box):
     assert shell.bash("true").limit_exceeded is None
 
 
+@everywhere
 def test_a_breach_ends_a_command_that_was_left_running(shell, box):
     shell.bash("cat", **KEEP)
     ask(box, "breach", kind="processes", message="processes limit")

@@ -26,7 +26,7 @@ fuzzed = settings(
 )
 
 
-box = sandbox_on("apptainer")
+box = sandbox_on("apptainer", "local-unsafe")
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ TESTS = [
 ]
 NOT_AGAIN = (
     "not (bubblewrap and test_attacks) and not control and not (test_host and ("
-    "local-unsafe or cancelling or caller or owner or lifetime or stop_after or release_after or impossible))"
+    "cancelling or caller or owner or stop_after or release_after or impossible))"
 )
 """What a plain user has no part in: each of these starts a host of its own."""
 TIMEOUT_S = 480
