@@ -140,7 +140,8 @@ def test_rollouts_of_a_lost_node_begin_again_elsewhere_and_its_return_is_clean(s
             assert item.attempt > 1
             assert ran_on(item) != members[node]
     # A requeued job has its old name, under which the workers that were killed are on the list for a while.
-    cluster.wait(lambda: node not in service.members(), f"the workers of {node} are known to be gone")
+    killed = {f"{stage}@{members[node]}" for stage in ("init", "run", "eval")}
+    cluster.wait(lambda: not killed & service.workers(), f"{killed} are known to be gone")
     cluster.start_node(node)
     cluster.wait_up(node)
     cluster.hurry()
