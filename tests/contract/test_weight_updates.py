@@ -20,7 +20,7 @@ from workers.exchange import Exchange
 pytestmark = pytest.mark.timeout(180)
 
 PROMPT = [18, 22, 311, 220, 23, 20]
-LONG = 450
+LONG = 900
 """Tokens of a call that shall still run when the weights change: seconds of either engine."""
 TOLERANCE = 1e-3
 PATIENCE_S = 60
