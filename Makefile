@@ -3,7 +3,7 @@ VENV := .local/venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 # Most tests wait for something, so more processes than the two processors of CI make them faster.
-PYTEST_PROCESSES ?= 8
+PYTEST_PROCESSES ?= 6
 # Images of containers often set it; each of a hundred short-lived processes would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -119,7 +119,8 @@ def test_they_come_after_the_connections_were_lost(world, watcher):
 
 def test_those_of_tasks_that_end_while_their_worker_stops_come(world, watcher):
     worker = world.start_worker("run", "leaving", slots=20)
-    world.client.submit([RolloutRequest(handler="noop", task={"run_s": 90.0}) for _ in range(60)])
+    # More than the other worker has slots for, should that be the quicker one.
+    world.client.submit([RolloutRequest(handler="noop", task={"run_s": 90.0}) for _ in range(90)])
 
     def begun():
         mine = [uuid for uuid, host in watcher.hosts.items() if host.startswith("leaving@")]
