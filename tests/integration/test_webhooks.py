@@ -75,8 +75,14 @@ def test_a_worker_that_is_shut_down_by_command_ends_and_leaves_the_list(stack, a
     """As `celery control shutdown` and Flower do it: without a signal."""
     worker = stack.start_worker("eval", "told", env=worker_env(archive_dir))
     name = f"told@{NODE}"
-    make_celery(Settings(redis_url=stack.redis.url)).control.shutdown(destination=[name])
-    wait_until(lambda: worker.popen.poll() is not None, 60, "the worker to end")
+    control = make_celery(Settings(redis_url=stack.redis.url)).control
+
+    def ended():
+        # Nobody keeps a command for a worker that does not listen yet, though it is on the list.
+        control.shutdown(destination=[name])
+        return worker.popen.poll() is not None
+
+    wait_until(ended, 60, "the worker to end")
     assert name not in stack.redis.client.zrange("workers:eval", 0, -1)
 
 
