@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import ssl
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractAsyncContextManager
@@ -140,10 +139,7 @@ class Gateway:
     def _http(self) -> httpx.AsyncClient:
         # A proxy of the environment cannot reach this machine's own loopback.
         direct = self._local or (self.auth is not None and self.auth.owned is not None)
-        # To read the machine's authorities takes 20 ms, and plain HTTP without a proxy meets none of them.
-        plain = direct and self.base_url.startswith("http:")
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if plain else True
-        return httpx.AsyncClient(verify=tls, trust_env=not direct, auth=self.auth)
+        return httpx.AsyncClient(trust_env=not direct, auth=self.auth)
 
     def forget_connections(self) -> None:
         """Begin with none. Those there were stay open: in a forked child they are the parent's."""

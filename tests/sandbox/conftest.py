@@ -120,15 +120,13 @@ class Watching(Watchdog):
         note = lambda container, *why: self.ended.append((container.id, *why))  # noqa: E731
         super().__init__(lambda: list(containers), note, directory)
 
-    def look_until_ended(self, pause_s: float = 0.0) -> tuple[str, str, str]:
-        """The only one ended: at once, or when found not to listen; looked at again after each pause."""
+    def look_until_ended(self) -> tuple[str, str, str]:
+        """The only one ended: at once, at a later look, or when found not to listen."""
 
         async def scenario() -> None:
-            await self.look()
             while not self.ended:
-                await asyncio.sleep(pause_s or 0.01)
-                if pause_s:
-                    await self.look()
+                await self.look()
+                await asyncio.sleep(0.05)
 
         run(asyncio.wait_for(scenario(), 60))
         (only,) = self.ended

@@ -295,8 +295,7 @@ def test_a_sandbox_that_cannot_be_looked_at_leaves_the_others_watched(tmp_path, 
         return real(root, *most)
 
     monkeypatch.setattr(trees, "counting", counting)
-    # Again, should the machine be too busy for the count of one look.
-    name, reason, kind = Watching(tmp_path, *containers).look_until_ended(pause_s=0.05)
+    name, reason, kind = Watching(tmp_path, *containers).look_until_ended()
     assert (name, kind) == ("greedy", "limited")
     assert "2 MiB" in reason
 
@@ -309,7 +308,7 @@ def test_a_disk_that_one_look_does_not_get_through_is_counted_by_the_next_ones(t
     for _ in range(2):
         run(watchdog.look())
     assert not watchdog.breaches["disk"]
-    _, reason, kind = watchdog.look_until_ended(pause_s=0.05)
+    _, reason, kind = watchdog.look_until_ended()
     assert kind == "limited" and f"in {3 * trees.STEP} files" in reason
 
 
