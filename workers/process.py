@@ -39,6 +39,8 @@ CLOSE_S = 2.0
 """How long a stopping worker takes to let go of its connections."""
 BEAT_AGAIN_S = 0.5
 """The pause after a heartbeat without an answer: leases are extended before any reaper judges them."""
+FREED_S = 0.005
+"""How long Celery takes from the end of a task's function to counting its slot as free."""
 
 
 class WorkerProcess:
@@ -143,6 +145,16 @@ class WorkerProcess:
         with self._lock:
             self._held.pop((held.rollout_id, held.fence), None)
 
+    def ask_on(self) -> None:
+        """Have Celery ask for a message as soon as the slot of the task that ends here is free.
+
+        A worker whose slots are all taken asks for none, and would notice a free one only when its loop
+        turns for another reason: after 50 ms on average.
+        """
+        hub = getattr(self.consumer, "hub", None)
+        if hub is not None:
+            hub.call_soon(hub.call_later, FREED_S, _turn)
+
     def run(self, held: Held, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the loop and wait for it; `Held.interrupt` cancels it."""
 
@@ -216,6 +228,10 @@ class WorkerProcess:
             in_hand = [held for held in self._held.values() if held.rollout_id in ids]
         for held in in_hand:
             held.interrupt(CANCEL)
+
+
+def _turn() -> None:
+    """Nothing to do: before Celery's loop waits again it asks for messages if slots are free."""
 
 
 _process: WorkerProcess | None = None

@@ -45,6 +45,13 @@ def run_stage(task: Task, stage: Stage, body: Body, ref: Ref | None = None) -> R
     """
     process = processes.current()
     try:
+        return _carry(process, task, stage, body, ref)
+    finally:
+        process.ask_on()
+
+
+def _carry(process: WorkerProcess, task: Task, stage: Stage, body: Body, ref: Ref | None) -> Ref:
+    try:
         claim, held = _take(process, stage, ref)
         put_back_at = time.monotonic() + PUT_BACK_S
         while claim in (FULL, STOPPED) and process.admission.wait_for_room(put_back_at - time.monotonic()):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from concurrent import futures
 from types import SimpleNamespace
 
 import pytest
+import redis
+from celery.exceptions import Ignore
+from kombu.asynchronous import Hub
 
 from rollout.schema import Stage
 from services.state.rollouts.store import Finish
+from tests.helpers.stack import wait_until
 from workers import task as task_module
 from workers.held import CANCEL, SHUTDOWN, Held
-from workers.process import WorkerProcess
+from workers.process import FREED_S, WorkerProcess
 from workers.stage import work
 
 
@@ -90,3 +96,33 @@ def test_what_the_loop_cancels_arrives_as_the_error_that_is_caught(loop):
 
     with pytest.raises(futures.CancelledError):
         asyncio.run_coroutine_threadsafe(cancelled(), loop).result()
+
+
+def test_when_it_ends_celery_looks_for_the_next_message_before_its_loop_would_turn(monkeypatch):
+    hub = Hub()
+    turns, ends = [], socket.socketpair()
+    hub.add_reader(ends[0], list)  # without any it would not wait
+    hub.on_tick.add(lambda: turns.append(time.monotonic()))
+    thread = threading.Thread(target=hub.run_forever)
+    thread.start()
+    try:
+        wait_until(lambda: turns, 10, "the loop to turn")
+
+        class Process(SimpleNamespace):
+            ask_on = WorkerProcess.ask_on
+
+            def claiming(self):
+                self.asked_at = time.monotonic()
+                raise redis.ConnectionError("away")
+
+        process = Process(consumer=SimpleNamespace(hub=hub))
+        monkeypatch.setattr(task_module.processes, "current", lambda: process)
+        with pytest.raises(Ignore):
+            task_module.run_stage(SimpleNamespace(request=SimpleNamespace(id="t")), Stage.INIT, None)
+        wait_until(lambda: turns[-1] >= process.asked_at + FREED_S, 0.8, "it to turn once the slot is free")
+    finally:
+        hub.stop()
+        thread.join()
+        hub.close()
+        for end in ends:
+            end.close()
