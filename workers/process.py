@@ -152,7 +152,8 @@ class WorkerProcess:
         turns for another reason: after 50 ms on average.
         """
         hub = getattr(self.consumer, "hub", None)
-        if hub is not None:
+        was_full = 1 + len(self._held) + len(self._claims) >= self.services.slots
+        if hub is not None and was_full:
             hub.call_soon(hub.call_later, FREED_S, _turn)
 
     def run(self, held: Held, work: Coroutine[Any, Any, Any]) -> Any:

@@ -91,7 +91,7 @@ KEYS = {
         "strong_efficiency_8",
         "overlap_ratio_to_bound",
         "dispatch_p99_s_with_wave",
-        "dispatch_p99_s_in_turnover",
+        "dispatch_p99_s_after_wave",
         "head_cpu_cores",
         "head_rss_mb",
     },

@@ -115,7 +115,8 @@ def test_when_it_ends_celery_looks_for_the_next_message_before_its_loop_would_tu
                 self.asked_at = time.monotonic()
                 raise redis.ConnectionError("away")
 
-        process = Process(consumer=SimpleNamespace(hub=hub))
+        process = Process(consumer=SimpleNamespace(hub=hub), services=SimpleNamespace(slots=2))
+        process._held, process._claims = {("another", 1): None}, []
         monkeypatch.setattr(task_module.processes, "current", lambda: process)
         with pytest.raises(Ignore):
             task_module.run_stage(SimpleNamespace(request=SimpleNamespace(id="t")), Stage.INIT, None)
