@@ -60,6 +60,14 @@ REGROWTH = 1.1
 MIB = 1 << 20
 
 
+def _starved_s() -> float:
+    """Seconds for which this thread has waited for a processor; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 @dataclasses.dataclass
 class Watched:
     """What is remembered of a sandbox between two looks."""
@@ -105,6 +113,8 @@ class Watchdog:
         self._watched: dict[str, Watched] = {}
         self._free: tuple[int, ...] = (0, 0)
         self._thread = ThreadPoolExecutor(1, "watchdog")
+        self._worked_s = 0.0
+        """Seconds of that thread, less those in which it waited for a processor."""
         self.breaches = dict.fromkeys(("memory", "processes", "disk"), 0)
 
     async def run(self) -> None:
@@ -138,14 +148,22 @@ class Watchdog:
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """In one of its own: it must not wait for starts or clean-ups."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+        def timed() -> T:
+            began = time.monotonic() - _starved_s()
+            try:
+                return function(*args)
+            finally:
+                self._worked_s += time.monotonic() - _starved_s() - began
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     def _turn(self, container: Container) -> tuple[bool, float]:
         watched = self._watched[container.id]
         return watched.took_s > COSTLY_S, watched.due
 
     async def _look_at(self, container: Container) -> None:
-        watched, began = self._watched[container.id], time.monotonic()
+        watched, began, worked_s = self._watched[container.id], time.monotonic(), self._worked_s
         thorough = began >= watched.thorough_due
         with _apart(container):
             pid = container.pid
@@ -158,7 +176,7 @@ class Watchdog:
                 await self._check_disk(container)
         ended = time.monotonic()
         watched.took_s = ended - began
-        pause = DUTY * len(self._watched) * watched.took_s
+        pause = DUTY * len(self._watched) * (self._worked_s - worked_s)
         watched.due = ended + min(max(TICK_S, pause), MOST_TICK_S)
         if watched.survey.unfinished and watched.resident > FAR_OVER * _most_memory(container):
             watched.due = ended

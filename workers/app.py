@@ -63,10 +63,11 @@ def evaluate_task(self: Task, ref: Ref) -> Ref:
 def cleanup_task(ref: Ref) -> None:
     """Release the sandboxes of an attempt that ended outside a stage."""
     worker = process.current()
-    done = asyncio.run_coroutine_threadsafe(
-        release_attempts(worker.services.host, ref["id"], ref["attempt"]), worker.loop
-    )
-    done.result(CLEANUP_S)
+    with worker.slot():
+        done = asyncio.run_coroutine_threadsafe(
+            release_attempts(worker.services.host, ref["id"], ref["attempt"]), worker.loop
+        )
+        done.result(CLEANUP_S)
 
 
 @signals.setup_logging.connect

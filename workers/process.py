@@ -40,7 +40,7 @@ CLOSE_S = 2.0
 BEAT_AGAIN_S = 0.5
 """The pause after a heartbeat without an answer: leases are extended before any reaper judges them."""
 FREED_S = 0.005
-"""How long Celery takes from the end of a task's function to counting its slot as free."""
+"""From the end of a task's function until Celery counts its slot as free, if it is not starved."""
 
 
 class WorkerProcess:
@@ -62,6 +62,10 @@ class WorkerProcess:
         self._held = self.services.held
         self._claims: list[set[str]] = []
         self._hands_back = False
+        self._tasks = 0
+        """Of Celery's, each in a slot."""
+        self._turns_at = 0.0
+        """When Celery's loop turns because we asked it to."""
         self._lock = threading.Lock()
 
     # -- life --------------------------------------------------------------------------------
@@ -145,16 +149,31 @@ class WorkerProcess:
         with self._lock:
             self._held.pop((held.rollout_id, held.fence), None)
 
-    def ask_on(self) -> None:
-        """Have Celery ask for a message as soon as the slot of the task that ends here is free.
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Around all that a task does: at its end Celery asks for the next message soon, if no slot was free.
 
-        A worker whose slots are all taken asks for none, and would notice a free one only when its loop
-        turns for another reason: after 50 ms on average.
+        A worker whose slots are all taken asks for none, and notices a free one only when its loop turns:
+        with nothing else to do, for the events that it sends every 0.1 s.
         """
-        hub = getattr(self.consumer, "hub", None)
-        was_full = 1 + len(self._held) + len(self._claims) >= self.services.slots
-        if hub is not None and was_full:
-            hub.call_soon(hub.call_later, FREED_S, _turn)
+        with self._lock:
+            self._tasks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                was_full = self._tasks >= self.services.slots
+                self._tasks -= 1
+            hub = getattr(self.consumer, "hub", None)
+            if was_full and hub is not None:
+                hub.call_soon(self._turn_soon, hub)
+
+    def _turn_soon(self, hub: Any) -> None:
+        """In Celery's loop. One turn serves all tasks that end before it."""
+        now = time.monotonic()
+        if now >= self._turns_at:
+            self._turns_at = now + FREED_S
+            hub.call_later(FREED_S, _turn)
 
     def run(self, held: Held, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the loop and wait for it; `Held.interrupt` cancels it."""
@@ -232,7 +251,7 @@ class WorkerProcess:
 
 
 def _turn() -> None:
-    """Nothing to do: before Celery's loop waits again it asks for messages if slots are free."""
+    """Do nothing: before Celery's loop waits again it asks for messages if slots are free."""
 
 
 _process: WorkerProcess | None = None

@@ -44,10 +44,8 @@ def run_stage(task: Task, stage: Stage, body: Body, ref: Ref | None = None) -> R
         Ignore: The chain ends here. Monitors are told why.
     """
     process = processes.current()
-    try:
+    with process.slot():
         return _carry(process, task, stage, body, ref)
-    finally:
-        process.ask_on()
 
 
 def _carry(process: WorkerProcess, task: Task, stage: Stage, body: Body, ref: Ref | None) -> Ref:

@@ -16,6 +16,8 @@ from sandbox.errors import SandboxStartError
 
 ANSWER_S = 5.0
 """It takes a millisecond."""
+FIRST_ANSWER_S = 10.0
+"""A new launcher's takes longer: a Python starts before it, on a machine that is perhaps busy."""
 REAP_S = 1.0
 """What is killed ends in a moment, or hangs in a file system; it must not hold up the next start."""
 
@@ -74,6 +76,7 @@ class Launcher:
             pid = int(self._connection.recv(32))
             if pid <= 0:
                 raise ValueError(f"its clone failed ({pid})")
+            self._connection.settimeout(ANSWER_S)
         except (OSError, ValueError) as error:
             os.close(out[0])
             os.close(err[0])
@@ -119,7 +122,7 @@ class Launcher:
     def _begin(self) -> None:
         self.close()
         self._connection, launcher_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.settimeout(ANSWER_S)
+        self._connection.settimeout(FIRST_ANSWER_S)
         with launcher_end:
             self._process = subprocess.Popen(
                 [*self.command, "--serve", str(launcher_end.fileno())],

@@ -148,16 +148,17 @@ class Engine:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Abort what is queued or running, and end."""
+        """Abort what is queued or running, also what came while the last step was computed, and end."""
         self.abort(self.live())
         async with self._between_steps:
             self._task.cancel()
+            self.abort(self.live())
         self._thread.shutdown()
 
     @property
     def alive(self) -> bool:
         """False when the engine has ended; the server is then unhealthy."""
-        return self._task is not None and not self._task.done()
+        return self._task is not None and not self._task.done() and not self._task.cancelling()
 
     @property
     def paused(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
@@ -120,9 +121,14 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
+PORTS = range(20_000, 32_000)
+"""Linux by default gives higher ones to clients, and what we start listens only seconds after the choice."""
+
+
 def pick_port(preferred: list[int], taken: set[int], host: str = "127.0.0.1") -> int:
     """The first of `preferred` that is free and not in `taken`, else any free one. Adds it to `taken`."""
-    port = next((port for port in preferred if port not in taken and port_is_free(host, port)), 0)
+    ports = [*preferred, *random.sample(PORTS, 100)]
+    port = next((port for port in ports if port not in taken and port_is_free(host, port)), 0)
     while not port or port in taken:
         with socket.socket() as probe:
             probe.bind((host, 0))

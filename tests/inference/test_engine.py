@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-import time
+from contextlib import suppress
 from importlib import import_module
 
 import httpx
@@ -202,11 +202,16 @@ def test_sigterm_answers_running_requests_and_ends_the_server(monkeypatch):
         reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30)
         choices.append(reply.json()["choices"][0])
 
+    def sampled():
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+        return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:generation_tokens_total"))
+
     def ask():
         wait_until(lambda: healthy(url), 60, "the server")  # before, the signal would end this process
         asking = threading.Thread(target=generate)
         asking.start()
-        time.sleep(0.5)
+        with suppress(TimeoutError, httpx.HTTPError):  # it must end all the same
+            wait_until(sampled, 60, "the request to run")
         if not ended.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
         asking.join()
@@ -221,3 +226,21 @@ def test_sigterm_answers_running_requests_and_ends_the_server(monkeypatch):
     (choice,) = choices
     assert choice["finish_reason"] == "abort"
     assert choice["token_ids"]
+
+
+def test_what_comes_during_the_last_step_is_aborted_as_well(model):
+    async def main():
+        engine = inference_engine.Engine(model, "test", 128, 100_000)
+        engine.start()
+        late = sequence()
+        async with engine._between_steps:
+            stopping = asyncio.create_task(engine.stop())
+            await asyncio.sleep(0)
+            engine.submit([late])
+        await stopping
+        assert not engine.alive
+        with pytest.raises(inference_engine.EngineError):
+            engine.submit([sequence()])
+        return late.finish_reason
+
+    assert asyncio.run(main()) == "abort"

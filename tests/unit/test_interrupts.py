@@ -8,11 +8,13 @@ import threading
 import time
 from concurrent import futures
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import redis
 from celery.exceptions import Ignore
 from kombu.asynchronous import Hub
+from kombu.asynchronous.timer import Timer
 
 from rollout.schema import Stage
 from services.state.rollouts.store import Finish
@@ -98,29 +100,40 @@ def test_what_the_loop_cancels_arrives_as_the_error_that_is_caught(loop):
         asyncio.run_coroutine_threadsafe(cancelled(), loop).result()
 
 
+@pytest.mark.parametrize(("others", "asks"), [(1, True), (0, False)], ids=["full", "a slot was free"])
+def test_only_a_task_of_a_full_worker_has_celery_ask_at_its_end(others, asks):
+    hub = Mock()
+    process = SimpleNamespace(consumer=SimpleNamespace(hub=hub), services=SimpleNamespace(slots=2))
+    process._lock, process._tasks, process._turn_soon = threading.Lock(), others, None
+    with WorkerProcess.slot(process):
+        assert not hub.mock_calls
+    assert (bool(hub.mock_calls), process._tasks) == (asks, others)
+
+
 def test_when_it_ends_celery_looks_for_the_next_message_before_its_loop_would_turn(monkeypatch):
-    hub = Hub()
+    hub = Hub(Timer(max_interval=60))
     turns, ends = [], socket.socketpair()
     hub.add_reader(ends[0], list)  # without any it would not wait
     hub.on_tick.add(lambda: turns.append(time.monotonic()))
+    hub.call_later(3600.0, list)  # with a timer far away it turns every ten seconds by itself, else every one
     thread = threading.Thread(target=hub.run_forever)
     thread.start()
     try:
         wait_until(lambda: turns, 10, "the loop to turn")
 
         class Process(SimpleNamespace):
-            ask_on = WorkerProcess.ask_on
+            slot, _turn_soon = WorkerProcess.slot, WorkerProcess._turn_soon
 
             def claiming(self):
                 self.asked_at = time.monotonic()
                 raise redis.ConnectionError("away")
 
         process = Process(consumer=SimpleNamespace(hub=hub), services=SimpleNamespace(slots=2))
-        process._held, process._claims = {("another", 1): None}, []
+        process._lock, process._tasks, process._turns_at = threading.Lock(), 1, 0.0
         monkeypatch.setattr(task_module.processes, "current", lambda: process)
         with pytest.raises(Ignore):
             task_module.run_stage(SimpleNamespace(request=SimpleNamespace(id="t")), Stage.INIT, None)
-        wait_until(lambda: turns[-1] >= process.asked_at + FREED_S, 0.8, "it to turn once the slot is free")
+        wait_until(lambda: turns[-1] >= process.asked_at + FREED_S, 8, "it to turn once the slot is free")
     finally:
         hub.stop()
         thread.join()
