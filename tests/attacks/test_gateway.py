@@ -33,7 +33,11 @@ EVIL = "http://evil.example"
 COMPAT_TENANT, OTHER = "trainer", "other"
 PATIENCE_S = 30.0
 SOON_S = 3.0
-"""An honest caller that waits longer was kept from the gateway."""
+"""An honest caller that waits longer was kept from the gateway, if that is the control's."""
+BUSY_S = 6.0
+"""The same of the gateway under attack: long on a busy machine, but less than `HEAD_S`, after which it ends
+half a head by itself.
+"""
 CACHE_S = 2.5
 """After so long a key that was revoked must not work."""
 
@@ -70,9 +74,9 @@ class Target:
         return {"Authorization": f"Bearer {self.keys[name]}"}
 
 
-def answers(url: str) -> bool:
+def answers(url: str, patience_s: float = SOON_S) -> bool:
     """Whether an honest caller gets its answer soon."""
-    with suppress(OSError, httpx.HTTPError), closing(HTTPConnection(url[7:], timeout=SOON_S)) as caller:
+    with suppress(OSError, httpx.HTTPError), closing(HTTPConnection(url[7:], timeout=patience_s)) as caller:
         caller.request("GET", "/")
         return caller.getresponse().status == 200
     return False
@@ -199,16 +203,14 @@ def test_learn_by_the_time_which_ids_of_keys_exist(target):
 
     find = careless if target.control else access.find
 
-    def best_s(key_id: str) -> float:
-        def batch() -> float:
-            began = time.perf_counter()
-            for _ in range(500):
-                find(f"rlt_{key_id}_{secret}")
-            return time.perf_counter() - began
+    def batch_s(key_id: str) -> float:
+        began = time.perf_counter()
+        for _ in range(500):
+            find(f"rlt_{key_id}_{secret}")
+        return time.perf_counter() - began
 
-        return min(batch() for _ in range(60))
-
-    known, unknown = best_s(key.id), best_s("b" * 12)
+    # By turns: the machine may be faster in one moment than in the next.
+    known, unknown = map(min, zip(*((batch_s(key.id), batch_s("b" * 12)) for _ in range(60)), strict=True))
     return known > 1.5 * unknown
 
 
@@ -228,15 +230,22 @@ def test_drain_a_backend_from_a_web_page(target):
 
 def accepted_from_page(target: Target, body: str, **headers: str) -> bool:
     """Whether a page's call to the port that needs no key makes a rollout."""
-    before = len(target.stack.redis.client.zrange("rollouts:created", 0, -1))
-    with suppress(httpx.ReadTimeout):  # a call that is let in is answered when its rollout has ended
+
+    def made() -> bool:
+        return target.stack.redis.client.zcard("rollouts:created") > before
+
+    before = target.stack.redis.client.zcard("rollouts:created")
+    try:
         httpx.post(
             f"{target.compat}/process",
             content=body,
             headers={name.replace("_", "-"): text for name, text in headers.items()},
-            timeout=1.0,
+            timeout=1.0 if target.control else PATIENCE_S,
         )
-    return len(target.stack.redis.client.zrange("rollouts:created", 0, -1)) > before
+    except httpx.TimeoutException:  # a call that is let in is answered when its rollout has ended
+        with suppress(TimeoutError):
+            wait_until(made, PATIENCE_S, "a rollout that was let in")
+    return made()
 
 
 PAGES = {
@@ -288,7 +297,7 @@ HALF = {
 }
 
 
-def stopped(url: str, what: bytes, count: int = 200) -> bool:
+def stopped(url: str, what: bytes, patience_s: float, count: int = 200) -> bool:
     """Whether so many connections that send this and no more keep honest callers out."""
     host, port = url[7:].split(":")
     with ExitStack() as open_ones:
@@ -296,14 +305,15 @@ def stopped(url: str, what: bytes, count: int = 200) -> bool:
             connection = open_ones.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
             connection.sendall(what)
         time.sleep(0.5)
-        return not all(answers(url) for _ in range(3))
+        return not all(answers(url, patience_s) for _ in range(3))
 
 
 @pytest.mark.parametrize("kind", HALF)
 @attack(stopped_by="no thread before head and body are in")
 def test_stop_the_gateway_with_requests_that_do_not_come_to_their_end(target, kind):
     # Where no key is needed a large body is asked for.
-    return stopped(target.compat if kind == "large body" else target.url, HALF[kind])
+    url = target.compat if kind == "large body" else target.url
+    return stopped(url, HALF[kind], SOON_S if target.control else BUSY_S)
 
 
 # -- one connection for two requests -------------------------------------------------------------

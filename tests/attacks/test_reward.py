@@ -150,8 +150,15 @@ CASES = {
 }
 
 
-def judged(target: Service, solution: str) -> bool:
-    """Whether a program that is too slow is rewarded. The control is the runner that was inside."""
+PATIENT_S = 5.0
+"""The limit in the control, whose solution has to have begun before it is over."""
+
+
+def judged(target: Service, number: int) -> bool:
+    """Whether a program that is too slow, and signals its runner, is rewarded. The control is the runner that
+    was inside.
+    """
+    solution = SLOW.format(number=number, seconds=PATIENT_S + 1 if target.control else 2)
     if not target.control:
         actions = [Action(content=f"```python\n{solution}\n```")]
         (done,) = play(CodeText(), CASES, actions, limits=Limits(max_attempts=1))
@@ -160,7 +167,7 @@ def judged(target: Service, solution: str) -> bool:
     runner = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=open('/dev/stdout', 'w'))\n"
-        "try: child.wait(1.0)\n"
+        f"try: child.wait({PATIENT_S})\n"
         "except subprocess.TimeoutExpired: child.kill(); print('timeout')\n"
     )
     with subprocess.Popen(
@@ -171,17 +178,17 @@ def judged(target: Service, solution: str) -> bool:
     return line.strip() == "42"
 
 
-SLOW = "import os, time\nos.kill(os.getppid(), {number})\ntime.sleep(2)\nprint(42, flush=True)\n"
+SLOW = "import os, time\nos.kill(os.getppid(), {number})\ntime.sleep({seconds})\nprint(42, flush=True)\n"
 
 
 @attack(stopped_by="each case is timed by the server, which is init")
 def test_be_rewarded_past_the_time_limit_by_killing_the_runner(target):
-    return judged(target, SLOW.format(number=9))
+    return judged(target, 9)
 
 
 @attack(stopped_by="each case is timed by the server, which is init")
 def test_be_rewarded_past_the_time_limit_by_stopping_the_runner(target):
-    return judged(target, SLOW.format(number=19))
+    return judged(target, 19)
 
 
 # -- scorers -------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ def test_connections_cut_again_and_again_lose_no_rollout_and_no_cancel(chaos, at
 def test_a_gateway_killed_while_it_accepts_creates_nothing_twice_when_asked_again(chaos):
     """The client knows no answer; it sends the same ids again until it gets one."""
     ids, errors = [new_id() for _ in range(COUNT)], []
+    killed = threading.Event()
 
     def submit(chunk):
         body = {"requests": [{"handler": "gated", "id": i} for i in chunk]}
@@ -88,17 +89,22 @@ def test_a_gateway_killed_while_it_accepts_creates_nothing_twice_when_asked_agai
                 errors.append(error)
             time.sleep(0.05)
 
+    def submit_all(chunks):
+        for chunk in chunks:
+            submit(chunk)
+        # Whoever is done before the gateway dies asks again for what there is.
+        while not killed.is_set():
+            submit(chunks[-1])
+
     chunks = [ids[k : k + 5] for k in range(0, len(ids), 5)]
-    threads = [
-        threading.Thread(target=lambda part: [submit(c) for c in part], args=(chunks[k::4],))
-        for k in range(4)
-    ]
+    threads = [threading.Thread(target=submit_all, args=(chunks[k::4],)) for k in range(4)]
     for thread in threads:
         thread.start()
     for number in range(DEATHS):
         count = (number + 1) * COUNT // 4
         wait_until(lambda count=count: chaos.record_count(ids) >= count, PATIENCE_S, f"{count} accepted")
         chaos.restart_gateway()
+    killed.set()
     for thread in threads:
         thread.join(PATIENCE_S)
     assert chaos.record_count(ids) == len(ids)

@@ -128,7 +128,7 @@ def test_the_gateway_says_503_with_retry_after_and_those_who_wait_go_on(chaos):
     body = {"requests": [{"handler": "gated", "id": f"late-{rollout_id}"}]}
     refused = httpx.post(f"{chaos.url}/v1/rollouts", json=body, headers=HEADERS, timeout=PATIENCE_S)
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
-    assert httpx.get(f"{chaos.url}/health").status_code == 200
+    assert httpx.get(f"{chaos.url}/health", timeout=PATIENCE_S).status_code == 200
     chaos.redis = chaos.redis.restarted()
     for stage in STAGES:
         (gates / stage).touch()

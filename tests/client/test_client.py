@@ -182,7 +182,10 @@ def test_an_event_that_was_cut_comes_again(gateway, client):
         for number, name in enumerate("ab", 1)
     )
     gateway.faults = [events(f"{first}\n{second}")]
-    assert [rollout.id for rollout in client.stream_completions(timeout=1.0)] == ["a", "b"]
+    stream = client.stream_completions(timeout=60.0)
+    assert [next(stream).id for _ in range(2)] == ["a", "b"]
+    gateway.create(request(id="c"))
+    assert next(stream).id == "c", "and nothing comes twice"
 
 
 def test_connections_that_are_cut_again_and_again_are_no_gateway_that_is_away(gateway):

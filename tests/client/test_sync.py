@@ -19,7 +19,7 @@ import pytest
 
 from rollout.async_batches import AsyncBatches
 from rollout.client import AsyncClient, Client, Unavailable
-from rollout.http import Gateway
+from rollout.http import LONG_POLL_S, Gateway
 from rollout.schema import RolloutRequest
 from rollout.sync import Batches
 from tests.helpers.stack import wait_until
@@ -31,6 +31,16 @@ def request(**fields) -> RolloutRequest:
 
 def loops() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
+
+
+def once_asked(gateway, call: tuple[str, str], what) -> None:
+    """Do something, from another thread, as soon as the gateway has been asked for that."""
+
+    def do() -> None:
+        wait_until(lambda: call in gateway.calls, 30, f"{call}")
+        what()
+
+    threading.Thread(target=do, daemon=True).start()
 
 
 def in_python(code: str, url: str, **options) -> subprocess.Popen[str]:
@@ -231,7 +241,7 @@ def test_a_call_that_meets_the_end_of_the_client_is_answered(gateway):
 def test_a_loop_that_ended_by_itself_leaves_nobody_waiting_and_begins_anew(gateway, client):
     gateway.finish_at_once = False
     client.submit(request(id="a"))
-    threading.Timer(0.2, lambda: client._loop.call_soon_threadsafe(sys.exit)).start()
+    once_asked(gateway, ("GET", "/v1/rollouts/a"), lambda: client._loop.call_soon_threadsafe(sys.exit))
     with pytest.raises(RuntimeError, match="during the call"):
         client.wait("a", timeout=20)
     assert client.status()["version"] == "x"
@@ -329,7 +339,7 @@ def test_ctrl_c_ends_a_call_and_the_client_goes_on(gateway, call):
     began = time.monotonic()
     output, errors = child.communicate(timeout=30)
     assert (output, errors, child.returncode) == ("x\n", "", 0)
-    assert time.monotonic() - began < 5, "it ends now, not when the long-poll does"
+    assert time.monotonic() - began < LONG_POLL_S / 2, "it ends now, not when the long-poll does"
 
 
 def test_what_ctrl_c_ended_is_not_under_way_any_more(gateway, client):
@@ -338,7 +348,7 @@ def test_what_ctrl_c_ended_is_not_under_way_any_more(gateway, client):
     gc.disable()  # an exception in a callback of its own is lost, and Hypothesis has put one there
     # A run that a shell put into the background was begun with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    once_asked(gateway, ("GET", "/v1/rollouts/a"), lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         with pytest.raises(KeyboardInterrupt):
             client.wait("a")

@@ -316,7 +316,7 @@ def test_pause_wait_returns_when_the_running_requests_have_ended(backend):
                 waits = not paused.done() and not task.done()
                 await paused
                 # It has ended at the server, so all of its reply is on its way.
-                choice = llm_client.merged(await asyncio.wait_for(task, 10))
+                choice = llm_client.merged(await asyncio.wait_for(task, 60))
             await llm_client.post(client, "/resume")
             return waits, choice
 

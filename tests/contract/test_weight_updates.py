@@ -48,11 +48,11 @@ class Target:
         answers.append(answer.raise_for_status().json()["choices"][0])
 
     def generated(self) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:generation_tokens_total"))
 
     def paused(self) -> bool:
-        return httpx.get(f"{self.url}/is_paused").json()["is_paused"]
+        return httpx.get(f"{self.url}/is_paused", timeout=60).json()["is_paused"]
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,14 @@ def exchanged_during_calls(target, weights, mode):
             choices.append((tokens, *answers))
             tokens = target.long
 
+    check = canary(weights)  # which takes a while, and the calls do not wait
     before = target.generated()
     firsts = [target.long * share // 3 for share in (1, 2, 3)]
     callers = [threading.Thread(target=call_again, args=(first,), daemon=True) for first in firsts]
     for caller in callers:
         caller.start()
     wait_until(lambda: target.generated() > before, PATIENCE_S, "the calls to begin")
-    done = target.exchange("step-1", weights, mode=mode, canary=canary(weights))
+    done = target.exchange("step-1", weights, mode=mode, canary=check)
     over.set()
     for caller in callers:
         caller.join(PATIENCE_S)
@@ -99,9 +100,9 @@ def exchanged_during_calls(target, weights, mode):
     return choices, done
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_calls_under_way_are_kept_waited_for_or_ended_and_the_canary_passes(target, other_weights, mode):
-    choices, done = exchanged_during_calls(target, other_weights, mode)
+def check_exchange(target, weights, mode) -> bool:
+    """Exchange the weights during calls and check all; whether the exchange met calls that were under way."""
+    choices, done = exchanged_during_calls(target, weights, mode)
     assert (done.state, done.error) == ("resumed", None)
     assert done.canary_max_error < TOLERANCE
     calls = [
@@ -109,7 +110,6 @@ def test_calls_under_way_are_kept_waited_for_or_ended_and_the_canary_passes(targ
         for _, choice in choices
     ]
     met = (["first"], "abort") if mode == "abort" else (["first", "step-1"], "length")
-    assert (met in calls) == (mode != "wait"), calls
     # One that is ended before it is begun has sampled nothing.
     others = [(["first"], "length"), (["step-1"], "length"), *([([], "abort")] if mode == "abort" else [])]
     assert all(call in [met, *others] for call in calls), calls
@@ -118,6 +118,21 @@ def test_calls_under_way_are_kept_waited_for_or_ended_and_the_canary_passes(targ
     backend = target.store.get("it")
     assert (backend.policy_version, backend.healthy, backend.paused) == ("step-1", True, False)
     assert not target.paused()
+    return met in calls
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_calls_under_way_are_kept_or_ended_and_the_canary_passes(target, other_weights, mode):
+    # A starved front end of vLLM is seconds behind its engine, which then may have ended all calls it knows.
+    for _ in range(8):
+        if check_exchange(target, other_weights, mode):
+            return
+        assert target.exchange("first", DEMO_MODEL).state == "resumed"
+    pytest.fail("no exchange met a call")
+
+
+def test_calls_under_way_are_waited_for_and_the_canary_passes(target, other_weights):
+    assert not check_exchange(target, other_weights, "wait")
 
 
 def test_after_an_exchange_log_probs_are_those_of_the_new_weights(target, other_weights):

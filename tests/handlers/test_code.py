@@ -120,7 +120,9 @@ HOARD = "x = []\nwhile True: x.append(bytearray(1 << 20))"
     ],
 )
 def test_what_a_program_does_wrong_is_judged_and_contained(solution, status):
-    done = judged(solution, time_limit_s=1.0, memory_limit_mb=128)
+    # One that ends by itself has time to, on a busy machine too.
+    limit_s = 60.0 if status in ("wrong", "error") else 1.0
+    done = judged(solution, time_limit_s=limit_s, memory_limit_mb=128)
     assert (done.reward, done.reward_components["passed"], done.drop) == (0.0, 0.0, False)
     assert report(done).startswith(f"{status}: 2" if status else "")
 

@@ -41,11 +41,16 @@ def keyed(app: Flask) -> FlaskClient:
     return client
 
 
+PATIENCE_S = 60.0
+"""For an answer; `httpx` has five seconds, which a gateway beside other tests may take to begin with one."""
+
+
 class http:
     """`httpx`'s calls, with the key."""
 
     @staticmethod
     def request(method: str, url: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+        more.setdefault("timeout", PATIENCE_S)
         return httpx.request(method, url, headers={**HEADERS, **(headers or {})}, **more)
 
     @staticmethod
@@ -67,6 +72,6 @@ class http:
 
 def metric(url: str, line: str) -> float | None:
     """The value of one line of `/metrics`, which begins with the name and labels; None = it is not there."""
-    text = http.get(f"{url}/metrics", timeout=60.0).text
+    text = http.get(f"{url}/metrics").text
     value = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
     return float(value[1]) if value else None

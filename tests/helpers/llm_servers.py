@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -101,11 +102,28 @@ def _flags(options: dict[str, object]) -> list[str]:
     return flags
 
 
+PORTS = range(10_000, 20_000)
+"""Below those that Linux gives to whoever asks for any, clients among them (`ip_local_port_range`)."""
+_taken: list[socket.socket] = []
+"""One for each port that this process was given; its name is taken as long as the process lives."""
+
+
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port that is free, and that nobody else is given while this process lives."""
+    while True:
+        port = secrets.choice(PORTS)
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            # An abstract name: it is one process's at a time, and goes with it.
+            mark.bind(f"\0rollout-test-port-{port}")
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+            continue
+        _taken.append(mark)
+        return port
 
 
 def end_with_parent() -> None:

@@ -74,17 +74,22 @@ def test_closing_the_connection_cancels_the_request(backend, streaming):
                 async for _ in reply.content:
                     pass
 
-        task = asyncio.create_task(hang())
-        await asyncio.sleep(0.2)
-        assert await llm_client.metric(client, "vllm:num_requests_running") == 1
-        task.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0.05)
-            if await llm_client.metric(client, "vllm:num_requests_running") == 0:
-                return True
-        return False
+        async def running():
+            return await llm_client.metric(client, "vllm:num_requests_running")
 
-    assert backend.run(ask)
+        before = await llm_client.metric(client, "vllm:generation_tokens_total")
+        task = asyncio.create_task(hang())
+        async with asyncio.timeout(60):
+            while not task.done() and await running() != 1:
+                await asyncio.sleep(0.01)
+            assert not task.done()
+            task.cancel()
+            while await running():
+                await asyncio.sleep(0.05)
+        await asyncio.gather(task, return_exceptions=True)
+        return await llm_client.metric(client, "vllm:generation_tokens_total") - before
+
+    assert 0 <= backend.run(ask) < 2000, "it was ended, and did not come to its own end"
 
 
 @pytest.mark.parametrize(

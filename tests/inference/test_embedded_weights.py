@@ -14,7 +14,8 @@ from tests.helpers.llm_servers import DEMO_MODEL
 
 safetensors = Lazy("safetensors.torch")
 
-LONG = {"max_tokens": 400, "ignore_eos": True}
+LONG = {"max_tokens": 1000, "ignore_eos": True}
+"""Of a request that still runs when something is done to it: seconds on any machine here."""
 
 
 def reload_body(directory):
@@ -24,9 +25,12 @@ def reload_body(directory):
 def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restored, other_weights):
     async def ask(client):
         before = await llm_client.metric(client, "vllm:generation_tokens_total")
+        # Together: the first might be through when the last one arrives.
+        await llm_client.post(client, "/pause", mode="keep")
         tasks = [asyncio.create_task(llm_client.generate(client, [1, 2, i], **LONG)) for i in range(4)]
-        while await llm_client.metric(client, "vllm:num_requests_running") < len(tasks):
+        while await llm_client.metric(client, "vllm:num_requests_waiting") < len(tasks):
             await asyncio.sleep(0.01)
+        await llm_client.post(client, "/resume")
         # They are served in turn, so each has some tokens by then.
         while await llm_client.metric(client, "vllm:generation_tokens_total") < before + 4 * len(tasks):
             await asyncio.sleep(0.01)
@@ -44,7 +48,7 @@ def test_a_swap_in_the_middle_of_a_generation_shows_in_its_version_spans(restore
         choice = reply["choices"][0]
         first, second = choice["weight_versions"]
         assert (first["version"], first["start"]) == ("default", 0)
-        assert (second["version"], second["start"], second["end"]) == ("step-1", first["end"], 400)
+        assert (second["version"], second["start"], second["end"]) == ("step-1", first["end"], 1000)
         # The span says truly which tokens the old weights sampled.
         old = llm_reference.logprobs(DEMO_MODEL, [1, 2, i], choice["token_ids"])
         sampled = llm_client.sampled_logprobs(choice)
@@ -58,6 +62,7 @@ def test_a_client_that_goes_away_while_it_waits_for_a_pause_does_not_end_the_eng
     async def ask(client):
         task = asyncio.create_task(llm_client.generate(client, [1, 2, 3], **LONG))
         while not await llm_client.metric(client, "vllm:num_requests_running"):
+            assert not task.done()
             await asyncio.sleep(0.01)
         pause = asyncio.create_task(llm_client.post(client, "/pause", mode="wait"))
         while not (await llm_client.get(client, "/is_paused"))["is_paused"]:

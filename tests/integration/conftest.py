@@ -10,7 +10,7 @@ import pytest
 from services.gateway import auth
 from services.state.redis import connect
 from tests.helpers.sandboxes import leftovers, stop_host
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, wait_until
 from tests.helpers.tenants import World
 
 
@@ -20,11 +20,13 @@ def stack(tmp_path_factory, embedded):
     # Socket paths end at 107 bytes: pytest's own directories are too long for them.
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir:
         try:
-            with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir)) as stack:
+            # Tests count attempts, and beside others a worker may stand still for a stack's usual 3 s.
+            env = {"ROLLOUT_LEASE_S": "10"}
+            with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack:
                 stack.start_workers({stage: stage for stage in ("init", "run", "eval")})
                 stack.client.add_backend(embedded.url)
                 yield stack
-                assert leftovers(stack.sandbox_dir) == []
+                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 30, "all sandboxes to be gone")
         finally:
             stop_host(Path(sandbox_dir))
 

@@ -70,7 +70,7 @@ def service(tmp_path_factory):
             with Stack(tmp_path_factory.mktemp("small"), Path(sandbox_dir), env) as stack:
                 stack.start_workers({"init": "init", "eval": "eval"}, slots=4)
                 yield Service(stack)
-                assert leftovers(stack.sandbox_dir) == []
+                wait_until(lambda: leftovers(stack.sandbox_dir) == [], PATIENCE_S, "all sandboxes to be gone")
         finally:
             stop_host(Path(sandbox_dir))
 

@@ -72,10 +72,10 @@ def test_structure_hidden_behind_texts_is_counted_in_linear_time(monkeypatch):
         b'"' * 1_000_001 + b"[" * 2000,
         b"\\" * 2_000_000 + b"," * 2000,
     ):
-        before = time.monotonic()
+        before = time.thread_time()
         with pytest.raises(ApiProblem):
             read_json(text)
-        assert time.monotonic() - before < 5.0
+        assert time.thread_time() - before < 5.0
 
 
 def test_a_request_that_would_not_be_read_again_is_not_stored():

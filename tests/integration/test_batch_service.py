@@ -101,8 +101,9 @@ def test_an_open_batch_takes_prompts_while_it_runs_each_call_once(stack, batches
 
 
 def test_a_pause_across_a_weight_update_and_a_cancel(batches):
-    slow = [prompt(rewards=[0, 1], run_s=0.3) for _ in range(40)]
-    made = batches.create(BatchRequest(prompts=slow, n=2, groups=20, max_in_flight=4))
+    # More than can end before it is paused, however late that is.
+    slow = [prompt(rewards=[0, 1], run_s=0.3) for _ in range(240)]
+    made = batches.create(BatchRequest(prompts=slow, n=2, groups=200, max_in_flight=4))
     wait_until(lambda: batches.get(made.id).kept >= 1, 30, "a group")
     assert batches.pause(made.id).paused
     wait_until(lambda: batches.get(made.id).in_flight == 0, 30, "what runs to end")

@@ -61,7 +61,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 stack.start_worker("init,run,eval", "all")
                 stack.client.add_backend(engine.url)
                 yield Service(stack, plans)
-                assert leftovers(stack.sandbox_dir) == []
+                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 60, "all sandboxes to be gone")
         finally:
             stop_host(Path(sandbox_dir))
 

@@ -94,7 +94,7 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
     wait_until(lambda: claimed("STOPPED"), 60, "the end of its chain")
     assert claimed("STOPPED")["result"] == "cancelled"
 
-    monitor.process.stop()
+    monitor.process.stop(60)  # it writes what it has seen
     monitor.start()
     kept = view(items[0])
     assert {name for name, _ in kept} == {"rollout.init", "rollout.run", "rollout.evaluate"}
@@ -102,8 +102,9 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
 
 def test_pages_and_api_want_the_password_that_no_command_line_shows(monitor):
     for path in ("/tasks", "/workers", "/api/tasks", "/broker"):
-        assert httpx.get(monitor.url + path).status_code == 401, path
-        assert httpx.get(monitor.url + path, auth=(monitor.user[0], "guess")).status_code == 401, path
+        assert httpx.get(monitor.url + path, timeout=60).status_code == 401, path
+        guess = httpx.get(monitor.url + path, auth=(monitor.user[0], "guess"), timeout=60)
+        assert guess.status_code == 401, path
     assert monitor.answer("/tasks")
     shown = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(monitor.process.pid)], capture_output=True)
     assert b"flower" in shown.stdout and monitor.user[1].encode() not in shown.stdout

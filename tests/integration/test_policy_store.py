@@ -298,15 +298,16 @@ def test_an_update_whose_record_is_gone_stands_in_nobody_s_way(store, redis):
 
 
 def test_leases_are_kept_while_they_are_held_and_their_loss_is_told(store, redis):
-    leases, lease = _Leases(3.0), store.lock("b", 3.0)
+    # Every second; it is held ten times as long, for a thread that gets no processor.
+    leases, lease = _Leases(3.0), store.lock("b", 30.0)
     key, _ = lease.name, lease.acquire()
     token = redis.get(key)
     with leases.hold(lease) as lost:
-        redis.pexpire(key, 2900)
-        wait_until(lambda: redis.pttl(key) > 2900, 10, "it to be extended")
+        redis.pexpire(key, 20_000)
+        wait_until(lambda: redis.pttl(key) > 20_000, 60, "it to be extended")
         assert redis.get(key) == token and not lost.is_set()
         redis.set(key, "another")
-        assert lost.wait(10)
+        assert lost.wait(25)
     assert redis.get(key) == "another"
 
 

@@ -302,10 +302,12 @@ def test_the_command_line_shows_the_policy_and_updates_it(settled, tmp_path):
 
 def test_a_killed_worker_s_update_is_finished_by_another_and_nothing_stays_paused(settled):
     """Last: it leaves one worker fewer."""
-    busy = threading.Thread(target=_long_call, args=(settled.engines["a"].url,))
-    busy.start()
-    wait_until(lambda: settled.calls("running") == 1, PATIENCE_S, "the call to run")
-    # `wait` lasts as long as the call; backend b, one at a time, has its turn after that.
+    # Several, which make each other slower: one alone may end before a starved gateway has looked.
+    busy = [threading.Thread(target=_long_call, args=(settled.engines["a"].url,)) for _ in range(4)]
+    for call in busy:
+        call.start()
+    wait_until(lambda: settled.calls("running") == len(busy), PATIENCE_S, "the calls to run")
+    # `wait` lasts as long as the calls; backend b, one at a time, has its turn after that.
     options = {"mode": "wait", "concurrency": 1, "canary": settled.canary(settled.new), "wait": 0}
     update = settled.client.update_policy("step-10", str(settled.new), **options)
     wait_until(lambda: settled.ask("a", "/is_paused")["is_paused"], PATIENCE_S, "backend a to be paused")
@@ -319,8 +321,9 @@ def test_a_killed_worker_s_update_is_finished_by_another_and_nothing_stays_pause
     owner = settled.stack.redis.client.get("policy:lease")
     victim = next(process for process in settled.workers.values() if f"/{process.pid}/" in f"/{owner}")
     victim.kill()
-    busy.join(PATIENCE_S)
-    assert not busy.is_alive()
+    for call in busy:
+        call.join(PATIENCE_S)
+        assert not call.is_alive()
 
     def ended() -> PolicyUpdate | None:
         record = settled.client.policy_update(update.id, wait=5)

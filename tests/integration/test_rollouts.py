@@ -56,7 +56,7 @@ def test_many_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     for item in done:
         check_invariants(item)
         assert item.sandbox.runtime == "apptainer" and item.sandbox.node == NODE
-        # A loaded machine may miss a lease of 3 s; nothing else may cost an attempt.
+        # A loaded machine may miss a lease; nothing else may cost an attempt.
         lost = [event.text for event in item.notes if "was lost in state" in event.text]
         assert item.attempt == 1 + len(lost) and not item.drop, item.notes
         assert [event.state for event in item.timeline][-1] == State.COMPLETED
@@ -64,8 +64,9 @@ def test_many_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     assert (backend.load, backend.live_rollouts) == (0.0, 0)
     states = client.status()["states"]
     assert all(states[state] == 0 for state in State if not state.terminal)
-    assert not any(client.status()["queues"].values())
-    assert leftovers(stack.sandbox_dir) == []
+    # A message that the reaper has sent again is dropped by whoever takes it.
+    wait_until(lambda: not any(client.status()["queues"].values()), 60, "the queues to be empty")
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 60, "what a lost lease has left to be gone")
 
 
 @pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -180,7 +181,7 @@ def test_the_run_time_limit_keeps_and_scores_the_part(client):
     (item,) = client.run([request])
     assert item.state is State.TIMED_OUT and item.finish_reason is FinishReason.TIME_LIMIT
     assert item.reward == 1.0 and not item.drop, "the handler scores what is there"
-    assert item.stage_seconds["run"] < 10
+    assert item.stage_seconds["run"] < 50, "long before the command ends"
 
 
 def test_the_deadline_ends_a_rollout_wherever_it_is(stack, client):

@@ -38,6 +38,8 @@ def set_slots(control, slots):
 
 def test_a_running_worker_is_given_fewer_slots_and_more_again_without_losing_what_it_holds(stack, control):
     argv = [sys.executable, "-m", "celery", "-A", "workers.app", "control", "set_slots", "2", "-d", RUN]
+    # It waits a second by itself; with one destination the first answer is the last.
+    argv += ["--timeout", str(PATIENCE_S)]
     done = subprocess.run(
         argv, cwd=ROOT, env=stack.env, capture_output=True, text=True, timeout=100, check=True
     )
@@ -53,7 +55,8 @@ def test_a_running_worker_is_given_fewer_slots_and_more_again_without_losing_wha
 
     # All eight are through INIT: a worker that still had its slots would have taken them.
     wait_for(ready=6, running=2)
-    wait_until(lambda: stack.redis.client.llen("run") == 6, PATIENCE_S, "six messages to stay in the queue")
+    # More than six where a slow machine lets the reaper ring again for those that wait.
+    wait_until(lambda: stack.redis.client.llen("run") >= 6, PATIENCE_S, "six messages to stay in the queue")
     worker = next(row for row in FleetStore(connect(stack.redis.url)).workers() if row.name == RUN)
     assert (worker.slots, worker.most_slots, worker.node, worker.stages) == (2, MOST, NODE, ("run",))
 

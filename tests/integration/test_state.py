@@ -270,9 +270,9 @@ def test_what_this_worker_cannot_do_waits_longer_each_time_and_fails_when_nobody
     assert client.hmget(record, "elsewhere", "elsewhere_since") == [None, None]
     store.finish(claimed(store, Stage.RUN, rollout_id), Finish("handback"))
     assert elsewhere()[0] == State.QUEUED
-    client.hincrby(record, "elsewhere_since", -599_000)
+    client.hincrby(record, "elsewhere_since", -570_000)
     assert elsewhere()[0] == State.QUEUED
-    client.hincrby(record, "elsewhere_since", -1_000)
+    client.hincrby(record, "elsewhere_since", -30_000)
     assert elsewhere() == (State.FAILED, None)
     item = store.get(rollout_id)
     assert (item.attempt, item.error.type, item.drop) == (1, "E", True)

@@ -145,7 +145,8 @@ def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, d
     large = payloads.encode_trajectory(Trajectory(chains=[chain([1] * 4_000_000)]))
     keep(large, len(large))
     for _ in range(Settings().gateway_threads + 20):
-        with http.stream("GET", f"{stack.url}/v1/rollouts/{done.id}", headers=MSGPACK) as answer:
+        url = f"{stack.url}/v1/rollouts/{done.id}"
+        with http.stream("GET", url, headers=MSGPACK, timeout=60) as answer:
             assert int(answer.headers["content-length"]) > len(large)
             next(answer.iter_raw(1))
     assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000

@@ -220,7 +220,9 @@ def test_when_redis_dies_who_waits_goes_on_waiting_and_is_told_when_the_wait_is_
         try:
             newcomer = http.get(f"{usual.url}/v1/rollouts/{ids[0]}?{WAIT}", timeout=PATIENCE_S)
             assert newcomer.status_code == 503 and int(newcomer.headers["Retry-After"]) > 0
-            assert waiters.read(0.5) is None and not any(waiters.received), "who waited already waits on"
+            waiters.read(0.5)
+            # The time of the others is measured below; on a slow machine it may be over by now.
+            assert not any(waiters.received[k] for k in patient), "who waited already waits on"
             assert waiters.read_answers(PATIENCE_S, brief)
             assert min(waiters.answered_at[k] for k in brief) - began >= 8
             assert waiters.statuses() == [None] * len(patient) + [503] * len(brief)

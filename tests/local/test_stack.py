@@ -287,6 +287,7 @@ def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_
         def in_state(state):
             return [item for item in map(client.get, ids) if item.state is state]
 
+        wait_until(lambda: in_state(State.RUNNING), 120, "one rollout to run")
         wait_until(lambda: len(in_state(State.READY)) == 2, 120, "two rollouts to wait with a sandbox")
         ready = in_state(State.READY)
         assert "handed back 2 rollouts" in second.down()
@@ -303,7 +304,7 @@ def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_
                 break
         started = second.record
         assert started.url == second.url
-        wait_until(lambda: len(in_state(State.RUNNING)) == 3, 60, "all to run, each in a new sandbox")
+        wait_until(lambda: len(in_state(State.RUNNING)) == 3, 120, "all to run, each in a new sandbox")
         assert {client.get(rollout_id).attempt for rollout_id in ids} == {1}
         assert all(client.get(item.id).error is None for item in ready)
         for rollout_id in ids:
@@ -312,7 +313,7 @@ def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_
     back = second.part("run fleet")
     assert child.poll() is None
     child.send_signal(signal.SIGINT)
-    stdout, _ = child.communicate(timeout=60)
+    stdout, _ = child.communicate(timeout=180)
     assert child.returncode == 130
     assert "ended gateway" in stdout and f"ended run fleet (pid {back.pid})" in stdout
     assert started.live == [] and not back.alive and not started.supervisor.alive
@@ -419,7 +420,7 @@ def test_ctrl_c_during_the_start_of_a_demo_leaves_nothing(tmp_path, moment):
     directory = next(tmp_path.glob("rollout-demo-*"))
     started = record(directory)
     child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=150)
     assert child.returncode == 130, stderr
     assert "interrupted" in stderr
     assert started.live == []

@@ -13,7 +13,7 @@ from tests.helpers.blocking import SyncHostClient
 
 def rollout(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollout.cli", "sandbox-host", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_status_shows_the_sandboxes_and_stop_ends_them(state, anything):
@@ -32,10 +32,10 @@ def test_run_serves_in_the_foreground_until_a_signal(state):
     command = [sys.executable, "-m", "rollout.cli", "sandbox-host", "run", f"--state-dir={state}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         host = SyncHostClient(state)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (stats := host.stats()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert stats["pid"] == process.pid
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

@@ -219,10 +219,15 @@ def test_many_claims_at_once_each_get_a_sandbox_of_their_own(host, spec):
 
 
 def test_warm_ones_that_nobody_asks_for_are_ended_by_the_host(pool, spec, state):
-    # Long enough for both to start on a loaded machine before the first one ends.
     host = pool(warm_idle_s=8)
     host.release(host.start(spec).id)
-    warm(host, 2)
+
+    def asked_for() -> bool:
+        """Whether both are ready; till then they are asked for, or one might end before the other starts."""
+        host.keep_warm(spec, 2)
+        return host.stats()["warm"] == 2
+
+    wait_until(asked_for, 60, "two warm sandboxes")
     ids = [path.name for path in (state / "scratch").iterdir()]
     warm(host, 0)
     wait_until(lambda: not list((state / "scratch").iterdir()), 60, "what they wrote to be gone")

@@ -16,6 +16,8 @@ LONG = 120.0
 """Seconds; nothing that is to end by itself needs so long on the slowest machine."""
 SHORT = 0.5
 """Seconds for what does not end by itself."""
+BEGUN = 2.0
+"""Seconds for what does not end by itself, but has to have begun as a program of its own before its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Case:
     restarted: bool = False
     endless: bool = False
     """The command is stopped by its time limit."""
+    limit_s: float = SHORT
+    """Its time limit, if it is endless."""
     cut: bool = False
     then: tuple[tuple[str, str], ...] = ()
     """Commands that follow and their exact output, before the one that all cases end with."""
@@ -114,15 +118,16 @@ CASES = [
     Case("sleep", "echo a; sleep 1000; echo b", has("a\n"), 130, endless=True),
     Case("cat", "cat", has(""), 130, endless=True),
     Case("endless loop of builtins", "while :; do :; done", has(""), 130, endless=True),
-    Case("endless output", "yes", has("y\ny\n", "left out"), 130, endless=True, cut=True),
+    Case("endless output", "yes", has("y\ny\n", "left out"), 130, endless=True, limit_s=BEGUN, cut=True),
     Case("pipeline", "sleep 1000 | cat", has(""), 130, endless=True),
-    Case("ignores INT and TERM", STUBBORN, has("stubborn\n"), 137, endless=True),
+    Case("ignores INT and TERM", STUBBORN, has("stubborn\n"), 137, endless=True, limit_s=BEGUN),
     Case(
         "ignores them, with more to do after",
         f"{STUBBORN}; sleep 1000; echo no",
         has("stubborn\n"),
         130,
         endless=True,
+        limit_s=BEGUN,
     ),
     Case(
         "the shell ignores INT",
@@ -156,7 +161,15 @@ CASES = [
         endless=True,
         then=(("echo $x", "kept\n"),),
     ),
-    Case("exec of another shell", "exec bash --norc", has(""), 137, endless=True, restarted=True),
+    Case(
+        "exec of another shell",
+        "exec bash --norc",
+        has(""),
+        137,
+        endless=True,
+        limit_s=BEGUN,
+        restarted=True,
+    ),
     # -- background
     Case("job that holds the terminal", "sleep 1000 & disown; echo a", ends("a\n")),
     Case(
@@ -245,7 +258,7 @@ def shell(box):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_outcome_is_exact_and_the_next_command_works(shell, case):
     command_file = shell.bash("echo $BASH_SOURCE").output.strip()
-    result = shell.bash(case.command, SHORT if case.endless else LONG)
+    result = shell.bash(case.command, case.limit_s if case.endless else LONG)
     if callable(case.output):
         assert case.output(result.output)
     else:
@@ -288,7 +301,7 @@ def test_a_shell_that_a_background_job_has_stopped_goes_on_with_the_next_command
     shell.bash("rm -f armed said; (while ! [ -e armed ]; do sleep 0.02; done; kill -STOP $$; touch said) &")
     shell.write_file("armed", "")
     _until_said(shell)
-    result = shell.bash("rm armed said; echo on", timeout=5)
+    result = shell.bash("rm armed said; echo on", LONG)
     assert (result.output.splitlines()[-1], result.timed_out) == ("on", False)
 
 

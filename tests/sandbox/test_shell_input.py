@@ -171,7 +171,7 @@ def test_input_that_the_command_does_not_read_is_not_run_as_a_command(shell):
 
 
 def test_silence_and_the_time_limit_leave_a_command_running(shell):
-    result = shell.bash("echo begun; sleep 1000", 60, on_timeout="keep", quiet_timeout=0.2)
+    result = shell.bash("echo begun; sleep 1000", 60, on_timeout="keep", quiet_timeout=2)
     assert (result.output, result.running, result.timed_out) == ("begun\n", True, False)
     assert not result.waiting_for_input
     result = shell.send_input("", 0.2)
@@ -244,7 +244,7 @@ def test_a_job_is_stopped_and_continued(shell):
     assert (result.exit_code, result.suspended) == (148, True)
     assert "Stopped" in result.output
     assert "Stopped" in shell.bash("jobs").output
-    result = shell.bash("fg", 60, on_timeout="keep", quiet_timeout=0.1)
+    result = shell.bash("fg", 60, on_timeout="keep", quiet_timeout=2)
     assert (result.output, result.running) == ("sleep 1000\n", True)
     result = press(shell, "C-c")
     assert (result.exit_code, result.suspended) == (130, False)

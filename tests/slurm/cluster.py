@@ -127,13 +127,16 @@ class SlurmCluster:
         """End every process of the cluster; its directory stays."""
         for name in self._up():
             self.kill_node(name)
+        killed: list[psutil.Process] = []
         for daemon in self._daemons.values():
             inside = psutil.Process(daemon.pid).children(recursive=True) if daemon.poll() is None else []
             for process in (daemon, *inside):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             daemon.wait()
+            killed += inside
         self._daemons.clear()
+        self.wait(lambda: not any(map(lives, killed)), "nothing of a daemon outlives SIGKILL")
 
     def kill_node(self, name: str) -> None:
         """End slurmd and everything under it at once, as a power cut would; returns when all is gone."""
@@ -142,7 +145,7 @@ class SlurmCluster:
         # The node's first process dies with this one, and the kernel ends a namespace with its first.
         node.kill()
         node.wait()
-        self.wait(lambda: not any(map(_lives, inside)), f"nothing of node {name} outlives SIGKILL")
+        self.wait(lambda: not any(map(lives, inside)), f"nothing of node {name} outlives SIGKILL")
 
     def report_down(self, name: str) -> None:
         """Tell slurmctld what it finds out by itself SlurmdTimeout after a node's end: its jobs are lost."""
@@ -210,11 +213,15 @@ class SlurmCluster:
             children = psutil.Process(self._daemons[name].pid).children(recursive=True)
         except (KeyError, psutil.NoSuchProcess):
             return []
-        return [process for process in children if _lives(process)]
+        return [process for process in children if lives(process)]
 
     def job_processes(self, name: str) -> list[psutil.Process]:
         """Those of jobs: neither the node's first process nor slurmd."""
         return [process for process in self.processes(name)[1:] if not _is_slurmd(process)]
+
+    def wait_empty(self, name: str) -> None:
+        """Wait until no process of a job is left on a node: its last one ends after Slurm has heard of it."""
+        self.wait(lambda: not self.job_processes(name), f"no process of a job is left on {name}")
 
     def run(self, *command: str, timeout: float = PATIENCE_S) -> str:
         """Output of a command on the login node.
@@ -330,9 +337,10 @@ class SlurmCluster:
         self.wait(key.with_name("socket").exists, "munged listens")
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Whether that very process is there, and no zombie; it may end in the middle of the look."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.stack import ROOT, wait_until
-from tests.slurm.cluster import PATIENCE_S
+from tests.slurm.cluster import PATIENCE_S, lives
 
 NOBODY = 65534
 COMMAND = ["-m", "tests.slurm.cluster", "--nodes", "2", "--gpu-nodes", "0"]
@@ -59,7 +59,7 @@ def test_a_power_cut_takes_all_of_a_node_and_its_job_begins_again(cluster):
         cluster.wait(lambda: len(_named(cluster, "n3", "sleep")) == 2, "the job has begun")
         before = cluster.processes("n3")
         cluster.kill_node("n3")
-        assert not [process for process in before if process.is_running() and process.status() != "zombie"]
+        assert not any(map(lives, before))
         cluster.report_down("n3")
         cluster.start_node("n3")
         cluster.wait_up("n3")
@@ -72,11 +72,19 @@ def test_a_power_cut_takes_all_of_a_node_and_its_job_begins_again(cluster):
     finally:
         cluster.run("scancel", job)
         cluster.wait_idle()
-    assert not cluster.job_processes("n3")
+    cluster.wait_empty("n3")
 
 
 def _named(cluster, node, name):
-    return [process for process in cluster.job_processes(node) if process.name() == name]
+    return [process for process in cluster.job_processes(node) if _name(process) == name]
+
+
+def _name(process):
+    """Its name; None when it has just ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _begin(
@@ -94,7 +102,7 @@ def _begin(
 
 
 def _gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(map(lives, processes))
 
 
 def test_a_cluster_ends_with_its_maker_even_when_that_is_killed():

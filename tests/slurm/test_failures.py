@@ -184,21 +184,21 @@ def test_a_job_that_carries_everything_notes_how_its_steps_end(service):
 
 
 @pytest.mark.parametrize(
-    ("ended", "verdict"),
+    ("ended", "timeout", "verdict"),
     [
-        (["head-7"], "the head's job has ended, as said above"),
-        (["node-7-n1", "node-7-n2"], "all node jobs have ended, as said above"),
-        (["node-7-n1"], "not up after"),
+        (["head-7"], 200, "the head's job has ended, as said above"),
+        (["node-7-n1", "node-7-n2"], 200, "all node jobs have ended, as said above"),
+        (["node-7-n1"], 0.5, "not up after"),
     ],
 )
-def test_up_gives_up_when_the_head_s_step_or_those_of_all_nodes_have_ended(service, ended, verdict):
+def test_up_gives_up_when_the_head_s_step_or_those_of_all_nodes_have_ended(service, ended, timeout, verdict):
     slurm_knows(service, "7|7|7|RUNNING|n[1-2]|None|1:00")
     control = service.path.parent / "later" / "control"
     control.mkdir()
     for step in ("head-7", "node-7-n1", "node-7-n2"):
         (control / f"{step}.step").write_text("2\n" if step in ended else "")
         say(service, step, f"{step} says why\n")
-    done = run(service, "up", "--one-job", "--nodes", 2, "--timeout", 0.5)
+    done = run(service, "up", "--one-job", "--nodes", 2, "--timeout", timeout)
     assert done.exit_code == 1 and verdict in done.output
     for step in ended:
         assert f"{step} failed (exit code 2)" in done.output and f"{step} says why" in done.output

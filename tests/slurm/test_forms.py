@@ -27,7 +27,7 @@ def service(cluster, request):
 def require_nothing_left(cluster):
     cluster.wait(lambda: cluster.squeue() == [], "every job has ended")
     for node in cluster.addresses:
-        assert cluster.job_processes(node) == []
+        cluster.wait_empty(node)
         assert cluster.left_in_tmp(node) == []
 
 
@@ -64,7 +64,7 @@ def test_in_an_allocation_the_service_runs_as_its_steps_and_leaves_it(service, c
         (allocation,) = cluster.squeue()
         assert allocation.state == "RUNNING"
         for node in cluster.addresses:
-            cluster.wait(lambda node=node: not cluster.job_processes(node), f"the steps on {node} have ended")
+            cluster.wait_empty(node)
             assert cluster.left_in_tmp(node) == []
     finally:
         done.touch()

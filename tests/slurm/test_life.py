@@ -65,8 +65,16 @@ def send(*numbers):
 
 
 def later(what, *arguments):
-    """From another thread: the job runs in this one."""
-    threading.Timer(0.3, what, arguments).start()
+    """From another thread, and not before the job listens in this one: a signal would end the process."""
+
+    def listens():
+        return getattr(signal.getsignal(signal.SIGINT), "__func__", None) is jobs.Supervisor._hear
+
+    def do():
+        wait_until(listens, BUSY_S, "the job to listen")
+        what(*arguments)
+
+    threading.Timer(0.3, do).start()
 
 
 def test_near_its_time_limit_a_job_drains_leaves_nothing_and_queues_again(run_dir, scratch, monkeypatch):

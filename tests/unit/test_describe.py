@@ -181,6 +181,6 @@ def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch)
         backend = described(SGLANG).model_copy(update={"url": f"http://127.0.0.1:{server.server_address[1]}"})
         began = time.monotonic()
         with pytest.raises(stats.ProbeError, match="longer than"):
-            stats.probe(backend, 1.0)
-        assert time.monotonic() - began < 10
+            stats.probe(backend, 3.0)
+        assert time.monotonic() - began < 20
         server.shutdown()

@@ -333,7 +333,7 @@ def test_the_server_says_what_it_is_and_does_as_it_is_told(server):
 
 def test_closing_the_connection_cancels_the_call(server):
     def reached(state):
-        calls = httpx.get(f"{server.url}/calls").json()
+        calls = httpx.get(f"{server.url}/calls", timeout=60).json()
         return any((record["call_id"], record["state"]) == ("left", state) for record in calls)
 
     async def leave():
@@ -344,7 +344,8 @@ def test_closing_the_connection_cancels_the_call(server):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    httpx.post(f"{server.url}/fault", json={"kind": "hang", "calls": 1}).raise_for_status()
+    fault = {"kind": "hang", "calls": 1}
+    httpx.post(f"{server.url}/fault", json=fault, timeout=60).raise_for_status()
     asyncio.run(leave())
     wait_until(lambda: reached("cancelled"), 60, "the call to be cancelled")
 
@@ -365,7 +366,8 @@ def test_half_answers_are_seen_as_such(server):
 
 def test_a_server_that_dies_in_the_middle_of_a_call_leaves_its_client_without_an_answer():
     with fake_engine() as server:
-        httpx.post(f"{server.url}/fault", json={"kind": "die", "tokens": 10}).raise_for_status()
+        fault = {"kind": "die", "tokens": 10}
+        httpx.post(f"{server.url}/fault", json=fault, timeout=60).raise_for_status()
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.post(f"{server.url}{GENERATE}", json=generate_body(tokens(9), max_tokens=100), timeout=60)
         with pytest.raises(httpx.TransportError):

@@ -101,9 +101,9 @@ def test_who_is_parked_goes_on_when_its_time_is_up_and_not_before(worker, parked
     worker.wait_for_and_dispatch_events(0.0)
     assert worker.enqueued == []
     worker._unwatch(parked.conn)
-    parked.waiter.deadline = time.monotonic() + 0.1
-    worker._park(parked.conn, parked.waiter)
     began = time.monotonic()
+    parked.waiter.deadline = began + 0.1
+    worker._park(parked.conn, parked.waiter)
     worker.wait_for_and_dispatch_events(30.0)
     assert 0.1 <= time.monotonic() - began < 15.0, "the poller sleeps no longer than whoever is next"
     assert worker.enqueued == [parked.conn] and not parked.waiter.over

@@ -118,8 +118,8 @@ def test_200_concurrent_calls_share_a_few_processes_in_the_order_of_asking(size)
 async def test_a_wait_for_a_free_process_counts_in_no_time_limit():
     async with scorers() as pool:
         await add(pool)
-        limit_s = 1.5
-        calls = [pool.score(f"{MODULE}:sleep", limit_s / 5, timeout_s=limit_s) for _ in range(6)]
+        limit_s = 5.0  # of which a call needs a tenth: the rest is for a busy machine
+        calls = [pool.score(f"{MODULE}:sleep", limit_s / 10, timeout_s=limit_s) for _ in range(11)]
         assert len(set(await asyncio.gather(*calls))) == 1
 
 
@@ -141,8 +141,8 @@ async def test_a_function_that_hangs_is_killed_with_what_it_started_at_its_limit
         await add(pool)
         (pid,) = pool.pids
         before = counted("forks_and_hangs", "timeout")
-        with pytest.raises(ScorerTimeout, match=r"forks_and_hangs took longer than 2 s") as caught:
-            await pool.score(f"{MODULE}:forks_and_hangs", str(tmp_path / "pids"), timeout_s=2)
+        with pytest.raises(ScorerTimeout, match=r"forks_and_hangs took longer than 8 s") as caught:
+            await pool.score(f"{MODULE}:forks_and_hangs", str(tmp_path / "pids"), timeout_s=8)
         assert caught.value.blame is Blame.INFRASTRUCTURE and caught.value.retry
         assert counted("forks_and_hangs", "timeout") == before + 1
         await ends_of([pid, *await written(tmp_path / "pids")])
@@ -410,7 +410,7 @@ def test_a_wait_is_measured_apart_from_the_work():
         async with scorers() as pool:
             started = time.monotonic()
             # The worker counts from when it hears of the start, which on a busy machine it does late.
-            await pool.score(f"{MODULE}:sleep", 0.3, timeout_s=PATIENCE_S)
+            await pool.score(f"{MODULE}:sleep", 2.0, timeout_s=PATIENCE_S)
             return time.monotonic() - started
 
     registry = CollectorRegistry()

@@ -15,6 +15,7 @@ from services.state.batches.store import BatchConflict, NoSuchBatch, Todo
 from tests.helpers.batch_world import balanced
 
 BATCH = new_id()
+NOT_CHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def test_the_same_batch_twice_is_one_and_another_body_is_refused(world):
@@ -35,10 +36,7 @@ def test_a_worker_that_dies_before_it_submits_leaves_the_group_to_another(world,
     with pytest.raises(KeyboardInterrupt):
         world.create(id=BATCH, n=2, groups=2, prompts=2)
     assert world.get(BATCH).started == 2 and world.live() == []
-    for _ in range(200):
-        world.settle()
-        if len(world.live()) == 4:
-            break
+    until(world, lambda: len(world.live()) == 4)
     assert world.live() == [f"{BATCH}.1.0", f"{BATCH}.1.1", f"{BATCH}.2.0", f"{BATCH}.2.1"]
 
 
@@ -168,7 +166,7 @@ def test_prompts_of_a_cancelled_batch_leave_their_tenants_account(world):
     assert world.get(batch).waiting_prompts == 0
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=NOT_CHECKED)
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(1, 4),
