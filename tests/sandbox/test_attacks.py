@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from sandbox.errors import SandboxGone
 from sandbox.spec import BindSpec, SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_host, sandbox_of
 from tests.helpers.sandboxes import leftovers, new_state
-from tests.sandbox.conftest import THREADS, why_not
+from tests.sandbox.conftest import why_not
 
 MEMORY_MB, PROCESSES, DISK_MB, FILES = 300, 48, 50, 2000
-PATIENCE_S = 100.0
+PATIENCE_S = 60.0
 """How long an answer may take on a slow machine before a test gives up."""
 
 
@@ -46,14 +45,11 @@ class Victim:
         self.client.write_file("/tmp/attack.py", code)
         return self.client.bash("python3 /tmp/attack.py", timeout)
 
-    def until_limited(self, what: str, attack: BashResult) -> str:
-        """Wait for the report of a limit, which the attack's own result may have; what the shell answers
-        meanwhile does not matter.
-        """
+    def until_limited(self, what: str) -> str:
+        """Wait for the report of a limit; what the shell answers meanwhile does not matter."""
         deadline = time.monotonic() + PATIENCE_S
-        results = iter([attack])
         while time.monotonic() < deadline:
-            result = next(results, None) or self.client.bash("sleep 0.3", timeout=10)
+            result = self.client.bash("sleep 0.3", timeout=10)
             if result.limit_exceeded:
                 assert what in result.limit_exceeded
                 assert result.shell_restarted
@@ -104,28 +100,18 @@ def victim(node) -> Iterator[Victim]:
 
 
 def test_a_fork_bomb_is_bounded_and_cleared_away(victim):
-    over = threading.Event()
-
-    def most_at_once() -> int:
-        """Who is in two looks, one after the other, was there between them."""
-        counts, before = [0], set()
-        while not over.wait(0.02):
-            present = {(usage.pid, usage.started) for usage in processes.usages(victim.info.pid)}
-            counts.append(len(present & before))
-            before = present
-        return max(counts)
-
-    counting = THREADS.submit(most_at_once)
-    try:
-        victim.until_limited("processes", victim.client.bash("bomb() { bomb | bomb & }; bomb", timeout=20))
-    finally:
-        over.set()
-    assert 5 < counting.result() < PROCESSES + 10
+    victim.client.bash("bomb() { bomb | bomb & }; bomb", timeout=20)
+    most = 0
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        most = max(most, len(processes.usages(victim.info.pid)))
+    assert 5 < most < PROCESSES + 10
+    victim.until_limited("processes")
     victim.works()
 
 
 def test_a_fork_bomb_out_of_reach_of_the_terminal_is_cleared_away_too(victim):
-    result = victim.python(
+    victim.python(
         """
 import os, signal, time
 if os.fork(): os._exit(0)
@@ -138,7 +124,7 @@ while True:
         time.sleep(0.01)
 """
     )
-    victim.until_limited("processes", result)
+    victim.until_limited("processes")
     victim.works()
 
 
