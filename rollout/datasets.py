@@ -8,7 +8,8 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, islice
@@ -243,6 +244,55 @@ def _saved(path: Path) -> Iterator[Row]:
         raise DatasetError(f"{path}: {error}") from None
     for number, data in enumerate(rows, 1):
         yield Row(number, f"{path.name}, row {number}", data)
+
+
+TEXTS = ("problem_statement", "question", "problem", "instruction", "prompt")
+"""Fields of tasks that say what is asked, of which verl shows the first."""
+
+
+@contextmanager
+def verl_rows(path: Path, handler: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Gives a function that adds a task to a Parquet file of verl's rows; an exception leaves no file.
+
+    A row has `prompt`, `data_source`, `agent_name` and `extra_info` with `handler`, `index` and `task`, which
+    is JSON text: Parquet would give all tasks all fields of any.
+
+    Raises:
+        DatasetError: pyarrow is missing, or the file cannot be written.
+    """
+    pyarrow, parquet = _import("pyarrow", "Parquet"), _import("pyarrow.parquet", "Parquet")
+    rows: list[dict[str, Any]] = []
+    count = 0
+    part = path.with_name(f"{path.name}.part")
+    text = pyarrow.string()
+    info = pyarrow.struct({"handler": text, "task": text, "index": pyarrow.int64()})
+    chat = pyarrow.list_(pyarrow.struct({"role": text, "content": text}))
+    schema = pyarrow.schema({"prompt": chat, "data_source": text, "agent_name": text, "extra_info": info})
+
+    def flush() -> None:
+        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+        rows.clear()
+
+    def add(task: Mapping[str, Any]) -> None:
+        nonlocal count
+        whole = json.dumps(task, default=str)
+        content = next((str(task[name]) for name in TEXTS if task.get(name)), whole)
+        row = {"prompt": [{"role": "user", "content": content}], "data_source": handler}
+        extra = {"handler": handler, "task": whole, "index": count}
+        rows.append({**row, "agent_name": "rollout_service", "extra_info": extra})
+        count += 1
+        if len(rows) == BATCH_ROWS:
+            flush()
+
+    try:
+        with parquet.ParquetWriter(part, schema) as writer:
+            yield add
+            flush()
+        part.replace(path)
+    except OSError as error:
+        raise DatasetError(f"{path}: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def user_text(messages: list[Any]) -> str:

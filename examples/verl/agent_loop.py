@@ -6,6 +6,7 @@ only the adapter that it uses, which needs no verl, is tested.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import (
@@ -41,9 +42,10 @@ class ServiceAgentLoop(AgentLoopBase):
         info = kwargs.get("extra_info") or {}
         if "handler" not in info or "task" not in info:
             raise ValueError(f"extra_info has {sorted(info)}; the service needs `handler` and `task` there")
+        task = info["task"]  # `rollout tasks --verl` writes it as JSON text
         request = RolloutRequest(
             handler=info["handler"],
-            task=info["task"],
+            task=json.loads(task) if isinstance(task, str) else task,
             sampling=SamplingParams(
                 temperature=sampling_params.get("temperature", 1.0),
                 top_p=sampling_params.get("top_p", 1.0),

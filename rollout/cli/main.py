@@ -15,6 +15,7 @@ from rollout import __version__
 from rollout.cli.archive import archive
 from rollout.cli.backends import backends
 from rollout.cli.batches import batches
+from rollout.cli.plan import plan_command
 from rollout.cli.policy import policy
 from rollout.cli.rollouts import cancel, list_, show, status, watch
 from rollout.cli.tasks import submit, tasks
@@ -82,5 +83,8 @@ def main() -> None:
     """Submit rollouts of LLM agents and follow them."""
 
 
-for _command in (archive, backends, batches, cancel, list_, policy, show, status, submit, tasks, top, watch):
+for _command in (
+    *(archive, backends, batches, cancel, list_, plan_command, policy),
+    *(show, status, submit, tasks, top, watch),
+):
     main.add_command(_command)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import click
@@ -14,7 +16,7 @@ from pydantic import ValidationError
 from rollout.calls import with_id
 from rollout.cli.common import err, url_option
 from rollout.client import Client
-from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read
+from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
 from rollout.errors import problems_of
 from rollout.progress import Meter
 from rollout.schema import RolloutRequest
@@ -182,6 +184,12 @@ def _cancel_rest(client: Client, pending: set[str]) -> None:
 @click.option(
     "-o", "--output", type=click.File("w", encoding="utf-8"), help="Write the tasks as JSON lines, for later."
 )
+@click.option(
+    "--verl",
+    "parquet",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the tasks as Parquet rows that verl trains on.",
+)
 @click.option("--most-errors", type=click.IntRange(1), default=10, show_default=True, help="Then stop.")
 @dataset_options
 @url_option
@@ -190,6 +198,7 @@ def tasks(
     handler: str | None,
     no_check: bool,
     output: IO[str] | None,
+    parquet: Path | None,
     most_errors: int,
     url: str | None,
     **dataset: Any,
@@ -209,18 +218,23 @@ def tasks(
             names = ", ".join(sorted(schemas))
             raise click.ClickException(f"the service has no handler {source.handler!r}; it has: {names}")
         schema = schemas[source.handler]
+    if parquet is not None and source.handler is None:
+        raise click.UsageError("--verl needs --handler or a --map, for each row names its handler")
     good, wrong = 0, 0
     try:
-        for row, task in source.rows():
-            if schema is not None and (words := problem(task, schema, row)):
-                err.print(words, highlight=False, soft_wrap=True, markup=False)
-                wrong += 1
-                if wrong >= most_errors:
-                    break
-                continue
-            good += 1
-            if output is not None:
-                output.write(json.dumps(task, default=str) + "\n")
+        with verl_rows(parquet, str(source.handler)) if parquet else nullcontext() as add:
+            for row, task in source.rows():
+                if schema is not None and (words := problem(task, schema, row)):
+                    err.print(words, highlight=False, soft_wrap=True, markup=False)
+                    wrong += 1
+                    if wrong >= most_errors:
+                        break
+                    continue
+                good += 1
+                if output is not None:
+                    output.write(json.dumps(task, default=str) + "\n")
+                if add is not None:
+                    add(task)
     except DatasetError as error:
         raise click.ClickException(str(error)) from None
     err.print(f"{good} tasks {'read' if schema is None else 'fit'}, {wrong} do not", highlight=False)

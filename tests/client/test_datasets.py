@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
-from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read
+from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
 from tests.helpers.lazy import Lazy
 
 datasets, pyarrow, parquet = Lazy("datasets"), Lazy("pyarrow"), Lazy("pyarrow.parquet")
@@ -213,3 +215,35 @@ def test_a_task_that_does_not_fit_is_named_with_its_row_and_field():
     assert problem({}, schema, row) == "a.parquet, row 17: task: 'answer' is a required property"
     assert problem({"answer": 3}, schema, row).startswith("a.parquet, row 17: answer: 3 is not of type")
     assert problem({"answer": "", "tests": [1, "x"]}, schema, row).startswith("a.parquet, row 17: tests.1: ")
+
+
+def test_rows_for_verl_hold_each_task_as_it_is_and_a_failure_leaves_no_file(tmp_path):
+    tasks = [{"problem_statement": "a"}, *({"question": "b", "tests": {"x": [n, "1"]}} for n in range(300))]
+    path = tmp_path / "train.parquet"
+    with verl_rows(path, "swe") as add:
+        for task in tasks:
+            add(task)
+    rows = [row.data for row in read(path)]
+    assert [json.loads(row["extra_info"]["task"]) for row in rows] == tasks
+    assert [row["extra_info"]["index"] for row in rows] == list(range(301))
+    assert [row["prompt"] for row in rows[:2]] == [[{"role": "user", "content": text}] for text in "ab"]
+    assert {(row["agent_name"], row["data_source"]) for row in rows} == {("rollout_service", "swe")}
+    broken = tmp_path / "broken.parquet"
+    with pytest.raises(ZeroDivisionError), verl_rows(broken, "swe") as add:
+        add({"n": 1 / 0})
+    with pytest.raises(DatasetError, match="no/dir"), verl_rows(tmp_path / "no/dir/a.parquet", "swe"):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["train.parquet"]
+
+
+def test_a_command_makes_rows_for_verl_of_a_file_of_tasks(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"question": "1 plus 2", "answer": "3"}\n')
+    argv = [sys.executable, "-m", "rollout.cli", "tasks", str(tmp_path / "in.jsonl"), "--no-check"]
+    argv += ["--verl", str(tmp_path / "out.parquet")]
+    refused = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "--verl needs --handler or a --map" in refused.stderr
+    done = subprocess.run([*argv, "--handler", "calculator"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "1 tasks read, 0 do not" in done.stderr
+    ((row,),) = [list(read(tmp_path / "out.parquet"))]
+    assert row.data["extra_info"]["handler"] == "calculator"
+    assert json.loads(row.data["extra_info"]["task"]) == {"question": "1 plus 2", "answer": "3"}
