@@ -1,9 +1,10 @@
-"""The services that this account runs on this machine: where each listens, and its key.
+"""The services that this account runs: where each listens, its key, and which of them is meant.
 
 `rollout up` writes a file for its service, and client and command line of the same account find address and
-key in it, together: the key is of no use elsewhere and is sent nowhere else. A file is believed only if it is
-ours and nobody else could have read or written it. A key is sent only while what listens at its address runs
-as ourselves: after a service has died somebody else may take its port.
+key in it, together: the key is of no use elsewhere and is sent nowhere else. A service on Slurm is found by
+its run directory. A file is believed only if it is ours and nobody else could have read or written it. A key
+is sent only while what listens at its address on this machine runs as ourselves: after a service has died
+somebody else may take its port.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollout.errors import ApiKeyError
+from rollout.errors import AddressError, ApiKeyError
 
 Origin = tuple[str, str, int]
 """Scheme, host and port."""
 Address = IPv4Address | IPv6Address
 _PORTS = {"http": 80, "https": 443}
+RUN_VARIABLE = "ROLLOUT_SLURM_RUN"
+"""The run directory of `rollout slurm`."""
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""Where this package lies."""
 _LISTENING = "0A"
 """State of a socket in /proc/net/tcp (proc_pid_net(5), tcp_states.h)."""
 _MOST_BYTES = 1 << 16
@@ -44,6 +49,13 @@ class Service:
     """Seconds since the epoch."""
     private: bool = False
     """Found by its address alone: a demo is nobody's service."""
+    home: str = ""
+    """ROLLOUT_HOME of what started it: `.local` of its checkout, as a rule."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of ours listens at its address. False where the system does not say who listens."""
+        return owners(origin(self.url)) not in ({os.geteuid()}, None)
 
 
 def directory() -> Path:
@@ -145,19 +157,75 @@ def services() -> list[Service]:
     return sorted(running, key=lambda service: service.started, reverse=True)
 
 
-def default_url() -> str | None:
-    """Address of the service that this account started last and that runs; None when none does."""
-    for service in services():
-        # Where the system does not say who listens, it is taken for running.
-        if not service.private and owners(origin(service.url)) in ({os.geteuid()}, None):
-            return service.url
+def find() -> tuple[str, str] | None:
+    """Address of the service that is meant where none is named, and which one that is; None = there is none.
+
+    It is the Slurm service of ROLLOUT_SLURM_RUN; else the one of the checkout around the current directory,
+    or of the checkout that this package lies in, even while it is away; else what this account started last
+    and that runs.
+
+    Raises:
+        AddressError: ROLLOUT_SLURM_RUN is set, and its head is not up.
+        ApiKeyError: A file, or the directory, is not ours alone.
+    """
+    if run_dir := os.environ.get(RUN_VARIABLE):
+        if service := _slurm_service(run_dir):
+            return service.url, f"the Slurm service of {run_dir} ({RUN_VARIABLE})"
+        raise AddressError(
+            f"{RUN_VARIABLE}={run_dir}: its service has no head that is up, as `rollout slurm status` shows; "
+            "--url or ROLLOUT_URL names another service"
+        )
+    announced = [service for service in services() if not service.private]
+    # One that runs before one that ended; of several the latest.
+    running = [service for service in announced if not service.ended]
+    for home in _homes():
+        for service in (*running, *announced):
+            if service.home == str(home):
+                hint = "; it does not run now: `rollout up` starts it" if service.ended else ""
+                return service.url, f"the service of {_short(home)}{hint}"
+        if service := _slurm_service(home / "slurm-run"):
+            return service.url, f"the Slurm service of {home / 'slurm-run'}"
+    if running:
+        return running[0].url, f"the latest service of this account, of {_short(Path(running[0].home))}"
     return None
+
+
+def _homes() -> Iterator[Path]:
+    """ROLLOUT_HOME, if it is set, else `.local` of the directories around us and of our checkout."""
+    if home := os.environ.get("ROLLOUT_HOME"):
+        yield Path(home).absolute()
+        return
+    with suppress(OSError):  # the current directory was deleted
+        here = Path.cwd()
+        yield from (directory / ".local" for directory in (here, *here.parents))
+    yield CHECKOUT / ".local"
+
+
+def _short(home: Path) -> Path:
+    """The checkout, where the home is in one."""
+    return home.parent if home.name == ".local" else home
+
+
+def _slurm_service(run_dir: str | Path) -> Service | None:
+    """The service of a Slurm run directory of ours, as its head last said; None when there is none."""
+    path = Path(run_dir)
+    try:
+        if not run_dir or path.stat().st_uid != os.geteuid():
+            return None
+        head, key = json.loads(read_private(path / "head.json") or "{}"), read_private(path / "api.key")
+        if not key or head.get("state") != "up":
+            return None
+        return Service(head["url"], key.strip(), boot(), (path / "head.json").stat().st_mtime)
+    except (OSError, json.JSONDecodeError):  # absent, or of a file system that is away
+        return None
 
 
 def key_for(url: str) -> str | None:
     """The key of this account's service at an address; None when there is no such service."""
     place = _numeric(url)
-    return next((service.api_key for service in services() if _numeric(service.url) == place), None)
+    runs = (os.environ.get(RUN_VARIABLE, ""), *(home / "slurm-run" for home in _homes()))
+    known = (*services(), *filter(None, map(_slurm_service, runs)))
+    return next((service.api_key for service in known if _numeric(service.url) == place), None)
 
 
 # ---------------------------------------------------------------------------------- addresses

@@ -64,6 +64,13 @@ class Key(httpx.Auth):
         yield request
 
 
+def default_address() -> tuple[str, str]:
+    """The gateway that is meant where none is named, and how it was found."""
+    if url := os.environ.get(URL_VARIABLE):
+        return url, f"from {URL_VARIABLE}"
+    return account.find() or (DEFAULT_URL, "no service of this account was found: `rollout up` starts one")
+
+
 def authorization(url: str, api_key: str | None) -> Key | None:
     """What authorizes requests to `url`: this key, the environment's, or that of our own service there.
 
@@ -100,8 +107,8 @@ class Gateway:
     ) -> None:
         """
         Args:
-            base_url: The gateway; None = `$ROLLOUT_URL`, else that of the service that this account started
-                last with `rollout up` and that runs, else http://127.0.0.1:8080.
+            base_url: The gateway; None = `$ROLLOUT_URL`, else that of the service of this Slurm run, of this
+                checkout, or that this account started last (`rollout.account`), else http://127.0.0.1:8080.
             timeout: Seconds to wait for one answer, beside what a long-poll waits by itself.
             retry_for: Seconds during which a request is sent again after a connection error, a 503, or a 429
                 (over quota) that says when to.
@@ -114,8 +121,7 @@ class Gateway:
             AddressError: The address is not an http(s) URL.
             ApiKeyError: No header can carry the key, or its file is not ours alone.
         """
-        url = base_url or os.environ.get(URL_VARIABLE) or account.default_url() or DEFAULT_URL
-        self.base_url = url.rstrip("/")
+        self.base_url = (base_url or default_address()[0]).rstrip("/")
         self.timeout = timeout
         self.retry_for = retry_for
         try:
@@ -216,7 +222,10 @@ class Gateway:
                 reason, remedy = refusal.reason, "`rollout status` says more"
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                remedy = "Is the gateway up? `rollout up` starts one; ROLLOUT_URL or --url names another one"
+                remedy = (
+                    "Is the gateway up? `rollout up` starts one, `rollout slurm status` shows one on Slurm; "
+                    "ROLLOUT_URL or --url names another one"
+                )
             pause = backoff_s(tries - 1, retry_after)
             late = time.monotonic() + pause > end
             if refusal and refusal.status not in RETRIED_STATUS:
@@ -224,8 +233,8 @@ class Gateway:
                     raise refusal
             elif late:
                 raise Unavailable(
-                    f"{method} {path} failed for {self.retry_for:g} s ({tries} tries, the last: {reason}). "
-                    f"{remedy}"
+                    f"{method} {self.base_url}{path} failed for {self.retry_for:g} s ({tries} tries, the "
+                    f"last: {reason}). {remedy}"
                 )
             await asyncio.sleep(pause)
         raise AssertionError("it is tried until it succeeds or raises")

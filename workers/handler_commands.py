@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cli import render, url_option
+from rollout.cli.common import connect
 from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
-from rollout.client import Client
 from rollout.schema import BackendRequest, Rollout
 from services.engines.describe import DescribeError, describe
 from services.settings import Settings, SettingsError
@@ -42,7 +42,7 @@ def handlers(ctx: click.Context) -> None:
 @url_option
 def list_handlers(url: str | None) -> None:
     """Show what the workers announced."""
-    with Client(url) as client:
+    with connect(url) as client:
         infos = client.handlers()
     table = Table("handler", "sandbox", "tools", "task", "what it is", box=None, pad_edge=False)
     for info in infos:

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from rollout.cli import render
-from rollout.cli.common import err, out, url_option
-from rollout.client import Client
+from rollout.cli.common import connect, err, out, url_option
 
 backend_id = click.argument("backend_id", metavar="ID")
 
@@ -25,7 +24,7 @@ def backends(ctx: click.Context) -> None:
 @url_option
 def list_backends(url: str | None) -> None:
     """Show each with its load, its health and the weights it serves."""
-    with Client(url) as client:
+    with connect(url) as client:
         servers = client.backends()
     if servers:
         out.print(render.backends_table(servers))
@@ -44,7 +43,7 @@ def list_backends(url: str | None) -> None:
 @url_option
 def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
     """Register the LLM server at the address SERVER, or have it described anew."""
-    with Client(url) as client:
+    with connect(url) as client:
         out.print(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
 
 
@@ -53,7 +52,7 @@ def add_backend(server: str, backend_id: str | None, url: str | None, **fields: 
 @url_option
 def drain(backend_id: str, url: str | None) -> None:
     """Give it no new rollouts; those on it go on."""
-    with Client(url) as client:
+    with connect(url) as client:
         live = client.drain_backend(backend_id).live_rollouts
     out.print(f"{backend_id} takes no new rollouts; {live} go on there", highlight=False)
 
@@ -63,7 +62,7 @@ def drain(backend_id: str, url: str | None) -> None:
 @url_option
 def undrain(backend_id: str, url: str | None) -> None:
     """Give it new rollouts again."""
-    with Client(url) as client:
+    with connect(url) as client:
         client.drain_backend(backend_id, drain=False)
     out.print(f"{backend_id} takes new rollouts", highlight=False)
 
@@ -74,6 +73,6 @@ def undrain(backend_id: str, url: str | None) -> None:
 @url_option
 def remove_backend(backend_id: str, if_idle: bool, url: str | None) -> None:
     """Forget it; rollouts on it move to another at their next call."""
-    with Client(url) as client:
+    with connect(url) as client:
         client.remove_backend(backend_id, force=not if_idle)
     out.print(f"{backend_id} is removed", highlight=False)

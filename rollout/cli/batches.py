@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from rollout.cli import render
-from rollout.cli.common import out, url_option
-from rollout.client import Client
+from rollout.cli.common import connect, out, url_option
 
 batch_id = click.argument("batch_id", metavar="ID")
 
@@ -24,7 +23,7 @@ def batches(ctx: click.Context) -> None:
 @url_option
 def list_batches(limit: int, url: str | None) -> None:
     """Show the newest with their counters."""
-    with Client(url) as client:
+    with connect(url) as client:
         out.print(render.batches_table(client.batches.list(limit)))
 
 
@@ -33,7 +32,7 @@ def list_batches(limit: int, url: str | None) -> None:
 @url_option
 def show(batch_id: str, url: str | None) -> None:
     """Show one, with the reasons for which groups were not kept."""
-    with Client(url) as client:
+    with connect(url) as client:
         batch = client.batches.get(batch_id)
     out.print(render.batches_table([batch]))
     for reason, count in sorted(batch.reasons.items(), key=lambda pair: -pair[1]):
@@ -45,7 +44,7 @@ def _steer(action: str, text: str) -> None:
     @batch_id
     @url_option
     def command(batch_id: str, url: str | None) -> None:
-        with Client(url) as client:
+        with connect(url) as client:
             out.print(render.batches_table([getattr(client.batches, action)(batch_id)]))
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: where they write, the option that names the gateway, and tables."""
+"""What the commands share: where they write, how they find the gateway, and tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from rollout.client import Client
+from rollout.http import default_address
+
 out = Console()
 err = Console(stderr=True)
-url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or your running service]")
+url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or this checkout's service]")
+PATIENCE_S, WORK_PATIENCE_S = 2.0, 30.0
+"""For a gateway that is away: where a person waits for one answer, and where work is under way."""
 GAP = 2
 """Characters between columns."""
+
+
+def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> Client:
+    """A client of the gateway. Where the command line names none, standard error says which one it is."""
+    if url is None:
+        url, origin = default_address()
+        err.print(f"{url}: {origin}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    return Client(url, retry_for=retry_for, **options)
 
 
 @dataclass(frozen=True)

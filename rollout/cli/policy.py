@@ -8,8 +8,7 @@ import click
 from pydantic import ValidationError
 
 from rollout.cli import render
-from rollout.cli.common import out, url_option
-from rollout.client import Client
+from rollout.cli.common import WORK_PATIENCE_S, connect, out, url_option
 from rollout.errors import problems_of
 from rollout.schema import Canary, LoraAdapter, UpdateState
 
@@ -26,7 +25,7 @@ def policy(ctx: click.Context) -> None:
 @url_option
 def show_policy(url: str | None) -> None:
     """Show the current policy and the latest updates."""
-    with Client(url) as client:
+    with connect(url) as client:
         out.print(render.policy_view(client.policy()))
 
 
@@ -60,7 +59,7 @@ def update_policy(
     try:
         fields["canary"] = Canary.model_validate_json(canary.read()) if canary else None
         fields["lora"] = LoraAdapter(name=lora) if lora else None
-        with Client(url) as client:
+        with connect(url, WORK_PATIENCE_S) as client:
             update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
     except ValidationError as error:
         raise click.ClickException(problems_of(error)) from None

@@ -10,8 +10,7 @@ import click
 from rich.console import Group
 
 from rollout.cli import render
-from rollout.cli.common import err, out, url_option
-from rollout.client import Client
+from rollout.cli.common import WORK_PATIENCE_S, connect, err, out, url_option
 from rollout.schema import Rollout, State
 
 
@@ -19,7 +18,7 @@ from rollout.schema import Rollout, State
 @url_option
 def status(url: str | None) -> None:
     """Show states, queues and backends."""
-    with Client(url, retry_for=2.0) as client:
+    with connect(url) as client:
         out.print(render.status_view(client.status()))
         ready = client.ready()
     if not ready.pop("ready"):
@@ -39,7 +38,7 @@ def list_(
     """List rollouts, one line each."""
     rollouts: list[Rollout] = []
     cursor = None
-    with Client(url) as client:
+    with connect(url) as client:
         while len(rollouts) < limit:
             page = client.list(state, handler, group_id, tag, min(limit - len(rollouts), 500), cursor)
             rollouts += page.rollouts
@@ -57,7 +56,7 @@ def list_(
 @url_option
 def show(rollout_id: str, timeline: bool, url: str | None) -> None:
     """Show a rollout to read: turns, tool calls, outputs, reward, tokens, times."""
-    with Client(url) as client:
+    with connect(url) as client:
         if timeline:
             out.print(render.timeline_view(client.get(rollout_id, include="summary")))
             if link := render.flower_link(client.status(), rollout_id):
@@ -76,7 +75,7 @@ def watch(tag: str | None, seconds: float | None, url: str | None) -> None:
 
     end = None if seconds is None else time.monotonic() + seconds
     latest: deque[Rollout] = deque(maxlen=10)
-    with Client(url) as client, Live(console=out, auto_refresh=False) as live:
+    with connect(url, WORK_PATIENCE_S) as client, Live(console=out, auto_refresh=False) as live:
         cursor = "$"
         try:
             while end is None or time.monotonic() < end:
@@ -102,6 +101,6 @@ def cancel(ids: tuple[str, ...], group_id: str | None, tag: str | None, url: str
     """Cancel rollouts by id, by group or by tag."""
     if sum(map(bool, (ids, group_id, tag))) != 1:
         raise click.UsageError("give ids, or --group, or --tag: exactly one of them")
-    with Client(url) as client:
+    with connect(url) as client:
         done = client.cancel_many(list(ids) or None, group_id, tag)
     out.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")

@@ -14,7 +14,7 @@ import click
 from pydantic import ValidationError
 
 from rollout.calls import with_id
-from rollout.cli.common import err, url_option
+from rollout.cli.common import WORK_PATIENCE_S, connect, err, url_option
 from rollout.client import Client
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
 from rollout.errors import problems_of
@@ -150,7 +150,7 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
             pending.update(request.rollout_ids()[1])
             yield request
 
-    with Client(url) as client, Meter(total, err) as meter:
+    with connect(url, WORK_PATIENCE_S) as client, Meter(total, err) as meter:
         try:
             for rollout in client.rollouts(noted(), in_flight, progress=False):
                 pending.discard(rollout.id)
@@ -212,7 +212,7 @@ def tasks(
     if not no_check:
         if source.handler is None:
             raise click.UsageError(f"give --handler, --no-check, or a --map: {', '.join(published_maps())}")
-        with Client(url) as client:
+        with connect(url) as client:
             schemas = {info.name: info.task_schema for info in client.handlers()}
         if source.handler not in schemas:
             names = ", ".join(sorted(schemas))

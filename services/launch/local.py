@@ -290,7 +290,8 @@ class Stack:
         except (ApiKeyError, KeyProblem, RedisError, OSError) as error:
             raise StackError(f"the API key of {self.dir} cannot be made: {error}") from error
         self.api_key = text
-        service = account.Service(self.record.url, text, account.boot(), time.time(), private)
+        home = str(paths.home())
+        service = account.Service(self.record.url, text, account.boot(), time.time(), private, home)
         try:
             account.announce(self._account_name, service)
         except OSError as error:

@@ -64,7 +64,7 @@ def test_an_answer_that_is_no_problem_document_is_shown(gateway, client):
 def test_no_gateway_is_unavailable_and_says_what_to_do():
     with (
         Client("http://127.0.0.1:9", retry_for=0.3) as client,
-        pytest.raises(Unavailable, match=r"GET /v1/status .*ConnectError.*`rollout up`"),
+        pytest.raises(Unavailable, match=r"GET http://127.0.0.1:9/v1/status .*ConnectError.*`rollout up`"),
     ):
         assert client.ready()["ready"] is False, "this asks once, and raises nothing"
         client.status()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from rollout import account
-from rollout.client import KEY_VARIABLE, URL_VARIABLE, ApiKeyError, AsyncClient, Client
+from rollout.client import KEY_VARIABLE, URL_VARIABLE, AddressError, ApiKeyError, AsyncClient, Client
 
 KEY, OTHER = "rlt_mine", "rlt_other"
 
@@ -19,7 +20,10 @@ KEY, OTHER = "rlt_mine", "rlt_other"
 def home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    monkeypatch.delenv(URL_VARIABLE, raising=False)
+    for name in (URL_VARIABLE, "ROLLOUT_SLURM_RUN", "ROLLOUT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(account, "CHECKOUT", tmp_path / "no checkout")
 
 
 @pytest.fixture
@@ -82,6 +86,65 @@ def test_the_latest_that_runs_is_the_default_and_a_demo_is_not(listener):
     assert Client().base_url == f"http://127.0.0.1:{listener}", "the other one ended without a word"
     account.withdraw("a")
     assert Client().base_url == "http://127.0.0.1:8080"
+
+
+def test_the_service_of_the_checkout_goes_before_the_latest_one(listener, monkeypatch, tmp_path):
+    mine = tmp_path / "mine"
+    (mine / "docs").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        theirs = f"http://127.0.0.1:{other.getsockname()[1]}"
+        announced("mine", f"http://127.0.0.1:{listener}", home=str(mine / ".local"))
+        announced("theirs", theirs, KEY, home=str(tmp_path / "theirs/.local"))
+        assert account.find() == (theirs, f"the latest service of this account, of {tmp_path / 'theirs'}")
+        for place in (mine, mine / "docs"):
+            monkeypatch.chdir(place)
+            assert account.find() == (f"http://127.0.0.1:{listener}", f"the service of {mine}")
+        monkeypatch.setenv("ROLLOUT_HOME", str(tmp_path / "theirs/.local"))
+        assert Client().base_url == theirs
+        monkeypatch.delenv("ROLLOUT_HOME")
+        monkeypatch.chdir("/")
+        monkeypatch.setattr(account, "CHECKOUT", mine)
+        assert Client().base_url == f"http://127.0.0.1:{listener}", "where the command is installed"
+
+
+def test_a_service_of_the_checkout_that_is_away_is_not_left_for_another(listener, monkeypatch, tmp_path):
+    announced("mine", "http://127.0.0.1:1", home=str(tmp_path / ".local"))
+    announced("theirs", f"http://127.0.0.1:{listener}", home="/elsewhere/.local")
+    monkeypatch.chdir(tmp_path)
+    url, origin = account.find()
+    assert url == "http://127.0.0.1:1" and "does not run now: `rollout up` starts it" in origin
+    announced("anew", f"http://127.0.0.1:{listener}", home=str(tmp_path / ".local"))
+    announced("mine", "http://127.0.0.1:1", home=str(tmp_path / ".local"))
+    assert account.find() == (f"http://127.0.0.1:{listener}", f"the service of {tmp_path}")
+
+
+def slurm_run(path, state: str = "up", key: str = KEY):
+    path.mkdir(parents=True, exist_ok=True)
+    head = {"url": "http://10.9.8.7:8080", "state": state, "job": "12"}
+    account.write_private(path / "head.json", json.dumps(head))
+    account.write_private(path / "api.key", key + "\n")
+
+
+def test_the_service_of_a_slurm_run_is_found_with_its_key(monkeypatch, tmp_path):
+    slurm_run(tmp_path / ".local/slurm-run")
+    assert Client().base_url == "http://127.0.0.1:8080"
+    monkeypatch.chdir(tmp_path)
+    assert "the Slurm service of" in account.find()[1]
+    client = Client()
+    assert (client.base_url, sent(client)) == ("http://10.9.8.7:8080", KEY)
+    slurm_run(tmp_path / ".local/slurm-run", "down")
+    assert account.find() is None
+    slurm_run(tmp_path / "run")
+    monkeypatch.setenv("ROLLOUT_SLURM_RUN", str(tmp_path / "run"))
+    assert sent(Client()) == KEY
+    slurm_run(tmp_path / "run", "down")
+    with pytest.raises(AddressError, match="no head that is up, as `rollout slurm status` shows"):
+        Client()
+    monkeypatch.delenv("ROLLOUT_SLURM_RUN")
+    slurm_run(tmp_path / ".local/slurm-run")
+    (tmp_path / ".local/slurm-run/api.key").chmod(0o644)
+    with pytest.raises(ApiKeyError, match="others may know the key"):
+        Client()
 
 
 def test_what_was_announced_before_the_machine_started_is_forgotten(listener):
