@@ -1,7 +1,6 @@
 """An agent loop for verl whose rollouts are made by the service: see docs/verl.md.
 
-NOT RUN HERE: verl needs a GPU. Written against verl's source (`verl/experimental/agent_loop/agent_loop.py`);
-only the adapter that it uses, which needs no verl, is tested.
+Written for the trainer of verl 0.9.1 (`trainer.use_v1`, its default).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from verl.experimental.agent_loop.agent_loop import (
     AgentLoopOutput,
 )
 
+from rollout.adapters.base import usable
 from rollout.adapters.verl import agent_loop_output
 from rollout.client import AsyncClient
 from rollout.schema import RolloutRequest, SamplingParams
@@ -22,7 +22,7 @@ from rollout.schema import RolloutRequest, SamplingParams
 class ServiceAgentLoop(AgentLoopBase):
     """One rollout of the service for each row of verl's batch.
 
-    The row's `extra_info` holds `handler` and `task`; verl repeats a row `rollout.n` times.
+    The row's `extra_info` holds `handler`, `task` and perhaps `limits`; verl runs a row `rollout.n` times.
     """
 
     def __init__(self, *args: Any, url: str | None = None, **kwargs: Any) -> None:
@@ -37,7 +37,9 @@ class ServiceAgentLoop(AgentLoopBase):
         """Submit, wait, convert.
 
         Raises:
-            ValueError: The row names no handler and task, or the rollout has nothing to give.
+            ValueError: The row names no handler and task.
+            RuntimeError: The rollout must not be learned from. verl then leaves it out of its group, whose
+                mean is that of the others; a group without any is replaced (`sync_refill_failed_groups`).
         """
         info = kwargs.get("extra_info") or {}
         if "handler" not in info or "task" not in info:
@@ -46,6 +48,10 @@ class ServiceAgentLoop(AgentLoopBase):
         request = RolloutRequest(
             handler=info["handler"],
             task=json.loads(task) if isinstance(task, str) else task,
+            # Parquet gives each row the fields of all.
+            limits={name: value for name, value in (info.get("limits") or {}).items() if value is not None},
+            # Rollouts of a group share their prompt, and so go to the server that has it in its cache.
+            group_id=kwargs.get("uid"),
             sampling=SamplingParams(
                 temperature=sampling_params.get("temperature", 1.0),
                 top_p=sampling_params.get("top_p", 1.0),
@@ -55,6 +61,9 @@ class ServiceAgentLoop(AgentLoopBase):
         # A client for each: verl makes a new loop object for every row.
         async with AsyncClient(self._url) as client:
             (rollout,) = await client.run([request])
+        if not usable(rollout):
+            why = rollout.error.message if rollout.error else rollout.finish_reason or "nothing was sampled"
+            raise RuntimeError(f"rollout {rollout.id} is left out: {rollout.state.value}, {why}")
         config = self.rollout_config
         lengths = {"prompt_length": config.prompt_length, "response_length": config.response_length}
         return AgentLoopOutput(**agent_loop_output(rollout, **lengths))

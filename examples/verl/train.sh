@@ -6,12 +6,16 @@
 set -euo pipefail
 : "${ROLLOUT_URL:?address of the gateway}" "${MODEL:?checkpoint}" "${DATA:?Parquet file, see docs/verl.md}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-# The agent-loop workers import examples.verl and rollout.
-export PYTHONPATH="$here/../..:${PYTHONPATH:-}"
+# verl's processes import examples.verl and rollout.
+export ROLLOUT_URL PYTHONPATH="$here/../..:${PYTHONPATH:-}"
+# The trainer that registers verl's servers and gives each step's weights their version.
+export VERL_USE_EXTERNAL_MODULES=examples.verl.trainer
 # The service labels and pauses the servers through these.
 export VLLM_SERVER_DEV_MODE=1
 
 exec python3 -m verl.trainer.main_ppo \
+    trainer.v1.trainer_mode=rollout_service \
+    trainer.v1.sampler.sync_refill_failed_groups=True \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=False \
     data.train_files="$DATA" data.val_files="$DATA" \
@@ -25,6 +29,8 @@ exec python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.top_p=1.0 \
     actor_rollout_ref.rollout.calculate_log_probs=True \
+    actor_rollout_ref.rollout.disable_log_stats=False \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.enable_scale_out=True \
     actor_rollout_ref.rollout.agent.default_agent_loop=rollout_service \
     actor_rollout_ref.rollout.agent.agent_loop_config_path="$here/agent_loops.yaml" \
     "$@"

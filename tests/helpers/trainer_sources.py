@@ -41,7 +41,7 @@ _NAMES = {
 
 
 def classes(path: str, names: Iterable[str], **more: object) -> types.ModuleType:
-    """A module with these classes and constants of a released file, and nothing else of it.
+    """A module with these classes, functions and constants of a released file, and nothing else of it.
 
     Args:
         more: What they refer to beside the usual.
@@ -60,13 +60,24 @@ def classes(path: str, names: Iterable[str], **more: object) -> types.ModuleType
     return module
 
 
+def imported(path: str) -> set[str]:
+    """Names that a released file takes from elsewhere, for a caller who stands in for them."""
+    nodes = ast.parse((SOURCES / path).read_text()).body
+    imports = [
+        node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) and not _is_future(node)
+    ]
+    return {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+
+
 def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def _defined(node: ast.stmt) -> set[str]:
-    if isinstance(node, ast.ClassDef):
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
         return {node.name}
     if isinstance(node, ast.Assign):
         return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return {node.target.id}
     return set()

@@ -1,0 +1,1 @@
+"""What runs beside a trainer and keeps the service in step with it; none imports its trainer."""
