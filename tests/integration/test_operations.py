@@ -9,10 +9,6 @@ import subprocess
 import sys
 import time
 
-import click
-import pytest
-
-from rollout.cli import main
 from rollout.schema import RolloutRequest, Stage, State
 from services.dispatch import _expand
 from services.settings import Settings
@@ -22,8 +18,6 @@ from tests.helpers.stack import ROOT, RedisServer
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- tested: (\w+) -->\n```bash\n(.*?)```", TEXT, re.DOTALL))
-INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
-FENCED = [line for block in re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
 LEASE_S = 1.0
 
 REDIS_CLI = f"""#!{sys.executable}
@@ -98,44 +92,6 @@ def test_a_backup_of_a_running_redis_brings_back_every_rollout_of_its_time(tmp_p
         server.stop()
 
 
-def commands():
-    """What the text tells to type: `rollout …`, up to where the shell takes over."""
-    for text in (*INLINE, *FENCED):
-        match = re.match(r"(?:\S+=\S+ )*rollout ((?:[a-z-]+ ?)+.*)", text.strip())
-        if match and not text.startswith(("rollout-", "rollout_")):
-            yield match[1]
-
-
-def documented(words):
-    """The click command that words lead to, and the words after it."""
-    command, context = main, click.Context(main)
-    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        following = command.get_command(context, words[0])
-        if following is None:
-            break
-        command, words = following, words[1:]
-    return command, words
-
-
-@pytest.mark.parametrize("line", sorted(set(commands())))
-def test_a_command_of_the_text_exists_with_its_options(line):
-    words = line.split()
-    command, rest = documented(words)
-    assert command is not main, f"there is no `rollout {line}`"
-    if isinstance(command, click.Group):
-        assert command.invoke_without_command or not rest, f"there is no `rollout {line}`"
-    options = {option for parameter in command.params for option in parameter.opts}
-    used = {word.partition("=")[0] for word in rest if word.startswith("--")}
-    assert used <= options, f"`rollout {line}`: {sorted(used - options)}"
-    arguments = [p for p in command.params if isinstance(p, click.Argument) and p.required]
-    values = [word for word in rest if not word.startswith("-")]
-    assert len(values) >= len(arguments), f"`rollout {line}` lacks an argument"
-
-
-def test_the_commands_are_many():
-    assert len(set(commands())) > 20
-
-
 def test_every_setting_of_the_text_exists():
     documented = set(re.findall(r"`(ROLLOUT_\w+)`", (ROOT / "docs" / "settings.md").read_text()))
     used = set(re.findall(r"\bROLLOUT_[A-Z_]+[A-Z]\b", TEXT)) - {"ROLLOUT_"}
@@ -148,13 +104,3 @@ def test_every_metric_and_alert_of_the_text_exists():
         assert f"`{name}" in described, name
     alerts = set(re.findall(r"- alert: (\w+)", (ROOT / "deploy/prometheus/alerts.yaml").read_text()))
     assert set(re.findall(r"\bRollout[A-Z]\w+", TEXT)) <= alerts
-
-
-def test_links_of_the_text_lead_somewhere():
-    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", TEXT):
-        target = ROOT / "docs" / path if path else ROOT / "docs" / "operations.md"
-        assert target.exists(), path
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in headings}
-            assert anchor in slugs, f"{path}#{anchor}"
