@@ -24,9 +24,7 @@ fingerprint() {
     } | sha256sum | cut -d' ' -f1
 }
 
-mkdir -p "$ROLLOUT_HOME"
-exec 8>"$ROLLOUT_HOME/.python.lock"
-flock 8
+lock 8 "$ROLLOUT_HOME/.python.lock"
 
 wanted="$(fingerprint)"
 if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
