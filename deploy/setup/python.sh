@@ -33,6 +33,7 @@ if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; 
 fi
 
 if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    say "making the environment $VENV"
     "$PYTHON" -m venv "$VENV" ||
         die "$PYTHON cannot make virtual environments; on Debian: apt-get install python3-venv"
 fi

@@ -50,7 +50,7 @@ step() {
 
 # Tell what is under way, with the last line of each log, until killed.
 report() {
-    local path name log words columns began never seconds=2
+    local path name log words columns began last never seconds=2
     set +e
     exec {never}<> <(:) # nothing ever comes; no process that would outlive us need sleep
     while ! read -r -t "$seconds" -u "$never"; do
@@ -59,9 +59,9 @@ report() {
         for path in "$UNDER_WAY"/*; do
             name="${path##*/}" log="$LOG_DIR/setup-${path##*/}.log"
             began="$(cat "$path" 2>/dev/null)" && [ -n "$began" ] || continue
-            printf -v words '%s%s%-9s %4d s … %s' "$words" "${words:+$'\n'}" "$name" \
-                $((($(now_ms) - began) / 1000)) \
-                "$(tail -c 2000 "$log" 2>/dev/null | tr '\r' '\n' | grep -a '[[:alnum:]]' | tail -n 1)"
+            last="$(tail -c 2000 "$log" 2>/dev/null | tr '\r' '\n' | grep -a '[[:alnum:]]' | tail -n 1)"
+            printf -v words '%s%s%-9s %4d s  %s' "$words" "${words:+$'\n'}" "$name" \
+                $((($(now_ms) - began) / 1000)) "${last#"$name: "}"
         done
         seconds=$TELL_S
         if [ -n "$CLEAR" ]; then
