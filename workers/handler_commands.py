@@ -189,7 +189,8 @@ def run(
         raise click.ClickException(str(error)) from error
     loaded = load_handler(handler, settings)
     runner = InProcess(loaded, _model(loaded, backend, actions, tokenizer), settings)
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
+    click.get_current_context().call_on_close(lambda: signal.signal(signal.SIGTERM, before))
     done: list[Rollout] = []
     for request in Tasks(file, loaded.name, n=n, **dataset):
         for rollout in asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime}))):
