@@ -42,7 +42,7 @@ def _guarded() -> Iterator[None]:
 
 
 def _interrupt(*_: object) -> None:
-    """The first signal ends the work; a second one would end the clean-up, and leave what that had to remove."""
+    """The first signal ends the work; a second one would end the clean-up and leave what it removes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
