@@ -1,13 +1,16 @@
-"""Makes the tables of docs/redis.md and docs/settings.md from the source: `python -m docs.make_tables`."""
+"""Makes the tables of docs/cli.md, redis.md and settings.md from the source: `python -m docs.make_tables`."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 from pydantic import SecretStr
 
+from rollout.cli import main
 from services.settings import ENV_PREFIX, Settings
 from services.state import keys
 
@@ -46,10 +49,31 @@ def _settings() -> list[str]:
     return rows
 
 
+def commands(command: click.Command, path: str = "rollout") -> Iterator[tuple[str, click.Command]]:
+    """Every command of `rollout` that does something, with its path."""
+    if not isinstance(command, click.Group) or command.invoke_without_command:
+        yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands(below, f"{path} {name}")
+
+
+def _commands() -> list[str]:
+    rows = ["| what it does | for example |", "|---|---|"]
+    for path, command in commands(main):
+        example = (command.epilog or path).partition("Example:")[2].strip().replace("|", "\\|")
+        rows.append(f"| {command.get_short_help_str(200)} | `{example}` |")
+    return rows
+
+
 def pages() -> dict[Path, str]:
     """Each page with its table made anew."""
     of_keys = [f"| `{key}` | {text} |" for key, text in sorted(described_keys().items())]
-    tables = {"redis": ["| key | type: what it holds |", "|---|---|", *of_keys], "settings": _settings()}
+    of_redis = ["| key | type: what it holds |", "|---|---|", *of_keys]
+    tables = {"cli": _commands(), "redis": of_redis, "settings": _settings()}
     paths = {Path(__file__).with_name(f"{name}.md"): table for name, table in tables.items()}
     made = {}
     for path, table in paths.items():

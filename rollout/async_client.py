@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ from urllib.parse import quote
 from rollout.async_batches import AsyncBatches, GroupInclude
 from rollout.async_service import AsyncService
 from rollout.calls import Requests, ids_by_calls, parts_of, requests_in, take, with_id
-from rollout.errors import WaitTimeout
+from rollout.errors import Unavailable, WaitTimeout
 from rollout.http import Polls, present
 from rollout.schema import (
     AckResponse,
@@ -135,13 +135,15 @@ class AsyncClient(AsyncService):
     async def cancel_many(
         self, ids: Iterable[str] | None = None, group_id: str | None = None, tag: str | None = None
     ) -> dict[str, int]:
-        """Cancel by exactly one of ids, group and tag: `{"cancelled", "already_ended"}`."""
+        """Cancel by exactly one of ids, group and tag: `{"cancelled", "already_ended", "unknown"}`."""
         chosen = present(ids=ids, group_id=group_id, tag=tag)
         if len(chosen) != 1:
             names = " and ".join(chosen) or "none of them"
             raise ValueError(f"cancel_many takes one of ids, group_id and tag; got {names}")
         selections = [chosen] if ids is None else await self.aside(partial(ids_by_calls, ids))
-        return await self._counted("/v1/rollouts/cancel", selections, ("cancelled", "already_ended"))
+        return await self._counted(
+            "/v1/rollouts/cancel", selections, ("cancelled", "already_ended", "unknown")
+        )
 
     async def ack(self, ids: Iterable[str]) -> AckResponse:
         """Say that results have arrived for good: their trajectories may be freed early."""
@@ -205,8 +207,9 @@ class AsyncClient(AsyncService):
             cursor = await self._cursor_now()
             async for rollout in self._probe(pending, list(pending), include):
                 yield rollout
-        async for rollout in self._follow(pending, tag, cursor or "0", polls, include):
-            yield rollout
+        with _naming(pending):
+            async for rollout in self._follow(pending, tag, cursor or "0", polls, include):
+                yield rollout
         if pending:
             raise _not_ended(pending, timeout)
 
@@ -255,7 +258,7 @@ class AsyncClient(AsyncService):
         def follow() -> AsyncIterator[Rollout]:
             return self._follow(pending, None, cursor, Polls(timeout), include, submit_more)
 
-        with await self.aside(partial(_meter, progress, requests)) as meter:
+        with await self.aside(partial(_meter, progress, requests)) as meter, _naming(pending):
             for stage in (submit_more, follow):
                 async for rollout in stage():
                     if meter:
@@ -400,6 +403,15 @@ class AsyncClient(AsyncService):
 
 
 # ---------------------------------------------------------------------------------- helpers
+
+
+@contextlib.contextmanager
+def _naming(pending: dict[str, None] | None) -> Iterator[None]:
+    """Have the error of a gateway that stays away name what is waited for."""
+    try:
+        yield
+    except Unavailable as error:
+        raise Unavailable(str(error), pending or ()) from None
 
 
 def _not_ended(pending: dict[str, None], timeout: float | None) -> WaitTimeout:

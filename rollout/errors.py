@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import ValidationError
 
 from rollout.schema import Problem
 
 MAX_FIELDS_SHOWN = 5
-"""Field errors in the text of an `ApiError`; all of them are in its `problem`."""
+"""Field errors, or ids, in the text of an error, which holds all of them."""
 
 
 class RolloutError(Exception):
@@ -39,7 +41,20 @@ class ApiError(RolloutError):
 
 
 class Unavailable(RolloutError):
-    """The gateway could not be reached, or kept answering that it is not able to serve."""
+    """The gateway could not be reached, or kept answering that it is not able to serve.
+
+    `pending` holds the ids of rollouts that were submitted, are waited for, and go on without us.
+    """
+
+    def __init__(self, message: str, pending: Iterable[str] = ()) -> None:
+        self.reason, self.pending = message, [*pending]
+        if self.pending:
+            some = ", ".join(self.pending[:MAX_FIELDS_SHOWN])
+            message += (
+                f" {len(self.pending)} rollouts go on, among them {some}: the error's `pending` has all, "
+                "`stream(ids=…)` waits for them"
+            )
+        super().__init__(message)
 
 
 class WaitTimeout(RolloutError, TimeoutError):

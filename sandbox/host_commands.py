@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -39,8 +40,9 @@ def run(state_dir: Path | None) -> None:
 
 
 @sandbox_host.command()
+@click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
 @state_option
-def status(state_dir: Path | None) -> None:
+def status(state_dir: Path | None, as_json: bool) -> None:
     """Show the host's counts and the sandboxes that somebody works with."""
     host = HostClient(state_dir)
     try:
@@ -49,6 +51,9 @@ def status(state_dir: Path | None) -> None:
         raise click.ClickException(str(error)) from error
     if not stats:
         raise click.ClickException(f"no sandbox host serves {host.state}")
+    if as_json:
+        click.echo(json.dumps({"host": stats, "sandboxes": sandboxes}))
+        return
     click.echo(f"host {stats['pid']}, up {stats['uptime_s']:g} s, in {host.state}")
     breaches = {f"over the {kind} limit": count for kind, count in stats["breaches"].items()}
     shown = {key: value for key, value in stats.items() if isinstance(value, int)} | breaches

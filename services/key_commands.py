@@ -5,11 +5,10 @@ They speak to Redis and not to the gateway, so that the first key can be made be
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -17,9 +16,9 @@ from typing import Any, TypeVar
 import click
 import redis
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
 
+from rollout.cli.common import Column, Sheet, json_option
+from rollout.cli.common import show as show_view
 from rollout.client import KEY_VARIABLE
 from rollout.webhooks import tenant_secret
 from services.launch import paths
@@ -35,8 +34,6 @@ UNLIMITED = "any"
 """What takes a limit away again."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-out = Console()
-json_option = click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
 
 
 def redis_option(command: F) -> F:
@@ -125,6 +122,43 @@ def _connected(url: str | None) -> Iterator[redis.Redis]:
         raise click.ClickException(str(error)) from error
 
 
+def _completed(names: Callable[[redis.Redis], Iterable[str]]) -> Callable[..., list[str]]:
+    """What the shell completes an argument with; nothing where Redis does not answer."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        try:
+            with _connected(ctx.params.get("redis_url")) as client:
+                return sorted(name for name in names(client) if name.startswith(incomplete))
+        except click.ClickException:
+            return []
+
+    return complete
+
+
+def _tenant_names(client: redis.Redis) -> set[str]:
+    """Tenants with limits, rollouts or keys."""
+    named = {tenant.name for tenant in TenantStore(client).list()}
+    return named | {key.tenant for key in KeyStore(client).list()} | {DEFAULT_TENANT}
+
+
+key_argument = click.argument(
+    "key_id",
+    metavar="ID",
+    shell_complete=_completed(lambda client: [key.id for key in KeyStore(client).list()]),
+)
+complete_tenants = _completed(_tenant_names)
+
+
+def _warn_without_admin(store: KeyStore) -> None:
+    now = time.time()
+    if not any(key.may(Scope.ADMIN) and key.state(now) in ("active", "replaced") for key in store.list()):
+        click.echo(
+            "WARNING: no key of the scope admin works, so nobody can register LLM servers or bring weights: "
+            "`rollout keys create operator --scope admin` makes one",
+            err=True,
+        )
+
+
 def _limited(client: redis.Redis, name: str, limits: dict[str, Any]) -> Tenant | None:
     """Write the limits that were given; None if none was."""
     given = {field: value for field, value in limits.items() if value is not None}
@@ -197,6 +231,7 @@ def create(
             raise click.ClickException(str(error)) from error
         _limited(client, tenant, limits)
         key, text = store.create(tenant, rights, lifetime_s=expires, text=text)
+        _warn_without_admin(store)
     if from_env:
         click.echo(f"key {key.id} of tenant {tenant} is accepted", err=True)
     else:
@@ -210,19 +245,21 @@ def list_(as_json: bool, redis_url: str | None) -> None:
     """Show all keys, never their secrets."""
     with _connected(redis_url) as client:
         shown = [_shown(key) for key in KeyStore(client).list()]
-    if as_json:
-        click.echo(json.dumps(shown))
-        return
-    table = Table("id", "tenant", "scopes", "state", "created", "expires", "replaced by", box=None)
-    for key in shown:
-        times = (_when(key["created_at"]), _when(key["expires_at"]))
-        scopes = " ".join(key["scopes"])
-        table.add_row(key["id"], key["tenant"], scopes, key["state"], *times, key["replaced_by"] or "–")
-    out.print(table if shown else "no key: the gateway refuses every call")
+    columns = [
+        Column("id", lambda key: key["id"], whole=True),
+        Column("tenant", lambda key: key["tenant"], whole=True),
+        Column("scopes", lambda key: " ".join(key["scopes"])),
+        Column("state", lambda key: key["state"]),
+        Column("created", lambda key: _when(key["created_at"]), drop=1),
+        Column("expires", lambda key: _when(key["expires_at"]), drop=3),
+        Column("replaced by", lambda key: key["replaced_by"] or "–", drop=2),
+    ]
+    empty = "no key: the gateway refuses every call; `rollout keys create operator --scope admin` makes one"
+    show_view(Sheet(columns, shown) if shown else empty, shown, as_json)
 
 
 @keys.command()
-@click.argument("key_id", metavar="ID")
+@key_argument
 @click.option("--grace", type=DURATION, default="1h", show_default=True, help="How long the old one works.")
 @redis_option
 def rotate(key_id: str, grace: float, redis_url: str | None) -> None:
@@ -233,12 +270,14 @@ def rotate(key_id: str, grace: float, redis_url: str | None) -> None:
 
 
 @keys.command()
-@click.argument("key_id", metavar="ID")
+@key_argument
 @redis_option
 def revoke(key_id: str, redis_url: str | None) -> None:
     """End key ID: gateways refuse it within seconds. Its tenant's rollouts go on."""
     with _connected(redis_url) as client:
-        key = KeyStore(client).revoke(key_id)
+        store = KeyStore(client)
+        key = store.revoke(key_id)
+        _warn_without_admin(store)
     click.echo(f"key {key.id} of tenant {key.tenant} is revoked")
 
 
@@ -247,26 +286,34 @@ def tenants() -> None:
     """Show tenants, and set what each may use."""
 
 
-KINDS = ("handlers", "images", "runtimes", "mounts")
-"""What a tenant may be limited to."""
+def _tenants_table(rows: list[tuple[Tenant, int]]) -> Sheet:
+    def limit(field: str) -> Callable[[tuple[Tenant, int]], str]:
+        def cell(row: tuple[Tenant, int]) -> str:
+            value = getattr(row[0], field)
+            if value is None:
+                return "isolating" if field == "runtimes" else UNLIMITED
+            return str(value) if isinstance(value, int) else ", ".join(value)
 
+        return cell
 
-def _tenants_table(rows: list[tuple[Tenant, int]]) -> Table:
-    table = Table("tenant", "live", "quota", "a minute", "bytes", "weight", *KINDS, box=None)
-    for tenant, live in rows:
-        quotas = (tenant.quota_live, tenant.per_minute, tenant.quota_bytes)
-        counts = [UNLIMITED if most is None else str(most) for most in quotas]
-        lists = [
-            ("isolating" if kind == "runtimes" else UNLIMITED) if names is None else ", ".join(names)
-            for kind in KINDS
-            for names in [getattr(tenant, kind)]
-        ]
-        table.add_row(tenant.name, str(live), *counts, f"{tenant.weight:g}", *lists)
-    return table
+    columns = [
+        Column("tenant", lambda row: row[0].name, whole=True),
+        Column("live", lambda row: str(row[1]), number=True),
+        Column("quota", limit("quota_live"), number=True),
+        Column("a minute", limit("per_minute"), number=True),
+        Column("bytes", limit("quota_bytes"), number=True),
+        Column("weight", lambda row: f"{row[0].weight:g}", number=True),
+        *(
+            Column(kind, limit(kind))
+            for kind in ("handlers", "images", "runtimes", "mounts")
+            if any(getattr(tenant, kind) is not None for tenant, _ in rows)
+        ),
+    ]
+    return Sheet(columns, rows)
 
 
 @tenants.command()
-@click.argument("tenant", required=False)
+@click.argument("tenant", required=False, shell_complete=complete_tenants)
 @json_option
 @redis_option
 def show(tenant: str | None, as_json: bool, redis_url: str | None) -> None:
@@ -275,10 +322,8 @@ def show(tenant: str | None, as_json: bool, redis_url: str | None) -> None:
         store = TenantStore(client)
         chosen = [store.get(tenant)] if tenant else store.list()
         rows = [(each, store.live(each.name)) for each in chosen]
-    if as_json:
-        click.echo(json.dumps([{**each.model_dump(mode="json"), "live": live} for each, live in rows]))
-    else:
-        out.print(_tenants_table(rows) if rows else "no tenant has limits or rollouts")
+    shown = [{**each.model_dump(mode="json"), "live": live} for each, live in rows]
+    show_view(_tenants_table(rows) if rows else "no tenant has limits or rollouts", shown, as_json)
 
 
 @tenants.command("webhook-secret")
@@ -296,14 +341,21 @@ def webhook_secret(tenant: str) -> None:
 
 
 @tenants.command("set")
-@click.argument("tenant")
+@click.argument("tenant", shell_complete=complete_tenants)
+@click.option(
+    "--create", "new", is_flag=True, help="A tenant that has neither limits, keys nor rollouts yet."
+)
 @limit_options
 @redis_option
-def set_(tenant: str, redis_url: str | None, **limits: Any) -> None:
+def set_(tenant: str, new: bool, redis_url: str | None, **limits: Any) -> None:
     """Set limits of TENANT; `any` takes one away. What is not given stays."""
     with _connected(redis_url) as client:
+        if not new and tenant not in (known := _tenant_names(client)):
+            raise click.ClickException(
+                f"there is no tenant {tenant!r}, only {', '.join(sorted(known))}; --create makes one"
+            )
         changed = _limited(client, tenant, limits)
         if changed is None:
             raise click.UsageError(f"give at least one of {', '.join(LIMITS)}")
         rows = [(changed, TenantStore(client).live(tenant))]
-    out.print(_tenants_table(rows))
+    show_view(_tenants_table(rows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -14,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cli import render, url_option
-from rollout.cli.common import connect
+from rollout.cli.common import Column, Sheet, connect, json_option, show
 from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
-from rollout.schema import BackendRequest, Rollout
+from rollout.schema import BackendRequest, HandlerInfo, Rollout
 from services.engines.describe import DescribeError, describe
 from services.settings import Settings, SettingsError
 from services.settings import settings as read_settings
@@ -36,28 +35,30 @@ err = Console(stderr=True)
 def handlers(ctx: click.Context) -> None:
     """List the handlers of the workers, or begin one of your own. Without a command: list them."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_handlers, url=None)
+        ctx.invoke(list_handlers)
 
 
 @handlers.command("list")
+@json_option
 @url_option
-def list_handlers(url: str | None) -> None:
+def list_handlers(as_json: bool = False, url: str | None = None) -> None:
     """Show what the workers announced."""
     with connect(url) as client:
         infos = client.handlers()
-    table = Table("handler", "sandbox", "tools", "task", "what it is", box=None, pad_edge=False)
-    for info in infos:
-        fields = info.task_schema.get("properties", {})
-        needed = set(info.task_schema.get("required", []))
-        names = ", ".join(name + ("" if name in needed else "?") for name in fields)
-        table.add_row(
-            info.name,
-            (info.image or "yes") if info.uses_sandbox else "no",
-            ", ".join(info.tools),
-            names,
-            info.description,
-        )
-    out.print(table)
+
+    def fields(info: HandlerInfo) -> str:
+        needed = info.task_schema.get("required", [])
+        names = info.task_schema.get("properties", {})
+        return ", ".join(name + ("" if name in needed else "?") for name in names)
+
+    columns = [
+        Column("handler", lambda info: info.name, whole=True),
+        Column("sandbox", lambda info: (info.image or "yes") if info.uses_sandbox else "no"),
+        Column("tools", lambda info: ", ".join(info.tools), drop=1),
+        Column("task", fields),
+        Column("what it is", lambda info: info.description, drop=2),
+    ]
+    show(Sheet(columns, infos), infos, as_json)
 
 
 @handlers.command()
@@ -130,12 +131,6 @@ def _model(
         raise click.ClickException(str(error)) from error
 
 
-def _end(*_: object) -> None:
-    """TERM ends a local run as Ctrl-C does, which releases its sandbox; a second one would end that."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.raise_signal(signal.SIGINT)
-
-
 @click.command()
 @click.argument("handler")
 @click.option("--task", "file", required=True, help="JSON lines, Parquet or a dataset on disk: a task a row.")
@@ -189,8 +184,6 @@ def run(
         raise click.ClickException(str(error)) from error
     loaded = load_handler(handler, settings)
     runner = InProcess(loaded, _model(loaded, backend, actions, tokenizer), settings)
-    before = signal.signal(signal.SIGTERM, _end)
-    click.get_current_context().call_on_close(lambda: signal.signal(signal.SIGTERM, before))
     done: list[Rollout] = []
     for request in Tasks(file, loaded.name, n=n, **dataset):
         for rollout in asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime}))):

@@ -35,7 +35,8 @@ fingerprint() {
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-lock 8 "$ROLLOUT_HOME/.python.lock"
+exec 8>"$ROLLOUT_HOME/.python.lock"
+flock 8
 
 wanted="$(fingerprint)"
 extras=""

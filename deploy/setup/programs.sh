@@ -71,7 +71,9 @@ main() {
     have apt-get || { say "no apt-get here: the tests of these programs are skipped"; return; }
     [ -e "$ROLLOUT_HOME/images/base.sif" ] || [ -d "$ROLLOUT_HOME/images/base" ] ||
         die "there is no base image; run deploy/setup/image.sh first"
-    lock 7 "$ROLLOUT_HOME/.programs.lock"
+    mkdir -p "$ROLLOUT_HOME"
+    exec 7>"$ROLLOUT_HOME/.programs.lock"
+    flock 7
     WORK="$(mktemp -d -p "$ROLLOUT_HOME")"
     make_image
 }

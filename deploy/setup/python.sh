@@ -24,7 +24,9 @@ fingerprint() {
     } | sha256sum | cut -d' ' -f1
 }
 
-lock 8 "$ROLLOUT_HOME/.python.lock"
+mkdir -p "$ROLLOUT_HOME"
+exec 8>"$ROLLOUT_HOME/.python.lock"
+flock 8
 
 wanted="$(fingerprint)"
 if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
@@ -33,7 +35,6 @@ if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; 
 fi
 
 if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
-    say "making the environment $VENV"
     "$PYTHON" -m venv "$VENV" ||
         die "$PYTHON cannot make virtual environments; on Debian: apt-get install python3-venv"
 fi

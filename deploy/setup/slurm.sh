@@ -77,7 +77,9 @@ main() {
         say "using the installed $(slurmd -V)"
         return
     fi
-    lock 9 "$ROLLOUT_HOME/.slurm.lock"
+    mkdir -p "$ROLLOUT_HOME"
+    exec 9>"$ROLLOUT_HOME/.slurm.lock"
+    flock 9
     if [ "$(cat "$STAMP" 2>/dev/null)" = "$(fingerprint)" ]; then
         say "up to date"
         return

@@ -9,6 +9,7 @@ from typing import IO, Any
 import click
 
 from rollout import archive as reader
+from rollout.cli.common import json_option
 from rollout.schema import Rollout, State
 
 
@@ -22,12 +23,19 @@ directory = click.argument("directory", type=click.Path(exists=True, file_okay=F
 
 @archive.command("list")
 @directory
-def list_files(directory: Path) -> None:
+@json_option
+def list_files(directory: Path, as_json: bool) -> None:
     """Show each file with its size and the rollouts in it."""
+    listed = []
     for path in reader.files(directory):
         count = sum(text.count(b"\n") for _, text in reader.members(path))
-        being = "  being written" if path.name.endswith(reader.OPEN_SUFFIX) else ""
-        click.echo(f"{path.name}  {path.stat().st_size} bytes  {count} rollouts{being}")
+        size, being_written = path.stat().st_size, path.name.endswith(reader.OPEN_SUFFIX)
+        listed.append({"name": path.name, "bytes": size, "rollouts": count, "being_written": being_written})
+        if not as_json:
+            being = "  being written" if being_written else ""
+            click.echo(f"{path.name}  {size} bytes  {count} rollouts{being}")
+    if as_json:
+        click.echo(json.dumps(listed))
 
 
 @archive.command()

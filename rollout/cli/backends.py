@@ -7,9 +7,13 @@ from typing import Any
 import click
 
 from rollout.cli import render
-from rollout.cli.common import connect, err, out, url_option
+from rollout.cli.common import completed, connect, err, json_option, out, show, url_option
 
-backend_id = click.argument("backend_id", metavar="ID")
+backend_id = click.argument(
+    "backend_id",
+    metavar="ID",
+    shell_complete=completed(lambda client: [backend.id for backend in client.backends()]),
+)
 
 
 @click.group(invoke_without_command=True)
@@ -17,17 +21,18 @@ backend_id = click.argument("backend_id", metavar="ID")
 def backends(ctx: click.Context) -> None:
     """List, add, drain and remove LLM servers. Without a command: list them."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_backends, url=None)
+        ctx.invoke(list_backends)
 
 
 @backends.command("list")
+@json_option
 @url_option
-def list_backends(url: str | None) -> None:
+def list_backends(as_json: bool = False, url: str | None = None) -> None:
     """Show each with its load, its health and the weights it serves."""
     with connect(url) as client:
         servers = client.backends()
-    if servers:
-        out.print(render.backends_table(servers))
+    if servers or as_json:
+        show(render.backends_table(servers), servers, as_json)
     else:
         err.print("there is no backend: add one with `rollout backends add SERVER`")
 
@@ -44,7 +49,7 @@ def list_backends(url: str | None) -> None:
 def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
     """Register the LLM server at the address SERVER, or have it described anew."""
     with connect(url) as client:
-        out.print(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
+        show(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
 
 
 @backends.command()

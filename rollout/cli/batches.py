@@ -5,9 +5,14 @@ from __future__ import annotations
 import click
 
 from rollout.cli import render
-from rollout.cli.common import connect, out, url_option
+from rollout.cli.common import completed, connect, json_option, out, url_option
+from rollout.cli.common import show as show_view
 
-batch_id = click.argument("batch_id", metavar="ID")
+batch_id = click.argument(
+    "batch_id",
+    metavar="ID",
+    shell_complete=completed(lambda client: [batch.id for batch in client.batches.list(50)]),
+)
 
 
 @click.group(invoke_without_command=True)
@@ -15,27 +20,30 @@ batch_id = click.argument("batch_id", metavar="ID")
 def batches(ctx: click.Context) -> None:
     """Look at batches, pause, resume and cancel them. Without a command: list them."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_batches, limit=20, url=None)
+        ctx.invoke(list_batches)
 
 
 @batches.command("list")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
+@json_option
 @url_option
-def list_batches(limit: int, url: str | None) -> None:
+def list_batches(limit: int = 20, as_json: bool = False, url: str | None = None) -> None:
     """Show the newest with their counters."""
     with connect(url) as client:
-        out.print(render.batches_table(client.batches.list(limit)))
+        newest = client.batches.list(limit)
+    show_view(render.batches_table(newest), newest, as_json)
 
 
 @batches.command()
 @batch_id
+@json_option
 @url_option
-def show(batch_id: str, url: str | None) -> None:
+def show(batch_id: str, as_json: bool, url: str | None) -> None:
     """Show one, with the reasons for which groups were not kept."""
     with connect(url) as client:
         batch = client.batches.get(batch_id)
-    out.print(render.batches_table([batch]))
-    for reason, count in sorted(batch.reasons.items(), key=lambda pair: -pair[1]):
+    show_view(render.batches_table([batch]), batch, as_json)
+    for reason, count in () if as_json else sorted(batch.reasons.items(), key=lambda pair: -pair[1]):
         out.print(f"  {count} {reason}", highlight=False)
 
 
@@ -45,7 +53,7 @@ def _steer(action: str, text: str) -> None:
     @url_option
     def command(batch_id: str, url: str | None) -> None:
         with connect(url) as client:
-            out.print(render.batches_table([getattr(client.batches, action)(batch_id)]))
+            show_view(render.batches_table([getattr(client.batches, action)(batch_id)]))
 
 
 _steer("pause", "Start no more groups; what runs goes on.")

@@ -1,17 +1,19 @@
-"""What the commands share: where they write, how they find the gateway, and tables."""
+"""What the commands share: where they write, how they find the gateway, completion, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from rollout.client import Client
+from rollout.errors import RolloutError
 from rollout.http import default_address
 
 out = Console()
@@ -19,8 +21,11 @@ err = Console(stderr=True)
 url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or this checkout's service]")
 PATIENCE_S, WORK_PATIENCE_S = 2.0, 30.0
 """For a gateway that is away: where a person waits for one answer, and where work is under way."""
+json_option = click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
 GAP = 2
 """Characters between columns."""
+LEAST_CHARS = 10
+"""Of a column that is cut."""
 
 
 def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> Client:
@@ -29,6 +34,30 @@ def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> C
         url, origin = default_address()
         err.print(f"{url}: {origin}", style="dim", highlight=False, markup=False, soft_wrap=True)
     return Client(url, retry_for=retry_for, **options)
+
+
+def completed(names: Callable[[Client], Iterable[str]]) -> Callable[..., list[str]]:
+    """What the shell completes an argument with; nothing where the gateway does not tell within a second."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        try:
+            with Client(ctx.params.get("url"), timeout=1.0, retry_for=0.0) as client:
+                return [name for name in names(client) if name.startswith(incomplete)]
+        except RolloutError:
+            return []
+
+    return complete
+
+
+complete_handlers = completed(lambda client: [info.name for info in client.handlers()])
+
+
+def show(view: RenderableType, value: Any = None, as_json: bool = False) -> None:
+    """Print what is to be read, or `value` as JSON (models too). Ids run over the edge rather than be cut."""
+    if as_json:
+        click.echo(json.dumps(value, default=lambda model: model.model_dump(mode="json")))
+    else:
+        out.print(view, crop=False)
 
 
 @dataclass(frozen=True)
@@ -41,10 +70,15 @@ class Column:
     """Whether it stands at the right."""
     drop: int = 0
     """Its place among those that are left out where the window is narrow; 0 = it never is."""
+    whole: bool = False
+    """Whether it is never cut: an id is there to be copied."""
 
 
 class Sheet:
-    """The rows as a table, which leaves out columns where the window is narrow, rather than cut them all."""
+    """The rows as a table, which leaves out columns where the window is narrow, rather than cut them all.
+
+    Where that is not enough it cuts those that may be. In a pipe it has all columns whole.
+    """
 
     def __init__(self, columns: Sequence[Column], rows: Sequence[Any]) -> None:
         self._columns, self._rows = columns, rows
@@ -55,14 +89,27 @@ class Sheet:
             for column in self._columns
         }
         widths = {column: max(cell.cell_len for cell in cells) + GAP for column, cells in columns.items()}
+        room = options.max_width if console.is_terminal or console is not out else sum(widths.values())
         for column in sorted((c for c in columns if c.drop), key=lambda column: column.drop):
-            if sum(widths.values()) - GAP <= options.max_width:
+            if sum(widths.values()) - GAP <= room:
                 break
             del widths[column]
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0))
-        for column in widths:
+        for column in sorted((c for c in widths if not c.whole), key=lambda column: -widths[column]):
+            least = GAP + max(LEAST_CHARS, len(column.name))
+            over = sum(widths.values()) - GAP - room
+            widths[column] -= max(0, min(over, widths[column] - least))
+        table = Table(
+            box=None,
+            pad_edge=False,
+            header_style="dim",
+            padding=(0, GAP, 0, 0),
+            width=sum(widths.values()) - GAP,
+        )
+        for column, width in widths.items():
             justify = "right" if column.number else "left"
-            table.add_column(column.name.strip(), justify=justify, no_wrap=True, overflow="ellipsis")
+            table.add_column(
+                column.name.strip(), justify=justify, no_wrap=True, overflow="ellipsis", width=width - GAP
+            )
         for cells in zip(*(columns[column][1:] for column in widths), strict=True):
             table.add_row(*cells)
         yield table

@@ -10,15 +10,17 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from rollout import __version__
 from rollout.cli.archive import archive
 from rollout.cli.backends import backends
 from rollout.cli.batches import batches
+from rollout.cli.completion import completion, with_example
 from rollout.cli.plan import plan_command
 from rollout.cli.policy import policy
 from rollout.cli.rollouts import cancel, list_, show, status, watch
-from rollout.cli.tasks import submit, tasks
+from rollout.cli.tasks import fetch, submit, tasks
 from rollout.cli.top import top
 from rollout.errors import RolloutError
 
@@ -53,9 +55,9 @@ class _Commands(click.Group):
         command = super().get_command(ctx, cmd_name)
         point = self._operator().get(cmd_name)
         if command is not None or point is None:
-            return command
+            return command and with_example(command, cmd_name)
         try:
-            return point.load()
+            return with_example(point.load(), cmd_name)
         except ModuleNotFoundError as error:
             raise click.ClickException(
                 f"`rollout {cmd_name}` needs the Python package {error.name!r}: {EXTRAS_HINT}"
@@ -70,6 +72,11 @@ class _Commands(click.Group):
             with formatter.section("Operator commands"):
                 formatter.write_dl([(p.name, OPERATOR_HELP.get(p.name, f"From {p.module}.")) for p in points])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # By name: what an operator's command needs is not imported for it, and need not be installed.
+        names = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -80,11 +87,16 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="rollout")
 def main() -> None:
-    """Submit rollouts of LLM agents and follow them."""
+    """Submit rollouts of LLM agents and follow them.
+
+    \b
+    Example:  rollout submit tasks.jsonl --handler calculator --n 8 -o rollouts.jsonl
+              rollout status
+    """
 
 
 for _command in (
-    *(archive, backends, batches, cancel, list_, plan_command, policy),
+    *(archive, backends, batches, cancel, completion, fetch, list_, plan_command, policy),
     *(show, status, submit, tasks, top, watch),
 ):
     main.add_command(_command)

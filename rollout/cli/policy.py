@@ -8,7 +8,7 @@ import click
 from pydantic import ValidationError
 
 from rollout.cli import render
-from rollout.cli.common import WORK_PATIENCE_S, connect, out, url_option
+from rollout.cli.common import WORK_PATIENCE_S, connect, json_option, show, url_option
 from rollout.errors import problems_of
 from rollout.schema import Canary, LoraAdapter, UpdateState
 
@@ -18,15 +18,17 @@ from rollout.schema import Canary, LoraAdapter, UpdateState
 def policy(ctx: click.Context) -> None:
     """Show the weights in use, or bring new ones. Without a command: show them."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(show_policy, url=None)
+        ctx.invoke(show_policy)
 
 
 @policy.command("show")
+@json_option
 @url_option
-def show_policy(url: str | None) -> None:
+def show_policy(as_json: bool = False, url: str | None = None) -> None:
     """Show the current policy and the latest updates."""
     with connect(url) as client:
-        out.print(render.policy_view(client.policy()))
+        status = client.policy()
+    show(render.policy_view(status), status, as_json)
 
 
 @policy.command("update")
@@ -63,6 +65,6 @@ def update_policy(
             update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
     except ValidationError as error:
         raise click.ClickException(problems_of(error)) from None
-    out.print(render.update_view(update))
+    show(render.update_view(update))
     if update.state is not UpdateState.DONE:
         raise click.exceptions.Exit(1)

@@ -65,7 +65,7 @@ def _grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 
 def rollout_view(rollout: Rollout) -> RenderableType:
     """A rollout to read: facts, the conversation with its token counts, the outcome."""
-    parts: list[RenderableType] = [Rule(f"rollout {rollout.id}"), _grid(_facts(rollout)), Text()]
+    parts: list[RenderableType] = [_heading(rollout), _grid(_facts(rollout)), Text()]
     chains = rollout.trajectory.chains if rollout.trajectory else []
     for number, chain in enumerate(chains):
         if len(chains) > 1:
@@ -86,6 +86,11 @@ def rollout_view(rollout: Rollout) -> RenderableType:
     return Group(*parts)
 
 
+def _heading(rollout: Rollout) -> Text:
+    """Its id on a line of its own, which is longer than the window rather than cut."""
+    return Text(f"rollout {rollout.id}", "bold", no_wrap=True, overflow="ignore")
+
+
 def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
     rows: list[tuple[str, RenderableType]] = [
         ("state", state_text(rollout.state)),
@@ -97,6 +102,8 @@ def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
         text = f"{box.runtime} on {box.node}, image {box.image or '–'}"
         if box.start_ms is not None:
             text += f", started in {box.start_ms:.0f} ms"
+        if box.isolation_missing:
+            text += f"; not isolated or limited: {', '.join(box.isolation_missing)}"
         rows.append(("sandbox", text))
     if rollout.backend:
         rows.append(("backend", rollout.backend))
@@ -179,7 +186,7 @@ def timeline_view(rollout: Rollout) -> RenderableType:
     # Stable: within a millisecond the order in which each list was written stays.
     for at, attempt, state, fence, text in sorted(lines, key=lambda line: line[0]):
         table.add_row(f"{at - rollout.created_at:.3f}", str(attempt), str(fence), state, Text(text))
-    return Group(Rule(f"rollout {rollout.id}"), table)
+    return Group(_heading(rollout), table)
 
 
 def _shorten(text: str, limit: int) -> str:
@@ -196,7 +203,7 @@ def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> She
         now: Seconds since the epoch, for a column with the time since each ended; None = without it.
     """
     columns = [
-        Column("id", lambda rollout: rollout.id),
+        Column("id", lambda rollout: rollout.id, whole=True),
         Column("state", lambda rollout: state_text(rollout.state)),
         Column("handler", lambda rollout: rollout.handler, drop=4),
         Column("reward", lambda rollout: or_dash(rollout.reward, "{:.3f}"), True),
@@ -230,7 +237,7 @@ def batches_table(batches: Sequence[Batch]) -> Sheet:
         return Text(batch.state.value + (" (paused)" if batch.paused else ""), "green")
 
     columns = [
-        Column("batch", lambda batch: batch.id),
+        Column("batch", lambda batch: batch.id, whole=True),
         Column("state", state),
         Column("kept", lambda batch: f"{batch.kept}/{batch.wanted}"),
         Column("filtered", lambda batch: str(batch.filtered), True, 5),
@@ -272,8 +279,8 @@ def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> 
     return table
 
 
-def status_view(status: dict[str, Any]) -> RenderableType:
-    """What `GET /v1/status` says."""
+def status_view(status: dict[str, Any], steps: Sequence[str] = ()) -> RenderableType:
+    """What `GET /v1/status` says, and what to do next."""
     states = [f"{count} {name}" for name, count in status["states"].items() if count]
     queues = [f"{name} {depth}" for name, depth in status["queues"].items()]
     workers = [f"{stage} {len(names)}" for stage, names in status.get("workers", {}).items()]
@@ -305,7 +312,31 @@ def status_view(status: dict[str, Any]) -> RenderableType:
             rows.append(("part " + name, Text("has ended; it is started anew soon", "red")))
         elif part["restarts"]:
             rows.append(("part " + name, Text(f"was started anew {part['restarts']} times", "yellow")))
+    rows += [("next" if step is steps[0] else "", Text(step, "cyan")) for step in steps]
     return _grid(rows)
+
+
+def next_steps(status: dict[str, Any], missing: Sequence[str]) -> list[str]:
+    """Commands that help now, each with what it is for.
+
+    Args:
+        missing: What `GET /ready` misses.
+    """
+    steps = []
+    if any("worker" in part for part in missing):
+        steps.append("rollout up, or rollout slurm scale --nodes 1   workers, without which nothing runs")
+    backends, states = status["backends"], status["states"]
+    if not backends:
+        steps.append("rollout backends add http://HOST:8000   an LLM server, for rollouts that need a model")
+    elif not any(backend["healthy"] and not backend["draining"] for backend in backends):
+        steps.append("rollout backends   why no LLM server takes rollouts")
+    if states.get("failed"):
+        steps.append("rollout list --state failed   what failed, and why")
+    if any(count for name, count in states.items() if not State(name).terminal):
+        steps.append("rollout top   how they go, live")
+    elif not steps:
+        steps.append("rollout submit FILE --handler NAME   tasks; `rollout handlers` lists the handlers")
+    return steps
 
 
 def flower_link(status: dict[str, Any], rollout_id: str) -> Text | None:
@@ -340,7 +371,7 @@ def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] |
         return f"{stats.request_seconds / stats.requests:.2g} s"
 
     columns = [
-        Column("id", lambda backend: backend.id),
+        Column("id", lambda backend: backend.id, whole=True),
         Column("state", _backend_state),
         Column("url", lambda backend: backend.url, drop=9),
         Column("model", lambda backend: backend.model, drop=8),
@@ -382,8 +413,8 @@ def policy_view(status: PolicyStatus) -> RenderableType:
         path = now.path or "weights brought by the trainer"
         head = Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
     columns = [
-        Column("update", lambda update: update.id),
-        Column("version", lambda update: update.version),
+        Column("update", lambda update: update.id, whole=True),
+        Column("version", lambda update: update.version, whole=True),
         Column("state", _update_state),
         Column("mode", lambda update: update.mode, drop=1),
         Column("backends", _backends_done),

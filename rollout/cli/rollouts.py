@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 
@@ -10,59 +9,90 @@ import click
 from rich.console import Group
 
 from rollout.cli import render
-from rollout.cli.common import WORK_PATIENCE_S, connect, err, out, url_option
+from rollout.cli.common import (
+    WORK_PATIENCE_S,
+    complete_handlers,
+    completed,
+    connect,
+    err,
+    json_option,
+    out,
+    url_option,
+)
+from rollout.cli.common import show as show_view
+from rollout.client import ApiError, Client
+from rollout.http import NOT_FOUND
 from rollout.schema import Rollout, State
+
+MOST_OF_GROUP = 1000
+complete_ids = completed(lambda client: [rollout.id for rollout in client.list(limit=500).rollouts])
 
 
 @click.command()
+@json_option
 @url_option
-def status(url: str | None) -> None:
-    """Show states, queues and backends."""
+def status(as_json: bool, url: str | None) -> None:
+    """Show states, queues, workers and backends, and what to do next."""
     with connect(url) as client:
-        out.print(render.status_view(client.status()))
-        ready = client.ready()
-    if not ready.pop("ready"):
-        err.print(f"[yellow]not ready:[/] {json.dumps(ready)}", soft_wrap=True)
+        state, ready = client.status(), client.ready()
+    missing = ready.get("missing", [])
+    steps = render.next_steps(state, missing)
+    show_view(render.status_view(state, steps), {**state, **ready, "next": steps}, as_json)
+    if not ready["ready"]:
+        err.print(f"[yellow]not ready:[/] {'; '.join(missing)}", soft_wrap=True)
 
 
 @click.command("list")
 @click.option("--state", type=click.Choice([s.value for s in State]))
-@click.option("--handler")
+@click.option("--handler", shell_complete=complete_handlers)
 @click.option("--group", "group_id")
 @click.option("--tag")
 @click.option("--limit", default=50, show_default=True, help="Most rollouts to show.")
+@json_option
 @url_option
-def list_(
-    state: str | None, handler: str | None, group_id: str | None, tag: str | None, limit: int, url: str | None
-) -> None:
+def list_(limit: int, as_json: bool, url: str | None, **filters: str | None) -> None:
     """List rollouts, one line each."""
-    rollouts: list[Rollout] = []
-    cursor = None
     with connect(url) as client:
-        while len(rollouts) < limit:
-            page = client.list(state, handler, group_id, tag, min(limit - len(rollouts), 500), cursor)
-            rollouts += page.rollouts
-            cursor = page.cursor
-            if cursor is None:
-                break
-    out.print(render.rollouts_table(rollouts))
-    if cursor is not None:
+        rollouts = select(client, limit + 1, **filters)
+    more, rollouts = len(rollouts) > limit, rollouts[:limit]
+    show_view(render.rollouts_table(rollouts), rollouts, as_json)
+    if more:
         err.print(f"[dim]there are more than {limit}: raise --limit[/]")
 
 
+def select(client: Client, limit: int, **filters: str | None) -> list[Rollout]:
+    """Summaries of so many rollouts that fit all the filters."""
+    rollouts: list[Rollout] = []
+    cursor = None
+    while len(rollouts) < limit:
+        page = client.list(limit=min(limit - len(rollouts), 500), cursor=cursor, **filters)
+        rollouts += page.rollouts
+        cursor = page.cursor
+        if cursor is None:
+            break
+    return rollouts
+
+
 @click.command()
-@click.argument("rollout_id", metavar="ID")
+@click.argument("rollout_id", metavar="ID", shell_complete=complete_ids)
 @click.option("--timeline", is_flag=True, help="What happened to it: states, workers, backends, errors.")
+@json_option
 @url_option
-def show(rollout_id: str, timeline: bool, url: str | None) -> None:
-    """Show a rollout to read: turns, tool calls, outputs, reward, tokens, times."""
+def show(rollout_id: str, timeline: bool, as_json: bool, url: str | None) -> None:
+    """Show a rollout to read: turns, tool calls, outputs, reward, tokens, times. Or a group: its rollouts."""
     with connect(url) as client:
-        if timeline:
-            out.print(render.timeline_view(client.get(rollout_id, include="summary")))
-            if link := render.flower_link(client.status(), rollout_id):
-                out.print(link, soft_wrap=True)
-        else:
-            out.print(render.rollout_view(client.get(rollout_id)))
+        try:
+            rollout = client.get(rollout_id, include="summary" if timeline else "trajectory")
+        except ApiError as error:
+            group = select(client, MOST_OF_GROUP, group_id=rollout_id) if error.status == NOT_FOUND else []
+            if not group:
+                raise
+            show_view(Group(render.rollouts_table(group), "", render.summary_table(group)), group, as_json)
+            return
+        view = render.timeline_view if timeline else render.rollout_view
+        show_view(view(rollout), rollout, as_json)
+        if timeline and not as_json and (link := render.flower_link(client.status(), rollout_id)):
+            out.print(link, soft_wrap=True)
 
 
 @click.command()
@@ -93,14 +123,28 @@ def watch(tag: str | None, seconds: float | None, url: str | None) -> None:
 
 
 @click.command()
-@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.argument("ids", nargs=-1, metavar="[ID]...", shell_complete=complete_ids)
 @click.option("--group", "group_id", help="All rollouts of a group.")
 @click.option("--tag", help="All rollouts with a tag.")
 @url_option
 def cancel(ids: tuple[str, ...], group_id: str | None, tag: str | None, url: str | None) -> None:
-    """Cancel rollouts by id, by group or by tag."""
+    """Cancel rollouts by id, by group or by tag. Ends with 1 when there is none of that name."""
     if sum(map(bool, (ids, group_id, tag))) != 1:
         raise click.UsageError("give ids, or --group, or --tag: exactly one of them")
     with connect(url) as client:
         done = client.cancel_many(list(ids) or None, group_id, tag)
+        unknown = [rollout_id for rollout_id in ids if done["unknown"] and _is_unknown(client, rollout_id)]
     out.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")
+    if unknown:
+        names = ", ".join(unknown)
+        raise click.ClickException(f"there is no rollout {names}; --group cancels a group, --tag by tag")
+    if not any(done.values()):
+        raise click.ClickException(f"no rollout has the {'group' if group_id else 'tag'} {group_id or tag}")
+
+
+def _is_unknown(client: Client, rollout_id: str) -> bool:
+    try:
+        client.get(rollout_id, include="summary")
+    except ApiError as error:
+        return error.status == NOT_FOUND
+    return False

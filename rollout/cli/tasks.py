@@ -1,11 +1,14 @@
-"""`rollout submit` and `rollout tasks`: from a dataset into the service."""
+"""`rollout submit`, `fetch` and `tasks`: from a dataset into the service, and rollouts out of it."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -14,12 +17,14 @@ import click
 from pydantic import ValidationError
 
 from rollout.calls import with_id
-from rollout.cli.common import WORK_PATIENCE_S, connect, err, url_option
+from rollout.cli.common import WORK_PATIENCE_S, complete_handlers, connect, err, url_option
+from rollout.cli.rollouts import select
 from rollout.client import Client
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
-from rollout.errors import problems_of
+from rollout.errors import ApiError, Unavailable, problems_of
+from rollout.http import NOT_FOUND
 from rollout.progress import Meter
-from rollout.schema import RolloutRequest
+from rollout.schema import Rollout, RolloutRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_FLIGHT = 1000
@@ -109,7 +114,11 @@ class Tasks:
     default="-",
     help="Where the rollouts go, one JSON object a line. [default: stdout]",
 )
-@click.option("--handler", help="Each row of FILE is then a task for this handler, not a whole request.")
+@click.option(
+    "--handler",
+    shell_complete=complete_handlers,
+    help="Each row of FILE is then a task for this handler, not a whole request.",
+)
 @click.option("--n", type=click.IntRange(1, 1000), help="Rollouts per row.")
 @click.option("--tag", "tags", multiple=True, help="Tag to add; may be given several times.")
 @click.option(
@@ -134,36 +143,138 @@ def submit(file: str, output: IO[str], in_flight: int, url: str | None, **tasks:
 
 
 def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, name: str) -> None:
-    """Submit requests, write the rollouts as they end, cancel the rest at Ctrl-C.
+    """Submit requests, write the rollouts as they end, cancel the rest at Ctrl-C, and sum them up.
 
     Raises:
-        click.ClickException: A row cannot be submitted; then nothing was.
+        click.ClickException: A row cannot be submitted, or the output not be opened; then nothing was
+            submitted. Or the gateway or the output fails later; then it says how to get the rest.
     """
     total = sum(request.n for request in tasks)
     if not total:
         raise click.ClickException(f"{name} holds no request")
-    pending: set[str] = set()
+    lines = _Lines(output)
+    begun = time.monotonic()
+    pending: dict[str, None] = {}
 
     def noted() -> Iterator[RolloutRequest]:
         for request in tasks:
             request = with_id(request)  # Ctrl-C has to know what to cancel
-            pending.update(request.rollout_ids()[1])
+            pending.update(dict.fromkeys(request.rollout_ids()[1]))
             yield request
 
     with connect(url, WORK_PATIENCE_S) as client, Meter(total, err) as meter:
         try:
             for rollout in client.rollouts(noted(), in_flight, progress=False):
-                pending.discard(rollout.id)
-                output.write(rollout.model_dump_json() + "\n")
-                output.flush()
+                lines.write(rollout)
+                del pending[rollout.id]
                 meter.add(rollout)
+        except (_OutputError, Unavailable) as error:
+            unsent = total - lines.count - len(pending)
+            reason = error.reason if isinstance(error, Unavailable) else error
+            raise click.ClickException(f"{reason}\n{lines.text()}. {_rest(pending, unsent)}") from None
         except KeyboardInterrupt:
             meter.__exit__(None, None, None)  # the question needs the terminal to itself
             _cancel_rest(client, pending)
             raise click.exceptions.Exit(130) from None
+    text = f"{meter.text()}; {lines.text()}, after {time.monotonic() - begun:.1f} s"
+    err.print(text, highlight=False, markup=False, soft_wrap=True)
+    if unscored := sum(meter.states.values()) - len(meter.rewards):
+        err.print(f"{unscored} have no reward: `rollout show ID` says why", highlight=False)
 
 
-def _cancel_rest(client: Client, pending: set[str]) -> None:
+class _OutputError(Exception):
+    """The output takes no more."""
+
+
+class _Lines:
+    """The file that rollouts are written to, one JSON object a line; opened here and not at the first one."""
+
+    def __init__(self, output: IO[str]) -> None:
+        """Raises click.FileError when it cannot be opened."""
+        begin = getattr(output, "open", None)  # click's files are opened at their first use
+        self._file: IO[str] = begin() if begin else output
+        self.count = 0
+
+    def write(self, rollout: Rollout) -> None:
+        """Raises _OutputError when there is no room; then the file ends with the rollout before."""
+        whole = self._file.tell() if self._file.seekable() else None
+        try:
+            self._file.write(rollout.model_dump_json() + "\n")
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):
+                self._file.close()  # it would try to write the rest at the end
+            if whole is not None:
+                os.truncate(self._file.name, whole)
+            raise _OutputError(f"{self._file.name} cannot be written: {error.strerror}") from None
+        self.count += 1
+
+    def text(self) -> str:
+        return f"{self.count} rollouts are in {self._file.name}"
+
+
+def _rest(pending: Iterable[str], unsent: int) -> str:
+    """How to get what was submitted and not written. A full disk need not be that of temporary files."""
+    ids = "\n".join(pending) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="rollout-ids-", suffix=".txt", delete=False) as file:
+            file.write(ids)
+        place = file.name
+    except OSError:
+        click.echo(ids, err=True)
+        place = "FILE, with the ids above"
+    return (
+        f"{ids.count(chr(10))} that go on, or have ended meanwhile, are named in {place}:\n"
+        f"  rollout fetch --ids {place} -o REST     writes them as they end\n"
+        f"  xargs rollout cancel < {place}     ends them\n{unsent} were not submitted"
+    )
+
+
+@click.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--ids", "file", type=click.File("r"), help="A file of ids, one a line; - is stdin.")
+@click.option("--group", "group_id", help="All rollouts of a group.")
+@click.option("--tag", help="All rollouts with a tag.")
+@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="[default: stdout]")
+@url_option
+def fetch(
+    ids: tuple[str, ...],
+    file: IO[str] | None,
+    group_id: str | None,
+    tag: str | None,
+    output: IO[str],
+    url: str | None,
+) -> None:
+    """Wait for rollouts that were submitted before, and write them as `submit` does.
+
+    By id, by group or by tag. Ends with 1 when one is unknown, or not kept any more.
+    """
+    if sum(map(bool, (ids, file, group_id, tag))) != 1:
+        raise click.UsageError("give ids, or --ids, or --group, or --tag: exactly one of them")
+    unknown = []
+    with connect(url, WORK_PATIENCE_S) as client:
+        chosen = [*ids, *(file.read().split() if file else ())]
+        if not chosen:
+            chosen = [item.id for item in select(client, sys.maxsize, group_id=group_id, tag=tag)]
+        lines = _Lines(output)
+        with Meter(len(chosen), err) as meter:
+            for rollout_id in chosen:
+                try:
+                    rollout = client.wait(rollout_id)
+                    lines.write(rollout)
+                    meter.add(rollout)
+                except ApiError as error:
+                    if error.status != NOT_FOUND:
+                        raise
+                    unknown.append(rollout_id)
+                except _OutputError as error:
+                    raise click.ClickException(f"{error}. {lines.text()}") from None
+    err.print(f"{meter.text()}; {lines.text()}", highlight=False, markup=False, soft_wrap=True)
+    if unknown or not chosen:
+        raise click.ClickException(f"not known, or not kept any more: {', '.join(unknown) or 'any of these'}")
+
+
+def _cancel_rest(client: Client, pending: Collection[str]) -> None:
     """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no."""
     try:
         question = f"Cancel the {len(pending)} rollouts not ended?"
@@ -179,7 +290,11 @@ def _cancel_rest(client: Client, pending: set[str]) -> None:
 
 @click.command()
 @click.argument("file")
-@click.option("--handler", help="Check against this handler's schema. [default: as the map says]")
+@click.option(
+    "--handler",
+    shell_complete=complete_handlers,
+    help="Check against this handler's schema. [default: as the map says]",
+)
 @click.option("--no-check", is_flag=True, help="Only convert; needs no service.")
 @click.option(
     "-o", "--output", type=click.File("w", encoding="utf-8"), help="Write the tasks as JSON lines, for later."

@@ -139,11 +139,7 @@ def _work_directory() -> Iterator[Path]:
         with locks.locked(work / "lock"):
             yield work
     finally:
-        try:
-            trees.remove(work)
-        except KeyboardInterrupt:
-            trees.remove(work)
-            raise
+        trees.remove(work)
 
 
 def _run(

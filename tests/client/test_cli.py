@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 from importlib.metadata import EntryPoint
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from docs.make_tables import commands
 from rollout import cli
 from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.helpers.rollouts import chain, sampled
-from tests.helpers.stack import wait_until
+from tests.helpers.stack import free_port, wait_until
 
 TASKS = '{"question": "1 plus 2", "answer": "3"}\n\n{"question": "4 plus 5", "answer": "9"}\n'
 
@@ -116,7 +121,7 @@ def test_show_is_readable(gateway, invoke):
         "→ execute_bash echo $((37*85))",
         "[bold]3145[/]",
         "turn 1, 2 tokens sampled, mean log-prob -1.00, version step-7, stop",
-        "apptainer on n1, image base, started in 118 ms",
+        "apptainer on n1, image base, started in 118 ms; not isolated or limited: cpu",
         "3 prompt, 3 response, 2 sampled in 1 turns",
         "run 1.250 s",
         "no memory limit",
@@ -182,6 +187,36 @@ def test_help_lists_operator_commands_without_importing_them(monkeypatch):
         "Error: `rollout up` needs the Python package 'rollout_absent': "
         "pip install 'rollout-service[gateway,worker]'"
     )
+
+
+def test_the_help_of_each_command_has_an_example_that_it_understands():
+    for path, command in commands(cli.main):
+        (example,) = re.findall(r"Example:  (rollout .*)", command.epilog or f"no example: {path}")
+        words = shlex.split(example)[1:]
+        arguments = words[len(path.split()) - 1 :]
+        assert example.startswith(path)
+        if isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), arguments.pop(0))
+        # What the files are named that it reads is not looked at.
+        command.make_context(example, arguments, resilient_parsing=True)
+        shown = CliRunner().invoke(cli.main, [*path.split()[1:], "--help"], terminal_width=80)
+        assert example in shown.stdout, shown.output
+
+
+@pytest.mark.parametrize("arguments", [("show", "a"), ("backends",), ("policy",)])
+def test_without_a_service_it_says_so_within_three_seconds(arguments, monkeypatch, tmp_path):
+    """Timed in this process: to start Python takes what it takes."""
+    nobody = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr("rollout.http.DEFAULT_URL", nobody)
+    monkeypatch.setattr("rollout.account.CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ROLLOUT_URL", raising=False)
+    began = time.monotonic()
+    done = CliRunner().invoke(cli.main, arguments)
+    assert time.monotonic() - began < 3.0
+    assert done.exit_code == 1
+    assert f"{nobody}: no service of this account was found" in done.stderr
+    assert "Is the gateway up? `rollout up` starts one" in done.stderr
 
 
 USED = "import rollout, rollout.client, rollout.cli; rollout.cli.main(['--help'], standalone_mode=False)"

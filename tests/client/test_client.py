@@ -61,6 +61,17 @@ def test_an_answer_that_is_no_problem_document_is_shown(gateway, client):
         client.status()
 
 
+def test_a_gateway_that_goes_away_is_told_of_with_the_rollouts_that_go_on(gateway):
+    gateway.finish_at_once = False
+    with Client(gateway.url, timeout=2.0, retry_for=0.5) as client:
+        rollouts = client.rollouts(RolloutRequest(handler="noop", id="held", n=8))
+        threading.Timer(1.0, lambda: gateway.faults.extend(["drop"] * 100)).start()
+        threading.Timer(1.2, lambda: gateway.finish("held.0")).start()
+        with pytest.raises(Unavailable, match=r"7 rollouts go on, among them held\.1, held\.2,") as raised:
+            list(rollouts)
+    assert raised.value.pending == [f"held.{index}" for index in range(1, 8)]
+
+
 def test_no_gateway_is_unavailable_and_says_what_to_do():
     with (
         Client("http://127.0.0.1:9", retry_for=0.3) as client,
@@ -245,7 +256,7 @@ def test_cancel_and_its_bulk_form(gateway, client):
     gateway.finish_at_once = False
     client.submit([request(id=i) for i in "abc"])
     assert client.cancel("a")["state"] == "cancelled"
-    assert client.cancel_many(ids=["a", "b"]) == {"cancelled": 1, "already_ended": 1}
+    assert client.cancel_many(ids=["a", "b"]) == {"cancelled": 1, "already_ended": 1, "unknown": 0}
     with pytest.raises(ValueError, match="one of ids, group_id and tag"):
         client.cancel_many(ids=["a"], tag="t")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 
@@ -23,82 +18,20 @@ from services.state.api_keys import KeyStore, Scope
 from services.state.fleet import FleetStore, NodeAdmission
 from tests.helpers.keys import http
 from tests.helpers.stack import NODE, ROOT, RedisServer, Stack, wait_until
+from tests.helpers.terminal import Terminal
 
 COMMAND = [sys.executable, "-m", "rollout.cli", "top"]
 ENDED = "\x1b[?1049l"
 """What puts the screen back that was there before."""
 
 
-class Terminal:
-    """`rollout top` in a pty of a given size."""
-
-    def __init__(self, url, *options, rows=40, columns=120, env=None):
-        master, slave = pty.openpty()
-        self.master = master
-        self.resize(rows, columns)
-        clean = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            [*COMMAND, "--url", url, "--interval", "0.5", *options],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**clean, "TERM": "xterm-256color", **(env or {})},
-            cwd=ROOT,
-            start_new_session=True,
-            # The terminal's own: it is told of sizes and of Ctrl-C.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(slave)
-        self.raw = ""
-
-    def resize(self, rows, columns):
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def read(self):
-        """Everything that was written so far."""
-        while select.select([self.master], [], [], 0)[0]:
-            try:
-                data = os.read(self.master, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not data:
-                break
-            self.raw += data.decode(errors="replace")
-        return self.raw
-
-    def text(self, since=0):
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.read()[since:])
-
-    def await_text(self, pattern, since=0):
-        try:
-            wait_until(lambda: re.search(pattern, self.text(since)), 60, f"{pattern!r} on the screen")
-        except TimeoutError as error:
-            raise AssertionError(f"{error}; the end of it:\n{self.text()[-3000:]}") from None
-
-    def end(self, number=None):
-        """Press Ctrl-C, or send a signal; its exit status."""
-        if number is None:
-            os.write(self.master, b"\x03")
-        else:
-            os.kill(self.process.pid, number)
-        # A full pty would hold it up.
-        wait_until(lambda: [self.read(), self.process.poll()][1] is not None, 60, "it to end")
-        self.read()
-        return self.process.returncode
-
-    def close(self):
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.master)
-
-
 @pytest.fixture
 def terminal():
     opened = []
 
-    def open_one(*args, **options):
-        opened.append(Terminal(*args, **options))
+    def open_one(url, *options, **terminal):
+        command = [*COMMAND, "--url", url, "--interval", "0.5", *options]
+        opened.append(Terminal(command, **terminal))
         return opened[-1]
 
     yield open_one

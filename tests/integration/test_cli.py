@@ -1,0 +1,251 @@
+"""The `rollout` command as it is used: in a terminal of 80 columns and in a pipe, against a real gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.schema import RolloutRequest, State
+from services.state.api_keys import KeyStore, Scope
+from tests.helpers.stack import RedisServer, wait_until
+from tests.helpers.terminal import Terminal, shown
+
+ROLLOUT = [sys.executable, "-m", "rollout.cli"]
+WIDE = "a-long-id-" + "of-a-run-" * 8
+"""As long as an id may be, or nearly: longer than the terminal."""
+
+
+def piped(*command, **more):
+    clean = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    options = {"capture_output": True, "text": True, "timeout": 120, "env": clean | more.pop("env", {})}
+    return subprocess.run(command, **options, **more)
+
+
+@pytest.fixture
+def call(stack):
+    """The command with this stack's gateway and Redis, in a pipe."""
+
+    def run(*arguments, **more):
+        env = {"ROLLOUT_URL": stack.url, "ROLLOUT_REDIS_URL": stack.redis.url}
+        return piped(*ROLLOUT, *arguments, env=env, **more)
+
+    return run
+
+
+@pytest.fixture
+def on_screen(stack):
+    """What a command shows in a terminal of 80 columns."""
+
+    def run(*arguments):
+        env = {"ROLLOUT_URL": stack.url, "ROLLOUT_REDIS_URL": stack.redis.url}
+        screen, status = shown([*ROLLOUT, *arguments], env=env)
+        assert status == 0, screen
+        return screen
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ended(stack):
+    """A group of two rollouts that ended, whose ids are wider than the terminal."""
+    client = stack.client
+    rollouts = client.run([RolloutRequest(handler="noop", id=WIDE, n=2, tags=["cli"])], timeout=60)
+    assert {rollout.state for rollout in rollouts} == {State.COMPLETED}
+    return [rollout.id for rollout in rollouts]
+
+
+def test_what_is_read_has_its_ids_whole_and_speaks_json(stack, client, on_screen, call, ended):
+    (backend,) = client.backends()
+    key = KeyStore(stack.redis.client).list()[0].id
+    for arguments, ids in {
+        ("status",): [backend.url],
+        ("list", "--tag", "cli"): ended,
+        ("show", ended[0]): [ended[0], WIDE],
+        ("show", WIDE): ended,
+        ("backends", "list"): [backend.id],
+        ("batches", "list"): [],
+        ("policy", "show"): [],
+        ("handlers", "list"): ["noop", "calculator"],
+        ("keys", "list"): [key],
+        ("tenants", "show"): [],
+    }.items():
+        screen = on_screen(*arguments)
+        value = json.loads(call(*arguments, "--json").stdout)
+        for name in ids:
+            assert name in screen and name in json.dumps(value), (arguments, name, screen, value)
+        if WIDE not in screen:
+            lines = [line for line in screen.splitlines() if stack.url not in line]
+            assert max(map(len, lines)) <= 80, (arguments, screen)
+    for arguments in (("list", "--tag", "cli"), ("show", WIDE)):
+        text = call(*arguments).stdout
+        assert all(name in text for name in ended) and "…" not in text, text
+
+
+def test_each_says_which_service_it_talks_to_and_a_pipe_stays_clean(stack, call):
+    done = call("status", "--json")
+    assert done.stderr == f"{stack.url}: from ROLLOUT_URL\n"
+    assert json.loads(done.stdout)["ready"] is True
+    assert call("status", "--url", stack.url).stderr == ""
+
+
+def test_status_ends_with_what_to_do_next(stack, call, on_screen, client):
+    assert re.search(r"^next +rollout ", on_screen("status"), re.MULTILINE)
+    backend = client.backends()[0]
+    client.drain_backend(backend.id)
+    try:
+        steps = json.loads(call("status", "--json").stdout)["next"]
+        assert "rollout backends   why no LLM server takes rollouts" in steps
+    finally:
+        client.drain_backend(backend.id, drain=False)
+
+
+def test_a_cancel_of_what_does_not_exist_fails_and_names_it(call, ended):
+    done = call("cancel", ended[0], "nobody", "noone")
+    assert done.returncode == 1 and "cancelled 0; 1 had ended" in done.stdout
+    assert "there is no rollout nobody, noone" in done.stderr
+    for option in ("--tag", "--group"):
+        done = call("cancel", option, "nobody")
+        assert done.returncode == 1 and f"no rollout has the {option[2:]} nobody" in done.stderr
+    assert call("show", "nobody").returncode == 1
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"reward": 1.0}\n' * 40)
+    return str(path)
+
+
+def test_submit_opens_its_file_first(call, client, tasks, tmp_path):
+    before = client.results("$", limit=1).cursor
+    target = tmp_path / "absent" / "out.jsonl"
+    done = call("submit", tasks, "--handler", "noop", "-o", str(target))
+    assert done.returncode == 1 and str(target) in done.stderr and "Traceback" not in done.stderr
+    assert client.results(before, wait=1.0).rollouts == []
+
+
+def test_submit_ends_with_a_summary(stack, tasks, tmp_path):
+    target = tmp_path / "out.jsonl"
+    command = [*ROLLOUT, "submit", tasks, "--handler", "noop", "-o", str(target), "--url", stack.url]
+    screen, status = shown(command)
+    assert status == 0
+    assert f"40 completed, mean reward 1.000; 40 rollouts are in {target}, after" in screen
+    assert len(target.read_text().splitlines()) == 40
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_rest_can_be_fetched(call, stack, tasks, tmp_path):
+    target, rest = tmp_path / "out.jsonl", tmp_path / "rest.jsonl"
+    submit = [*ROLLOUT, "submit", tasks, "--handler", "noop", "-o", str(target), "--url", stack.url]
+    limited = ["bash", "-c", 'ulimit -f 16; exec "$@"', "-", *submit]
+    done = piped(*limited, cwd=Path.cwd())
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"{target} cannot be written: File too large" in done.stderr
+    written = [json.loads(line)["id"] for line in target.read_text().splitlines()]
+    assert 0 < len(written) < 40
+    assert f"{len(written)} rollouts are in {target}" in done.stderr
+    command = re.search(r"rollout (fetch --ids \S+) -o REST", done.stderr)[1].split()
+    try:
+        fetched = call(*command, "-o", str(rest))
+        assert fetched.returncode == 0, fetched.stderr
+        others = [json.loads(line)["id"] for line in rest.read_text().splitlines()]
+        assert len({*written, *others}) == len(written) + len(others) == 40
+        assert "0 were not submitted" in done.stderr
+        assert f"{len(others)} completed, mean reward 1.000" in fetched.stderr
+    finally:
+        Path(command[-1]).unlink()
+
+
+def test_fetch_writes_by_tag_and_names_what_is_unknown(call, ended):
+    done = call("fetch", "--tag", "cli")
+    assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == sorted(ended)
+    done = call("fetch", ended[0], "nobody")
+    assert done.returncode == 1 and "not known, or not kept any more: nobody" in done.stderr
+    assert json.loads(done.stdout)["id"] == ended[0]
+
+
+def test_submit_names_what_goes_on_when_the_gateway_stays_away(stack, client, tmp_path):
+    """It is stopped in the middle; only the client's patience is made shorter here."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"run_s": 600}\n{"run_s": 600}\n')
+    code = "import rollout.cli.tasks as t; t.WORK_PATIENCE_S = 1.0; import rollout.cli as c; c.main()"
+    command = [sys.executable, "-c", code, "submit", str(tasks), "--handler", "noop", "--tag", "away"]
+    screen = Terminal([*command, "--url", stack.url, "-o", str(tmp_path / "out")], columns=80)
+    try:
+        wait_until(lambda: len(client.list(state="running", tag="away").rollouts) == 2, 60, "both to run")
+        stack.gateway.stop()
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "it to give up")
+        text = screen.text()
+    finally:
+        screen.close()
+        stack.gateway = stack.start_gateway()
+    ids = [rollout.id for rollout in client.list(tag="away").rollouts]
+    client.cancel_many(ids)
+    file = Path(re.search(r"rollout fetch --ids (\S+) -o REST", text)[1])
+    assert sorted(file.read_text().split()) == sorted(ids)
+    file.unlink()
+    assert "2 that go on" in text and "0 were not submitted" in text
+    assert screen.process.returncode == 1
+
+
+def test_the_shell_completes_commands_options_and_ids(stack, call, ended):
+    script = call("completion", "bash").stdout
+    ask = """
+    eval "$1"; shift
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _rollout_completion rollout; printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def completed(*words):
+        env = {"PATH": path, "ROLLOUT_URL": stack.url, "ROLLOUT_REDIS_URL": stack.redis.url}
+        done = piped("bash", "-c", ask, "-", script, "rollout", *words, env=env)
+        assert done.stderr == "", done.stderr
+        return done.stdout.split()
+
+    assert completed("ba") == ["backends", "batches"]
+    assert {"keys", "slurm", "up"} <= set(completed(""))
+    assert completed("status", "--js") == ["--json"]
+    assert sorted(completed("show", WIDE[:20])) == sorted(ended)
+    assert completed("submit", "--handler", "calc") == ["calculator"]
+    assert completed("tenants", "show", "def") == ["default"]
+    assert completed("backends", "drain", "") == [backend.id for backend in stack.client.backends()]
+    for text in (call("completion", "zsh").stdout, call("completion", "fish").stdout):
+        assert "_ROLLOUT_COMPLETE" in text
+    assert 'eval "$(rollout completion bash)"' in call("completion").stdout
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A Redis without a key."""
+    server = RedisServer(tmp_path_factory.mktemp("bare"))
+    yield server
+    server.stop()
+
+
+def test_keys_and_tenants_in_a_terminal(bare):
+    env = {"ROLLOUT_REDIS_URL": bare.url}
+    screen, status = shown([*ROLLOUT, "keys", "create", "ann"], env=env)
+    assert status == 0 and "WARNING: no key of the scope admin works" in screen
+    assert "WARNING" not in shown([*ROLLOUT, "keys", "create", "operator", "--scope", "admin"], env=env)[0]
+    assert "WARNING" not in shown([*ROLLOUT, "keys", "create", "bob"], env=env)[0]
+    store = KeyStore(bare.client)
+    store.create("a-tenant-with-a-long-name", [Scope.SUBMIT, Scope.READ, Scope.METRICS])
+    screen, _ = shown([*ROLLOUT, "keys", "list"], env=env)
+    for key in store.list():
+        assert re.search(rf"^{key.id} +{key.tenant} ", screen, re.MULTILINE), screen
+    assert max(map(len, screen.splitlines())) <= 80
+    (admin,) = (key.id for key in store.list() if key.tenant == "operator")
+    assert "WARNING: no key" in piped(*ROLLOUT, "keys", "revoke", admin, env=env).stderr
+
+    typo = piped(*ROLLOUT, "tenants", "set", "anm", "--weight", "2", env=env)
+    assert typo.returncode == 1 and "there is no tenant 'anm', only a-tenant" in typo.stderr
+    assert "anm" not in piped(*ROLLOUT, "tenants", "show", env=env).stdout
+    assert piped(*ROLLOUT, "tenants", "set", "anm", "--create", "--weight", "2", env=env).returncode == 0
+    assert piped(*ROLLOUT, "tenants", "set", "ann", "--quota-live", "5", env=env).returncode == 0
+    screen, _ = shown([*ROLLOUT, "tenants", "show"], env=env)
+    assert re.search(r"^anm +0 +any ", screen, re.MULTILINE) and max(map(len, screen.splitlines())) <= 80
