@@ -1,5 +1,6 @@
 # Two commands from a fresh clone: `make demo`, `make test`. Everything is installed below .local/.
-VENV := .local/venv
+HOME_DIR := $(or $(ROLLOUT_HOME),.local)
+VENV := $(HOME_DIR)/venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 # Most tests wait for something, so more processes than the two processors of CI make them faster.
@@ -87,5 +88,8 @@ slurm-test: setup-slurm ## the service on a virtual Slurm cluster, the long form
 	@SLURM_LONG=1 $(BIN)/python -m pytest tests/slurm --timeout 1800 -s
 
 clean: down ## delete caches, logs and the stopped stack's data (`rm -rf .local` deletes the installation too)
-	@rm -rf .local/run .local/log .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(HOME_DIR)/run $(HOME_DIR)/log .pytest_cache .ruff_cache .hypothesis build dist
+	@cd $(HOME_DIR) 2>/dev/null || exit 0; if [ ! -e slurm-run ] || grep -qs '"state": *"down"' slurm-run/head.json; \
+	  then rm -rf slurm-run; else echo "kept $(HOME_DIR)/slurm-run, which holds an API key:" \
+	  "its service has not ended; rollout slurm down, then make clean"; fi
 	@find . -name __pycache__ -not -path './.local/*' -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ Apart from the client, because rich takes 40 ms to import.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,9 @@ from rollout.schema import Batch, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
     from rollout.calls import Requests
+
+TELL_S = 5.0
+"""Between two lines on how far it is, where no bar can be drawn."""
 
 
 class _Bar:
@@ -48,6 +52,7 @@ class Meter(_Bar):
 
     def __init__(self, total: int | None = None, console: Console | None = None) -> None:
         super().__init__(total, console)
+        self._told = time.monotonic()
         self.states: Counter[str] = Counter()
         self.rewards: list[float] = []
 
@@ -57,6 +62,11 @@ class Meter(_Bar):
         if rollout.reward is not None:
             self.rewards.append(rollout.reward)
         self._progress.update(self._task, advance=1, note=self.text())
+        console = self._progress.console
+        # A bar is drawn in a terminal alone.
+        if not console.is_terminal and time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            console.print(f"so far {self.text()}", highlight=False)
 
     def text(self) -> str:
         """States and mean reward, in words."""

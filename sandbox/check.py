@@ -1,6 +1,7 @@
 """Does a sandbox work on this node? `python -m sandbox.check` starts one, runs a command and ends it.
 
-Prints one line (runtime, image, what is not isolated or limited); exits 1 with the reason when none works.
+Prints one line (runtime, image, what is isolated and limited and what is not); exits 1 with the reason when
+none works.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 
 PROOF = "sandbox works"
+ISOLATED = ("files", "processes", "network")
 
 
 async def check(image: str, runtime: str) -> str:
@@ -33,8 +35,16 @@ async def check(image: str, runtime: str) -> str:
             raise SandboxError(f"the sandbox under {info.runtime} answered {result.output!r} to an echo")
     finally:
         await host.release(info.id)
-    lacking = f"; NOT isolated or limited here: {', '.join(info.isolation_missing)}"
-    return f"{info.runtime}, image {image}{lacking if info.isolation_missing else ''}"
+    return f"{info.runtime}, image {image}; {told(info.isolation_missing)}"
+
+
+def told(missing: list[str]) -> str:
+    """What is isolated and limited, and what is not: `SandboxInfo.isolation_missing`."""
+    if set(ISOLATED) <= set(missing):
+        return f"NOTHING IS ISOLATED: {', '.join(missing)}"
+    isolated = " and ".join(name for name in ISOLATED if not any(text.startswith(name) for text in missing))
+    lacks = f"; no {', no '.join(missing)}" if missing else ""
+    return f"{isolated} isolated; memory, processes and disk limited{lacks}"
 
 
 def main() -> int:

@@ -28,16 +28,24 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @contextmanager
 def _guarded() -> Iterator[None]:
     """Errors become one message and exit code 1; Ctrl-C and TERM clean up and give 130."""
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    old = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except SandboxError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        click.echo("interrupted; nothing was left behind", err=True)
+        click.echo("interrupted; nothing unfinished was left behind", err=True)
         raise click.exceptions.Exit(130) from None
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(*_: object) -> None:
+    """The first signal ends the work; a second one would end the clean-up and leave what it removes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 @click.group()

@@ -53,10 +53,10 @@ def route(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **_
 
 
 def describe(ref: Ref) -> str:
-    """A reference as Flower and the log of Celery show it."""
-    handler = f" {ref['handler']}" if ref.get("handler") else ""
+    """A reference as Flower, whose list cuts it, and the log of Celery show it."""
+    handler = f"{ref['handler']} " if ref.get("handler") else ""
     node = f" on {ref['node']}" if ref.get("node") else ""
-    return f"{ref['id']} attempt {ref['attempt']}{handler}{node}"
+    return f"{handler}{ref['id']} attempt {ref['attempt']}{node}"
 
 
 @signals.before_task_publish.connect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from typing import Any
 
@@ -26,7 +27,8 @@ from services.queues import (
     make_celery,
     queue_for,
 )
-from services.settings import settings
+from services.settings import ENV_PREFIX, settings
+from services.state.redis import connect
 from workers import events, process
 from workers.chores.memory import go_on
 from workers.evaluate import evaluate
@@ -39,6 +41,7 @@ from workers.task import run_stage
 log = structlog.get_logger("worker")
 app = make_celery(settings())
 events.bundle(app)
+REDIS_VARIABLE = ENV_PREFIX + "REDIS_URL"
 
 
 @app.task(name=TASK_INIT, bind=True)
@@ -73,6 +76,22 @@ def cleanup_task(ref: Ref) -> None:
 @signals.setup_logging.connect
 def _logging(**_: Any) -> None:
     logs.configure(settings())
+
+
+@signals.celeryd_after_setup.connect
+def _look_for_redis(**_: Any) -> None:
+    """Say what a worker lacks that was started by hand without an address: Celery itself tries for ever."""
+    try:
+        if not os.environ.get(REDIS_VARIABLE):
+            with connect(settings().redis_url, max_connections=1, retries=0) as client:
+                client.ping()
+    except redis.RedisError as error:
+        log.error(
+            f"{REDIS_VARIABLE} is not set, and no Redis answers at the default address: set it to the one "
+            "that the gateway and the other workers have",
+            default=settings().redis_url,
+            error=str(error),
+        )
 
 
 @signals.celeryd_after_setup.connect

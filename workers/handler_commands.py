@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -131,6 +132,12 @@ def _model(
         raise click.ClickException(str(error)) from error
 
 
+def _end(*_: object) -> None:
+    """TERM ends a local run as Ctrl-C does, which releases its sandbox; a second one would end that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
+
+
 @click.command()
 @click.argument("handler")
 @click.option("--task", "file", required=True, help="JSON lines, Parquet or a dataset on disk: a task a row.")
@@ -184,6 +191,8 @@ def run(
         raise click.ClickException(str(error)) from error
     loaded = load_handler(handler, settings)
     runner = InProcess(loaded, _model(loaded, backend, actions, tokenizer), settings)
+    before = signal.signal(signal.SIGTERM, _end)
+    click.get_current_context().call_on_close(lambda: signal.signal(signal.SIGTERM, before))
     done: list[Rollout] = []
     for request in Tasks(file, loaded.name, n=n, **dataset):
         for rollout in asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime}))):

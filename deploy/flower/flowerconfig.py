@@ -4,11 +4,14 @@
 and win.
 """
 
+import re
 from pathlib import Path
+from typing import Any
 
 from tornado.options import options
 
 from services.flower import FlowerAuthError, credentials
+from services.queues import TASK_INIT
 from services.settings import settings
 
 _file, _database = settings().flower_auth_file, settings().flower_db
@@ -33,5 +36,14 @@ db = _database or "flower"
 state_save_interval = 60_000  # ms
 max_tasks = 10_000  # three a rollout; a save of so many takes 0.4 s of CPU. /metrics has the long view.
 purge_offline_workers = 600  # seconds; nodes of a cluster come and go
+
+
+def format_task(task: Any) -> Any:
+    """A stage hands on what it was given: its result tells the node that INIT chose, and nothing again."""
+    if (task.result or "").startswith("{'id': "):
+        node = re.search(r"'node': '([^']+)'", task.result)
+        task.result = f"on {node[1]}" if node and task.name == TASK_INIT else ""
+    return task
+
 
 tasks_columns = "name,args,state,received,started,runtime,worker,result,uuid"

@@ -53,12 +53,16 @@ root_prefix() {
     fi
 }
 
-# Only one set-up at a time may write below ROLLOUT_HOME.
-lock_home() {
-    mkdir -p "$ROLLOUT_HOME"
-    exec 9>"$ROLLOUT_HOME/.setup.lock"
-    flock 9
+# lock FD FILE: hold the file for as long as FD is open. Where another set-up holds it, say which, and wait.
+lock() {
+    mkdir -p "$(dirname "$2")"
+    eval "exec $1<>\"\$2\""
+    flock -n "$1" || { say "waits for another set-up: $(cat "$2")"; flock "$1"; }
+    echo "process ${SETUP_PID:-$$} of $(id -un), at work since $(date +%T)" >"$2"
 }
+
+# Only one set-up at a time may write below ROLLOUT_HOME.
+lock_home() { lock 9 "$ROLLOUT_HOME/.setup.lock"; }
 
 # apt_private STATE_DIR COMMAND… : apt-get with its own lists, cache and sources; the system's are only read.
 apt_private() {

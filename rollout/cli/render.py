@@ -102,8 +102,6 @@ def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
         text = f"{box.runtime} on {box.node}, image {box.image or '–'}"
         if box.start_ms is not None:
             text += f", started in {box.start_ms:.0f} ms"
-        if box.isolation_missing:
-            text += f"; not isolated or limited: {', '.join(box.isolation_missing)}"
         rows.append(("sandbox", text))
     if rollout.backend:
         rows.append(("backend", rollout.backend))

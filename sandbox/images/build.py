@@ -139,7 +139,11 @@ def _work_directory() -> Iterator[Path]:
         with locks.locked(work / "lock"):
             yield work
     finally:
-        trees.remove(work)
+        try:
+            trees.remove(work)
+        except KeyboardInterrupt:
+            trees.remove(work)
+            raise
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,14 +45,17 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
             Options(directory, private_ports=True, require_sandbox=True, sandbox_runtime=sandbox_runtime)
         )
         try:
+            say(f"{n} rollouts of the handler calculator, each with a sandbox of its own")
             fine = _run(record.url, stack.api_key, requests, console)
-            console.print(f"gateway  {record.url}\nflower   {record.flower_url}", highlight=False)
+            say("ending the stack, which was the demo's own")
         finally:
             ended = stack.down()
         strays = list(marked(record.mark))
         say(f"ended {len(ended.parts) if ended else 0} processes; {len(strays) or 'nothing'} left running")
         fine = fine and not strays
         keep_logs = not fine
+        if fine:
+            say(_next_steps())
     except Exception:
         keep_logs = True
         raise
@@ -61,6 +65,19 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
         else:
             shutil.rmtree(directory, ignore_errors=True)
     return fine
+
+
+def _next_steps() -> str:
+    """What one does after a demo, to be pasted where it was started."""
+    rollout = Path(sys.executable).with_name("rollout")
+    rollout = rollout.relative_to(Path.cwd()) if rollout.is_relative_to(Path.cwd()) else rollout
+    return (
+        "\nNext:\n"
+        f"  {rollout} up       start the service, and leave it running\n"
+        f"  {rollout} status   see what runs, where, and what to do with it\n"
+        f"  {rollout} down     end it\n"
+        "README.md goes on from there: tasks from the shell, and from a trainer"
+    )
 
 
 def _run(url: str, key: str, requests: list[RolloutRequest], console: Console) -> bool:

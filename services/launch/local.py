@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ START_TIMEOUT_S = 120.0
 """For one part to answer: importing torch from a cold disk takes half a minute."""
 END_S = 10.0
 """For a part to end beyond the grace that it gives its rollouts."""
+TELL_S = 5.0
+"""Between two words on what one waits for."""
 BACKEND_PORT = 8000
 KEY_FILE = "api.key"
 """In the run directory; the same from life to life, so that what a trainer holds goes on working."""
@@ -160,7 +162,7 @@ class Stack:
 
         self._check_sandbox(sandbox, begun, required=options.require_sandbox)
         self._await(gateway, f"{record.url}/health", begun, record.url)
-        self._supervisor.wait_for(fleets[0], self._fleets_missing, START_TIMEOUT_S, fleets[1:])
+        self._wait(fleets[0], self._fleets_missing, fleets[1:])
         text = ", ".join(f"{stage} {count}" for stage, count in slots.items())
         self._done("fleets", begun, f"{text} slots")
         if backend:
@@ -266,7 +268,7 @@ class Stack:
         port = parts.pick_port([], self._taken)
         server = redis.prepare(choice, self.dir / "redis", port)
         child = self._spawn(Part("redis", server.command), env)
-        self._supervisor.wait_for(child, lambda: redis.ping(server.url), START_TIMEOUT_S)
+        self._wait(child, lambda: redis.ping(server.url))
         self._done("redis", begun, f"{choice.label}, 127.0.0.1:{port}")
         return server.url
 
@@ -317,7 +319,8 @@ class Stack:
 
     def _check_sandbox(self, check: parts.SandboxCheck, begun: float, *, required: bool) -> None:
         """Say which runtime the sandboxes get and what it lacks; without any, say that loudly."""
-        works, verdict = check.verdict(START_TIMEOUT_S)
+        words = "sandbox    still starts: the first one unpacks its image"
+        works, verdict = check.verdict(START_TIMEOUT_S, TELL_S, lambda: self.say(words))
         if works:
             self._done("sandbox", begun, verdict)
             return
@@ -348,8 +351,22 @@ class Stack:
         self.record.save(self._file)
         return part
 
+    def _wait(self, part: Part, missing: Callable[[], str | None], beside: Sequence[Part] = ()) -> None:
+        """Wait for a part, and say so every few seconds."""
+        told = time.monotonic()
+
+        def look() -> str | None:
+            nonlocal told
+            reason = missing()
+            if reason and time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                self.say(f"{part.name:<10} still starts: {reason}")
+            return reason
+
+        self._supervisor.wait_for(part, look, START_TIMEOUT_S, beside)
+
     def _await(self, part: Part, url: str, begun: float, text: str) -> None:
-        self._supervisor.wait_for(part, lambda: answers(url), START_TIMEOUT_S)
+        self._wait(part, lambda: answers(url))
         self._done(part.name, begun, text)
 
     def _done(self, name: str, begun: float, text: str) -> None:

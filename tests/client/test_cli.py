@@ -121,7 +121,7 @@ def test_show_is_readable(gateway, invoke):
         "→ execute_bash echo $((37*85))",
         "[bold]3145[/]",
         "turn 1, 2 tokens sampled, mean log-prob -1.00, version step-7, stop",
-        "apptainer on n1, image base, started in 118 ms; not isolated or limited: cpu",
+        "apptainer on n1, image base, started in 118 ms",
         "3 prompt, 3 response, 2 sampled in 1 turns",
         "run 1.250 s",
         "no memory limit",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
 from rollout.cli import main
+from tests.helpers.blocking import SyncHostClient
+from tests.helpers.stack import wait_until
 from workers.handlers import skeleton
 
 
@@ -53,6 +58,24 @@ def test_a_handler_in_a_file_runs_here_with_a_list_of_actions(written):
     assert "execute_bash touch done.txt" in result.output and "reward/mean" in result.output
     records = [json.loads(line) for line in ended.read_text().splitlines()]
     assert [(record["state"], record["reward"]) for record in records] == [("completed", 1.0)] * 2
+
+
+def sleeps(marker: str) -> bool:
+    return any(process.info["cmdline"] == ["sleep", marker] for process in psutil.process_iter(["cmdline"]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_releases_the_sandbox_of_a_local_run(written, number):
+    marker, actions = f"3605.{os.getpid()}", written / "sleeps.jsonl"
+    call = {"name": "execute_bash", "arguments": {"command": f"sleep {marker}"}}
+    actions.write_text(json.dumps({"tool_calls": [call]}) + "\n")
+    command = [sys.executable, "-m", "rollout.cli", "run", f"{written}/tidy_up_handler.py:TidyUp", "--local"]
+    command += ["--task", str(written / "tidy_up_tasks.jsonl"), "--actions", str(actions)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        wait_until(lambda: sleeps(marker), 120, "the command in the sandbox")
+        process.send_signal(number)
+        assert process.wait(60) != 0
+    assert not sleeps(marker) and SyncHostClient().list() == []
 
 
 def test_a_failed_rollout_is_the_commands_exit_code(written):

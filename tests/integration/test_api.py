@@ -85,6 +85,12 @@ def test_handlers_tell_their_schema(client):
 
 
 def test_ready_and_health(stack):
+    root = get(stack, "/").json()
+    assert root["service"] == "rollout" and root["status"] == "ok" and root["version"]
+    assert get(stack, root["docs"].split()[0]).status_code == 200
+    assert {root[name].split()[0] for name in ("ready", "metrics", "details", "flower")} == {
+        *("/ready", "/metrics", "/v1/status")
+    }
     assert get(stack, "/health").json() == {"status": "ok"}
     assert get(stack, "/ready").json() == {"ready": True, "missing": []}
 

@@ -58,6 +58,15 @@ def tasks_of(monitor, rollout_id):
     return monitor.json("/api/tasks", search=f"name:{value}")
 
 
+def listed(monitor, rollout_id):
+    """The rows of the page with a rollout's tasks."""
+    link = flower.tasks_link(monitor.url, rollout_id)
+    (value,) = parse_qs(urlsplit(link).query)["name"]
+    query = {"draw": 1, "start": 0, "length": 10, "search[value]": f"name:{value}"}
+    query |= {"order[0][column]": 0, "order[0][dir]": "asc", "columns[0][data]": "name"}
+    return monitor.json("/tasks/datatable", **query)["data"]
+
+
 def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restart(stack, client, monitor):
     names = {f"{stage}@{NODE}" for stage in ("init", "run", "eval")}
 
@@ -78,9 +87,14 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
         return {(task["name"], task["args"]) for task in tasks if task["state"] == "SUCCESS"}
 
     for item in items:
-        args = f"{item.id} attempt 1 noop"
+        args = f"noop {item.id} attempt 1"
         pairs = {(f"rollout.{name}", args) for name in ("init", "run", "evaluate")}
         wait_until(lambda item=item, pairs=pairs: pairs <= view(item), 60, f"tasks of {item.id}")
+
+    shown = {task["name"]: task for task in listed(monitor, items[0].id)}
+    args = f"noop {items[0].id} attempt 1"
+    assert {(task["args"], task["result"]) for task in shown.values()} == {(args, "")}, "noop has no sandbox"
+    assert len(shown) == 3
 
     (slow,) = client.submit([RolloutRequest(handler="noop", task={"init_s": 60.0})])
 
@@ -89,7 +103,7 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
         return task.get("state") == state and task
 
     wait_until(lambda: claimed("CLAIMED"), 60, "the task that claimed it")
-    assert claimed("CLAIMED")["args"] == f"{slow.id} attempt 1 noop"
+    assert claimed("CLAIMED")["args"] == f"noop {slow.id} attempt 1"
     client.cancel(slow.id)
     wait_until(lambda: claimed("STOPPED"), 60, "the end of its chain")
     assert claimed("STOPPED")["result"] == "cancelled"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import shutil
+import signal
 import subprocess
+import termios
 import time
 
+import psutil
 import pytest
 
 from services.launch.paths import REPO
+from tests.helpers.idle import in_time
+from tests.helpers.stack import wait_until
 
 SCRIPTS = sorted([*(REPO / "deploy" / "setup").glob("*.sh"), REPO / ".ci" / "run"])
 
@@ -38,6 +46,90 @@ def test_a_second_setup_does_nothing():
     begun = time.monotonic()
     subprocess.run(["make", "setup"], cwd=REPO, check=True, capture_output=True)
     assert time.monotonic() - begun < 10.0  # 0.1 s; anything that is installed takes longer
+
+
+SLOW = """
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+[ ! -e "$ROLLOUT_HOME/installed" ] || exit 0
+echo "Collecting something with a name that is longer than a line of a terminal has room for, as pip does"
+sleep "$SLEEP"
+touch "$ROLLOUT_HOME/installed"
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """Start a set-up whose one step takes as long as it is told, in a terminal or in a pipe."""
+    scripts, started = tmp_path / "deploy" / "setup", []
+    scripts.mkdir(parents=True)
+    for name in ("setup.sh", "common.sh"):
+        shutil.copy(REPO / "deploy" / "setup" / name, scripts)
+    (scripts / "python.sh").write_text(SLOW)
+
+    def start(seconds, output=subprocess.PIPE):
+        process = subprocess.Popen(
+            [scripts / "setup.sh"],
+            env=os.environ | {"ROLLOUT_HOME": str(tmp_path / "home"), "SLEEP": str(seconds)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_setup_tells_what_it_does_and_a_second_one_whom_it_waits_for(set_up):
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    first = set_up(11)
+    time.sleep(1)
+    second = set_up(11, terminal)
+    os.close(terminal)
+    for _ in range(2):
+        with in_time(10.0, 20.0):
+            line = first.stdout.readline()
+        assert re.fullmatch(r"setup: python +\d+ s  Collecting something with .*…\n", line), line
+    assert re.match(r"setup: python +1\d s\n", first.communicate(timeout=60)[0]) and first.returncode == 0
+    assert second.wait(60) == 0
+    drawn = os.read(controller, 1 << 16).decode()
+    assert f"setup: python: waits for another set-up: process {first.pid} of " in drawn, drawn
+    lines = [line.rstrip() for line in re.split(r"\r\x1b\[K|\n", drawn)]
+    assert sum(line.startswith("python ") for line in lines) > 3, "it is drawn every second"
+    assert all(len(line) < 80 for line in lines if line.startswith("python ")), (
+        "or it could not be drawn anew"
+    )
+    assert lines[-1] == "", "what was drawn last is wiped out"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_setup_with_all_it_runs_and_blames_no_step(set_up, number):
+    marker = f"3606.{os.getpid()}"
+    process = set_up(marker)
+
+    def sleeps():
+        return [
+            each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", marker]
+        ]
+
+    wait_until(sleeps, 30, "the step to be under way")
+    os.killpg(process.pid, number)  # as a terminal does it
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "setup: stopped. What is installed stays" in output and "FAILED" not in output, output
+    assert not sleeps()
+
+
+def test_a_step_that_fails_is_named_with_the_end_of_its_log(set_up):
+    output, _ = set_up("for ever").communicate(timeout=30)
+    assert re.search(
+        r"setup: python FAILED\. The end of .*setup-python\.log:\nCollecting .*\nsleep: inv", output
+    )
 
 
 def test_slurm_is_fetched_once():

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from rollout.schema import RolloutRequest, State
 from services.launch import StackError, parts, paths
 from services.launch.local import Options, Stack
 from services.launch.parts import pick_port
+from services.launch.paths import REPO
 from services.launch.record import Record
 from services.launch.supervisor import MARK, Part, marked
 from tests.helpers.idle import in_time
@@ -371,6 +373,29 @@ def test_an_unreachable_redis_of_the_caller_s_is_named(state):
     assert "pw" not in up.stderr
 
 
+def test_a_worker_by_hand_that_was_given_no_redis_says_what_to_set():
+    code = (
+        "import sys; from celery.__main__ import main; from services.settings import Settings\n"
+        "Settings.model_fields['redis_url'].default = 'redis://127.0.0.1:9/0'\n"
+        "Settings.model_rebuild(force=True)\n"
+        "sys.argv[1:] = '-A workers.app worker -Q run -c 1 --without-gossip --without-mingle'.split()\n"
+        "main()"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "ROLLOUT_REDIS_URL"}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    shown = ""
+    try:
+        while "Trying again" not in shown and (line := worker.stdout.readline()):
+            shown += line
+    finally:
+        worker.kill()
+        worker.wait()
+    assert "ROLLOUT_REDIS_URL is not set, and no Redis answers at the default address" in shown, shown
+    assert "redis://127.0.0.1:9/0" in shown and shown.count("is not set") == 1
+
+
 def test_options_that_cannot_be_are_refused(state):
     half = refused("up", "--state-dir", str(state), "--compat-port", "1234")
     assert half.exit_code == 2 and "--compat-tenant" in half.stderr
@@ -383,6 +408,16 @@ def test_options_that_cannot_be_are_refused(state):
     assert f"--port {port} is taken" in up.stderr
 
 
+def lines(child: subprocess.Popen) -> Iterator[str]:
+    """What it says; nobody sits before a screen where nothing happens."""
+    while True:
+        with in_time(10.0, 60.0):
+            line = child.stdout.readline()
+        if not line:
+            return
+        yield line
+
+
 def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp_path):
     child = subprocess.Popen(
         [*ROLLOUT, "demo", "--n", "4"],
@@ -390,13 +425,14 @@ def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "160"},
+        cwd=REPO,
     )
-    shown = ""
+    shown, told = "", lines(child)
     with in_time(60.0, 180.0):
-        while "→ execute_bash echo" not in shown and (line := child.stdout.readline()):
+        while "→ execute_bash echo" not in shown and (line := next(told, "")):
             shown += line
-    shown += child.communicate(timeout=200)[0]
-    assert child.returncode == 0, shown
+    shown += "".join(told)
+    assert child.wait(60) == 0, shown
     for text in (
         "→ execute_bash echo",
         "tokens sampled",
@@ -405,7 +441,12 @@ def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp
         "nothing left running",
     ):
         assert text in shown, (text, shown)
-    assert re.search(r"gateway +http://127\.0\.0\.1:\d+\nflower +http://127\.0\.0\.1:\d+", shown)
+    shown, next_steps = shown.split("nothing left running")
+    assert re.search(r"^gateway +[\d.]+ s  http://127\.0\.0\.1:\d+$", shown, re.MULTILINE)
+    assert "http" not in next_steps, "what has ended cannot be visited"
+    for command in re.findall(r"^  (\S+) (?:up|status|down) ", next_steps, re.MULTILINE):
+        assert "version" in subprocess.check_output([command, "--version"], cwd=REPO, text=True)
+    assert " up " in next_steps and " status " in next_steps
     assert list(tmp_path.iterdir()) == []
 
 
@@ -422,7 +463,7 @@ def test_ctrl_c_during_the_start_of_a_demo_leaves_nothing(tmp_path, moment):
         wait_until(begun, 60, "four parts to start")
     else:
         for line in child.stdout:
-            if line.startswith("flower"):
+            if line.startswith("ending the stack"):
                 break
     directory = next(tmp_path.glob("rollout-demo-*"))
     started = record(directory)

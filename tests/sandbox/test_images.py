@@ -333,6 +333,27 @@ def test_an_interrupted_build_leaves_nothing(home, tree):
     assert files(home) == []
 
 
+def test_a_signal_during_the_clean_up_leaves_a_whole_image_and_nothing_else(home, tree):
+    """One as the removal begins, and one as it begins anew: what `timeout` and a service manager send."""
+    code = """
+import os, shutil, signal
+from rollout.cli import main
+from sandbox import trees
+remove = shutil.rmtree
+def interrupted(path, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    remove(path, **options)
+trees.shutil.rmtree = interrupted
+main()
+"""
+    command = [sys.executable, "-c", code, "images", "build", "own", str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=PATIENCE_S)
+    assert done.returncode == 130, done.stderr
+    assert "nothing unfinished was left" in done.stderr
+    assert files(home) == [str(home / "home/images/own.sif")]
+    assert images("inspect", "own").exit_code == 0
+
+
 def test_pruning_removes_what_a_killed_build_left(home, tree):
     marker = f"3602.{os.getpid()}"
     file = definition(home, tree, f"%post\n    sleep {marker}\n")

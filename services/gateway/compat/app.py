@@ -71,6 +71,7 @@ def register(app: Flask, application: Callable[..., Flask]) -> None:
     app.extensions[EXTENSION] = compat
     names = door.own_names(compat.host, *gate.settings.gateway_names.split(","))
     keyless = application("services.gateway.compat", gate, _Anybody(gate, compat), BLUEPRINTS, names)
+    keyless.add_url_rule("/", "service.index", service.index)
     keyless.add_url_rule("/health", "service.health", service.health)
     ordinary, port = app.wsgi_app, str(compat.port)
 

@@ -189,13 +189,6 @@ def _handler(
 # -- routes ---------------------------------------------------------------------------------------
 
 
-@blueprint.get("/")
-@operation(scope=None)
-def alive() -> Response:
-    """NeMo Gym: 200 while the process lives."""
-    return jsonify(status="ok")
-
-
 @blueprint.post("/run")
 @operation(answers={200: VERIFIED}, scope=Scope.SUBMIT)
 def run(body: RunRequest) -> Response:

@@ -1,4 +1,4 @@
-"""`/v1/handlers`, `/v1/status`, `/health`, `/ready`, `/metrics`, `/openapi.json`."""
+"""`/`, `/v1/handlers`, `/v1/status`, `/health`, `/ready`, `/metrics`, `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ from services.state.startup import UnfitRedis
 
 log = structlog.get_logger("gateway")
 blueprint = Blueprint("service", __name__)
+PLACES = {
+    "docs": "/openapi.json (and docs/ of the source)",
+    "ready": "/ready",
+    "metrics": "/metrics",
+    "details": "/v1/status",
+    "flower": "/v1/status (flower.url)",
+}
+"""Where `/` points to. It is open to all and names no address."""
 
 
 class HandlerList(BaseModel):
@@ -76,6 +84,15 @@ def _parts(record: str) -> dict[str, dict[str, Any]] | None:
         }
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+@blueprint.get("/")
+@operation(scope=None)
+def index() -> dict[str, Any]:
+    """What this is, and where to go on; 200 while the process lives."""
+    served = {rule.rule for rule in current_app.url_map.iter_rules()}
+    places = {name: path for name, path in PLACES.items() if path.split()[0] in served}
+    return {"service": "rollout", "version": rollout.__version__, "status": "ok", **places}
 
 
 @blueprint.get("/health")
