@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import redis
 from kombu.transport import TRANSPORT_ALIASES
@@ -78,9 +77,3 @@ def binding_keys(queues: Iterable[str]) -> list[str]:
         for name in queues
         for pattern in (Channel.keyprefix_queue, Channel.keyprefix_binding_permanent)
     ]
-
-
-def known_queues(client: Any) -> set[str]:
-    """The names of all queues that kombu knows of."""
-    begins = Channel.keyprefix_queue % ""
-    return {key.removeprefix(begins) for key in client.scan_iter(begins + "*", count=1000)}

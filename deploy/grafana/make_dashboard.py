@@ -10,6 +10,10 @@ TARGET = Path(__file__).with_name("dashboard.json")
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 8, 8
 """Of a panel, in Grafana's grid of 24 columns."""
+FIGURE_WIDTH, FIGURE_HEIGHT = 3, 4
+"""Of a single figure of the first row."""
+NODE, HANDLER = 'node=~"$node"', 'handler=~"$handler"'
+"""What the board's variables choose."""
 Line = tuple[str, str]
 """A query, and its legend."""
 Panel = tuple[str, str, *tuple[Line, ...]]
@@ -33,7 +37,8 @@ def rate(counter: str, labels: str) -> Line:
 
 
 def quantile(share: float, histogram: str, label: str) -> Line:
-    buckets = per_s(f"{histogram}_bucket")
+    name, brace, chosen = histogram.partition("{")
+    buckets = per_s(f"{name}_bucket{brace}{chosen}")
     return f"histogram_quantile({share}, sum by (le, {label}) ({buckets}))", legend(label)
 
 
@@ -46,14 +51,39 @@ def increase(counter: str, label: str) -> Line:
 
 
 def in_use(label: str) -> Line:
-    return ratio(f"sum by ({label}) (rollout_fleet_busy)", f"sum by ({label}) (rollout_fleet_slots)", label)
+    busy, slots = (f"sum by ({label}) (rollout_fleet_{what}{{{NODE}}})" for what in ("busy", "slots"))
+    return ratio(busy, slots, label)
 
 
 def sandbox_events(labels: str, events: str) -> Line:
-    return rate(f'rollout_sandbox_events_total{{event=~"{events}"}}', labels)
+    return rate(f'rollout_sandbox_events_total{{{NODE}, event=~"{events}"}}', labels)
+
+
+def mean(histogram: str, grouping: str = "") -> str:
+    """Of what was observed in a while. `delta`: the sum falls where rewards are negative."""
+    total, count = (
+        f"sum{grouping} (delta({histogram}_{part}{{{HANDLER}}}[$__rate_interval]))"
+        for part in ("sum", "count")
+    )
+    return f"{total} / {count}"
 
 
 LIVE = ("queued", "initializing", "ready", "running", "evaluating")
+FIGURES: list[tuple[str, str, str]] = [
+    ("Live rollouts", "short", f'sum(rollout_rollouts{{state=~"{"|".join(LIVE)}"}})'),
+    ("Ended a second", "ops", f"sum({per_s('rollout_duration_seconds_count')})"),
+    ("Reward, mean", "short", mean("rollout_reward")),
+    ("Turns, mean", "short", mean("rollout_turns")),
+    ("Failed or dropped a second", "ops", f"sum({per_s('rollout_dropped_total')})"),
+    (
+        "Slots in use",
+        "percentunit",
+        f"sum(rollout_fleet_busy{{{NODE}}}) / sum(rollout_fleet_slots{{{NODE}}})",
+    ),
+    ("Nodes", "short", f"count(count by (node) (rollout_fleet_slots{{{NODE}}}))"),
+    ("LLM backends up", "short", "sum(rollout_backend_up)"),
+]
+"""Title, unit and query of the first row."""
 ROWS: dict[str, list[Panel]] = {
     "Rollouts": [
         ("Live, by state", "short", *((f'rollout_rollouts{{state="{state}"}}', state) for state in LIVE)),
@@ -62,6 +92,12 @@ ROWS: dict[str, list[Panel]] = {
         ("Stage time, median", "s", quantile(0.5, "rollout_stage_duration_seconds", "stage")),
         ("Stage time, p95", "s", quantile(0.95, "rollout_stage_duration_seconds", "stage")),
         ("Wait in queues, p95", "s", quantile(0.95, "rollout_queue_wait_seconds", "stage")),
+    ],
+    "Rewards and turns (of the handlers chosen above)": [
+        ("Reward, mean", "short", (mean("rollout_reward", " by (handler)"), "{{handler}}")),
+        ("Scored a second", "ops", rate(f"rollout_reward_count{{{HANDLER}}}", "handler")),
+        ("Turns, mean", "short", (mean("rollout_turns", " by (handler)"), "{{handler}}")),
+        ("Turns, p95", "short", quantile(0.95, f"rollout_turns{{{HANDLER}}}", "handler")),
     ],
     "What goes wrong": [
         ("Failures a second, by blame", "ops", rate("rollout_failures_total", "blame")),
@@ -96,12 +132,14 @@ ROWS: dict[str, list[Panel]] = {
         ("Autoscaler: nodes", "short", value("rollout_autoscale_nodes", "kind, state")),
         ("Autoscaler: actions", "short", increase("rollout_autoscale_actions_total", "action")),
     ],
-    "Nodes (of a Slurm cluster, or of any other)": [
+    "Nodes (those chosen above)": [
         ("Slots in use, by node", "percentunit", in_use("node")),
-        ("Sandboxes", "short", value("sum by (node, state) (rollout_sandboxes)", "node, state")),
-        ("Free disk for sandboxes", "bytes", value('rollout_node_free_bytes{resource="disk"}', "node")),
-        ("Free memory", "bytes", value('rollout_node_free_bytes{resource="memory"}', "node")),
-        ("Sandbox events a second", "ops", rate("rollout_sandbox_events_total", "event")),
+        ("Sandboxes", "short", value(f"sum by (node, state) (rollout_sandboxes{{{NODE}}})", "node, state")),
+        *(
+            (title, "bytes", value(f'rollout_node_free_bytes{{{NODE}, resource="{resource}"}}', "node"))
+            for title, resource in (("Free disk for sandboxes", "disk"), ("Free memory", "memory"))
+        ),
+        ("Sandbox events a second", "ops", sandbox_events("event", ".+")),
         (
             "Sandboxes from the warm pool",
             "percentunit",
@@ -115,14 +153,14 @@ ROWS: dict[str, list[Panel]] = {
         (
             "Ahead of RUN",
             "short",
-            value("rollout_ready_ahead", "node"),
-            ("rollout_ready_ahead_limit", "most on {{node}}"),
+            value(f"rollout_ready_ahead{{{NODE}}}", "node"),
+            (f"rollout_ready_ahead_limit{{{NODE}}}", "most on {{node}}"),
         ),
         (
             "INIT stopped, or waiting for RUN",
             "short",
-            ("rollout_node_stopped", "{{node}} short of {{reason}}"),
-            ("rollout_node_init_waits", "{{node}} waits"),
+            (f"rollout_node_stopped{{{NODE}}}", "{{node}} short of {{reason}}"),
+            (f"rollout_node_init_waits{{{NODE}}}", "{{node}} waits"),
         ),
     ],
     "Head: gateway and Redis": [
@@ -214,7 +252,8 @@ def panel(number: int, title: str, unit: str, lines: list[Line], x: int, y: int)
         "title": title,
         "datasource": SOURCE,
         "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
-        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        # A reward may be below 0.
+        "fieldConfig": {"defaults": {"unit": unit, "min": None if "Reward" in title else 0}, "overrides": []},
         "targets": [
             {"refId": chr(ord("A") + i), "expr": query, "legendFormat": name, "datasource": SOURCE}
             for i, (query, name) in enumerate(lines)
@@ -222,9 +261,34 @@ def panel(number: int, title: str, unit: str, lines: list[Line], x: int, y: int)
     }
 
 
+def figure(number: int, title: str, unit: str, query: str) -> dict[str, Any]:
+    made = panel(number, title, unit, [(query, title)], (number - 1) * FIGURE_WIDTH, 0)
+    made["gridPos"] |= {"w": FIGURE_WIDTH, "h": FIGURE_HEIGHT}
+    options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"}
+    return made | {"type": "stat", "options": options}
+
+
+def variable(name: str, metric: str) -> dict[str, Any]:
+    """One that chooses values of a label, at first all."""
+    query = f"label_values({metric}, {name})"
+    return {
+        "name": name,
+        "label": name.capitalize(),
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,  # whenever the time range changes
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
+
+
 def dashboard() -> dict[str, Any]:
-    panels: list[dict[str, Any]] = []
-    y = 0
+    panels = [figure(number, *contents) for number, contents in enumerate(FIGURES, 1)]
+    y = FIGURE_HEIGHT
     for title, contents in ROWS.items():
         head = {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "panels": []}
         panels.append(head | {"gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})
@@ -241,7 +305,11 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {
-            "list": [{"name": "source", "type": "datasource", "query": "prometheus", "label": "Source"}]
+            "list": [
+                {"name": "source", "type": "datasource", "query": "prometheus", "label": "Source"},
+                variable("node", "rollout_fleet_slots"),
+                variable("handler", "rollout_reward_count"),
+            ]
         },
         "panels": panels,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,12 @@ class Sheet:
 
 def _text(cell: str | Text) -> Text:
     return cell if isinstance(cell, Text) else Text(cell)
+
+
+def node_shown(name: str) -> str:
+    """A node as its cluster names it, or a queue or worker with that: on Slurm our own names end with the
+    job, because two jobs on one node share nothing."""
+    return re.sub(r"-job\d+$", "", name)
 
 
 def or_dash(value: float | None, form: str = "{}") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollout.cli.common import Column, Sheet, or_dash
+from rollout.cli.common import Column, Sheet, node_shown, or_dash
 from rollout.schema import (
     Backend,
     BackendUpdateState,
@@ -226,8 +227,23 @@ def _note_of(rollout: Rollout) -> str:
     return note.partition("\n")[0]
 
 
-def batches_table(batches: Sequence[Batch]) -> Sheet:
-    """One line a batch, with its counters."""
+def time_left(done: int, whole: int, since_s: float) -> str:
+    """Until all is done, as h:mm:ss, if it goes on as in the `since_s` seconds so far."""
+    if not done or done >= whole:
+        return "–"
+    return str(timedelta(seconds=round(since_s / done * (whole - done))))
+
+
+def batches_table(batches: Sequence[Batch], now: float | None = None) -> Sheet:
+    """One line a batch, with its counters.
+
+    Args:
+        now: Seconds since the epoch, for a column with the time left; None = without it.
+    """
+
+    def left(batch: Batch) -> str:
+        kept = 0 if batch.state.ended or batch.paused else batch.kept
+        return time_left(kept, batch.wanted, (now or 0.0) - batch.created_at)
 
     def state(batch: Batch) -> Text:
         if batch.state.ended:
@@ -246,6 +262,8 @@ def batches_table(batches: Sequence[Batch]) -> Sheet:
         Column("in flight", lambda batch: str(batch.in_flight), True, 6),
         Column("prompts", lambda batch: str(batch.waiting_prompts), True, 1),
     ]
+    if now is not None:
+        columns.insert(3, Column("end in", left, True))
     return Sheet(columns, batches)
 
 
@@ -280,7 +298,7 @@ def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> 
 def status_view(status: dict[str, Any], steps: Sequence[str] = ()) -> RenderableType:
     """What `GET /v1/status` says, and what to do next."""
     states = [f"{count} {name}" for name, count in status["states"].items() if count]
-    queues = [f"{name} {depth}" for name, depth in status["queues"].items()]
+    queues = [f"{node_shown(name)} {depth}" for name, depth in status["queues"].items()]
     workers = [f"{stage} {len(names)}" for stage, names in status.get("workers", {}).items()]
     rows: list[tuple[str, RenderableType]] = [
         ("version", status["version"]),
@@ -288,7 +306,8 @@ def status_view(status: dict[str, Any], steps: Sequence[str] = ()) -> Renderable
         ("queues", ", ".join(queues) or "–"),
         ("workers", ", ".join(workers) or "–"),
     ]
-    for name, node in status.get("nodes", {}).items():
+    for full_name, node in status.get("nodes", {}).items():
+        name = node_shown(full_name)
         rows += [("node " + name, Text(f"INIT is stopped: {why}", "red")) for why in node["stopped"].values()]
         if node["full"]:
             rows.append(("node " + name, f"INIT waits for RUN: {node['ahead']} rollouts are ahead of it"))

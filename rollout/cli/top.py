@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rollout.cli.common import url_option
+from rollout.cli.common import connect, url_option
 from rollout.cli.top_look import Look, Watcher
 from rollout.cli.top_view import view
-from rollout.client import Client
 from rollout.errors import Unavailable
 
 Pause = Callable[[float], None]
-NOT_IN_JSON = {"recent": {"__all__": {"request", "trajectory", "timeline", "notes"}}}
+BULKY = {"__all__": {"request", "trajectory", "timeline", "notes"}}
+NOT_IN_JSON = {"live": BULKY, "recent": BULKY}
 ANSWER_S = 10.0
 """For one answer of the gateway; then it counts as away."""
 
@@ -43,7 +43,7 @@ def top(once: bool, as_json: bool, interval: float, url: str | None) -> None:
     A key with the scope `admin` shows batches and rollouts of all tenants, any other those of its own.
     """
     console = Console()
-    with Client(url, timeout=ANSWER_S, retry_for=0.0) as client, _pauses() as pause:
+    with connect(url, 0.0, timeout=ANSWER_S) as client, _pauses() as pause:
         watcher = Watcher(client)
 
         def show(look: Look) -> None:

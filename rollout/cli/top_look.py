@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 
 from pydantic import BaseModel
 
@@ -16,8 +17,25 @@ WINDOW_S = 15.0
 RECENT = 50
 """Rollouts that ended, kept to be shown; a window has room for fewer."""
 BATCHES = 20
+WORKED_ON = (State.RUNNING, State.EVALUATING, State.INITIALIZING)
+GROUPS = 5
+"""Of which the progress is asked for: those with the most live rollouts."""
+MOST_MEMBERS = 200
 EVERYBODY = "*"
 FORBIDDEN = 403
+
+
+class Progress(BaseModel):
+    """How far a group is."""
+
+    id: str
+    size: int
+    """Its rollouts, of which at most 200 are looked at."""
+    ended: int
+    reward: float | None
+    """Mean of those scored so far; None = none is."""
+    since: float
+    """When the first was submitted, seconds since the epoch."""
 
 
 class Look(BaseModel):
@@ -36,6 +54,10 @@ class Look(BaseModel):
     backends: list[Backend]
     batches: list[Batch]
     """The newest first."""
+    groups: list[Progress]
+    """Of the groups with the most live rollouts, the largest first."""
+    live: list[Rollout]
+    """Summaries of what is worked on, by state, of each the newest first; a part where there are many."""
     recent: list[Rollout]
     """Summaries of what ended, the latest first."""
 
@@ -58,6 +80,12 @@ class Rates:
         if last <= first:
             return {}
         return {name: (count - before.get(name, 0)) / (last - first) for name, count in after.items()}
+
+
+def mean_reward(rollouts: Iterable[Rollout]) -> float | None:
+    """Of those that were scored and are not dropped; None = none is."""
+    rewards = [item.reward for item in rollouts if item.reward is not None and not item.drop]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 class Watcher:
@@ -89,6 +117,12 @@ class Watcher:
             self._tenant = None
             batches = self._client.batches.list(BATCHES)
         self._follow()
+        live = [
+            rollout
+            for state in WORKED_ON
+            if fleet.states.get(state)
+            for rollout in self._client.list(state=state, limit=RECENT, tenant=self._tenant).rollouts
+        ]
         backends = [Backend.model_validate(backend) for backend in status["backends"]]
         stages = {name: load.ended for name, load in fleet.stages.items()}
         ended = {state: count for state, count in fleet.states.items() if State(state).terminal}
@@ -105,8 +139,29 @@ class Watcher:
             },
             backends=backends,
             batches=batches,
+            groups=self._progress(live),
+            live=live,
             recent=list(self._recent),
         )
+
+    def _progress(self, live: list[Rollout]) -> list[Progress]:
+        """Of groups, single rollouts left out."""
+        groups = []
+        counts = Counter((item.tenant, item.group_id) for item in live)
+        for tenant, name in sorted(counts, key=lambda group: -counts[group])[:GROUPS]:
+            whose = self._tenant and tenant
+            members = self._client.list(group_id=name, limit=MOST_MEMBERS, tenant=whose).rollouts
+            if len(members) > 1:
+                groups.append(
+                    Progress(
+                        id=name,
+                        size=len(members),
+                        ended=sum(item.state.terminal for item in members),
+                        reward=mean_reward(members),
+                        since=min(item.created_at for item in members),
+                    )
+                )
+        return groups
 
     def _results(self, cursor: str) -> ResultPage:
         return self._client.results(cursor, limit=RECENT, include="summary", tenant=self._tenant)

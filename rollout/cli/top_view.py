@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rollout.cli.common import Column, Sheet, or_dash
-from rollout.cli.render import backends_table, batches_table, rollouts_table
-from rollout.cli.top_look import EVERYBODY, Look
+from rollout.cli.common import Column, Sheet, node_shown, or_dash
+from rollout.cli.render import backends_table, batches_table, rollouts_table, time_left
+from rollout.cli.top_look import EVERYBODY, Look, Progress, mean_reward
 from rollout.schema import Fleet, NodeLoad
 
 BAR = 12
@@ -31,12 +31,16 @@ def view(look: Look, url: str, height: int | None = None, problem: str | None = 
         problem: Why the numbers are old; None = they are not.
     """
     head = _head(look, url, problem)
+    reward = mean_reward(look.recent)
+    lately = "ended lately" + ("" if reward is None else f", mean reward {reward:.3f}")
     parts: list[RenderableType] = [*head, _stages(look), Text()]
     sections: list[tuple[str, Sequence[Any], Callable[[Sequence[Any]], Sheet]]] = [
         ("backends", look.backends, lambda rows: backends_table(rows, look.rates["tokens"])),
         ("nodes", look.fleet.nodes, _nodes),
-        ("batches", look.batches, batches_table),
-        ("ended lately", look.recent, lambda rows: rollouts_table(rows, look.at)),
+        ("batches", look.batches, lambda rows: batches_table(rows, look.at)),
+        ("groups", look.groups, lambda rows: _groups(rows, look.at)),
+        ("live", look.live, lambda rows: rollouts_table(rows, look.at)),
+        (lately, look.recent, lambda rows: rollouts_table(rows, look.at)),
     ]
     lines = None if height is None else height - len(head) - STAGE_ROWS
     for (title, rows, draw), share in zip(sections, _shares(sections, lines), strict=True):
@@ -127,6 +131,17 @@ def _stages(look: Look) -> Sheet:
     return Sheet(columns, [*look.fleet.stages.items()])
 
 
+def _groups(rows: Sequence[Progress], now: float) -> Sheet:
+    columns = [
+        Column("group", lambda group: group.id),
+        Column("ended", lambda group: f"{group.ended}/{group.size}", True),
+        Column(" ", lambda group: _bar(group.ended, group.size), drop=1),
+        Column("reward", lambda group: or_dash(group.reward, "{:.3f}"), True),
+        Column("end in", lambda group: time_left(group.ended, group.size, now - group.since), True),
+    ]
+    return Sheet(columns, rows)
+
+
 def _nodes(rows: Sequence[NodeLoad]) -> Sheet:
     def note(node: NodeLoad) -> Text:
         if node.waits_for_run and not node.stopped:
@@ -134,7 +149,7 @@ def _nodes(rows: Sequence[NodeLoad]) -> Sheet:
         return Text("; ".join(node.stopped), "red")
 
     columns = [
-        Column("node", lambda node: node.node),
+        Column("node", lambda node: node_shown(node.node)),
         Column("stages", lambda node: " ".join(node.stages) or Text("no worker", "red"), drop=3),
         Column("slots", lambda node: str(node.slots), True),
         Column("busy", lambda node: str(node.busy), True),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import redis
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -25,9 +24,8 @@ import rollout
 from rollout.schema import Blame, Stage
 from rollout.schema.batches import BatchState, Verdict
 from rollout.schema.policy import UpdateState
-from services.broker import known_queues
 from services.gateway import refusals
-from services.queues import STAGES
+from services.queues import STAGES, queue_for
 from services.state import observations
 from services.state.autoscale import AutoscaleStore
 from services.state.fleet import STOP_REASONS
@@ -176,6 +174,10 @@ histogram rollout_queue_wait_seconds{stage} times.queue
     Seconds between two stages, by the stage waited for.
 histogram rollout_duration_seconds{state} times.total
     Seconds from submission to the end.
+histogram rollout_reward{handler} times.reward
+    Rewards, of the rollouts that are not dropped.
+histogram rollout_turns{handler} times.turns
+    Their turns.
 counter rollout_stage_seconds{stage} stage_seconds
     Seconds at work in a stage, or waiting in a queue.
 counter rollout_stage_runs{stage} stage_runs
@@ -294,10 +296,12 @@ class Row(NamedTuple):
 ROWS = [Row(*groups) for groups in _ROW.findall(TABLE)]
 
 
-def queue_depths(client: redis.Redis) -> dict[str, int]:
-    """Messages waiting in each queue that exists, those of the nodes included."""
-    ordered = sorted({*STAGES, *(name for name in known_queues(client) if name.split(".")[0] in STAGES)})
-    with client.pipeline(transaction=False) as pipe:
+def queue_depths(gate: Gateway) -> dict[str, int]:
+    """Messages waiting in each queue of a stage, and of a node that has workers. What waits for another node
+    begins anew elsewhere (`Reaper`), and its messages mean nothing any more."""
+    nodes = {queue_for(stage, worker.node) for worker in gate.fleet.workers() for stage in STAGES}
+    ordered = sorted({*STAGES, *nodes})
+    with gate.redis.pipeline(transaction=False) as pipe:
         for name in ordered:
             pipe.llen(name)
         return dict(zip(ordered, pipe.execute(), strict=True))
@@ -335,7 +339,7 @@ class Scrape:
         self._tenants = gate.tenants.usage()
         self._autoscaler = AutoscaleStore(gate.redis)
         self._decision = self._autoscaler.get() or {}
-        self.states, self.queues = gate.rollouts.counts, lambda: queue_depths(gate.redis)
+        self.states, self.queues = gate.rollouts.counts, lambda: queue_depths(gate)
         self.placements, self.autoscale_actions = gate.backends.totals, self._autoscaler.totals
         self.batches_todo, self.webhooks_pending = gate.batches.todo, gate.webhooks.pending
         self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.result_stream.length

@@ -63,7 +63,8 @@ JUMP = "rollouts:jump"
 """Hash: the last jump of Redis' clock by which times were moved (token, ms, since when submissions are
 right already, whether it is done), and the ms of all of them."""
 HISTOGRAMS = "rollouts:histograms"
-"""Hash: `<name>:<bucket>` → times that ended in that bucket, `<name>:sum` → their sum (ms)."""
+"""Hash: `<name>:<bucket>` → times that ended in that bucket, `<name>:sum` → their sum (ms); rewards and turns
+by handler in thousandths."""
 COUNTS = "rollouts:counts"
 """Hash: number of rollouts in each state; those of terminal states only grow."""
 RESULTS = "results"

@@ -76,7 +76,8 @@ class Observations:
         self._do = Operations(client, "ages")
 
     def histograms(self) -> dict[str, Histogram]:
-        """By series: `stage_<stage>`, `queue_<stage>`, `total_<state>`."""
+        """By series: `stage_<stage>`, `queue_<stage>`, `total_<state>`; and, a number standing for so many
+        seconds, `reward_<handler>` and `turns_<handler>`."""
         histograms: dict[str, Histogram] = {}
         for name, value in self._redis.hgetall(keys.HISTOGRAMS).items():
             series, _, bound = name.rpartition(":")

@@ -97,6 +97,33 @@ def test_times_fall_into_the_bucket_that_bounds_them(store, observations, server
     assert 42 <= histogram.sum_s < 60
 
 
+def test_rewards_and_turns_of_what_is_not_dropped_are_counted_by_handler(store, observations, server):
+    ends = [
+        {"reward": "1.0", "metrics": '{"turns": 3}'},
+        {"reward": "-2.5", "metrics": '{"turns": 1}'},
+        {"reward": "1e300", "metrics": '{"turns": NaN}'},
+        {"reward": "-0.0", "metrics": '{"turns": "many"}'},
+        {"reward": "1.0", "metrics": '{"turns": 9}', "drop": "1", "drop_reason": "no"},
+        {"reward": "", "metrics": "nonsense"},
+        {},
+    ]
+    for fields in ends:
+        rollout_id = submitted(store)
+        for stage, outcome in ((Stage.INIT, Finish("ready")), (Stage.RUN, Finish("evaluating"))):
+            store.finish(claimed(store, stage, rollout_id), outcome)
+        assert (
+            store.finish(claimed(store, Stage.EVAL, rollout_id), Finish("completed", fields)) == "completed"
+        )
+    histograms = observations.histograms()
+    reward, turns = histograms["reward_noop"], histograms["turns_noop"]
+    # What no reward is stands as a million, for Redis counts in whole numbers.
+    assert (sum(reward.counts.values()), reward.sum_s) == (4, 1.0 - 2.5 + 1e6)
+    assert turns.counts == {1: 1, 5: 1, float("inf"): 1} and turns.sum_s == 4 + 1e6
+    text = keyed(create_app(Settings(redis_url=server.url))).get("/metrics").text
+    assert re.search(r'^rollout_reward_count{handler="noop"} 4\.0$', text, re.MULTILINE)
+    assert re.search(r'^rollout_reward_sum{handler="noop"} 999998\.5$', text, re.MULTILINE)
+
+
 def test_a_time_at_a_bound_belongs_to_it(server, observations, monkeypatch):
     client = connect(server.url)
     client.flushall()

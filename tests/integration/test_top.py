@@ -10,9 +10,12 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from rollout.cli.render import batches_table
 from rollout.client import ApiError, Client
 from rollout.schema import RolloutRequest
+from rollout.schema.batches import Batch, BatchState
 from rollout.schema.fleet import Fleet
 from services.state.api_keys import KeyStore, Scope
 from services.state.fleet import FleetStore, NodeAdmission
@@ -60,11 +63,39 @@ def test_the_screen_shows_what_happens_and_ends_clean(stack, client, terminal):
     screen.await_text(rf"\d+ s +{item.id} +completed +noop")
     (held,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 600}))
     screen.await_text(r"1 running")
+    screen.await_text(rf"live\s+ago.*\s+\d+ s +{held.id} +running")
     client.cancel(held.id)
     screen.await_text(rf"{held.id} +cancelled +noop")
+    client.run([RolloutRequest(handler="noop", task={"reward": 0.5})])
+    screen.await_text(r"ended lately, mean reward 0\.\d{3}")
     assert screen.end() == 0
     assert screen.raw.endswith(ENDED) or ENDED in screen.raw[-200:]
     assert "Traceback" not in screen.text()
+
+
+def test_it_shows_how_far_groups_are_and_when_they_end(stack, client, terminal):
+    screen = terminal(stack.url, columns=80)
+    first, second = client.submit(RolloutRequest(handler="noop", task={"run_s": 600}, n=2))
+    screen.await_text(rf"{first.group_id} +0/2 .*–")
+    client.cancel(first.id)
+    screen.await_text(rf"{first.group_id} +1/2 .*–? +0:\d\d:\d\d")
+    (line,) = once(stack.url, "--json").stdout.splitlines()
+    look = json.loads(line)
+    (group,) = [group for group in look["groups"] if group["id"] == first.group_id]
+    assert (group["size"], group["ended"], group["reward"]) == (2, 1, None)
+    assert [item["id"] for item in look["live"] if item["group_id"] == first.group_id] == [second.id]
+    client.cancel(second.id)
+    assert screen.end() == 0
+
+
+def test_the_end_of_a_batch_is_expected_by_how_it_went_so_far(capsys):
+    batch = Batch(id="b", state=BatchState.RUNNING, wanted=64, n=4, kept=16, created_at=1000.0)
+    waits = batch.model_copy(update={"kept": 0})
+    paused = batch.model_copy(update={"paused": True})
+    Console(width=80).print(batches_table([batch, waits, paused], 1060.0))
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[:5] == ["batch", "state", "kept", "end", "in"]
+    assert [re.search(r"\d+/64 +(\S+)", row)[1] for row in rows] == ["0:03:00", "–", "–"]
 
 
 def test_it_follows_the_window_and_never_writes_beyond_it(stack, terminal):

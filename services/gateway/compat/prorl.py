@@ -294,7 +294,7 @@ def status() -> Response:
     _store().ended(tenant, *(job for job, state in states.items() if state and state.terminal))
     live = [state for state in states.values() if state and not state.terminal]
     running = _store().run(tenant).running
-    counts = _counts(gate.rollouts.counts(), metrics.queue_depths(gate.redis))
+    counts = _counts(gate.rollouts.counts(), metrics.queue_depths(gate))
     return jsonify(
         status={None: "not started", True: "running", False: "stopped"}[running],
         running=bool(running),

@@ -60,7 +60,7 @@ def status() -> dict[str, Any]:
         "version": rollout.__version__,
         "tenant": {**me.tenant.model_dump(), "live": gate.tenants.live(me.tenant.name)},
         "states": gate.rollouts.counts(),
-        "queues": metrics.queue_depths(gate.redis),
+        "queues": metrics.queue_depths(gate),
         "workers": gate.fleet.alive(),
         "nodes": {node: asdict(admission) for node, admission in gate.fleet.admissions().items()},
         "backends": [backend.model_dump() for backend in gate.backends.list()],

@@ -114,7 +114,7 @@ local function finish_rollout(r, to, by)
   forget(id, 'owner', 'lease')
   redis.call('ZREM', KEY.DUE, id)
   release_backend(id)
-  local its = read(id, 'tags', 'group', 'blame', 'drop', 'drop_reason', 'digest')
+  local its = read(id, 'tags', 'group', 'blame', 'drop', 'drop_reason', 'digest', 'handler', 'reward', 'metrics')
   redis.call('HINCRBY', KEY.TENANTS_LIVE, r.tenant, -1)
   -- Not trimmed by length: a reader's cursor must hold for as long as the records do (results.lua trims by age).
   local entry = redis.call('XADD', KEY.RESULTS, '*', 'id', id, 'tags', its.tags, 'group', its.group,
@@ -122,7 +122,7 @@ local function finish_rollout(r, to, by)
   write(id, {finished = now, completion = entry})
   count_result(id, now + RETENTION_MS)
   if its.blame then count('blame_' .. its.blame) end
-  if its.drop == '1' then count_drop(its.drop_reason or 'unknown') end
+  if its.drop == '1' then count_drop(its.drop_reason or 'unknown') else observe_score(its) end
   count('attempts_' .. r.attempt)
   observe('total_' .. to, math.max(0, now - tonumber(r.created)))
   for _, key in ipairs({KEY.record(id), KEY.timeline(id), KEY.trajectory(id), KEY.group(r.tenant, its.group)}) do
