@@ -68,10 +68,13 @@ class SlurmService:
 
     def try_slurm(self, *arguments: str, timeout: float = 4 * PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """The same, however it ends."""
-        command = [str(Path(sys.executable).with_name("rollout")), "slurm", *arguments]
-        return subprocess.run(
-            command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout
-        )
+        return self.rollout("slurm", *arguments, timeout=timeout)
+
+    def rollout(self, *arguments: str, timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+        """Any command, which knows of the service by ROLLOUT_SLURM_RUN alone."""
+        command = [str(Path(sys.executable).with_name("rollout")), *arguments]
+        env = {name: self.env[name] for name in self.env if name not in ("ROLLOUT_URL", "ROLLOUT_API_KEY")}
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
     def up(self, nodes: int, *options: str) -> None:
         """Head, nodes and one engine; returns when rollouts can be worked on."""
@@ -89,7 +92,7 @@ class SlurmService:
     # Members
 
     def workers(self) -> set[str]:
-        """Names of all workers that the gateway knows, e.g. run@n1-7; none when it does not answer."""
+        """Names of all workers that the gateway knows, e.g. run@n1-job7; none when it does not answer."""
         try:
             with self._client(retry_for=0.0) as client:
                 by_stage = client.status()["workers"]
@@ -98,7 +101,7 @@ class SlurmService:
         return {name for names in by_stage.values() for name in names}
 
     def members(self) -> dict[str, str]:
-        """Node → member, e.g. n1 → n1-7, of the node jobs that work: all their workers are known."""
+        """Node → member, e.g. n1 → n1-job7, of the node jobs that work: all their workers are known."""
         workers = self.workers()
         running = {job.number for job in self.cluster.squeue() if job.state == "RUNNING"}
         return {
@@ -206,6 +209,6 @@ def _results(client: Client) -> Iterator[Rollout]:
 
 
 def places(rollout: Rollout, state: State) -> list[str]:
-    """Members whose workers took the rollout into that state, in that order, e.g. n1-7."""
+    """Members whose workers took the rollout into that state, in that order, e.g. n1-job7."""
     owners = [event.owner for event in rollout.timeline if event.state is state and event.owner]
     return [owner.partition("@")[2].partition("/")[0] for owner in owners]

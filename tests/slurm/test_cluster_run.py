@@ -125,6 +125,14 @@ def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(s
     assert not leavers & {ran_on(records[id_]) for id_ in later}
     wait_for_end(cluster, jobs[drained])
     require_nothing_on(cluster, drained)
+    count, status = Counter(where.values()), service.slurm("status")
+    print(status, flush=True)
+    finished, back = count[members[drained]], count[members[ending]]
+    ends = rf"{ending} \(job \d+\) drained at [\d:]+: 0 rollouts finished, {back} handed back"
+    drains = rf"{drained} \(job \d+\) drained at [\d:]+: {finished} rollouts finished, 0 handed back"
+    assert back and re.search(ends, status) and finished and re.search(drains, status), (count, status)
+    for node in jobs:
+        assert members[node] not in status and f"run.{node}" not in status
 
 
 @pytest.mark.parametrize("number", range(KILLS))
@@ -145,11 +153,48 @@ def test_rollouts_of_a_lost_node_begin_again_elsewhere_and_its_return_is_clean(s
     # A requeued job has its old name, under which the workers that were killed are on the list for a while.
     killed = {f"{stage}@{members[node]}" for stage in ("init", "run", "eval")}
     cluster.wait(lambda: not killed & service.workers(), f"{killed} are known to be gone")
+    with service.client as client:
+        queues = client.status()["queues"]
+    assert f"run.{members[node]}" not in queues and {f"run.{other}" for other in set(members.values())} & set(
+        queues
+    )
     cluster.start_node(node)
     cluster.wait_up(node)
     cluster.hurry()
     assert node in service.wait_for_nodes(len(members))
     cluster.wait(lambda: not [path for path in before if path.exists()], f"{node} swept what was left")
+
+
+def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_rollouts(service, cluster):
+    members, gates = service.members(), service.gates()
+    where = spread(service, gates, members.values())
+    (head,) = [job for job in cluster.squeue() if "head" in job.name]
+    cluster.run("scancel", head.id)
+    wait_for_end(cluster, head.id)
+    status = service.try_slurm("status")
+    nodes = ", ".join(sorted(members))
+    gone = rf"The head is gone: job {head.id} was cancelled .*, last heard of at \d\d:\d\d:\d\d, \d+ s ago"
+    assert status.returncode == 1 and re.search(gone, status.stdout), status.stdout
+    assert f"Up without it: g1, {nodes}." in status.stdout
+    assert status.stdout.splitlines()[-1].strip() == "rollout slurm up"
+    jobs = cluster.squeue()
+    scale = service.try_slurm("scale", "--nodes", str(len(members) + 2))
+    assert scale.returncode == 1 and re.search(gone, scale.stderr), scale.stderr
+    assert scale.stderr.splitlines()[-1].strip() == "rollout slurm up"
+    lost = service.rollout("status")
+    assert lost.returncode == 1 and "has no head that is up, as `rollout slurm status` shows" in lost.stderr
+    assert cluster.squeue() == jobs
+    service.open(gates)  # their workers wait with what they reached
+    said = service.slurm("up", "--timeout", str(3 * PATIENCE_S))
+    found = service.rollout("status")
+    assert found.returncode == 0 and f"the Slurm service of {service.run_dir}" in found.stderr, found.stderr
+    assert not any(name in found.stdout for name in members.values()), found.stdout
+    print(status.stdout, scale.stderr, said, found.stderr, found.stdout, sep="\n", flush=True)
+    new = [job for job in cluster.squeue() if job.id not in {job.id for job in jobs}]
+    assert ["head" in job.name for job in new] == [True]
+    service.require_exactly_once(list(where))
+    assert service.wait_for_nodes(len(members)) == members
+    service.do(HELD)
 
 
 @SLURM.only

@@ -273,33 +273,33 @@ def test_the_run_directory_and_what_is_secret_in_it_are_the_owner_s_alone(tmp_pa
 
 
 def test_a_run_directory_keeps_what_members_and_commands_say(directory, tmp_path):
-    member = Member("n1-3", "node", "3", "n1", "up", ["run"], {"run": 4})
+    member = Member("n1-job3", "node", "3", "n1", "up", ["run"], {"run": 4})
     directory.write_member(member)
     directory.write_submitted([Submitted("3", "node", 2, ["run"])])
-    directory.ask_to_drain("n1-3", 5.0)
+    directory.ask_to_drain("n1-job3", 5.0)
     same = RunDir(tmp_path / "run")
-    assert same.members() == [member] and same.asked_to_drain("n1-3") == 5.0
+    assert same.members() == [member] and same.asked_to_drain("n1-job3") == 5.0
     assert same.submitted() == [Submitted("3", "node", 2, ["run"])]
-    same.forget_member("n1-3")
-    assert same.members() == [] and same.asked_to_drain("n1-3") is None
+    same.forget_member("n1-job3")
+    assert same.members() == [] and same.asked_to_drain("n1-job3") is None
     (directory.path / "jobs.json").write_text("{")
     with pytest.raises(SlurmError, match=r"jobs\.json cannot be read"):
         same.submitted()
 
 
 def test_a_job_that_was_requeued_forgets_what_it_said_on_another_node(directory):
-    for name, job, node in (("n1-3", "3", "n1"), ("n2-4", "4", "n2")):
+    for name, job, node in (("n1-job3", "3", "n1"), ("n2-job4", "4", "n2")):
         directory.write_member(Member(name, "node", job, node, "up"))
         directory.ask_to_drain(name, 1.0)
     directory.forget_earlier_life("3")
-    assert [member.name for member in directory.members()] == ["n2-4"]
-    assert directory.asked_to_drain("n1-3") == 1.0
+    assert [member.name for member in directory.members()] == ["n2-job4"]
+    assert directory.asked_to_drain("n1-job3") == 1.0
 
 
 def test_a_place_is_named_by_node_and_job():
-    assert Place.here({"SLURMD_NODENAME": "n1.site", "SLURM_JOB_ID": "7"}).name == "n1-site-7"
+    assert Place.here({"SLURMD_NODENAME": "n1.site", "SLURM_JOB_ID": "7"}).name == "n1-site-job7"
     het = {"SLURMD_NODENAME": "g1", "SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}
-    assert Place.here(het).name == "g1-7"
+    assert Place.here(het).name == "g1-job7"
     with pytest.raises(SlurmError, match="SLURM_JOB_ID is not set"):
         Place.here({})
 

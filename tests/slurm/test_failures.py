@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from services.launch.slurm import stack
 from services.launch.slurm.commands import slurm
+from services.launch.slurm.plan import UpOptions
 from services.launch.slurm.rundir import NO_SANDBOX, UP, Head, Member, RunDir, Step, Submitted
+from services.launch.slurm.site import Site
 from services.launch.supervisor import part_log
 from tests.helpers.slurm_commands import Commands
 from tests.helpers.stack import ROOT
+from tests.helpers.terminal import shown
 
 HEAD_RUNS = "10|10|10|RUNNING|n9|None|1:00"
 
@@ -119,19 +125,19 @@ def test_of_many_failures_three_that_differ_are_told_at_length(service, reasons,
 
 def test_up_tells_of_programs_that_keep_ending_and_of_nodes_without_sandboxes(service):
     slurm_knows(service, HEAD_RUNS, "11_1|12|11|RUNNING|n1|None|1:00")
-    member = Member("n1-12", "node", "12", "n1", UP, ["init", "run", "eval"])
+    member = Member("n1-job12", "node", "12", "n1", UP, ["init", "run", "eval"])
     member.failing = {"run fleet": "exit code 1, 2 times in a row"}
     member.sandbox = f"{NO_SANDBOX}: no apptainer"
     later = RunDir(service.path.parent / "later")
     later.make()
     later.write_member(member)
-    log = say(service, "n1-12/run-fleet", "ModuleNotFoundError: handlers\n")
-    assert log == part_log(service.logs / "n1-12", "run fleet")
+    log = say(service, "n1-job12/run-fleet", "ModuleNotFoundError: handlers\n")
+    assert log == part_log(service.logs / "n1-job12", "run fleet")
     done = run(service, "up", "--nodes", 1, "--timeout", 0.3)
     assert done.exit_code == 1 and "not up after" in done.output
-    line = f"run fleet of n1-12 keeps ending (exit code 1, 2 times in a row) on n1. The end of {log}"
+    line = f"run fleet of node job 12 keeps ending (exit code 1, 2 times in a row) on n1. The end of {log}"
     assert done.output.count(line) == 1 and "ModuleNotFoundError: handlers" in done.output
-    assert done.output.count("n1-12: NO SANDBOX WORKS: no apptainer") == 1
+    assert done.output.count("n1: NO SANDBOX WORKS: no apptainer") == 1
 
 
 def test_status_tells_what_failed_while_slurm_remembers_it_and_the_last_words_afterwards(service):
@@ -210,3 +216,74 @@ def test_head_that_is_up_without_a_gateway_is_shown_whatever_is_in_its_error(ser
     service.write_head(Head("10", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 1))
     done = run(service, "status")
     assert done.exit_code == 0 and "the gateway does not answer" in done.output
+
+
+NODES_RUN = ("11_1|12|11|RUNNING|n1|None|1:00", "11_2|11|11|RUNNING|n2|None|1:00")
+
+
+def headless(service, *heads):
+    """A service that was up, and whose head is gone."""
+    submitted(service)
+    service.write_options(UpOptions(nodes=2, given={"account": "a"}).to_json(Site()))
+    service.write_head(Head("10", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 1))
+    for node, job in (("n1", "12"), ("n2", "11")):
+        service.write_member(Member(f"{node}-job{job}", "node", job, node, UP, ["init", "run", "eval"]))
+    slurm_knows(service, *heads, *NODES_RUN)
+
+
+@pytest.mark.parametrize(
+    ("heads", "how"),
+    [
+        (["10|10|10|NODE_FAIL|n9|None|0:00"], "job 10 lost its node on n9"),
+        (["10|10|10|CANCELLED|n9|None|0:00"], "job 10 was cancelled on n9"),
+        (["10|10|10|COMPLETING|n9|None|0:00"], "job 10 still ends on n9"),
+        ([], "Slurm has forgotten its job"),
+    ],
+)
+def test_a_service_without_its_head_is_told_with_the_command_that_brings_it_back(service, heads, how):
+    headless(service, *heads)
+    command = [Path(sys.executable).with_name("rollout"), "slurm", "status", "--run-dir", str(service.path)]
+    if heads:
+        piped = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        status, output = piped.returncode, piped.stdout
+    else:
+        output, status = shown(command)
+    assert status == 1
+    told = output[output.index("The head is gone") :]
+    since = r"last heard of at [\d:]+, \d s ago\."
+    assert re.match(rf"The head is gone: {re.escape(how)}, {since}\nUp without it: n1, n2\. ", told), output
+    do = f"rollout slurm up --run-dir {service.path}"
+    assert output.splitlines()[-1].strip() == do
+    assert "-job1" not in output
+    (advice,) = [json.loads(run(service, "status", "--json").output)["advice"]]
+    assert advice.splitlines()[-1].strip() == do
+    scaled = run(service, "scale", "--nodes", 3)
+    assert scaled.exit_code == 1 and how in scaled.output and scaled.output.rstrip().endswith(do)
+    assert service.commands.called("sbatch") == service.commands.called("scancel") == []
+
+
+def test_up_of_a_service_without_its_head_submits_the_head_alone_as_it_was_asked_before(service):
+    headless(service, "10|10|10|CANCELLED|n9|None|0:00")
+    service.ask_to_drain("head", 0.0)
+    before = service.options()
+    done = run(service, "up", "--nodes", 7, "--time", "2:00:00", "--no-wait")
+    assert done.exit_code == 0, done.output
+    (line,) = service.commands.called("sbatch")
+    assert "head.sbatch" in line and {"--account=a", "--time=2:00:00"} <= set(line.split())
+    assert "the head alone: its nodes join it as they are" in done.output
+    assert service.options() == before and service.asked_to_drain("head") is None
+    assert len(service.members()) == 2
+    slurm_knows(service, "10|10|10|PENDING||Resources|1:00", *NODES_RUN)
+    again = run(service, "up")
+    assert again.exit_code == 1 and "a service runs already" in again.output
+
+
+def test_what_became_of_the_rollouts_of_drained_nodes_is_told_until_the_service_has_gone_down(service):
+    submitted(service)
+    slurm_knows(service, HEAD_RUNS, *NODES_RUN)
+    text = "n1 (job 12) drained at 12:00:00: 3 rollouts finished, 1 handed back"
+    service.write_private(service.path / "control" / "n1-job12.drained", text)
+    assert text in run(service, "status").output
+    assert json.loads(run(service, "status", "--json").output)["drained"] == [text]
+    service.forget_life()
+    assert service.drained() == {}

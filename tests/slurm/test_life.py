@@ -143,7 +143,7 @@ def test_a_step_is_told_of_its_time_limit_by_a_file_and_leaves_the_queue_to_its_
 
 def test_a_job_goes_on_while_the_run_directory_cannot_be_read(run_dir):
     job = Job(run_dir)
-    (run_dir.path / "control" / "n1-7.json").write_text("{")
+    (run_dir.path / "control" / "n1-job7.json").write_text("{")
     later(send, signal.SIGTERM)
     assert job.run() == 0
 
@@ -151,7 +151,7 @@ def test_a_job_goes_on_while_the_run_directory_cannot_be_read(run_dir):
 def test_a_job_that_has_ended_says_nothing_of_itself_any_more(run_dir):
     job = Job(run_dir)
     job._publish()
-    assert [member.name for member in run_dir.members()] == ["n1-7"]
+    assert [member.name for member in run_dir.members()] == ["n1-job7"]
     job._end()
     job._publish()
     assert run_dir.members() == []

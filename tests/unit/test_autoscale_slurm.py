@@ -15,7 +15,7 @@ from services.state.fleet import Worker
 from tests.helpers.slurm_commands import Commands
 
 SLOTS = {"init": 4, "run": 8, "eval": 4}
-RUNNING = "10_1|12|10|RUNNING|n1|None|1:00", "10_2|13|10|RUNNING|n2|None|1:00"
+RUNNING = "9|9|9|RUNNING|n9|None|1:00", "10_1|12|10|RUNNING|n1|None|1:00", "10_2|13|10|RUNNING|n2|None|1:00"
 
 
 @pytest.fixture
@@ -29,10 +29,11 @@ def stack(commands):
     stack = SlurmStack(commands.directory / "run")
     stack.run.make()
     stack.run.write_options(UpOptions(nodes=3, slots=SLOTS).to_json(Site()))
-    stack.run.write_submitted([Submitted("10", "node", 3, list(STAGES)), Submitted("11", "node", 1, ["run"])])
+    nodes = [Submitted("10", "node", 3, list(STAGES)), Submitted("11", "node", 1, ["run"])]
+    stack.run.write_submitted([Submitted("9", "head"), *nodes])
     commands.jobs(*RUNNING, "10_3|10|10|PENDING||Resources|1:00", "11|11|11|RUNNING|n3|None|1:00")
     for node, job, stages in (("n1", "12", STAGES), ("n2", "13", STAGES), ("n3", "11", ("run",))):
-        stack.run.write_member(Member(f"{node}-{job}", "node", job, node, UP, list(stages), SLOTS))
+        stack.run.write_member(Member(f"{node}-job{job}", "node", job, node, UP, list(stages), SLOTS))
     return stack
 
 
@@ -40,7 +41,7 @@ def workers(**held):
     """Of n1 and n2, with so many rollouts in hand."""
     return [
         Worker(f"{stage}@{node}", node, (stage,), SLOTS[stage], SLOTS[stage], held.get(node, 0))
-        for node in ("n1-12", "n2-13")
+        for node in ("n1-job12", "n2-job13")
         for stage in STAGES
     ]
 
@@ -62,10 +63,10 @@ def test_more_nodes_are_submitted_as_up_was_asked(stack, commands):
 
 
 def test_jobs_that_wait_are_dropped_first_then_the_node_with_the_least_in_hand_is_drained(stack, commands):
-    SlurmNodes(stack, grace_s=77).set(STAGES, 1, workers(**{"n1-12": 1, "n2-13": 5}))
+    SlurmNodes(stack, grace_s=77).set(STAGES, 1, workers(**{"n1-job12": 1, "n2-job13": 5}))
     assert any("10_3" in line.split() for line in commands.called("scancel"))
-    assert stack.run.asked_to_drain("n1-12") == 77
-    assert stack.run.asked_to_drain("n2-13") is None
+    assert stack.run.asked_to_drain("n1-job12") == 77
+    assert stack.run.asked_to_drain("n2-job13") is None
     # It drains now, so it does not count any more.
     commands.jobs(*RUNNING)
     assert SlurmNodes(stack).look(STAGES, workers()) == NodeState(up=1, coming=0, slots=SLOTS)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rollout.cli.common import node_shown
 from rollout.errors import RolloutError
 from services.launch import SlurmError, StackError, paths
 from services.launch.parts import STAGES
@@ -28,6 +29,8 @@ from services.launch.slurm.view import Status, status_of
 from services.settings import SettingsError
 
 out = Console()
+MOST_DRAINED = 5
+"""Nodes that were drained of which `status` tells, the latest."""
 STAGE_COUNT = re.compile(r"(init|run|eval)=([+-]?)(\d{1,4})")
 
 
@@ -120,14 +123,16 @@ def up(
         if dry_run:
             _show_plan(stack.run, where, options)
             return
-        stack.up(where, options)
+        nodes = stack.up(where, options)
         if not wait:
             click.echo("not waiting; `rollout slurm status` shows how it goes")
             return
-        head = stack.wait(timeout, nodes=min(1, options.nodes))
+        head = stack.wait(timeout, nodes)
         click.echo(f"up on {head.node}, run directory {stack.run.path}")
         if head.flower_url:
             click.echo(f"Flower: {head.flower_url} on {head.node}, password in {stack.run.flower_auth}")
+        click.echo("Commands and clients of this account find it and its key, wherever its head is, by")
+        click.echo(f"export ROLLOUT_SLURM_RUN={shlex.quote(str(stack.run.path))}\nand others by")
         click.echo(f"export ROLLOUT_URL={head.url} ROLLOUT_API_KEY=$(cat {stack.run.key_file})")
 
 
@@ -181,16 +186,19 @@ def status(as_json: bool, run_dir: Path | None) -> None:
         else:
             _show_status(now)
             stack.tell(now.failures)
-            if now.head_job is None and not now.failures and stack.run.submitted():
+            if not (now.head_job or now.jobs or now.failures) and stack.run.submitted():
                 # Slurm has forgotten it.
                 click.echo(f"what was submitted has ended. {stack.last_words()}")
+            if now.advice:
+                click.echo(f"\n{now.advice}")
     if now.head_job is None:
         raise click.exceptions.Exit(1)
 
 
 def _show_status(status: Status) -> None:
     if status.head_job is None:
-        out.print(f"no service runs from {status.run_dir}")
+        gone = "the head is gone" if status.jobs else "no service runs"
+        out.print(f"{gone}; run directory {status.run_dir}")
     elif status.head is None or status.head.job != status.head_job.raw_id:
         out.print(
             f"head: job {status.head_job.id} is {status.head_job.state.lower()} ({status.head_job.reason})"
@@ -210,14 +218,17 @@ def _show_status(status: Status) -> None:
         if member:
             slots = ", ".join(f"{stage} {count}" for stage, count in member.slots.items())
             what = "; ".join(filter(None, (slots, ", ".join(member.backends), _short(member.sandbox))))
-        place = member.name if member else view.job.nodes
+        place = member.node if member else view.job.nodes
         table.add_row(*map(escape, (view.job.id, view.role, place, state, view.job.left, what)))
     if status.jobs:
         out.print(table)
     if status.lost:
         out.print(f"did not end in order: {', '.join(status.lost)}")
+    for drained in status.drained[-MOST_DRAINED:]:
+        out.print(escape(drained))
     if status.service:
-        queues = ", ".join(f"{name} {depth}" for name, depth in status.service["queues"].items())
+        depths = status.service["queues"].items()
+        queues = ", ".join(f"{node_shown(name)} {depth}" for name, depth in depths)
         live = ", ".join(f"{name} {count}" for name, count in status.service["states"].items() if count)
         out.print(f"rollouts: {live or 'none'}\nqueues: {queues or 'empty'}")
         for backend in status.service["backends"]:
@@ -277,6 +288,8 @@ def drain(names: tuple[str, ...], grace: float, wait: bool, run_dir: Path | None
     with _guarded():
         asked = _stack(run_dir).drain(names, grace, wait)
     click.echo(f"{'ended' if wait else 'asked to end'}: {', '.join(asked)}")
+    if not wait:
+        click.echo("`rollout slurm status` tells then what finished there and what was handed back")
 
 
 @slurm.command()

@@ -105,7 +105,7 @@ class EngineJob(MemberJob):
     def _is_of_an_earlier_life(self, backend: str) -> bool:
         """Whether it is a server of this job from before it was requeued, on the node that was lost."""
         number = backend.rpartition("-")[2]
-        ours = backend.endswith(f"-{self.place.job}-{number}") and number.isdecimal()
+        ours = backend.endswith(f"-job{self.place.job}-{number}") and number.isdecimal()
         return ours and backend not in self._urls and not self.place.step
 
     def _is_drained(self) -> bool:

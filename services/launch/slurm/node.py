@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import redis
 import structlog
 from kombu.exceptions import OperationalError
 
+from rollout.schema import State
 from services.handback import hand_back
 from services.launch import parts
 from services.launch.redis import ping
 from services.launch.slurm.job import MemberJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import NODE
-from services.launch.slurm.rundir import DOWN, NO_SANDBOX, Head, RunDir
+from services.launch.slurm.rundir import DOWN, DRAINING, NO_SANDBOX, Head, RunDir
 from services.launch.supervisor import LOOK_S, Interrupted
 from services.queues import EVAL, INIT, RUN, make_celery, queue_for
 from services.settings import Settings
@@ -49,6 +52,8 @@ class NodeJob(MemberJob):
         chosen = {stage: int(os.environ.get(f"ROLLOUT_SLURM_SLOTS_{stage.upper()}") or 0) for stage in stages}
         self.member.slots = {stage: parts.slots_of(stage, chosen) for stage in stages}
         self._idle_looks = 0
+        self._to_drain: set[str] = set()
+        """Rollouts that were here when nothing new was to begin."""
         self._check: parts.SandboxCheck | None = None
         self._url = ""
         self._env: dict[str, str] = {}
@@ -135,11 +140,19 @@ class NodeJob(MemberJob):
     # -- end ---------------------------------------------------------------------------------
 
     def _take_nothing_new(self) -> None:
+        self._note_rollouts()
         self.supervisor.dismiss(INIT_FLEET)
+
+    def _note_rollouts(self) -> None:
+        settings = self._settings()
+        with suppress(redis.RedisError, OSError), connect(settings.redis_url, max_connections=2) as client:
+            self._to_drain.update(RolloutStore(client, settings).on_node(self.place.name))
 
     def _is_drained(self) -> bool:
         try:
             self._take_only_own()
+            if self.supervisor.lives(INIT_FLEET):
+                self._note_rollouts()  # it may have taken one more
             # What INIT has in hand goes on to this node's own queues, or back.
             idle = not self.supervisor.lives(INIT_FLEET) and self._is_idle()
             self._idle_looks = self._idle_looks + 1 if idle else 0
@@ -194,10 +207,19 @@ class NodeJob(MemberJob):
     def _vacate(self) -> None:
         """Rollouts that wait for this node's workers begin anew on others; the reaper would see to it
         later."""
+        settings = self._settings()
         try:
-            count = hand_back(self._settings(), self.place.name)
+            count = hand_back(settings, self.place.name)
+            with connect(settings.redis_url, max_connections=2) as client:
+                store = RolloutStore(client, settings)
+                left = sum(not (store.state(item) or State.COMPLETED).terminal for item in self._to_drain)
         except (redis.RedisError, OSError) as error:
             log.warning("Redis does not answer; the reaper hands back what waits here", error=str(error))
             return
         if count:
             log.info("handed back what waited here", count=count)
+        if self.member.state == DRAINING:
+            became = f"{len(self._to_drain) - left} rollouts finished, {left} handed back"
+            text = f"{self.place.node} (job {self.place.job}) drained at {time.strftime('%X')}: {became}"
+            with self._going_on():
+                self.run_dir.write_private(self.run_dir.path / "control" / f"{self.name}.drained", text)

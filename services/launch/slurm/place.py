@@ -60,9 +60,9 @@ class Place:
     @property
     def name(self) -> str:
         """Of the node in queue names. With the job in it: two jobs on a node must not share queues, and what
-        waits for a node of an earlier job waits in vain."""
+        waits for a node of an earlier job waits in vain. `rollout.cli.common.node_shown` takes it off."""
         plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in self.node)
-        return f"{plain}-{self.job}"
+        return f"{plain}-job{self.job}"
 
     @classmethod
     def here(cls, environ: Mapping[str, str] | None = None) -> Place:

@@ -6,13 +6,14 @@ environment      shell: modules and variables of every job      (0600)
 options.json     what `up` was asked; `scale` submits the same
 jobs.json        what was submitted
 head.json        where the head listens now
-members/         NODE-JOB.json: what runs there
-control/         NODE-JOB.json, head.json: what they are asked to do; of a job that carries everything
-                 JOB.ends: its time limit is near, ROLE-JOB….step: exit status of a step, empty while it runs
+members/         NODE-jobID.json: what runs there
+control/         NODE-jobID.json, head.json: what they are asked to do; NODE-jobID.drained: what became of the
+                 rollouts there; of a job that carries everything JOB.ends: its time limit is near,
+                 ROLE-JOB….step: exit status of a step, empty while it runs
 redis/           configuration with the password, append-only file
 api.key          key of the scope admin                        (0600)
 flower.auth      user:password of Flower                       (0600)
-logs/            JOB's own output, and NODE-JOB/PART.log
+logs/            JOB's own output, and NODE-jobID/PART.log
 ```
 
 Files are replaced as a whole, so a reader never sees half of one.
@@ -219,6 +220,11 @@ class RunDir:
         data = self._read(f"control/{name}.json")
         return float(data["drain_s"]) if data else None
 
+    def drained(self) -> dict[str, str]:
+        """What members said when they had drained, the latest last."""
+        paths = sorted((self.path / "control").glob("*.drained"), key=lambda path: path.stat().st_mtime)
+        return {path.stem: path.read_text() for path in paths}
+
     def job_ends(self, job: str) -> bool:
         """Whether the script of a job that carries the whole service was told that its time limit is near."""
         return (self.path / "control" / f"{job}.ends").exists()
@@ -239,8 +245,9 @@ class RunDir:
         for member in self.members():
             self.forget_member(member.name)
         self.forget_member("head")
-        for path in (self.path / "control").glob("*.step"):
-            path.unlink(missing_ok=True)
+        for path in (self.path / "control").iterdir():
+            if path.suffix in (".step", ".drained"):
+                path.unlink(missing_ok=True)
         self.write_submitted([])
 
     # -- what was submitted ------------------------------------------------------------------

@@ -21,6 +21,7 @@ from services.launch.slurm.view import (
     Failure,
     JobView,
     Status,
+    headless,
     job_views,
     missing,
     status_of,
@@ -57,10 +58,16 @@ class SlurmStack:
 
     # -- up ----------------------------------------------------------------------------------
 
-    def up(self, where: Site, options: UpOptions) -> None:
+    def up(self, where: Site, options: UpOptions) -> int:
         """Submit everything, or begin it in the allocation we are in. The data of an earlier `up` is taken
-        over."""
+        over. Where only the head is gone, it alone is submitted, as that `up` was asked.
+
+        Returns:
+            How many nodes must be there before rollouts can be worked on: 1, or 0 where none was asked for.
+        """
         if views := job_views(self.run):
+            if headless(self.run):
+                return self._head_again(views, options)
             ids = ", ".join(sorted({view.job.base_id for view in views}))
             raise SlurmError(
                 f"a service runs already from {self.run.path} (jobs {ids}): "
@@ -72,7 +79,7 @@ class SlurmStack:
         self.run.write_options(options.to_json(where))
         if options.form == plan.ATTACHED:
             self._attach(options)
-            return
+            return min(1, options.nodes)
         try:
             for submission in plan.submissions(self.run, where, options):
                 self._submit(submission)
@@ -81,6 +88,16 @@ class SlurmStack:
             scheduler.cancel(job.id for job in self.run.submitted())
             self.run.write_submitted([])
             raise
+        return min(1, options.nodes)
+
+    def _head_again(self, views: list[JobView], asked: UpOptions) -> int:
+        """Options of sbatch that are given now win; what nodes read when they start stays as it is."""
+        options, where = self.saved()
+        self.run.forget_member(HEAD)  # it may have been asked to end
+        again = replace(options, given=options.given | asked.given)
+        self._submit(plan.submission(self.run, where, again, HEAD))
+        self.say("the head alone: its nodes join it as they are; `rollout slurm scale` changes their number")
+        return min(1, sum(view.role == NODE for view in views))
 
     def _submit(self, submission: Submission) -> None:
         record = replace(submission.record, id=scheduler.submit(submission.command))
@@ -147,11 +164,11 @@ class SlurmStack:
 
     def _tell_news(self, status: Status) -> None:
         """Say what failed since the last look."""
-        self.tell([failure for failure in status.failures if failure.what not in self._told])
-        self._told.update(failure.what for failure in status.failures)
+        self.tell([failure for failure in status.failures if failure.shown() not in self._told])
+        self._told.update(failure.shown() for failure in status.failures)
         for member in (view.member for view in status.jobs if view.member):
             if member.sandbox.startswith(NO_SANDBOX) and member.name not in self._told:
-                self.say(f"{member.name}: {member.sandbox}")
+                self.say(f"{member.node}: {member.sandbox}")
                 self._told.add(member.name)
 
     def tell(self, failures: list[Failure]) -> None:
@@ -224,6 +241,9 @@ class SlurmStack:
         """
         if not 0 <= target <= plan.MOST_NODES:
             raise SlurmError(f"{target} is not between 0 and {plan.MOST_NODES}")
+        if words := headless(self.run):
+            # New nodes would wait for nobody, and drained ones have nobody to hand back to.
+            raise SlurmError(words)
         active = self.active(role, stages)
         change = target - len(active)
         if change > 0:
@@ -237,7 +257,11 @@ class SlurmStack:
             held = held or {}
             # Waiting ones cost nothing to drop.
             active.sort(
-                key=lambda view: (not view.job.pending, held.get(view.shown, 0), -int(view.job.raw_id))
+                key=lambda view: (
+                    not view.job.pending,
+                    held.get(view.member.name if view.member else "", 0),
+                    -int(view.job.raw_id),
+                )
             )
             self._drain(active[:-change], grace_s)
         return change
@@ -248,7 +272,7 @@ class SlurmStack:
         """Have nodes end once their rollouts have; after `grace_s` seconds what is left is handed back.
 
         Args:
-            names: Nodes as Slurm names them, or members (`n1-12`), or ids of jobs.
+            names: Nodes as Slurm names them, or members (`n1-job12`), or ids of jobs.
             wait: Return only when they have ended.
 
         Returns:
@@ -265,6 +289,8 @@ class SlurmStack:
         self._drain(chosen, grace_s)
         if wait and (late := self._wait_gone(chosen, grace_s + END_S)):
             raise SlurmError(f"not ended yet: {_names(late)}; see `rollout slurm status`")
+        if wait:
+            self._tell_drained(chosen)
         return [view.shown for view in chosen]
 
     def _drain(self, views: list[JobView], grace_s: float) -> None:
@@ -273,11 +299,18 @@ class SlurmStack:
         for view in views:
             if view.member is not None:
                 self.run.ask_to_drain(view.member.name, grace_s)
-                self.say(f"draining {view.member.name} (job {view.job.id})")
+                self.say(f"draining {view.member.node} (job {view.job.id})")
         # Only to wake them: over a network file system the file itself may take a while to be seen.
         scheduler.signal_script(
             (view.job.id for view in views if view.member and view.job.running and not view.step), "USR1"
         )
+
+    def _tell_drained(self, views: list[JobView]) -> None:
+        """What became of the rollouts of these nodes, of which one that was killed says nothing."""
+        names = {view.member.name for view in views if view.member}
+        for name, text in self.run.drained().items():
+            if name in names:
+                self.say(text)
 
     def _wait_gone(self, views: list[JobView], timeout_s: float) -> list[JobView]:
         """Wait until these have ended; those that have not in time."""
@@ -307,6 +340,7 @@ class SlurmStack:
         if late := self._wait_gone(members, grace_s + END_S):
             self.say(f"cancelling what has not ended: {_names(late)}")
             scheduler.cancel(view.job.id for view in late if not view.step)
+        self._tell_drained(members)
         self._end_heads([view for view in views if view.role == HEAD])
         if late := self._wait_gone(views, END_S):
             raise SlurmError(f"{_names(late)} do not end; see `scontrol show job`")

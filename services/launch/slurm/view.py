@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout.client import Client, RolloutError
+from services.launch import paths
 from services.launch.parts import STAGES
 from services.launch.slurm import scheduler
 from services.launch.slurm.plan import ALLOCATION, HEAD, NODE
@@ -19,6 +23,9 @@ LAST_LINES = 15
 """Of a log that are shown: most of a traceback."""
 _IN_ORDER = ("COMPLETED", "CANCELLED")
 _HOW = {
+    "COMPLETED": "ended in order",
+    "COMPLETING": "still ends",
+    "CANCELLED": "was cancelled",
     "TIMEOUT": "ran into its time limit",
     "NODE_FAIL": "lost its node",
     "OUT_OF_MEMORY": "ran out of memory",
@@ -59,8 +66,8 @@ class JobView:
 
     @property
     def shown(self) -> str:
-        """For people."""
-        return self.member.name if self.member else self.name
+        """For people: the node as Slurm names it."""
+        return self.member.node if self.member else self.name
 
     @property
     def names(self) -> set[str]:
@@ -80,7 +87,7 @@ class Failure:
     """What of the service ended although nobody asked it to, or ends again and again."""
 
     what: str
-    """`node job 12_3`; `node-12-n1` for a step; `run fleet of n1-12` for a program of a job."""
+    """`node job 12_3`; `node-12-n1` for a step; `run fleet of node job 12` for a program of a job."""
     role: str
     node: str
     how: str
@@ -119,12 +126,16 @@ class Status:
     """`/v1/status` of the gateway; None = it does not answer, `trouble` says why."""
     trouble: str = ""
     lost: list[str] = field(default_factory=list)
-    """Members that did not end in order."""
+    """Nodes whose job did not end in order."""
+    drained: list[str] = field(default_factory=list)
+    """What became of the rollouts of each node that was drained, the latest last."""
     failures: list[Failure] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
     """What was submitted and has ended, however it did, while Slurm remembers it."""
     gone: list[str] = field(default_factory=list)
     """Roles of which something was submitted and nothing waits or runs."""
+    advice: str = ""
+    """What is missing, and in the last line the command that mends it; "" = nothing."""
 
 
 def job_views(run: RunDir) -> list[JobView]:
@@ -172,7 +183,7 @@ def status_of(run: RunDir) -> Status:
     submitted = {record.id: record for record in run.submitted()}
     jobs = scheduler.jobs(submitted)
     views = _views(run, submitted, jobs)
-    head_job = next((view.job for view in views if view.role == HEAD), None)
+    head_job = next((view.job for view in views if view.role == HEAD and view.job.active), None)
     head = run.head()
     members = [view.member for view in views if view.member]
     living = {member.name for member in members}
@@ -181,7 +192,8 @@ def status_of(run: RunDir) -> Status:
         head,
         head_job,
         [view for view in views if view.role != HEAD],
-        lost=[member.name for member in run.members() if member.name not in living],
+        lost=[f"{member.node} (job {member.job})" for member in run.members() if member.name not in living],
+        drained=[*run.drained().values()],
         failures=_failures(run, submitted, jobs, members),
         ended=[job for job in jobs if job.ended],
         gone=_gone(run, submitted, views),
@@ -192,7 +204,64 @@ def status_of(run: RunDir) -> Status:
                 status.service = client.status()
         except RolloutError as error:
             status.trouble = str(error)
+    status.advice = _advice(run, status)
     return status
+
+
+def command(run: RunDir, words: str) -> str:
+    """A command of `rollout slurm` as it is to be typed for this run directory."""
+    usual = Path(os.environ.get("ROLLOUT_SLURM_RUN") or paths.home() / "slurm-run").absolute()
+    where = "" if usual == run.path else f" --run-dir {shlex.quote(str(run.path))}"
+    return f"    rollout slurm {words}{where}"
+
+
+def headless(run: RunDir) -> str:
+    """Of a service whose nodes have no head: how it ended, when, and last the command that brings it back;
+    "" = it has one, or nothing runs.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    submitted = {record.id: record for record in run.submitted()}
+    jobs = scheduler.jobs(submitted)
+    views = _views(run, submitted, jobs)
+    if not views or any(view.role == HEAD and view.job.active for view in views):
+        return ""
+    heads = [job for job in jobs if _record_of(job, submitted).role in (HEAD, ALLOCATION)]
+    how = "Slurm has forgotten its job"
+    if heads:
+        job = max(heads, key=lambda job: int(job.raw_id))
+        how = f"job {job.id} {_HOW.get(job.state, job.state.lower())} on {job.nodes or 'no node'}"
+    # Redis writes to its file as long as anybody uses it.
+    signs = [run.path / "head.json", *run.redis.rglob("*"), *run.logs.glob(f"{HEAD}-*/*")]
+    at = max((path.stat().st_mtime for path in signs if path.exists()), default=None)
+    heard = (
+        f"last heard of at {time.strftime('%X', time.localtime(at))}, {time.time() - at:.0f} s ago"
+        if at
+        else "it never came up"
+    )
+    nodes = sorted(view.shown for view in views if view.role != HEAD and view.job.running)
+    pending = sum(view.job.pending for view in views)
+    waiting = f"; {pending} jobs wait" if pending else ""
+    return (
+        f"The head is gone: {how}, {heard}.\n"
+        f"Up without it: {', '.join(nodes) or 'nothing'}{waiting}. They keep what they hold.\n"
+        "This submits a head alone, which goes on with the data, and they join it:\n"
+        f"{command(run, 'up')}"
+    )
+
+
+def _advice(run: RunDir, status: Status) -> str:
+    if status.head_job is None:
+        return headless(run) or f"Nothing runs.\n{command(run, 'up')}"
+    if status.trouble:
+        look = f"sinfo -n {status.head_job.nodes}; tail {run.logs}/{HEAD}-{status.head_job.raw_id}/*.log"
+        return f"Its node may be lost, which Slurm notices later.\n    {look}"
+    if status.service and not any(view.role == NODE for view in status.jobs):
+        return f"No node carries rollouts.\n{command(run, 'scale --nodes N')}"
+    if status.service and not status.service["backends"]:
+        return "No LLM backend: rollouts that need a model wait.\n    rollout backends add URL"
+    return ""
 
 
 def _failures(
@@ -213,7 +282,8 @@ def _failures(
                 failures.append(Failure(step.name, step.role, step.node, how, str(step.log)))
     for member in members:
         for part, how in member.failing.items():
-            what, log = f"{part} of {member.name}", part_log(run.logs / member.name, part)
+            what = f"{part} of {member.role} job {member.job}"
+            log = part_log(run.logs / member.name, part)
             failures.append(Failure(what, member.role, member.node, f"keeps ending ({how})", str(log)))
     return failures
 

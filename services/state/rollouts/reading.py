@@ -213,6 +213,18 @@ class RolloutReader:
             name = keys.CREATED if tenant is None else keys.by_tenant(tenant)
         return self._redis.zrange(name, offset, offset + limit - 1, desc=newest_first)
 
+    def on_node(self, node: str) -> list[str]:
+        """Ids of the rollouts that a node's workers hold, or whose sandboxes are there. Looks at all that are
+        live."""
+        states = (State.INITIALIZING, State.READY, State.RUNNING, State.EVALUATING)
+        ids = [item for state in states for item in self._redis.zrange(keys.by_state(state), 0, -1)]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for rollout_id in ids:
+                pipe.hmget(keys.record(rollout_id), "node", "owner")
+            places = pipe.execute()
+        pairs = zip(ids, places, strict=True)
+        return [item for item, (box, owner) in pairs if box == node or f"@{node}/" in (owner or "")]
+
     def ahead(self, node: str) -> tuple[int, int]:
         """Rollouts of a node between the start of INIT and RUN, and ready ones without a sandbox anywhere."""
         with self._redis.pipeline(transaction=False) as pipe:
