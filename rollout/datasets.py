@@ -251,11 +251,13 @@ TEXTS = ("problem_statement", "question", "problem", "instruction", "prompt")
 
 
 @contextmanager
-def verl_rows(path: Path, handler: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def verl_rows(
+    path: Path, handler: str, limits: Mapping[str, float] | None = None
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Gives a function that adds a task to a Parquet file of verl's rows; an exception leaves no file.
 
-    A row has `prompt`, `data_source`, `agent_name` and `extra_info` with `handler`, `index` and `task`, which
-    is JSON text: Parquet would give all tasks all fields of any.
+    A row has `prompt`, `data_source`, `agent_name` and `extra_info` with `handler`, `index`, `limits` (the same
+    in all) and `task`, which is JSON text: Parquet would give all tasks all fields of any.
 
     Raises:
         DatasetError: pyarrow is missing, or the file cannot be written.
@@ -265,7 +267,9 @@ def verl_rows(path: Path, handler: str) -> Iterator[Callable[[Mapping[str, Any]]
     count = 0
     part = path.with_name(f"{path.name}.part")
     text = pyarrow.string()
-    info = pyarrow.struct({"handler": text, "task": text, "index": pyarrow.int64()})
+    kinds = {"handler": text, "task": text, "index": pyarrow.int64()}
+    kinds |= {"limits": pyarrow.struct(dict.fromkeys(limits, pyarrow.float64()))} if limits else {}
+    info = pyarrow.struct(kinds)
     chat = pyarrow.list_(pyarrow.struct({"role": text, "content": text}))
     schema = pyarrow.schema({"prompt": chat, "data_source": text, "agent_name": text, "extra_info": info})
 
@@ -278,7 +282,7 @@ def verl_rows(path: Path, handler: str) -> Iterator[Callable[[Mapping[str, Any]]
         whole = json.dumps(task, default=str)
         content = next((str(task[name]) for name in TEXTS if task.get(name)), whole)
         row = {"prompt": [{"role": "user", "content": content}], "data_source": handler}
-        extra = {"handler": handler, "task": whole, "index": count}
+        extra = {"handler": handler, "task": whole, "index": count, "limits": limits}
         rows.append({**row, "agent_name": "rollout_service", "extra_info": extra})
         count += 1
         if len(rows) == BATCH_ROWS:

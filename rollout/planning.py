@@ -172,6 +172,7 @@ def plan(
         "unpacked_all": ceil(images * unpacked_gb),
     }
     cached = max(CACHE_GB, disk["unpacked_all"])
+    limits = {"max_turns": TURNS, "run_timeout_s": 1800, "eval_timeout_s": 1200}
     return {
         "model": {
             "name": model.name,
@@ -184,7 +185,7 @@ def plan(
         "rollouts": {"by_caches": live, "by_memory": sandboxes, "in_a_step": tasks * n},
         "slots": slots,
         "disk_gb": {"images": images} | disk,
-        "limits": {"max_turns": TURNS, "run_timeout_s": 1800, "eval_timeout_s": 1200},
+        "limits": limits,
         "sampling": {"max_tokens": min(TURN_TOKENS, context // 4)},
         "commands": {
             "service": f"ROLLOUT_IMAGE_CACHE_GB={cached} rollout up --no-backend "
@@ -192,6 +193,7 @@ def plan(
             "engine": f"vllm serve {model.name} --max-model-len {context} "
             f"--gpu-memory-utilization {node.share:g} --tensor-parallel-size {tensor} --enable-scale-out "
             "--logprobs-mode processed_logprobs --enable-prompt-tokens-details",
+            "rows": f"rollout tasks ROWS --handler swe --verl train.parquet --limits '{json.dumps(limits)}'",
             "verl": f"data.max_prompt_length={prompt} data.max_response_length={context - prompt} "
             f"actor_rollout_ref.rollout.gpu_memory_utilization={node.share:g} "
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor}",

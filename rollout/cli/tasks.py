@@ -24,7 +24,7 @@ from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, pub
 from rollout.errors import ApiError, Unavailable, problems_of
 from rollout.http import NOT_FOUND
 from rollout.progress import Meter
-from rollout.schema import Rollout, RolloutRequest
+from rollout.schema import Limits, Rollout, RolloutRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_FLIGHT = 1000
@@ -305,6 +305,7 @@ def _cancel_rest(client: Client, pending: Collection[str]) -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the tasks as Parquet rows that verl trains on.",
 )
+@click.option("--limits", help='For --verl: limits of each rollout, such as {"max_turns": 50}.')
 @click.option("--most-errors", type=click.IntRange(1), default=10, show_default=True, help="Then stop.")
 @dataset_options
 @url_option
@@ -314,6 +315,7 @@ def tasks(
     no_check: bool,
     output: IO[str] | None,
     parquet: Path | None,
+    limits: str | None,
     most_errors: int,
     url: str | None,
     **dataset: Any,
@@ -335,9 +337,13 @@ def tasks(
         schema = schemas[source.handler]
     if parquet is not None and source.handler is None:
         raise click.UsageError("--verl needs --handler or a --map, for each row names its handler")
+    try:
+        bounds = Limits.model_validate_json(limits or "{}").model_dump(exclude_unset=True)
+    except ValidationError as error:
+        raise click.UsageError(f"--limits: {problems_of(error)}") from None
     good, wrong = 0, 0
     try:
-        with verl_rows(parquet, str(source.handler)) if parquet else nullcontext() as add:
+        with verl_rows(parquet, str(source.handler), bounds) if parquet else nullcontext() as add:
             for row, task in source.rows():
                 if schema is not None and (words := problem(task, schema, row)):
                     err.print(words, highlight=False, soft_wrap=True, markup=False)

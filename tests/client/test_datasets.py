@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
+from rollout.schema import RolloutRequest
 from tests.helpers.lazy import Lazy
 
 datasets, pyarrow, parquet = Lazy("datasets"), Lazy("pyarrow"), Lazy("pyarrow.parquet")
@@ -242,8 +243,17 @@ def test_a_command_makes_rows_for_verl_of_a_file_of_tasks(tmp_path):
     argv += ["--verl", str(tmp_path / "out.parquet")]
     refused = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "--verl needs --handler or a --map" in refused.stderr
-    done = subprocess.run([*argv, "--handler", "calculator"], capture_output=True, text=True, check=False)
+    argv += ["--handler", "calculator", "--limits"]
+    refused = subprocess.run([*argv, '{"max_turn": 3}'], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "--limits: max_turn: Extra inputs" in refused.stderr
+    limits = {"max_turns": 50, "eval_timeout_s": 1200}
+    done = subprocess.run([*argv, json.dumps(limits)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "1 tasks read, 0 do not" in done.stderr
     ((row,),) = [list(read(tmp_path / "out.parquet"))]
     assert row.data["extra_info"]["handler"] == "calculator"
     assert json.loads(row.data["extra_info"]["task"]) == {"question": "1 plus 2", "answer": "3"}
+    assert row.data["extra_info"]["limits"] == limits
+    assert (
+        RolloutRequest(handler="calculator", **{"limits": row.data["extra_info"]["limits"]}).limits.max_turns
+        == 50
+    )

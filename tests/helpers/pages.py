@@ -19,7 +19,7 @@ import click
 from rollout.cli import main
 from tests.helpers.stack import ROOT
 
-GUIDES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
+GUIDES = (ROOT / "README.md", ROOT / "docs" / "verl.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NEEDS = frozenset({"gpu", "make", "redis", "registry", "sglang", "slurm", "trl", "verl", "vllm"})
 """What a block may say that it needs."""
