@@ -71,7 +71,10 @@ def _caller() -> str:
 
 CHAOS = LongForm("CHAOS_LONG", "make chaos")
 SLURM = LongForm("SLURM_LONG", "make slurm-test")
-TRAINING = LongForm("TRAIN_LONG", "TRAIN_LONG=1 python -m pytest tests/integration/test_training.py")
+TRAINING = LongForm(
+    "TRAIN_LONG",
+    "TRAIN_LONG=1 python -m pytest tests/integration/test_training.py tests/integration/test_verl_path.py",
+)
 SOAK = LongForm("SOAK_LONG", "make soak")
 BENCHMARKS = LongForm("BENCH_LONG", "make bench")
 
