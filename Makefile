@@ -9,7 +9,7 @@ PYTEST_PROCESSES ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench idle soak chaos slurm-dev slurm-test clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak chaos slurm-dev slurm-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ lint: setup ## check style
 bench: setup-bench ## run every benchmark; each ends with one JSON object
 	@for file in benchmarks/[a-z]*.py; do name=$${file#benchmarks/}; [ $$name = harness.py ] || \
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
+
+screenshots: setup ## take the pictures of docs/img anew: terminals, and Flower where chromium is
+	@$(BIN)/python -m deploy.screenshots
 
 idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else
 	@TEST_IDLE=1 $(BIN)/python -m pytest -k "cancel or long_poll or many_that_wait or who_waits_is or demo_shows" \

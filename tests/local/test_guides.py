@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import screenshots
 from services.launch.local import Options, Stack
 from services.launch.paths import home
 from tests.helpers.pages import GUIDES, blocks
@@ -47,6 +50,16 @@ def started(own_home):
         yield stack.up(Options(stack.dir, private_ports=True))
     finally:
         stack.down()
+
+
+def test_a_picture_shows_what_a_command_prints_and_asks_no_other_site(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(screenshots, "IMAGES", tmp_path)
+    screenshots.terminal("status", ["status", "--url", started.url], os.environ)
+    picture = (tmp_path / "status.svg").read_text()
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", picture)
+    shown = html.unescape(" ".join(texts)).replace("\xa0", " ")
+    assert "rollout status" in shown and started.url in shown
+    assert set(re.findall(r"https?://[^/\"]+", picture.replace(started.url, ""))) <= {"http://www.w3.org"}
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)

@@ -66,6 +66,12 @@ def test_marks_and_blocks_are_sound(page):
             compile(block.text, block.where, "exec")
 
 
+def test_pictures_are_small_and_shown():
+    texts = "".join(page.read_text() for page in PAGES)
+    for picture in (ROOT / "docs" / "img").iterdir():
+        assert picture.stat().st_size < 100_000 and f"img/{picture.name})" in texts, picture
+
+
 def test_the_readme_is_short_and_the_index_names_every_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     index = (ROOT / "docs" / "README.md").read_text()
