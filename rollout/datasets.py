@@ -256,8 +256,8 @@ def verl_rows(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Gives a function that adds a task to a Parquet file of verl's rows; an exception leaves no file.
 
-    A row has `prompt`, `data_source`, `agent_name` and `extra_info` with `handler`, `index`, `limits` (the same
-    in all) and `task`, which is JSON text: Parquet would give all tasks all fields of any.
+    A row has `prompt`, `data_source`, `agent_name` and `extra_info` with `handler`, `index`, `limits` (the
+    same in all) and `task`. The task is JSON text, because Parquet would give all tasks all fields of any.
 
     Raises:
         DatasetError: pyarrow is missing, or the file cannot be written.
