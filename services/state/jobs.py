@@ -64,19 +64,25 @@ class JobStore:
         rollout_id, until = self._redis.hmget(key, "rollout", "until")
         return rollout_id if rollout_id and float(until or "inf") > now(self._redis) else None
 
-    def answered(self, key: str, rollout_id: str, keep_s: float) -> None:
-        """Note that somebody was told how the job ended; it stands for its rollout for so much longer."""
+    def answered(self, key: str, rollout_id: str, keep_s: float) -> bool:
+        """Note that somebody was told how the job ended; it stands for its rollout for so much longer.
 
-        def note(pipe: redis.client.Pipeline) -> None:
-            same = pipe.hget(key, "rollout") == rollout_id
+        Returns:
+            Whether this is the first time that somebody is told.
+        """
+
+        def note(pipe: redis.client.Pipeline) -> bool:
+            holder, until = pipe.hmget(key, "rollout", "until")
+            same = holder == rollout_id
             at = now(pipe)
             pipe.multi()
             if same and keep_s > 0:
                 pipe.hset(key, "until", str(at + keep_s))
             elif same:
                 pipe.delete(key)
+            return same and until is None
 
-        self._redis.transaction(note, key)
+        return self._redis.transaction(note, key, value_from_callable=True)  # type: ignore[return-value]
 
 
 def digest_of(*parts: Any) -> str:

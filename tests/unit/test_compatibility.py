@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -124,6 +125,25 @@ def test_the_input_of_a_gym_row_is_its_prompt_where_it_has_no_problem(handler, f
     assert asked_for.handler == name and asked_for.task == task | {"answer": "1"}
 
 
+def test_metadata_of_a_gym_row_may_be_texts_of_json_as_its_values_must_be_texts():
+    spec = {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest"}
+    metadata = SWE | {"spec": json.dumps(spec), "PASS_TO_PASS": '["u"]', "image": "twice"}
+    packed = {"instance_id": "a__b-1", "instance_dict": json.dumps(metadata), "split": "train"}
+    for given in (metadata, packed):
+        params = {"input": [], "metadata": given}
+        row = nemo_gym.RunRequest.model_validate({"responses_create_params": params})
+        info = Swe().info()
+        made = nemo_gym.rollout_request(row, {"swe": info}, Settings.from_env({})).task
+        assert made["spec"] == spec and "instance_dict" not in made
+        Draft202012Validator(info.task_schema).validate(made)
+        assert Swe().check_task(made).instance_id == "a__b-1"
+    for kept in ("3", "{", "[" * 99):
+        params = {"input": "Q?", "metadata": {"answer": kept, "problem": "P?", "choices": kept}}
+        row = nemo_gym.RunRequest.model_validate({"handler": "math", "responses_create_params": params})
+        made = nemo_gym.rollout_request(row, {"math": Math().info()}, Settings.from_env({})).task
+        assert made["answer"] == kept, "a text stays one where a text is fine"
+
+
 def test_a_deployment_adds_data_sources_and_any_handler_is_its_own():
     settings = Settings.from_env({"ROLLOUT_DATA_SOURCES": "Mine=noop, deepscaler = math_tools"})
     more = settings.data_source_handlers
@@ -234,21 +254,56 @@ def test_every_message_has_all_three_lists_where_a_trainer_reads_them_of_every_m
     # As verl's code of ProRL's server does, and NeMo RL's.
     assert [token for message in messages for token in message["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
     given = [message for message in messages if message["input_ids"] is None]
-    assert [message["logprobs"] for message in given] == [None] * len(given) and len(given) == 5
+    assert [message["logprobs"] for message in given] == [None] * len(given) and len(given) == 4
+    assert messages[-1]["role"] == "assistant", "verl asserts it"
     sampled = [message for message in messages if message["input_ids"] is not None]
     assert [len(message["logprobs"]) for message in sampled] == [2, 1]
-    assert prorl.ProrlSampling(token_level_generation=True, compact=True).ids == "compact"
+    bare = prorl.ProrlSampling(token_level_generation=True, compact=True)
+    turns = [message for message in result(ended(), ids=bare.ids)["messages"] if message["logprobs"]]
+    # NeMo RL's code cuts as many ids off a turn as its prompt has.
+    assert [(turn["input_ids"], turn["token_ids"]) for turn in turns] == [(None, [3, 4]), (None, [7])]
+
+
+def test_a_trainer_gets_the_last_context_alone():
+    compacted = ended(trajectory=Trajectory(chains=[chain(), chain(9)]))
+    messages = result(compacted, ids="all")["messages"]
+    assert [token for message in messages for token in message["token_ids"]] == [9, 2, 3, 4, 5, 6, 7]
+    assert [message["chain"] for message in result(compacted)["messages"]] == [0] * 6 + [1] * 6
+
+
+def unsampled(blame: str) -> Rollout:
+    asked = Chain(segments=[Segment(role="user", token_ids=[1] * 9000, messages=[])])
+    error = ErrorInfo(blame=blame, stage="run", type="X", message="leaves no room for a turn")
+    fields = {"finish_reason": "context_length", "trajectory": Trajectory(chains=[asked])}
+    return ended(State.FAILED, drop=True, error=error, **fields)
+
+
+@pytest.mark.parametrize(("form", "prompt"), [("all", [0]), ("bare", None)])
+def test_a_trainer_tries_again_what_another_try_may_mend_and_gets_a_turn_of_nothing_else(form, prompt):
+    assert result(unsampled("sandbox"), ids=form)["messages"] == []
+    asked, said = result(unsampled("task"), ids=form)["messages"]
+    assert (asked["role"], asked["token_ids"], asked["input_ids"], asked["logprobs"]) == (
+        "user",
+        [0],
+        None,
+        None,
+    )
+    assert (said["token_ids"], said["input_ids"], said["logprobs"]) == ([0], prompt, [0.0])
+
+
+def test_a_reward_for_what_no_model_said_is_none():
+    """Of a handler that calls no model, beside the good ones of a group."""
+    silent = ended(trajectory=Trajectory(), reward=1.0)
+    row = result(silent)
+    assert (row["success"], row["filter"], row["resolved"], row["reward"]) == (False, True, False, None)
+    assert row["critical_error"] == "run" and "not called once" in row["error"]
+    answer = nemo_gym_answers.answer({"responses_create_params": {}}, silent, None)
+    assert (answer["mask_sample"], answer["reward"], answer["reward_components"]) == (True, 0.0, {})
+    assert check_response(answer["response"]) == [0, 0] and "not called once" in answer["error"]
 
 
 def test_what_never_sampled_is_no_reward_for_clients_of_other_servers():
-    asked = Chain(segments=[Segment(role="user", token_ids=[1] * 9000, messages=[])])
-    rollout = ended(
-        State.FAILED,
-        drop=True,
-        error=ErrorInfo(blame="task", stage="run", type="TaskError", message="leaves no room for a turn"),
-        finish_reason="context_length",
-        trajectory=Trajectory(chains=[asked]),
-    )
+    rollout = unsampled("task")
     answer = result(rollout)
     assert (answer["success"], answer["filter"], answer["reward"]) == (False, True, None)
     assert "leaves no room for a turn" in answer["error"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import redis
 import structlog
 
+from rollout.adapters.base import usable
 from rollout.schema import FieldError, HandlerInfo, Rollout, RolloutRequest, new_id
 from services.dispatch import IdConflict
 from services.gateway.auth import caller
@@ -80,11 +81,14 @@ def begin(
     return Call(rollout_id, tenant.name, request.limits.deadline_s, job)
 
 
-def finish(call: Call, *, replay_s: float) -> Rollout:
+def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
     """Wait for the end of a rollout, without a thread where the server can.
 
     Args:
         replay_s: Seconds for which its job stands for it from now on, if it is not dropped.
+
+    Returns:
+        The rollout, and whether it is a replay: somebody was given it before under the same job.
 
     Raises:
         ApiProblem: 503 when the gateway stops, or has no room for another call that waits; 404 when the
@@ -114,9 +118,9 @@ def finish(call: Call, *, replay_s: float) -> Rollout:
     rollout = gate.rollouts.get(call.rollout_id, tenant=call.tenant)
     if rollout is None:
         raise ApiProblem(404, "No such rollout", f"rollout {call.rollout_id!r} is past its retention")
-    if call.job is not None:
-        gate.jobs.answered(call.job, call.rollout_id, 0.0 if rollout.drop else replay_s)
-    return rollout
+    if call.job is None:
+        return rollout, False
+    return rollout, not gate.jobs.answered(call.job, call.rollout_id, 0.0 if rollout.drop else replay_s)
 
 
 def abandon(gate: Gateway, call: Call) -> None:
@@ -126,6 +130,15 @@ def abandon(gate: Gateway, call: Call) -> None:
     except Exception as error:
         # Limits of its own end it, if later.
         log.warning("a rollout that nobody waits for goes on", rollout_id=call.rollout_id, error=str(error))
+
+
+def lacking(rollout: Rollout) -> str | None:
+    """Why a rollout is no sample though it was not dropped; None = it is one, or it was dropped."""
+    if rollout.drop or (rollout.trajectory is not None and usable(rollout)):
+        return None
+    if rollout.trajectory is None:
+        return "the trajectory is not kept any more"
+    return "the model was not called once, so there is nothing that the reward could teach"
 
 
 def handlers() -> dict[str, HandlerInfo]:

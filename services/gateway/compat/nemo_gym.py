@@ -33,7 +33,15 @@ from services.gateway.compat.nemo_gym_answers import (
     failed,
     response,
 )
-from services.gateway.compat.rows import HANDLERS, as_instance_problem, handler_of, task_of, there_are
+from services.gateway.compat.rows import (
+    HANDLERS,
+    as_instance_problem,
+    handler_of,
+    task_of,
+    there_are,
+    unpacked,
+    whole,
+)
 from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
@@ -147,9 +155,11 @@ def rollout_request(
         for name, value in row.model_extra.items()
         if name not in NOT_THE_TASK and not name.startswith("_ng_")
     }
-    instance = {**(params.metadata or {}), **fields}
+    metadata = whole(params.metadata or {})
+    instance = {**metadata, **fields}
     text = params.input if isinstance(params.input, str) else user_text(params.input)
     handler = _handler(row, instance, handlers, settings)
+    instance |= unpacked(handlers.get(handler), {name: metadata[name] for name in metadata.keys() - fields})
     # The problem of a published set goes before its wording as a request; a handler of yours gets both.
     if text and not (handler in HANDLERS.values() and {"problem", "question"} & instance.keys()):
         instance.setdefault("prompt", text)
@@ -198,14 +208,15 @@ def run(body: RunRequest) -> Response:
         return jsonify(_refused(body, call))
     try:
         # An id that the row names itself may come again; indices begin anew with every collection.
-        rollout = calls.finish(call, replay_s=calls.REPLAY_S if body.rollout_id else 0.0)
+        rollout, replayed = calls.finish(call, replay_s=calls.REPLAY_S if body.rollout_id else 0.0)
     except ApiProblem as problem:
         # The row counts as failed, and another attempt has another id.
         calls.abandon(gateway(), call)
         return jsonify(_refused(body, problem))
     except (redis.RedisError, OperationalError) as error:
         return jsonify(failed(body.repeated(), "infrastructure", f"Redis does not answer: {error}"))
-    return jsonify(answer(body.repeated(), rollout, gateway().tasks.handlers().get(rollout.handler)))
+    verified = answer(body.repeated(), rollout, gateway().tasks.handlers().get(rollout.handler))
+    return jsonify(verified | {"replayed": replayed})
 
 
 @blueprint.post("/v1/responses")
@@ -216,7 +227,7 @@ def responses(body: CreateParams) -> Response:
     call = waiter().remember("call", lambda: _begin(row))
     if isinstance(call, ApiProblem):
         raise call
-    rollout = calls.finish(call, replay_s=0.0)
+    rollout, _ = calls.finish(call, replay_s=0.0)
     params = row.repeated()["responses_create_params"]
     return jsonify(response(params, rollout, gateway().tasks.handlers().get(rollout.handler)))
 

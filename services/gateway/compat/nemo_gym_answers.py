@@ -12,6 +12,7 @@ from rollout.schema import HandlerInfo, Rollout, RolloutRequest, State
 from rollout.schema.base import Items
 from rollout.summary import summarize
 from rollout.trajectory import FinishReason
+from services.gateway.compat.calls import lacking
 from services.gateway.problems import invalid, short
 
 TERMINAL = frozenset({"task", "handler"})
@@ -30,6 +31,7 @@ VERIFIED = {
         "response": {"type": "object"},
         "reward": {"type": "number"},
         "mask_sample": {"type": "boolean"},
+        "replayed": {"type": "boolean"},
     },
 }
 """JSON Schema of a verified response, as far as clients may count on it."""
@@ -54,9 +56,9 @@ def answer(repeated: dict[str, Any], rollout: Rollout, info: HandlerInfo | None)
         "rollout_id": rollout.id,
         "metrics": rollout.metrics,
     }
-    if not rollout.drop and rollout.trajectory is None:
-        # By `ROLLOUT_RESULTS_MAX_BYTES`, say: there is a score, and nothing to learn from.
-        return verified | {"reward": 0.0} | failure("infrastructure", "the trajectory is not kept any more")
+    if lack := lacking(rollout):
+        why = "infrastructure" if rollout.trajectory is None else "handler"
+        return verified | {"reward": 0.0, "reward_components": {}} | failure(why, lack)
     if rollout.drop:
         verified |= failure(
             _class(rollout), rollout.error.message if rollout.error else rollout.drop_reason or ""
@@ -110,13 +112,13 @@ def response(params: dict[str, Any], rollout: Rollout, info: HandlerInfo | None)
 def _output(rollout: Rollout) -> list[dict[str, Any]]:
     """Items of the last chain: a reader may take what it sees for one growing context.
 
-    A masked row in which nothing was sampled has a turn that says nothing: without any it would end a
-    trainer's step.
+    A row in which nothing was sampled has a turn that says nothing: without any it would end a trainer's
+    step.
     """
     trajectory = rollout.trajectory
     if trajectory is not None and trajectory.sampled_tokens:
         return output_items(trajectory.chain, rollout.id, trajectory.unread)
-    return [weightless_item(rollout.id)] if rollout.drop or trajectory is None else []
+    return [weightless_item(rollout.id)]
 
 
 def _responses_object(

@@ -100,14 +100,16 @@ class ProrlSampling(_Open):
     max_iterations: int | None = Field(None, ge=1, le=1000)
     """Most turns."""
     compact: bool | None = None
-    """True: messages without `input_ids`; each has its own `token_ids`."""
+    """True: no prompt is repeated in `input_ids`; each message has its own `token_ids`."""
     token_level_generation: bool | None = None
     """True: every message has `token_ids`, `input_ids` and `logprobs`, for trainers read all of them."""
 
     @property
     def ids(self) -> Ids:
         """The messages that are to carry ids."""
-        return "compact" if self.compact else "all" if self.token_level_generation else "sampled"
+        if self.token_level_generation:
+            return "bare" if self.compact else "all"
+        return "compact" if self.compact else "sampled"
 
     def sampling(self) -> dict[str, Any]:
         """As `SamplingParams` has it."""
@@ -122,6 +124,12 @@ class ProcessRequest(_Open):
     instance: InstanceParams
     sampling_params: ProrlSampling | None = None
     job_id: JobId | None = None
+
+    @property
+    def named_by_task(self) -> bool:
+        """Whether its job has the name of its task, under which all repeats of the task come."""
+        task = self.instance.instance_id
+        return None not in (self.job_id, task) and str(self.job_id) == str(task)
 
 
 class JobRequest(BaseModel):
@@ -171,7 +179,7 @@ def rollout_request(
         group_id=group,
         sampling=sampling,
         limits=Limits(**limits),
-        tags=[TAG],
+        tags=[TAG, _tag(body.job_id)] if body.named_by_task else [TAG],
         metadata={"instance_id": instance.instance_id, "trajectory_id": instance.trajectory_id},
     )
 
@@ -183,10 +191,23 @@ def _store() -> ProrlStore:
     return ProrlStore(gateway().redis)
 
 
-def _job(job_id: str | int) -> str:
+def _job(*names: str | int) -> str:
     """The key in Redis of a job, whose id counts until the next `/stop`."""
     number = _store().run(caller().tenant.name).number
-    return calls.key_of(API, str(number), str(job_id))
+    return calls.key_of(API, str(number), *map(str, names))
+
+
+def _job_of(body: ProcessRequest) -> str | None:
+    """The key of the one rollout that a body names; None: it names none, or several alike."""
+    if body.job_id is None or not body.named_by_task:
+        return None if body.job_id is None else _job(body.job_id)
+    repeat = body.instance.trajectory_id
+    return None if repeat in (None, "") else _job(body.job_id, repeat)
+
+
+def _tag(job_id: str | int) -> str:
+    """The tag of rollouts whose job has the name of their task."""
+    return f"job:{digest_of(job_id)}"
 
 
 @blueprint.post("/start")
@@ -215,11 +236,11 @@ def process(body: ProcessRequest) -> Response:
     """ProRL: submit a rollout and answer when it has ended."""
     call = waiter().remember("call", lambda: _begin(body))
     body.instance = {}  # it may be large, and the request may wait for long
-    rollout = calls.finish(call, replay_s=calls.REPLAY_S)
+    rollout, replayed = calls.finish(call, replay_s=calls.REPLAY_S)
     _store().ended(call.tenant, call.rollout_id)
     info = gateway().tasks.handlers().get(rollout.handler)
     ids = body.sampling_params.ids if body.sampling_params else "sampled"
-    return jsonify(result(rollout, info, ids=ids))
+    return jsonify(result(rollout, info, ids=ids, replayed=replayed))
 
 
 def _begin(body: ProcessRequest) -> calls.Call:
@@ -228,7 +249,7 @@ def _begin(body: ProcessRequest) -> calls.Call:
     if run.running is False:
         raise ApiProblem(409, "Stopped", "POST /stop was called: POST /start first")
     request = rollout_request(body, calls.handlers(), gate.settings, run.number)
-    job = None if body.job_id is None else _job(body.job_id)
+    job = _job_of(body)
     try:
         call = calls.begin(request, job, before=lambda rollout_id: _store().began(tenant, rollout_id))
     except ApiProblem as problem:
@@ -247,7 +268,10 @@ def cancel(body: JobRequest) -> Response:
     job = _job(body.job_id)
     rollout_id = gate.jobs.find(job)
     if rollout_id is None:
-        return jsonify(status="unknown")
+        ids = gate.rollouts.ids(tag=_tag(body.job_id), tenant=tenant, limit=10**9)
+        words = {word for word, _ in gate.dispatcher.cancel_many(ids, tenant)}
+        words &= {"cancelled", "cancelling", "ended"}
+        return jsonify(status=min(words, default="unknown"))
     word, _ = gate.dispatcher.cancel(rollout_id, tenant)
     if word in ("cancelled", "cancelling"):
         # Who cancels knows how it ended: the same id again is another try.

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from rollout.adapters.base import weightless
 from rollout.schema import HandlerInfo, Rollout, State
 from rollout.schema.trajectory import calls_of
 from rollout.summary import SUCCESS
-from rollout.trajectory import Chain, FinishReason, Message
+from rollout.trajectory import Chain, FinishReason, Message, Trajectory
+from services.gateway.compat.calls import lacking
 
-Ids = Literal["sampled", "all", "compact"]
-"""Which messages carry ids: those that were sampled, each with its prompt; all; all, and none its prompt."""
+Ids = Literal["sampled", "all", "bare", "compact"]
+"""Which messages carry ids: those that were sampled, each with its prompt; all, for trainers, with prompts or
+(`bare`) with null for them; `compact`: all, and none its prompt."""
+FOR_TRAINERS = ("all", "bare")
+"""Forms of which a trainer takes all ids in a row for one context that ends with a turn of the model."""
 RESULT = {
     "type": "object",
     "required": ["success", "filter", "resolved", "reward", "messages", "tools", "critical_error", "timing"],
@@ -21,6 +26,7 @@ RESULT = {
         "resolved": {"type": "boolean"},
         "reward": {"type": ["number", "null"]},
         "messages": {"type": "array", "items": {"type": "object"}},
+        "replayed": {"type": "boolean"},
         "tools": {"type": "array", "items": {"type": "object"}},
         "timing": {"type": "object"},
     },
@@ -28,23 +34,21 @@ RESULT = {
 """JSON Schema of a result object, as far as clients may count on it."""
 
 
-def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids) -> dict[str, Any]:
+def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids, replayed: bool = False) -> dict[str, Any]:
     """The result object of an ended rollout.
 
     Args:
         info: What its handler announced, for the tools; None = unknown.
         ids: Which messages carry ids.
+        replayed: Somebody was given this rollout before.
     """
     trajectory = rollout.trajectory
-    lost = not rollout.drop and trajectory is None
-    dropped = rollout.drop or lost
+    why = lacking(rollout)
+    dropped = rollout.drop or why is not None
     reason = rollout.finish_reason
     names = rollout.request.metadata
     error = rollout.error
-    why = None
-    if lost:
-        why = "the trajectory is not kept any more"
-    elif rollout.drop:
+    if rollout.drop:
         why = f"{error.blame}: {error.message}" if error else rollout.drop_reason or rollout.state.value
     return {
         "instance_id": names.get("instance_id"),
@@ -55,9 +59,10 @@ def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids) -> dict[str,
         "end_properly": not dropped and reason is not FinishReason.TIME_LIMIT and not _cut_off(rollout),
         "resolved": not dropped and (rollout.reward or 0.0) > SUCCESS,
         "reward": None if dropped else rollout.reward,
-        "messages": list(_messages(rollout, ids)),
+        "messages": _messages(rollout, ids),
+        "replayed": replayed,
         "tools": info.tool_schemas if info else [],
-        "critical_error": "final_result" if lost else _critical_error(rollout),
+        "critical_error": _critical_error(rollout),
         "filter": dropped,
         "error": why,
         "traceback": error.traceback if error else None,
@@ -77,7 +82,7 @@ def _cut_off(rollout: Rollout) -> bool:
 def _critical_error(rollout: Rollout) -> str | None:
     """The stage in which it failed, or in which it was when it was cancelled."""
     if not rollout.drop:
-        return None
+        return "final_result" if rollout.trajectory is None else "run" if lacking(rollout) else None
     if rollout.state is State.TIMED_OUT or (rollout.error and rollout.error.blame == "timeout"):
         return "timeout"
     if rollout.error and rollout.error.stage:
@@ -100,22 +105,41 @@ def _timing(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _messages(rollout: Rollout, ids: Ids) -> Iterator[dict[str, Any]]:
+def _messages(rollout: Rollout, form: Ids) -> list[dict[str, Any]]:
     """Messages of all chains, in order. Log-probs and ids stay as they were sampled."""
-    if rollout.trajectory is None:
-        return
-    chains = rollout.trajectory.chains
-    for number, chain in enumerate(chains):
-        where = {"chain": number} if len(chains) > 1 else {}
-        for message in _chain_messages(chain, ids):
-            yield message | where
-    for message in rollout.trajectory.unread:
-        yield _message(message) | _NOT_SAMPLED[ids]
+    trajectory = rollout.trajectory or Trajectory()
+    if form in FOR_TRAINERS:
+        messages = [message for chain in trajectory.chains[-1:] for message in _chain_messages(chain, form)]
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        # Of an empty list clients make another try, or a copy of another sample, and fail if there is none.
+        # So a task that no try would mend gets a turn that says nothing.
+        hopeless = rollout.error is not None and rollout.error.blame == "task"
+        return messages or (_nothing_said(form) if hopeless else [])
+    messages = []
+    for number, chain in enumerate(trajectory.chains):
+        where = {"chain": number} if len(trajectory.chains) > 1 else {}
+        messages += [message | where for message in _chain_messages(chain, form)]
+    return messages + [_message(message) | _NOT_SAMPLED[form] for message in trajectory.unread]
 
 
+def _nothing_said(form: Ids) -> list[dict[str, Any]]:
+    """A prompt and a turn of one id each, which every vocabulary has."""
+    row = weightless()
+    turn = {
+        "token_ids": row.response_ids,
+        "logprobs": row.logprobs,
+        "input_ids": row.prompt_ids if form == "all" else None,
+    }
+    asked = _message(Message(role="user")) | _NOT_SAMPLED[form] | {"token_ids": row.prompt_ids}
+    return [asked, _message(Message(role="assistant")) | turn]
+
+
+_ALL_NAMES: dict[str, Any] = {"token_ids": [], "input_ids": None, "logprobs": None}
 _NOT_SAMPLED: dict[Ids, dict[str, Any]] = {
     "sampled": {},
-    "all": {"token_ids": [], "input_ids": None, "logprobs": None},
+    "all": _ALL_NAMES,
+    "bare": _ALL_NAMES,
     "compact": {"token_ids": []},
 }
 """What a message that was not sampled has beside its text."""
@@ -131,7 +155,7 @@ def _chain_messages(chain: Chain, form: Ids) -> Iterator[dict[str, Any]]:
             answer["token_ids"] = ids
             answer["logprobs"] = [value for segment in call for value in segment.logprobs or ()]
             if form != "compact":
-                answer["input_ids"] = list(seen)
+                answer["input_ids"] = None if form == "bare" else list(seen)
             messages = [answer]
         elif form != "sampled":
             # The ids of messages that came together cannot be told apart; the last has them all.

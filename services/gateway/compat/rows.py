@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 from rollout.schema import FieldError, HandlerInfo
+from services.gateway.bodies import read_json
 from services.gateway.problems import ApiProblem, invalid
 
 DEFAULT_SOURCE = "swebench"
@@ -63,6 +66,34 @@ def task_of(info: HandlerInfo | None, instance: Mapping[str, Any]) -> dict[str, 
         return dict(task)
     service_fields = SERVICE_FIELDS - (info.task_schema.get("properties", {}).keys() if info else set())
     return {name: value for name, value in instance.items() if name not in service_fields}
+
+
+def whole(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The instance in the metadata of a row, with what NeMo Gym's own SWE rows have in `instance_dict`."""
+    packed = metadata.get("instance_dict")
+    inner = _parsed(packed) if isinstance(packed, str) else None
+    if not isinstance(inner, dict):
+        return dict(metadata)
+    return inner | {name: value for name, value in metadata.items() if name != "instance_dict"}
+
+
+def unpacked(info: HandlerInfo | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of metadata, which must be texts there: those of fields that take no text, read as JSON."""
+    schema = info.task_schema if info else {}
+    values = dict(metadata)
+    for name in metadata.keys() & schema.get("properties", {}).keys():
+        field = {"$defs": schema.get("$defs", {}), **schema["properties"][name]}
+        if isinstance(metadata[name], str) and not Draft202012Validator(field).is_valid(metadata[name]):
+            values[name] = _parsed(metadata[name])
+    return values
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text, or the text itself."""
+    try:
+        return read_json(text.encode(errors="backslashreplace"))
+    except ApiProblem:
+        return text
 
 
 def as_instance_problem(problem: ApiProblem, where: str = "instance") -> ApiProblem:
