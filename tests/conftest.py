@@ -118,7 +118,7 @@ SECONDS = {
     "tests/inference/test_engine.py": 50,
     "tests/integration/test_benchmarks.py": 40,
     "tests/integration/test_builtin_handlers.py": 26,
-    "tests/integration/test_compatibility.py": 27,
+    "tests/integration/test_compatibility.py": 50,
     "tests/integration/test_failover.py": 209,
     "tests/integration/test_faults.py": 57,
     "tests/integration/test_intake.py": 57,

@@ -2,8 +2,8 @@
 # `extras.sh bench`: what only the benchmarks need, i.e. the programs that the sandbox is compared with; tmux comes
 # with the system packages (setup.sh). `extras.sh tasks`: what the handlers math, stem, reasoning_gym and swe score
 # with, and readers of datasets. `extras.sh trainer`: what the example trainers need, and below .local/trainers the
-# source of those whose classes the tests of adapters construct, and below .local/compose the schema that
-# docker-compose.dev.yml is tested against. Into the virtual environment; nothing to do when neither setup.cfg nor
+# source of those whose classes the tests of adapters construct, below .local/nemo-gym NeMo Gym's collectors, and
+# below .local/compose the schema that docker-compose.dev.yml is tested against. Into the virtual environment; nothing to do when neither setup.cfg nor
 # the environment has changed since.
 
 [ $# -gt 0 ] || set -- ""
@@ -11,6 +11,8 @@ SCRIPT_NAME="$*"
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 TRAINER_SOURCES=(verl==0.9.1 skyrl==0.3.0 verifiers==0.4.0)
+GYM_RELEASES=(0.4.0 0.7.0) # 75 MB to fetch, of which 7 stay: their collectors are run against the gateway
+GYM_NEEDS=(antlr4-python3-runtime==4.9.3 httptools==0.7.1 hydra-core==1.3.2 omegaconf==2.3.0 orjson==3.11.6)
 COMPOSE=docker-compose==1.29.2 # 0.1 MB; only its schema of the Compose specification is read
 
 VENV="$ROLLOUT_HOME/venv"
@@ -31,6 +33,19 @@ fingerprint() {
         cat "$REPO_ROOT/setup.cfg" "$REPO_ROOT/pyproject.toml" "${BASH_SOURCE[0]}"
         echo "$REPO_ROOT"
     } | sha256sum | cut -d' ' -f1
+}
+
+# Of its environments the tests need none, and of other packages names alone (tests/helpers/gym_collector.py).
+gym_collectors() {
+    local home="$ROLLOUT_HOME/nemo-gym" release
+    local into=(--progress-bar off --no-compile --no-deps --upgrade --target)
+    for release in "${GYM_RELEASES[@]}"; do
+        [ ! -d "$home/$release/nemo_gym" ] || continue
+        # It asks for a later Python, and runs on this one.
+        pip install "${into[@]}" "$home/$release" --ignore-requires-python "nemo-gym==$release"
+        find "$home/$release" -mindepth 1 -maxdepth 1 ! -name 'nemo_gym*' -exec rm -rf {} +
+    done
+    pip install "${into[@]}" "$home/needs" "${GYM_NEEDS[@]}"
 }
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
@@ -62,7 +77,8 @@ else
                 pip uninstall --yes rfc3987-syntax ;;
             trainer) # Only their source, for the tests that hand them our records: to import them takes gigabytes.
                 pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/trainers" "${TRAINER_SOURCES[@]}"
-                pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE" ;;
+                pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE"
+                gym_collectors ;;
         esac
         echo "$wanted" >"$VENV/.rollout-$name-stamp"
     done

@@ -70,6 +70,18 @@ class BadImage(AgentHandler):
         return Reward(1.0)
 
 
+class Unready(AgentHandler):
+    """Fails in INIT, before there is a sandbox."""
+
+    name = "unready"
+
+    async def init(self, ctx: InitContext) -> None:
+        raise ValueError("broken on purpose in init")
+
+    async def evaluate(self, ctx: EvalContext) -> Reward:
+        return Reward(1.0)
+
+
 class SleepTask(BaseModel):
     command: str = "sleep 600"
 
@@ -234,4 +246,4 @@ class Lottery(AgentHandler[LotteryTask]):
         return Reward(ctx.task.rewards[ctx.index % len(ctx.task.rewards)])
 
 
-all_handlers = [Chatty, Judged, Faulty, BadImage, InTool, Greedy, Notebook, Digits, Talker, Lottery]
+all_handlers = [Chatty, Judged, Faulty, BadImage, Unready, InTool, Greedy, Notebook, Digits, Talker, Lottery]

@@ -6,17 +6,21 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from rollout.schema import Rollout, State
 from services.state.fleet import FleetStore
 from services.state.tenants import DEFAULT_TENANT
 from tests.helpers.fake_engine import fake_engine
+from tests.helpers.gym_collector import RELEASES, Collection
 from tests.helpers.keys import HEADER, http, metric
 from tests.helpers.nemo_gym_client import GymClient, check_response
 from tests.helpers.policy_script import VARIABLE, Plans
 from tests.helpers.prorl_client import Process, ProrlClient, turns
+from tests.helpers.prorl_trainers import TOKENS, ask, nemo_rl_rows, verl_rows
 from tests.helpers.stack import ROOT, Stack, free_port, wait_until
 from workers.agent.replay import Action, Call
 from workers.handlers.noop import Noop
@@ -150,16 +154,16 @@ def test_stop_cancels_what_is_under_way_and_ids_begin_anew(idle, waiting):
 
 
 def test_a_killed_gateway_costs_a_job_with_an_id_nothing(idle, waiting):
-    held = Process(waiting, {"data_source": "noop", "instance_id": "kept"}, job_id="kept")
+    held = Process(waiting, {"data_source": "noop", "instance_id": "kept"}, job_id="kept-0")
     (before,) = queued(idle, 1)
     idle.gateway.kill()
     idle.gateway = idle.start_gateway()
     # Its client sends the same again by itself; here it did, once the gateway has one that waits.
     wait_until(lambda: waiters(idle) == 1, PATIENCE_S, "the client to come back")
     assert [rollout.id for rollout in queued(idle, 1)] == [before.id]
-    answer = waiting.post("/process", {"instance": {"data_source": "noop", "run_s": 1}, "job_id": "kept"})
+    answer = waiting.post("/process", {"instance": {"data_source": "noop", "run_s": 1}, "job_id": "kept-0"})
     assert answer.status_code == 409 and answer.json()["errors"][0]["field"] == "job_id"
-    waiting.cancel("kept")
+    waiting.cancel("kept-0")
     assert held.result()["instance_id"] == "kept"
 
 
@@ -185,6 +189,16 @@ def hang_up(stack: Stack, body: str) -> None:
 
 def waiters(stack: Stack) -> float:
     return metric(stack.url, "rollout_gateway_waiters")
+
+
+def test_cancelling_a_name_that_several_repeats_share_ends_all_of_them(idle, waiting):
+    instance = {"data_source": "noop", "instance_id": "task-1"}
+    held = [Process(waiting, instance, job_id="task-1") for _ in range(2)]
+    held.append(Process(waiting, instance | {"trajectory_id": 3}, job_id="task-1"))
+    assert len({rollout.id for rollout in queued(idle, 3)}) == 3
+    assert waiting.cancel("task-1") == "cancelled"
+    assert [call.result()["filter"] for call in held] == [True] * 3
+    assert waiting.cancel("task-1") == "ended" and waiting.cancel("task-2") == "unknown"
 
 
 # -- ProRL -------------------------------------------------------------------------------------
@@ -298,6 +312,119 @@ def test_without_an_llm_server_a_job_is_filtered_and_another_one_helps(service, 
     assert turns(again) == turns(row), "one that did not is given again"
 
 
+# -- ProRL's own clients, with faults ----------------------------------------------------------
+
+
+def solvable(service: Service, name: str, **more: Any) -> dict[str, Any]:
+    asked = service.asks(name, *SOLVED)
+    return {"data_source": "math", "instance_id": name, "problem": asked, "answer": "7"} | more
+
+
+def too_long(service: Service, name: str) -> dict[str, Any]:
+    """An instance whose prompt leaves the model no room."""
+    return solvable(service, name) | {"problem": "1" * 70_000}
+
+
+def test_verl_learns_from_every_token_and_from_none_of_what_never_began(service, trainer):
+    broken = {"data_source": "unready", "instance_id": "verl-mixed"}
+    groups = [
+        [too_long(service, "verl-long")] * 2,
+        [solvable(service, "verl-mixed"), broken, solvable(service, "verl-mixed")],
+        [broken | {"instance_id": "verl-broken"}] * 2,
+    ]
+    answers = ask(trainer, groups, TOKENS)
+    rows = verl_rows(answers)
+    long, mixed, broken_rows = rows[:2], rows[2:5], rows[5:]
+    assert [(row.prompt, row.response, row.error, row.resolved) for row in long] == [
+        ([0], [0], True, False)
+    ] * 2
+    assert [row.padded for row in mixed] == [False, True, False], (
+        "one dropped in INIT is a copy of a good one"
+    )
+    assert [row.padded for row in broken_rows] == [True] * 2
+    (kept, *_) = rollouts_of(service, "verl-mixed", State.COMPLETED)
+    for row in (mixed[0], mixed[2]):
+        assert (row.prompt, row.response) == (kept.trajectory.prompt_ids, kept.trajectory.response_ids)
+        assert (row.mask, row.resolved, row.error) == (kept.trajectory.loss_mask, True, False)
+        assert row.logprobs == pytest.approx(kept.trajectory.logprobs, abs=1e-6)
+
+
+def test_nemo_rl_runs_through_and_has_every_token_if_it_asks_for_no_prompts(service, trainer):
+    def groups() -> list[list[dict[str, Any]]]:
+        broken = {"data_source": "unready", "instance_id": "rl-mixed"}
+        return [[solvable(service, "rl-mixed"), broken], [too_long(service, "rl-long")] * 2]
+
+    unmodified = nemo_rl_rows(ask(trainer, groups(), TOKENS, attempts=3))
+    assert [row.resolved for row in unmodified] == [True, True, False, False]
+    rows = nemo_rl_rows(ask(trainer, groups(), TOKENS | {"compact": True}, attempts=3))
+    (kept, *_) = rollouts_of(service, "rl-mixed", State.COMPLETED)
+    sampled = [
+        token
+        for token, bit in zip(kept.trajectory.response_ids, kept.trajectory.loss_mask, strict=True)
+        if bit
+    ]
+    assert (rows[0].response, rows[1].padded) == (sampled, True)
+    assert [row.response for row in rows[2:]] == [[0], [0]]
+
+
+def test_a_step_lasts_over_a_dead_backend_and_the_next_over_a_new_gateway(service, trainer):
+    with fake_engine(script="tests.helpers.policy_script:play", max_model_len=65536) as other:
+        trainer.post("/add_llm_server", {"address": f"{other.url}/v1"}).raise_for_status()
+    assert len(trainer.status()["llm_servers"]) == 2
+    try:
+        rows = verl_rows(ask(trainer, [[solvable(service, "dead-backend")] * 6], TOKENS))
+        assert [(row.resolved, row.padded) for row in rows] == [(True, False)] * 6
+        service.stack.gateway.kill()
+        service.stack.gateway = service.stack.start_gateway()
+        rows = verl_rows(ask(trainer, [[solvable(service, "new-gateway")] * 2], TOKENS))
+        assert [row.resolved for row in rows] == [True] * 2
+    finally:
+        trainer.post("/clear_llm_server").raise_for_status()
+        trainer.post("/add_llm_server", {"address": service.address}).raise_for_status()
+
+
+def test_a_script_in_text_mode_starts_asks_and_stops(service, trainer):
+    sampling = {
+        **{"model": "openai/any", "api_key": "mykey", "modify_params": False, "log_completions": False},
+        **{"native_tool_calling": True, "temperature": 0.6, "top_p": 0.9, "max_iterations": 3},
+    }
+    trainer.start()
+    assert trainer.status()["running"] is True
+    calls = [
+        Process(trainer, solvable(service, "script", trajectory_id=number), sampling) for number in range(3)
+    ]
+    rows = [call.result() for call in calls]
+    assert sorted(row["trajectory_id"] for row in rows) == [0, 1, 2]
+    for row in rows:
+        assert row["resolved"] and turns(row)[-1]["content"] == SOLVED[1]
+        assert all(
+            "token_ids" not in message for message in row["messages"] if message["role"] != "assistant"
+        )
+    assert trainer.post("/stop").status_code == 200 and trainer.status()["running"] is False
+    assert trainer.post("/start").status_code == 200
+
+
+def test_a_job_named_as_its_task_is_a_rollout_each_time(service, trainer):
+    """As NeMo Gym's agent for ProRL's server names them."""
+    instance = solvable(service, "copies")
+    rows = [call.result() for call in [Process(trainer, instance, job_id="copies") for _ in range(3)]]
+    rows.append(trainer.process(instance, job_id="copies"))
+    assert [(row["resolved"], row["replayed"]) for row in rows] == [(True, False)] * 4
+    assert len(rollouts_of(service, "copies")) == 4
+    repeat = [trainer.process(instance | {"trajectory_id": 1}, job_id="copies") for _ in range(2)]
+    assert [row["replayed"] for row in repeat] == [False, True], "one that names its repeat can be had again"
+    assert len(rollouts_of(service, "copies")) == 5
+
+
+def rollouts_of(service: Service, instance_id: str, state: State | None = None) -> list[Rollout]:
+    named = [
+        rollout.id
+        for rollout in service.client.list(limit=1000, state=state).rollouts
+        if rollout.request.metadata.get("instance_id") == instance_id
+    ]
+    return [service.client.get(rollout_id) for rollout_id in named]
+
+
 # -- NeMo Gym ----------------------------------------------------------------------------------
 
 
@@ -331,16 +458,18 @@ def test_a_gym_collector_gets_every_failure_as_a_masked_row(service, collector):
     for row in (nobody, misfit, policy):
         assert (row["_ng_failure_class"], row["_ng_failure_terminal"]) == ("task", True)
     assert "sk-secret-2" not in str(policy)
-    well = collector.run(
-        "", "noop", reward=0.5, policy_base_url=service.address, policy_api_key="sk-secret-2"
-    )
-    assert well["reward"] == 0.5
+    silent = collector.run("", "noop", reward=0.5)
+    assert (silent["mask_sample"], silent["reward"]) == (True, 0), "no model was called"
+    asked = service.asks("gym-well", r"\boxed{7}")
+    policy = {"policy_base_url": service.address, "policy_api_key": "sk-secret-2"}
+    well = collector.run(asked, "math", answer="7", **policy)
+    assert well["reward"] == 1.0
     assert "sk-secret-2" not in service.client.get(well["rollout_id"]).model_dump_json()
     assert collector.post("/run", {"no": "row"}).status_code == 400
-    numbers = collector.post("/aggregate_metrics", {"verify_responses": [outage, well]}).json()
-    assert numbers["agent_metrics"]["mean/reward"] == 0.5, "a failure is not a reward of 0"
+    numbers = collector.post("/aggregate_metrics", {"verify_responses": [outage, silent, well]}).json()
+    assert numbers["agent_metrics"]["mean/reward"] == 1.0, "a failure is not a reward of 0"
     assert numbers["agent_metrics"]["dropped/infrastructure"] == 1
-    assert numbers["key_metrics"]["mean/reward"] == 0.5 and len(numbers["group_level_metrics"]) == 1
+    assert numbers["key_metrics"]["mean/reward"] == 1.0 and len(numbers["group_level_metrics"]) == 1
 
 
 def test_a_row_of_swe_keeps_its_instance_in_the_metadata(collector):
@@ -362,6 +491,63 @@ def test_a_row_of_swe_keeps_its_instance_in_the_metadata(collector):
     )
     assert "no test command is known for 'me/it'" in body["error"]["message"]
     assert body["metadata"] == metadata
+
+
+def test_collectors_of_two_releases_of_nemo_gym_get_rewards_and_failures_over_a_killed_gateway(
+    service, collector, tmp_path
+):
+    guide = (ROOT / "docs" / "compatibility.md").read_text()
+    (config,) = re.findall(r"<!-- tested: gym_config -->\n```yaml\n(.*?)```", guide, re.DOTALL)
+    address = httpx.URL(service.stack.compat_url)
+    config = config.replace("127.0.0.1", address.host).replace("8006", str(address.port))
+    found = [Collection(name, config, gym_rows(service, name), tmp_path, num_repeats=2) for name in RELEASES]
+    # Those that wait for the slow row of each.
+    wait_until(lambda: waiters(service.stack) >= 2 * len(found), PATIENCE_S, "the slow rows")
+    service.stack.gateway.kill()
+    service.stack.gateway = service.stack.start_gateway()
+    for collection in found:
+        collection.wait()
+        assert sorted(row["reward"] for row in collection.successes) == [0.0, 0.0, 1.0, 1.0]
+        for row in collection.successes:
+            check_response(row["response"])
+        causes = sorted((row["_ng_task_index"], row["_ng_failure_class"]) for row in collection.failures)
+        assert causes == [(number, blame) for number, blame in GYM_FAILURES for _ in range(2)]
+        assert all(row["reward"] == 0.0 and row["mask_sample"] for row in collection.failures)
+        assert collection.metrics()["agent_metrics"]["mean/reward"] == 0.5
+    slow = [
+        rollout
+        for rollout in service.client.list(handler="noop", limit=1000).rollouts
+        if rollout.request.tags
+    ]
+    assert sum(rollout.request.task.get("run_s") == SLOW_S for rollout in slow) == 2 * len(found)
+
+
+GYM_FAILURES = ((2, "task"), (3, "handler"), (4, "handler"))
+SLOW_S = 8.0
+
+
+def gym_rows(service: Service, release: str) -> list[dict[str, Any]]:
+    """Solved, failed, a prompt that is too long, one dropped in INIT, a slow one that calls no model."""
+    name = f"collect-{release.replace('.', '-')}"
+    texts = (
+        service.asks(f"{name}-right", *SOLVED),
+        service.asks(f"{name}-wrong", r"\boxed{8}"),
+        "1" * 70_000,
+    )
+    fields = [{"expected_answer": "7"}] * 3
+    # Another run_s for each, or both releases' rows would be one rollout: they have the same indices.
+    fields += [
+        {"handler": "unready"},
+        {"handler": "noop", "run_s": SLOW_S, "eval_s": float(release[2]) / 1e3},
+    ]
+    return [
+        {"responses_create_params": {"input": [{"role": "user", "content": text}]}, "agent_ref": GYM_AGENT}
+        | more
+        for text, more in zip((*texts, f"{name}-init", f"{name}-slow"), fields, strict=True)
+    ]
+
+
+GYM_AGENT = {"type": "responses_api_agents", "name": "math"}
 
 
 @pytest.mark.parametrize("name", ["prorl", "nemo_gym"])
