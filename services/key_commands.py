@@ -23,6 +23,7 @@ from rollout.client import KEY_VARIABLE
 from rollout.webhooks import tenant_secret
 from services.launch import paths
 from services.launch.redis import own_url
+from services.redis_address import hide_password
 from services.settings import SettingsError, settings
 from services.state.api_keys import ApiKey, KeyProblem, KeyStore, Scope
 from services.state.redis import connect
@@ -105,10 +106,15 @@ def limit_options(command: F) -> F:
 
 
 @contextmanager
-def _connected(url: str | None) -> Iterator[redis.Redis]:
-    """A connection to the deployment's Redis; what goes wrong becomes one message and exit code 1."""
+def _connected(url: str | None, quiet: bool = False) -> Iterator[redis.Redis]:
+    """A connection to the deployment's Redis; what goes wrong becomes one message and exit code 1.
+
+    Where the command line does not name it, standard error says which one it is.
+    """
     try:
         chosen = url or os.environ.get(REDIS_VARIABLE) or own_url(paths.state_dir()) or settings().redis_url
+        if not (url or quiet):
+            click.echo(hide_password(chosen), err=True)
         client = connect(chosen, max_connections=2)
         try:
             yield client
@@ -127,7 +133,7 @@ def _completed(names: Callable[[redis.Redis], Iterable[str]]) -> Callable[..., l
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
         try:
-            with _connected(ctx.params.get("redis_url")) as client:
+            with _connected(ctx.params.get("redis_url"), quiet=True) as client:
                 return sorted(name for name in names(client) if name.startswith(incomplete))
         except click.ClickException:
             return []

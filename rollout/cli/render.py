@@ -88,14 +88,14 @@ def rollout_view(rollout: Rollout) -> RenderableType:
 
 
 def _heading(rollout: Rollout) -> Text:
-    """Its id on a line of its own, which is longer than the window rather than cut."""
-    return Text(f"rollout {rollout.id}", "bold", no_wrap=True, overflow="ignore")
+    """Its ids on lines of their own, which are longer than the window rather than cut."""
+    return Text(f"rollout {rollout.id}\ngroup   {rollout.group_id}", "bold", no_wrap=True, overflow="ignore")
 
 
 def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
     rows: list[tuple[str, RenderableType]] = [
         ("state", state_text(rollout.state)),
-        ("handler", f"{rollout.handler}   attempt {rollout.attempt}   group {rollout.group_id}"),
+        ("handler", f"{rollout.handler}   attempt {rollout.attempt}"),
         ("task", _shorten(json.dumps(rollout.request.task, ensure_ascii=False), 400)),
     ]
     if rollout.sandbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import nullcontext
 
 import click
 from rich.console import Group
@@ -98,24 +99,30 @@ def show(rollout_id: str, timeline: bool, as_json: bool, url: str | None) -> Non
 @click.command()
 @click.option("--tag", help="Only results with this tag.")
 @click.option("--seconds", type=float, help="Stop after so many seconds. [default: until Ctrl-C]")
+@click.option("--json", "as_json", is_flag=True, help="What ends, one JSON object a line.")
 @url_option
-def watch(tag: str | None, seconds: float | None, url: str | None) -> None:
+def watch(tag: str | None, seconds: float | None, as_json: bool, url: str | None) -> None:
     """Follow the service: states, queues, backends, latest results."""
     from rich.live import Live
 
     end = None if seconds is None else time.monotonic() + seconds
     latest: deque[Rollout] = deque(maxlen=10)
-    with connect(url, WORK_PATIENCE_S) as client, Live(console=out, auto_refresh=False) as live:
+    live = nullcontext() if as_json else Live(console=out, auto_refresh=False)
+    with connect(url, WORK_PATIENCE_S) as client, live as screen:
         cursor = "$"
         try:
             while end is None or time.monotonic() < end:
                 page = client.results(cursor, wait=1.0, limit=200, tag=tag, include="summary")
                 cursor = page.cursor
+                if screen is None:
+                    for rollout in page.rollouts:
+                        show_view("", rollout, as_json)
+                    continue
                 latest.extend(page.rollouts)
                 view = Group(
                     render.status_view(client.status()), "", render.rollouts_table(list(reversed(latest)))
                 )
-                live.update(view, refresh=True)
+                screen.update(view, refresh=True)
                 if page.rollouts:  # the long-poll answers at once then; twice a second is enough to look at
                     time.sleep(0.5)
         except KeyboardInterrupt:

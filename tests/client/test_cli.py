@@ -137,6 +137,13 @@ def test_status_list_watch_and_cancel(gateway, invoke):
     assert "a worker of the stage run" in status.stderr
     assert "calculator" in invoke("list", "--state", "completed").stdout
     assert invoke("watch", "--seconds", "0.1").exit_code == 0
+    watcher = [sys.executable, "-m", "rollout.cli", "watch", "--seconds", "60", "--json"]
+    with subprocess.Popen([*watcher, "--url", gateway.url], text=True, stdout=subprocess.PIPE) as child:
+        wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 4, 30, "it to look")
+        invoke("submit", "-", stdin='{"handler": "calculator", "id": "b"}\n')
+        assert json.loads(child.stdout.readline())["id"] == "b"
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) == 0
     assert "cancelled 0; 1 had ended" in invoke("cancel", "a").stdout
     assert "exactly one of them" in invoke("cancel").stderr
 
@@ -191,6 +198,8 @@ def test_help_lists_operator_commands_without_importing_them(monkeypatch):
 
 def test_the_help_of_each_command_has_an_example_that_it_understands():
     for path, command in commands(cli.main):
+        if path.split()[-1] in ("status", "list", "show", "inspect", "top", "watch"):
+            assert "--json" in [option for param in command.params for option in param.opts], path
         (example,) = re.findall(r"Example:  (rollout .*)", command.epilog or f"no example: {path}")
         words = shlex.split(example)[1:]
         arguments = words[len(path.split()) - 1 :]

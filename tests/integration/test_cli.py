@@ -113,6 +113,7 @@ def test_a_cancel_of_what_does_not_exist_fails_and_names_it(call, ended):
         done = call("cancel", option, "nobody")
         assert done.returncode == 1 and f"no rollout has the {option[2:]} nobody" in done.stderr
     assert call("show", "nobody").returncode == 1
+    assert f"group   {WIDE}\n" in call("show", ended[0]).stdout
 
 
 @pytest.fixture
