@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import structlog
 
+from rollout.schema import Blame
 from rollout.trajectory import Message
-from workers.agent.guard import TokenizerGuard
-from workers.agent.parsing import SHOWN, Malformed, ParsedTurn, parse_text, parsed_turn, tool_call
+from workers.agent.guard import CUT, TokenizerGuard
+from workers.agent.parsing import SHOWN, THOUGHT, Malformed, ParsedTurn, parse_text, parsed_turn, tool_call
+from workers.errors import StageError
 
 log = structlog.get_logger("codec")
 
 
-class CodecError(RuntimeError):
-    """The tokenizer's template cannot be continued token by token; the message says why."""
+class CodecError(StageError):
+    """The model's chat format cannot do what is asked of it; the message says why.
+
+    The deployment is to blame, which serves this model to this handler, and no other attempt goes better.
+    """
+
+    blame = Blame.INFRASTRUCTURE
+
+
+class TokenizerMissing(CodecError):
+    """The tokenizer is not on this node; it may be on the next attempt's."""
+
+    retry = True
 
 
 class Codec(ABC):
@@ -34,6 +46,8 @@ class Codec(ABC):
     def __init__(self, name: str, guard: TokenizerGuard) -> None:
         self.name = name
         self._guard = guard
+        self._refused: dict[str, CodecError] = {}
+        """Why messages of a role cannot follow a turn."""
 
     @abstractmethod
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
@@ -53,6 +67,64 @@ class Codec(ABC):
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         """The message that the sampled ids say. Never raises: anything may have been sampled."""
 
+    def check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Whether a rollout with tools can be told in this format, before anything is sampled.
+
+        Args:
+            tools: Those that the prompt is to describe; none if the task's text does.
+
+        Raises:
+            CodecError: The format has no place for them, or for what they answer.
+        """
+        if "tool" in self._refused:
+            raise CodecError(f"{self.name}: this model takes no tool answers: {self._refused['tool']}")
+        if tools and (reason := self._tools_obstacle(tools)):
+            raise CodecError(
+                f"{self.name}: {reason}; use another model, or a handler that describes its tools itself "
+                "(`advertise_tools = False`)"
+            )
+
+    def _tools_obstacle(self, tools: list[dict[str, Any]]) -> str | None:
+        """Why a prompt cannot offer these tools, in words."""
+        asked = [Message(role="user", content="x")]
+        ignored = self.render(asked, tools) == self.render(asked, [])
+        return "the format leaves tools out of the prompt" if ignored else None
+
+    def _check_forging(self) -> None:
+        """Text that spells every control token must not become one, neither in a prompt nor behind a turn.
+
+        Raises:
+            CodecError: It does, for the format changes text in a way that the cuts do not survive; or
+                nothing can be appended to a turn.
+        """
+        nasty = " ".join(self._guard.control_tokens)
+        plain, forged = (self.render([Message(role="user", content=text)], []) for text in ("x", nasty))
+        self._compare(plain, forged, "a prompt")
+        for role in ("user", "tool"):
+            refusals = []
+            for end in self.stop_token_ids:
+                # Some formats end a turn that calls a tool with a token of its own, and take no other answer.
+                try:
+                    deltas = [
+                        self.bridge(plain, [end], [Message(role=role, content=text, name="f")])
+                        for text in ("x", nasty)
+                    ]
+                except CodecError as error:
+                    refusals.append(error)
+                    continue
+                self._compare(*deltas, f"role {role!r}")
+            if len(refusals) == len(self.stop_token_ids):
+                self._refused[role] = refusals[0]
+        if len(self._refused) == 2:
+            raise CodecError(f"{self.name}: no message can be appended to a turn")
+
+    def _compare(self, plain: list[int], forged: list[int], where: str) -> None:
+        controls = [[token for token in ids if token in self._guard.control_ids] for ids in (plain, forged)]
+        if controls[0] != controls[1]:
+            raise CodecError(f"{self.name}: text of {where} can become control tokens")
+        if CUT in self._guard.decode(forged):
+            raise CodecError(f"{self.name}: text of {where} is changed")
+
     def _chat(self, messages: list[Message]) -> list[dict[str, Any]]:
         return [self._guard.chat(message) for message in messages]
 
@@ -70,14 +142,15 @@ class RendererCodec(Codec):
         eos = guard.eos_token_id
         self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
         self._thought = guard.convert_tokens_to_ids("</think>")
-        check_forging(self, guard, ("user", "tool"))
+        self._cut = guard.encode_as_is(CUT)
+        self._check_forging()
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         return self.render_chat(self._chat(messages), tools)
 
     def render_chat(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """As `render`, of messages in a template's form whose text is trusted."""
-        return self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True)
+        return self._uncut(self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True))
 
     def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
         chat = self._chat(new)
@@ -100,7 +173,18 @@ class RendererCodec(Codec):
         known = len(prompt) + len(sampled)
         if rendered is None or rendered.token_ids[:known] != prompt + sampled:
             return None
-        return rendered.token_ids[known:]
+        return self._uncut(rendered.token_ids[known:])
+
+    def _uncut(self, ids: list[int]) -> list[int]:
+        """Ids without the cuts that a renderer with an encoder of its own takes for text."""
+        if self._cut[0] not in ids:
+            return ids
+        kept, at, length = [], 0, len(self._cut)
+        while at < len(ids):
+            cut = ids[at : at + length] == self._cut
+            kept += [] if cut else ids[at : at + 1]
+            at += length if cut else 1
+        return kept
 
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         try:
@@ -120,6 +204,8 @@ class RendererCodec(Codec):
 
 _SENTINEL = "SENTINELanswerSENTINEL"
 _ASKED = {"role": "user", "content": "x"}
+_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class TemplateCodec(Codec):
@@ -137,12 +223,12 @@ class TemplateCodec(Codec):
         super().__init__("chat-template", guard)
         if not guard.chat_template:
             raise CodecError("the tokenizer has no chat template")
+        self._check_lead()
         self._closing = self._end_of_turn()
         self._close = guard.encode(self._closing)[-1]
         self.stop_token_ids = [self._close]
         if guard.eos_token_id not in (None, self._close):
             self.stop_token_ids.append(guard.eos_token_id)
-        self._refused: dict[str, CodecError] = {}
         for role in ("tool", "user"):
             try:
                 self._check(role)
@@ -151,7 +237,7 @@ class TemplateCodec(Codec):
                 self._refused[role] = error
         if len(self._refused) == 2:
             raise self._refused["user"]
-        check_forging(self, guard, [role for role in ("user", "tool") if role not in self._refused])
+        self._check_forging()
 
     def _text(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         try:
@@ -170,6 +256,32 @@ class TemplateCodec(Codec):
         if not separator:
             raise CodecError("the chat template drops or rewrites an assistant's text")
         return after
+
+    def _check_lead(self) -> None:
+        """A turn must be a thought and an answer: one with channels would seem to end with its first."""
+        prompt = self._text([_ASKED])
+        whole, _, _ = self._text([_ASKED, {"role": "assistant", "content": _SENTINEL}]).partition(_SENTINEL)
+        same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        lead = whole[same:]
+        parts = [token for token in self._guard.control_tokens if token in lead and token not in THOUGHT]
+        if parts:
+            raise CodecError(
+                f"the chat template writes {' '.join(parts)} before an answer; turns in such parts take a "
+                "renderer, which is chosen by `model_type` of the config.json beside the tokenizer"
+            )
+
+    def _tools_obstacle(self, tools: list[dict[str, Any]]) -> str | None:
+        if reason := super()._tools_obstacle(tools):
+            return reason
+        try:
+            calls = parse_text(self._text([_ASKED, _CALLED, _ASKED])).message.tool_calls
+        except CodecError as error:
+            return str(error)
+        if [(call.name, call.arguments) for call in calls] == [("f", {"a": 1})]:
+            return None
+        return (
+            "the chat template does not write calls as <tool_call>{json}</tool_call>, and no renderer fits it"
+        )
 
     def _end_of_turn(self) -> str:
         """Spaces, if any, and the control token behind an assistant's text."""
@@ -206,35 +318,3 @@ class TemplateCodec(Codec):
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         thinking = self._guard.decode(prompt[-8:]).rstrip().endswith("<think>")
         return parse_text(self._text_of(sampled), thinking)
-
-
-def check_forging(codec: Codec, guard: TokenizerGuard, roles: Sequence[str]) -> None:
-    """Text that spells every control token must not become one, neither in a prompt nor behind a turn.
-
-    Raises:
-        CodecError: It does: the format changes text in a way that the cuts do not survive.
-    """
-
-    def control(ids: list[int]) -> list[int]:
-        return [token for token in ids if token in guard.control_ids]
-
-    nasty = " ".join(guard.control_tokens)
-    prompt = codec.render([Message(role="user", content="x")], [])
-    if control(codec.render([Message(role="user", content=nasty)], [])) != control(prompt):
-        raise CodecError(f"{codec.name}: text of a prompt can become control tokens")
-    bridged = False
-    for role in roles:
-        for end in codec.stop_token_ids:
-            try:
-                plain, forged = (
-                    codec.bridge(prompt, [end], [Message(role=role, content=text, name="f")])
-                    for text in ("x", nasty)
-                )
-            except CodecError:
-                # Some formats end a turn that calls a tool with a token of its own, and take no other answer.
-                continue
-            bridged = True
-            if control(forged) != control(plain):
-                raise CodecError(f"{codec.name}: text of role {role!r} can become control tokens")
-    if not bridged:
-        raise CodecError(f"{codec.name}: no message can be appended to a turn")

@@ -18,6 +18,9 @@ CUT = "\U0010fffe"
 
 REPLACEMENT = "\ufffd"
 
+_SPACE = "\u2581"
+"""How SentencePiece writes a space in the names of its tokens."""
+
 
 class TokenizerGuard:
     """Encodes text piecewise at `CUT`; everything else is the tokenizer's own."""
@@ -30,7 +33,7 @@ class TokenizerGuard:
         tokens = {
             text: token_id
             for text, token_id in tokenizer.get_added_vocab().items()
-            if text and not (text.isspace() and text not in special)
+            if text and not (text.replace(_SPACE, " ").isspace() and text not in special)
         }
         self.control_ids = frozenset(tokens.values())
         """Ids that text from outside must never become."""
@@ -81,6 +84,10 @@ class TokenizerGuard:
             if piece:
                 ids += self._tokenizer.encode(piece, add_special_tokens=False, verbose=False)
         return ids
+
+    def encode_as_is(self, text: str) -> list[int]:
+        """Ids of the text, cuts and all."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text as it is: the clean-up that some tokenizers ask for turns `ls .` into `ls.`."""

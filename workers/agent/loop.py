@@ -15,7 +15,6 @@ from workers.agent.parsing import Malformed, ParsedTurn
 from workers.agent.router import Router
 from workers.agent.tokens import TokenBuffer, fit
 from workers.agent.tools import Observation, Tool, ToolContext, by_name
-from workers.errors import InfrastructureError
 
 Compact = Callable[[Trajectory], Awaitable[list[Message] | None]]
 """Makes new messages of a history that fills the context; None = the rollout ends there."""
@@ -94,13 +93,17 @@ class AgentLoop:
         """Take a backend and render the prompt.
 
         Raises:
-            InfrastructureError: There is no backend, or its tokenizer cannot be used here.
+            InfrastructureError: There is no backend.
+            CodecError: Its model's tokenizer or chat format cannot be used, or not with these tools.
         """
         backend = await self._router.acquire()
         try:
             self._codec = await asyncio.to_thread(load_codec, backend.tokenizer)
+            if self._tools:
+                await asyncio.to_thread(self._codec.check_tools, self._advertised)
+            ids = self._codec.render(messages, self._advertised)
         except CodecError as error:
-            raise InfrastructureError(str(error)) from error
+            raise type(error)(f"backend {backend.id}, tokenizer {backend.tokenizer!r}: {error}") from error
         self._backend = backend
         self._cache_salt = backend.policy_version
         self._max_model_len = backend.max_model_len
@@ -112,7 +115,7 @@ class AgentLoop:
         # The router asks before it moves the rollout: ids are exact only on the same tokenizer.
         self._router.accepts = self._takeover_obstacle
         self._buffer = TokenBuffer(self._codec, trajectory)
-        self._buffer.start(messages, self._codec.render(messages, self._advertised))
+        self._buffer.start(messages, ids)
 
     async def _takeover_obstacle(self, backend: Backend) -> str | None:
         return await asyncio.to_thread(takeover_obstacle, self._backend, backend)

@@ -21,7 +21,7 @@ SHOWN = 200
 """Characters of a malformed call that are told."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
+THOUGHT = _THINK, _THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
