@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install everything the project needs. `setup.sh` is `make setup`; `setup.sh vllm` adds vLLM for CPUs,
 # `setup.sh bench` what the benchmarks compare with, `setup.sh tasks` what the task handlers score with,
-# `setup.sh trainer` what the example trainers need, `setup.sh slurm` the virtual Slurm cluster of the tests;
-# `setup.sh tests` all of these.
+# `setup.sh trainer` what the example trainers need, `setup.sh slurm` the virtual Slurm cluster of the tests,
+# `setup.sh tokenizers` the published tokenizers that chat formats are tested with; `setup.sh tests` all of these.
 #
 # Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step, and
 # what is under way: in a terminal a line that is drawn anew every second, else lines every few seconds. The whole
@@ -182,6 +182,7 @@ tests_track() {
     local compile_pid=$!
     script slurm slurm.sh || status=$?
     script programs programs.sh || status=$?
+    script tokenizers tokenizers.sh || say "missing: the tests of published chat formats are skipped (see above)"
     wait "$compile_pid" || status=$?
     [ -z "$vllm_pid" ] || wait "$vllm_pid" || status=$?
     return "$status"
@@ -215,9 +216,9 @@ work() {
             step bench-apt system_packages && script bench extras.sh bench
             ;;
         tasks | trainer) script "$1" extras.sh "$1" ;;
-        slurm) script slurm slurm.sh ;;
+        slurm | tokenizers) script "$1" "$1.sh" ;;
         tests) tests_track ;;
-        *) die "there is no $1: vllm, bench, tasks, trainer, slurm or tests" ;;
+        *) die "there is no $1: vllm, bench, tasks, trainer, slurm, tokenizers or tests" ;;
     esac
 }
 
