@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from tests.helpers import llm_reference
 from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL
 
-torch, tensors_of = Lazy("torch"), Lazy("safetensors.torch")
+torch, tensors_of, transformers = Lazy("torch"), Lazy("safetensors.torch"), Lazy("transformers")
 
 STOP_IDS = (319, 320, 321)
 """`<|endoftext|>`, `<|im_start|>` and `<|im_end|>` of the demo's tokenizer."""
@@ -36,6 +37,41 @@ def endless_copy(target: Path, scale: float = 0.0, seed: int = 0) -> Path:
     tensors["lm_head.weight"][:, 0] = 0.0
     tensors["lm_head.weight"][list(STOP_IDS), 0] = -100.0
     tensors_of.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def random_qwen3(target: Path, rows: int = 151_936, often: dict[int, float] | None = None) -> Path:
+    """A small random model of Qwen3's kind and vocabulary, beside whatever tokenizer lies at `target`.
+
+    Args:
+        often: Ids with about the probability that each is to have, whatever the context.
+    """
+    config = transformers.Qwen3Config(
+        vocab_size=rows,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the least that vLLM's kernel for CPUs takes
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=151_645,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        # One dimension of the residual stream is a constant, as in `endless_copy`.
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.lm_head.weight[:, 0] = 0.0
+        for token, share in (often or {}).items():
+            # The final norm makes √64 of it, since the other dimensions are small.
+            model.lm_head.weight[token, 0] = math.log(share * rows) / math.sqrt(config.hidden_size)
+    model.save_pretrained(target)
     return target
 
 

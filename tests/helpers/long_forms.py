@@ -77,6 +77,9 @@ TRAINING = LongForm(
 )
 SOAK = LongForm("SOAK_LONG", "make soak")
 BENCHMARKS = LongForm("BENCH_LONG", "make bench")
+MODELS_LONG = LongForm(
+    "MODELS_LONG", "MODELS_LONG=1 python -m pytest tests/integration/test_rollouts.py -k such_a_model"
+)
 
 
 def main() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 
 from examples.demo_model.task import make_tasks
 from rollout.schema import Blame, RolloutRequest, State
 from rollout.trajectory import FinishReason, Message
+from tests.helpers.chat_formats import save
+from tests.helpers.checkpoints import random_qwen3
 from tests.helpers.llm_reference import chain_logprobs
-from tests.helpers.llm_servers import DEMO_MODEL
-from tests.helpers.long_forms import CHAOS
+from tests.helpers.llm_servers import DEMO_MODEL, embedded_server, vllm_server
+from tests.helpers.long_forms import CHAOS, MODELS_LONG
+from tests.helpers.published import directory
 from tests.helpers.recorder import recorder
 from tests.helpers.sandboxes import leftovers, require_apptainer
 from tests.helpers.stack import NODE, wait_until
@@ -69,10 +73,9 @@ def test_many_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     wait_until(lambda: leftovers(stack.sandbox_dir) == [], 60, "what a lost lease has left to be gone")
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
-def recorded(request, client, embedded):
+@contextmanager
+def recorded_alone(client, engine, embedded):
     """The only backend of the service, through a proxy that writes down every call."""
-    engine = request.getfixturevalue(request.param)
     ours = client.backends()[0]
     client.remove_backend(ours.id)
     with recorder(engine.url) as proxy:
@@ -83,29 +86,89 @@ def recorded(request, client, embedded):
     client.add_backend(embedded.url)
 
 
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def recorded(request, client, embedded):
+    with recorded_alone(client, request.getfixturevalue(request.param), embedded) as proxy:
+        yield proxy
+
+
+def check_exact(item, proxy, model_dir) -> None:
+    """Prompts, ids and log-probs of a trajectory are those of its calls, and the log-probs the model's."""
+    calls = {call.request["request_id"]: call for call in proxy.calls if call.request.get("request_id")}
+    assert item.state is State.COMPLETED and item.backend == "recorded", item.error
+    check_invariants(item)
+    context: list[int] = []
+    segments = item.trajectory.chain.segments
+    for segment in segments:
+        if segment.sampled:
+            call = calls[segment.call_id]
+            assert call.request["token_ids"] == context, "the prompt of a call is everything before it"
+            choice = call.answer["choices"][0]
+            assert choice["token_ids"] == segment.token_ids
+            assert [c["logprob"] for c in choice["logprobs"]["content"]] == segment.logprobs
+            assert segment.policy_version is not None
+        context += segment.token_ids
+    assert context == item.trajectory.chain.token_ids
+    assert item.trajectory.prompt_ids + item.trajectory.response_ids == context
+    assert segments[-1].sampled and segments[-1].finish_reason == "stop"
+    ours, reference = chain_logprobs(item.trajectory.chain, model_dir)
+    assert ours == pytest.approx(reference, abs=1e-3)
+    assert item.trajectory.logprobs_mode == "processed_logprobs"
+
+
 def test_a_trajectory_is_exactly_what_the_engine_saw_and_sampled(client, recorded):
-    done = client.run(calculator(16))
-    calls = {call.request["request_id"]: call for call in recorded.calls if call.request.get("request_id")}
+    for item in client.run(calculator(16)):
+        check_exact(item, recorded, DEMO_MODEL)
+
+
+CALL, END = 151_657, 151_645
+"""`<tool_call>` and `<|im_end|>` of Qwen3."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A random model with Qwen3's published tokenizer, which often begins a call and often ends its turn."""
+    model_dir = directory("Qwen3", tmp_path_factory.mktemp("published"))
+    return random_qwen3(model_dir, often={CALL: 0.3, END: 0.1})
+
+
+def check_published(client, engine, embedded, model_dir, rollouts) -> None:
+    limits = {"max_turns": 6, "max_malformed_calls": 6, "max_repeated_actions": None}
+    with recorded_alone(client, engine, embedded) as proxy:
+        done = client.run(calculator(rollouts, limits=limits, sampling={"max_tokens": 256, "seed": 1}))
+    codec = load_codec(str(model_dir))
+    turns = 0
     for item in done:
-        assert item.state is State.COMPLETED and item.backend == "recorded"
-        check_invariants(item)
-        context: list[int] = []
-        segments = item.trajectory.chain.segments
-        for segment in segments:
-            if segment.sampled:
-                call = calls[segment.call_id]
-                assert call.request["token_ids"] == context, "the prompt of a call is everything before it"
-                choice = call.answer["choices"][0]
-                assert choice["token_ids"] == segment.token_ids
-                assert [c["logprob"] for c in choice["logprobs"]["content"]] == segment.logprobs
-                assert segment.policy_version is not None
-            context += segment.token_ids
-        assert context == item.trajectory.chain.token_ids
-        assert item.trajectory.prompt_ids + item.trajectory.response_ids == context
-        assert segments[-1].sampled and segments[-1].finish_reason == "stop"
-        ours, reference = chain_logprobs(item.trajectory.chain, DEMO_MODEL)
-        assert ours == pytest.approx(reference, abs=1e-3)
-        assert item.trajectory.logprobs_mode == "processed_logprobs"
+        check_exact(item, proxy, model_dir)
+        assert item.trajectory.tokenizer == codec.digest
+        turns += item.trajectory.turns
+        for segment in item.trajectory.chain.segments[2::2]:
+            assert codec._guard.decode(segment.token_ids).startswith("\n<|im_start|>user\n<tool_response>\n")
+    assert turns >= 2 * len(done), "three of four turns of such a model call something"
+
+
+def test_rollouts_of_a_model_with_the_vocabulary_and_the_tokenizer_of_qwen3(client, embedded, qwen3):
+    with embedded_server(qwen3) as engine:
+        check_published(client, engine, embedded, qwen3, rollouts=4)
+
+
+@MODELS_LONG.only
+def test_rollouts_of_such_a_model_by_vllm(client, embedded, qwen3):
+    with vllm_server(qwen3) as engine:
+        check_published(client, engine, embedded, qwen3, rollouts=16)
+
+
+def test_a_model_without_a_place_for_tools_is_refused_to_a_handler_that_has_some(client, embedded, tmp_path):
+    ours = client.backends()[0]
+    client.remove_backend(ours.id)
+    client.add_backend(embedded.url, id="gemma", tokenizer=str(save("turns", tmp_path / "gemma")))
+    (item,) = client.run(calculator(1))
+    client.remove_backend("gemma")
+    client.add_backend(embedded.url)
+    assert item.state is State.FAILED and item.attempt == 1
+    assert (item.error.type, item.error.blame) == ("CodecError", Blame.INFRASTRUCTURE)
+    assert item.error.message.startswith("backend gemma, tokenizer '/")
+    assert "this model takes no tool answers" in item.error.message
 
 
 def test_a_seed_makes_a_rollout_repeatable_and_group_mates_differ(client):

@@ -75,7 +75,9 @@ def _renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> Render
             # Such as a token that the renderer writes and this tokenizer lacks, or text that can forge.
             reasons.append(f"renderer {name} cannot be used: {str(error)[:200]}")
             if name == HARMONY and kind == name:
-                raise CodecError(reasons[-1]) from error
+                raise CodecError(
+                    f"{reasons[-1]} (do its tokenizer's ids differ from o200k_harmony?)"
+                ) from error
     if not guard.chat_template:
         raise CodecError("; ".join(["the tokenizer has no chat template", *reasons]))
     if reasons:
