@@ -67,7 +67,7 @@ def test_overflow_the_trainer_with_a_huge_id(target):
         # A tokenizer cannot read such an id either: the handler was blamed. Without text it went through.
         target.patch.setattr(Verdict, "_ids", lambda *_: None)
         target.patch.setattr("workers.agent.formats.parse_text", lambda *_: llm_turn())
-        target.patch.setattr("workers.agent.formats.RendererCodec.parse", lambda *_: llm_turn())
+        target.patch.setattr("workers.agent.renderer_codec.RendererCodec.parse", lambda *_: llm_turn())
         target.patch.setattr("workers.agent.formats.TemplateCodec.parse", lambda *_: llm_turn())
     taken = target.says("an_id_of_two_to_the_forty")
     return taken is not None and sampled(taken).token_ids[0] == 2**40

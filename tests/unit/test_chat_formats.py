@@ -21,8 +21,9 @@ from tests.helpers.scripted import backend
 from tests.helpers.stack import CHECKPOINT
 from workers.agent import codec as codec_module
 from workers.agent.codec import load_codec, takeover_obstacle
-from workers.agent.formats import CodecError, RendererCodec, TemplateCodec
+from workers.agent.formats import CodecError, TemplateCodec
 from workers.agent.guard import CUT, REPLACEMENT, TokenizerGuard
+from workers.agent.renderer_codec import RendererCodec
 from workers.agent.tokens import TokenBuffer
 
 transformers = Lazy("transformers")

@@ -2,151 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
 import json
-import operator
-import os
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from rollout.schema import Backend
-from workers.agent.formats import Codec, CodecError, RendererCodec, TemplateCodec, TokenizerMissing
+from workers.agent.formats import Codec, CodecError, TemplateCodec, TokenizerMissing
 from workers.agent.guard import TokenizerGuard
-
-log = structlog.get_logger("codec")
+from workers.agent.renderer_codec import renderer_codec
 
 MAX_LOADED = 16
 """Tokenizers kept in memory; a large vocabulary takes 100 MB."""
-
-HARMONY = "gpt-oss"
-"""The renderer that brings an encoder of its own."""
-
-_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "It is.", "parameters": {"type": "object", "properties": {}}},
-}
-_ASKED = {"role": "user", "content": "Hi 12."}
-_CALLED = {"role": "assistant", "content": "So.", "tool_calls": [_CALL]}
-_ANSWERED = {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
-_PROBE: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
-    ([_ASKED], []),
-    ([{"role": "system", "content": "Be brief."}, _ASKED], []),
-    ([_ASKED], [_TOOL]),
-    ([{"role": "system", "content": "Be brief."}, _ASKED], [_TOOL]),
-    ([_ASKED, _CALLED, _ANSWERED, _ANSWERED], [_TOOL]),
-    ([_ASKED, {"role": "assistant", "content": "So."}, _ASKED], []),
-]
-"""Conversations, with their tools, on which a renderer must agree with the tokenizer's own template."""
-
-
-def _renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> RendererCodec | None:
-    """The codec by a renderer of the library, or None where none fits this tokenizer and it has a template.
-
-    The library maps hub names. Of any other model, the renderers of its architecture are tried, and one is
-    taken that renders some conversations exactly as the template does.
-
-    Raises:
-        CodecError: There is no template either.
-    """
-    from renderers.base import MODEL_RENDERER_MAP
-
-    known = MODEL_RENDERER_MAP.get(path)
-    kind = model_type.replace("_", "-")
-    reasons = []
-    for name in [known] if known else _named_like(kind, set(MODEL_RENDERER_MAP.values())):
-        # Nothing says more of gpt-oss than its own encoder: the template is but near to it.
-        trusted = known or name == HARMONY or (not guard.chat_template and kind.startswith(name))
-        try:
-            config = _renderer_config(name)
-            codec = _create(guard, config)
-            if trusted or all(_agree(codec, guard, config, *probe) for probe in _PROBE):
-                return codec
-            reasons.append(f"renderer {name} disagrees with the tokenizer's chat template")
-        except Exception as error:
-            # Such as a token that the renderer writes and this tokenizer lacks, or text that can forge.
-            reasons.append(f"renderer {name} cannot be used: {str(error)[:200]}")
-            if name == HARMONY and kind == name:
-                raise CodecError(
-                    f"{reasons[-1]} (do its tokenizer's ids differ from o200k_harmony?)"
-                ) from error
-    if not guard.chat_template:
-        raise CodecError("; ".join(["the tokenizer has no chat template", *reasons]))
-    if reasons:
-        log.warning("no renderer fits; using the chat template", tokenizer=path, reasons=reasons)
-    return None
-
-
-def _named_like(kind: str, names: set[str]) -> list[str]:
-    """Renderers of an architecture, the most specific first; `llama-3` is one of `llama`, too."""
-    plain = {name: name.replace(".", "-") for name in names}
-    fitting = [name for name in names if kind and (kind.startswith(plain[name]) or name.startswith(kind))]
-    return sorted(fitting, key=lambda name: (not kind.startswith(plain[name]), -len(name), name))
-
-
-def _renderer_config(name: str) -> Any:
-    from renderers import config_from_name
-
-    config = config_from_name(name)
-    if "thinking_retention" in type(config).model_fields:
-        # Dropping old reasoning from the history would rewrite ids that were sampled.
-        config = config.model_copy(update={"thinking_retention": "all"})
-    return config
-
-
-def _create(guard: TokenizerGuard, config: Any) -> RendererCodec:
-    from renderers import create_renderer
-
-    if config.name != HARMONY:
-        return RendererCodec(guard, create_renderer(guard, config))
-    # This encoder wants a vocabulary file, else downloads it, and holds it against a digest. So a file
-    # that is made of the tokenizer also proves that both mean the same by an id.
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
-    added = guard.get_added_vocab()
-    lines = [
-        f"{base64.b64encode(bytes(byte_of[char] for char in text)).decode()} {rank}\n"
-        for text, rank in sorted(guard.get_vocab().items(), key=operator.itemgetter(1))
-        if text not in added
-    ]
-    with tempfile.TemporaryDirectory() as directory, _environment("TIKTOKEN_ENCODINGS_BASE", directory):
-        (Path(directory) / "o200k_base.tiktoken").write_text("".join(lines))
-        return RendererCodec(guard, create_renderer(guard, config))
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
-def _agree(
-    codec: RendererCodec,
-    guard: TokenizerGuard,
-    config: Any,
-    chat: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
-) -> bool:
-    # What a renderer holds fixed, such as the date, a template may take from the clock.
-    fixed = {name: getattr(config, name) for name in config.template_field_names()}
-    fixed = {name: value for name, value in fixed.items() if value is not None}
-    ids = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True, **fixed)
-    return codec.render_chat(chat, tools) == ids
 
 
 def _digest(tokenizer: Any, path: str) -> str:
@@ -231,7 +100,7 @@ def _load(path: str) -> Codec:
         ) from error
     guard = TokenizerGuard(tokenizer)
     config = _model_config(path)
-    codec = _renderer_codec(guard, path, str(config.get("model_type") or "")) or TemplateCodec(guard)
+    codec = renderer_codec(guard, path, str(config.get("model_type") or "")) or TemplateCodec(guard)
     codec.digest = _digest(tokenizer, path)
     generation = _generation_config(path)
     # A model's output may have more rows than the tokenizer has ids, and a policy may sample them.

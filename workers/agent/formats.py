@@ -6,15 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from typing import Any
 
-import structlog
-
 from rollout.schema import Blame
 from rollout.trajectory import Message
 from workers.agent.guard import CUT, TokenizerGuard
-from workers.agent.parsing import SHOWN, THOUGHT, Malformed, ParsedTurn, parse_text, parsed_turn, tool_call
+from workers.agent.parsing import THOUGHT, ParsedTurn, parse_text
 from workers.errors import StageError
-
-log = structlog.get_logger("codec")
 
 
 class CodecError(StageError):
@@ -130,76 +126,6 @@ class Codec(ABC):
 
     def _text_of(self, sampled: list[int]) -> str:
         return self._guard.decode([token for token in sampled if token not in self.stop_token_ids])
-
-
-class RendererCodec(Codec):
-    """Uses the library `renderers`, which knows the model's format in Python."""
-
-    def __init__(self, guard: TokenizerGuard, renderer: Any) -> None:
-        super().__init__(f"renderers/{type(renderer).__name__}", guard)
-        self._renderer = renderer
-        self.stop_token_ids = list(renderer.get_stop_token_ids())
-        eos = guard.eos_token_id
-        self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
-        self._thought = guard.convert_tokens_to_ids("</think>")
-        self._cut = guard.encode_as_is(CUT)
-        self._check_forging()
-
-    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-        return self.render_chat(self._chat(messages), tools)
-
-    def render_chat(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """As `render`, of messages in a template's form whose text is trusted."""
-        return self._uncut(self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True))
-
-    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
-        chat = self._chat(new)
-        delta = self._delta(prompt, sampled, chat)
-        if delta is not None:
-            return delta
-        # The library declines a turn that ends within a thought, or that goes on behind an end token. What
-        # follows a turn does not depend on its content, so an empty turn may stand in for it.
-        lead = [] if sampled and sampled[-1] in self.stop_token_ids else [self._close]
-        for stand_in in ([self._close], [self._thought, self._close]):
-            if None not in stand_in and (delta := self._delta(prompt, stand_in, chat)) is not None:
-                return lead + delta
-        raise CodecError(
-            f"{self.name} cannot append {[m.role for m in new]} messages to "
-            f"{len(prompt) + len(sampled)} ids unchanged"
-        )
-
-    def _delta(self, prompt: list[int], sampled: list[int], chat: list[dict[str, Any]]) -> list[int] | None:
-        rendered = self._renderer.bridge_to_next_turn(prompt, sampled, chat)
-        known = len(prompt) + len(sampled)
-        if rendered is None or rendered.token_ids[:known] != prompt + sampled:
-            return None
-        return self._uncut(rendered.token_ids[known:])
-
-    def _uncut(self, ids: list[int]) -> list[int]:
-        """Ids without the cuts that a renderer with an encoder of its own takes for text."""
-        if self._cut[0] not in ids:
-            return ids
-        kept, at, length = [], 0, len(self._cut)
-        while at < len(ids):
-            cut = ids[at : at + length] == self._cut
-            kept += [] if cut else ids[at : at + 1]
-            at += length if cut else 1
-        return kept
-
-    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
-        try:
-            parsed = self._renderer.parse_response(sampled, prompt_ids=prompt)
-        except Exception as error:
-            # Seen: nesting beyond the stack, and integers beyond what Python converts.
-            log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])
-            return parse_text(self._text_of(sampled))
-        attempts = [
-            tool_call(call.name, call.arguments, call.raw, call.id)
-            if str(call.status) == "ok"
-            else Malformed(f"{call.status}: {call.raw.strip()[:SHOWN]}")
-            for call in parsed.tool_calls
-        ]
-        return parsed_turn(parsed.content or "", parsed.reasoning_content, attempts)
 
 
 _SENTINEL = "SENTINELanswerSENTINEL"

@@ -1,0 +1,213 @@
+"""Chat formats by the library `renderers`: which of them fits a tokenizer, and its ids."""
+
+from __future__ import annotations
+
+import base64
+import operator
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from rollout.trajectory import Message
+from workers.agent.formats import Codec, CodecError
+from workers.agent.guard import CUT, TokenizerGuard
+from workers.agent.parsing import SHOWN, Malformed, ParsedTurn, parse_text, parsed_turn, tool_call
+
+log = structlog.get_logger("codec")
+
+HARMONY = "gpt-oss"
+"""The renderer that brings an encoder of its own."""
+
+_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "It is.", "parameters": {"type": "object", "properties": {}}},
+}
+_ASKED = {"role": "user", "content": "Hi 12."}
+_CALLED = {"role": "assistant", "content": "So.", "tool_calls": [_CALL]}
+_ANSWERED = {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
+_PROBE: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ([_ASKED], []),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], []),
+    ([_ASKED], [_TOOL]),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], [_TOOL]),
+    ([_ASKED, _CALLED, _ANSWERED, _ANSWERED], [_TOOL]),
+    ([_ASKED, {"role": "assistant", "content": "So."}, _ASKED], []),
+]
+"""Conversations, with their tools, on which a renderer must agree with the tokenizer's own template."""
+
+
+class RendererCodec(Codec):
+    """Uses the library `renderers`, which knows the model's format in Python."""
+
+    def __init__(self, guard: TokenizerGuard, renderer: Any) -> None:
+        super().__init__(f"renderers/{type(renderer).__name__}", guard)
+        self._renderer = renderer
+        self.stop_token_ids = list(renderer.get_stop_token_ids())
+        eos = guard.eos_token_id
+        self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
+        self._thought = guard.convert_tokens_to_ids("</think>")
+        self._cut = guard.encode_as_is(CUT)
+        self._check_forging()
+
+    def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        return self.render_chat(self._chat(messages), tools)
+
+    def render_chat(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """As `render`, of messages in a template's form whose text is trusted."""
+        return self._uncut(self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True))
+
+    def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
+        chat = self._chat(new)
+        delta = self._delta(prompt, sampled, chat)
+        if delta is not None:
+            return delta
+        # The library declines a turn that ends within a thought, or that goes on behind an end token. What
+        # follows a turn does not depend on its content, so an empty turn may stand in for it.
+        lead = [] if sampled and sampled[-1] in self.stop_token_ids else [self._close]
+        for stand_in in ([self._close], [self._thought, self._close]):
+            if None not in stand_in and (delta := self._delta(prompt, stand_in, chat)) is not None:
+                return lead + delta
+        raise CodecError(
+            f"{self.name} cannot append {[m.role for m in new]} messages to "
+            f"{len(prompt) + len(sampled)} ids unchanged"
+        )
+
+    def _delta(self, prompt: list[int], sampled: list[int], chat: list[dict[str, Any]]) -> list[int] | None:
+        rendered = self._renderer.bridge_to_next_turn(prompt, sampled, chat)
+        known = len(prompt) + len(sampled)
+        if rendered is None or rendered.token_ids[:known] != prompt + sampled:
+            return None
+        return self._uncut(rendered.token_ids[known:])
+
+    def _uncut(self, ids: list[int]) -> list[int]:
+        """Ids without the cuts that a renderer with an encoder of its own takes for text."""
+        if self._cut[0] not in ids:
+            return ids
+        kept, at, length = [], 0, len(self._cut)
+        while at < len(ids):
+            cut = ids[at : at + length] == self._cut
+            kept += [] if cut else ids[at : at + 1]
+            at += length if cut else 1
+        return kept
+
+    def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
+        try:
+            parsed = self._renderer.parse_response(sampled, prompt_ids=prompt)
+        except Exception as error:
+            # Seen: nesting beyond the stack, and integers beyond what Python converts.
+            log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])
+            return parse_text(self._text_of(sampled))
+        attempts = [
+            tool_call(call.name, call.arguments, call.raw, call.id)
+            if str(call.status) == "ok"
+            else Malformed(f"{call.status}: {call.raw.strip()[:SHOWN]}")
+            for call in parsed.tool_calls
+        ]
+        return parsed_turn(parsed.content or "", parsed.reasoning_content, attempts)
+
+
+def renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> RendererCodec | None:
+    """The codec by a renderer of the library, or None where none fits this tokenizer and it has a template.
+
+    The library maps hub names. Of any other model, the renderers of its architecture are tried, and one is
+    taken that renders some conversations exactly as the template does.
+
+    Raises:
+        CodecError: There is no template either.
+    """
+    from renderers.base import MODEL_RENDERER_MAP
+
+    known = MODEL_RENDERER_MAP.get(path)
+    kind = model_type.replace("_", "-")
+    reasons = []
+    for name in [known] if known else _named_like(kind, set(MODEL_RENDERER_MAP.values())):
+        # Nothing says more of gpt-oss than its own encoder: the template is but near to it.
+        trusted = known or name == HARMONY or (not guard.chat_template and kind.startswith(name))
+        try:
+            config = _renderer_config(name)
+            codec = _create(guard, config)
+            if trusted or all(_agree(codec, guard, config, *probe) for probe in _PROBE):
+                return codec
+            reasons.append(f"renderer {name} disagrees with the tokenizer's chat template")
+        except Exception as error:
+            # Such as a token that the renderer writes and this tokenizer lacks, or text that can forge.
+            reasons.append(f"renderer {name} cannot be used: {str(error)[:200]}")
+            if name == HARMONY and kind == name:
+                raise CodecError(
+                    f"{reasons[-1]} (do its tokenizer's ids differ from o200k_harmony?)"
+                ) from error
+    if not guard.chat_template:
+        raise CodecError("; ".join(["the tokenizer has no chat template", *reasons]))
+    if reasons:
+        log.warning("no renderer fits; using the chat template", tokenizer=path, reasons=reasons)
+    return None
+
+
+def _named_like(kind: str, names: set[str]) -> list[str]:
+    """Renderers of an architecture, the most specific first; `llama-3` is one of `llama`, too."""
+    plain = {name: name.replace(".", "-") for name in names}
+    fitting = [name for name in names if kind and (kind.startswith(plain[name]) or name.startswith(kind))]
+    return sorted(fitting, key=lambda name: (not kind.startswith(plain[name]), -len(name), name))
+
+
+def _renderer_config(name: str) -> Any:
+    from renderers import config_from_name
+
+    config = config_from_name(name)
+    if "thinking_retention" in type(config).model_fields:
+        # Dropping old reasoning from the history would rewrite ids that were sampled.
+        config = config.model_copy(update={"thinking_retention": "all"})
+    return config
+
+
+def _create(guard: TokenizerGuard, config: Any) -> RendererCodec:
+    from renderers import create_renderer
+
+    if config.name != HARMONY:
+        return RendererCodec(guard, create_renderer(guard, config))
+    # This encoder wants a vocabulary file, else downloads it, and holds it against a digest. So a file
+    # that is made of the tokenizer also proves that both mean the same by an id.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
+    added = guard.get_added_vocab()
+    lines = [
+        f"{base64.b64encode(bytes(byte_of[char] for char in text)).decode()} {rank}\n"
+        for text, rank in sorted(guard.get_vocab().items(), key=operator.itemgetter(1))
+        if text not in added
+    ]
+    with tempfile.TemporaryDirectory() as directory, _environment("TIKTOKEN_ENCODINGS_BASE", directory):
+        (Path(directory) / "o200k_base.tiktoken").write_text("".join(lines))
+        return RendererCodec(guard, create_renderer(guard, config))
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _agree(
+    codec: RendererCodec,
+    guard: TokenizerGuard,
+    config: Any,
+    chat: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+) -> bool:
+    # What a renderer holds fixed, such as the date, a template may take from the clock.
+    fixed = {name: getattr(config, name) for name in config.template_field_names()}
+    fixed = {name: value for name, value in fixed.items() if value is not None}
+    ids = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True, **fixed)
+    return codec.render_chat(chat, tools) == ids
