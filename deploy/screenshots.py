@@ -38,11 +38,11 @@ def terminal(name: str, command: list[str], environment: Mapping[str, str]) -> N
     colours = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
     argv = [sys.executable, "-m", "rollout.cli", *command]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(argv, env={**environment, **colours}, **both, text=True, check=True)
+    done = subprocess.run(argv, env={**environment, **colours}, **both, check=True)
     # Of a line that is drawn again and again, the last one.
     lines = [
         _CONTROL.sub("", line.rpartition("\r")[2]).replace(f"{CHECKOUT}/", "")
-        for line in done.stdout.splitlines()
+        for line in done.stdout.decode().rstrip().split("\n")
     ]
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     for line in lines:
