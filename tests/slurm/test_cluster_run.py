@@ -22,6 +22,7 @@ ROLLOUTS = SLURM("rollouts", short=48, long=1000)
 KILLS = SLURM("kills of a node", short=1, long=5)
 HELD = SLURM("rollouts that stand at a gate", short=16, long=24)
 """Enough for every node to have some, mostly; `spread` adds as many where one has none."""
+LOSSES = SLURM("losses of the head", short=["was cancelled"], long=["was cancelled", "lost its node"])
 LEAKS = ("SLURM", "SBATCH", "SRUN", "PMI", "OMPI", "ROLLOUT")
 pytestmark = pytest.mark.timeout(1800)
 
@@ -165,15 +166,24 @@ def test_rollouts_of_a_lost_node_begin_again_elsewhere_and_its_return_is_clean(s
     cluster.wait(lambda: not [path for path in before if path.exists()], f"{node} swept what was left")
 
 
-def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_rollouts(service, cluster):
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_rollouts(
+    service, cluster, how
+):
     members, gates = service.members(), service.gates()
     where = spread(service, gates, members.values())
     (head,) = [job for job in cluster.squeue() if "head" in job.name]
-    cluster.run("scancel", head.id)
+    if how == "was cancelled":
+        cluster.run("scancel", head.id)
+    else:
+        cluster.run("scontrol", "update", f"JobId={head.id}", "Requeue=0")
+        time.sleep(2.0)  # what Redis answered for in its last second may be lost
+        cluster.kill_node(head.nodes)
+        cluster.report_down(head.nodes)
     wait_for_end(cluster, head.id)
     status = service.try_slurm("status")
     nodes = ", ".join(sorted(members))
-    gone = rf"The head is gone: job {head.id} was cancelled .*, last heard of at \d\d:\d\d:\d\d, \d+ s ago"
+    gone = rf"The head is gone: job {head.id} {how} .*, last heard of at \d\d:\d\d:\d\d, \d:\d\d:\d\d ago"
     assert status.returncode == 1 and re.search(gone, status.stdout), status.stdout
     assert f"Up without it: g1, {nodes}." in status.stdout
     assert status.stdout.splitlines()[-1].strip() == "rollout slurm up"
@@ -182,7 +192,7 @@ def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_r
     assert scale.returncode == 1 and re.search(gone, scale.stderr), scale.stderr
     assert scale.stderr.splitlines()[-1].strip() == "rollout slurm up"
     lost = service.rollout("status")
-    assert lost.returncode == 1 and "has no head that is up, as `rollout slurm status` shows" in lost.stderr
+    assert lost.returncode == 1 and "`rollout slurm status` shows" in lost.stderr, lost.stderr
     assert cluster.squeue() == jobs
     service.open(gates)  # their workers wait with what they reached
     said = service.slurm("up", "--timeout", str(3 * PATIENCE_S))
@@ -195,6 +205,9 @@ def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_r
     service.require_exactly_once(list(where))
     assert service.wait_for_nodes(len(members)) == members
     service.do(HELD)
+    if how != "was cancelled":
+        cluster.start_node(head.nodes)
+        cluster.wait_up(head.nodes)
 
 
 @SLURM.only

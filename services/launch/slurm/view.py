@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,6 @@ class Status:
     drained: list[str] = field(default_factory=list)
     """What became of the rollouts of each node that was drained, the latest last."""
     failures: list[Failure] = field(default_factory=list)
-    ended: list[Job] = field(default_factory=list)
-    """What was submitted and has ended, however it did, while Slurm remembers it."""
     gone: list[str] = field(default_factory=list)
     """Roles of which something was submitted and nothing waits or runs."""
     advice: str = ""
@@ -195,7 +194,6 @@ def status_of(run: RunDir) -> Status:
         lost=[f"{member.node} (job {member.job})" for member in run.members() if member.name not in living],
         drained=[*run.drained().values()],
         failures=_failures(run, submitted, jobs, members),
-        ended=[job for job in jobs if job.ended],
         gone=_gone(run, submitted, views),
     )
     if head is not None and head.state == UP and head_job is not None and head.job == head_job.raw_id:
@@ -235,11 +233,10 @@ def headless(run: RunDir) -> str:
     # Redis writes to its file as long as anybody uses it.
     signs = [run.path / "head.json", *run.redis.rglob("*"), *run.logs.glob(f"{HEAD}-*/*")]
     at = max((path.stat().st_mtime for path in signs if path.exists()), default=None)
-    heard = (
-        f"last heard of at {time.strftime('%X', time.localtime(at))}, {time.time() - at:.0f} s ago"
-        if at
-        else "it never came up"
-    )
+    heard = "it never came up"
+    if at:
+        ago = timedelta(seconds=round(time.time() - at))
+        heard = f"last heard of at {time.strftime('%X', time.localtime(at))}, {ago} ago"
     nodes = sorted(view.shown for view in views if view.role != HEAD and view.job.running)
     pending = sum(view.job.pending for view in views)
     waiting = f"; {pending} jobs wait" if pending else ""
