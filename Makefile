@@ -9,7 +9,7 @@ PYTEST_PROCESSES ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak chaos slurm-dev slurm-test clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak chaos compose-test slurm-dev slurm-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ chaos: setup ## break a running service in every way we know, then soak it with 
 	  tests/integration/test_rollouts.py::test_many_rollouts_at_once_all_end_and_leave_nothing --timeout 1800
 	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
 	@$(BIN)/python -m tests.chaos.soak --rollouts 500 --real
+
+compose-test: setup ## docker-compose.dev.yml in containers of Podman: build, start, break, end (5 minutes, root)
+	@COMPOSE_LONG=1 $(BIN)/python -m pytest tests/local/test_compose_containers.py -sv --timeout 1800
 
 slurm-dev: setup-slurm ## a virtual Slurm cluster on this machine; prints what to export, ends with Ctrl-C
 	@$(BIN)/python -m tests.slurm.cluster --nodes $(or $(NODES),4)

@@ -70,6 +70,7 @@ def _caller() -> str:
 
 
 CHAOS = LongForm("CHAOS_LONG", "make chaos")
+COMPOSE = LongForm("COMPOSE_LONG", "make compose-test")
 SLURM = LongForm("SLURM_LONG", "make slurm-test")
 TRAINING = LongForm(
     "TRAIN_LONG",

@@ -1,6 +1,6 @@
 """docker-compose.dev.yml fits the Compose specification and names nothing that does not exist.
 
-There is no Docker engine on the machines that run this; test_compose_stack.py runs what it says without one.
+test_compose_stack.py runs what it says without containers, test_compose_containers.py with them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,21 @@ def test_secrets_come_from_the_caller_s_environment_and_are_asked_for():
 
 
 def test_it_has_a_service_for_each_part():
-    assert set(SERVICES) >= {"redis", "gateway", "init", "run", "eval", "flower", "backend"}
-    for name in ("init", "run", "eval"):
-        command = OURS[name]["command"]
-        assert command[command.index("-Q") + 1] == name
+    assert set(SERVICES) >= {"redis", "gateway", "node", "flower", "backend"}
+    script = OURS["node"]["command"][-1]
+    assert {line.split()[1] for line in script.splitlines() if line.startswith("fleet ")} == {
+        "init",
+        "run",
+        "eval",
+    }
+
+
+def test_only_the_node_has_more_than_a_container_without_privileges():
+    for name, service in OURS.items():
+        assert service["cap_drop"] == ["ALL"]
+        options = {"seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"}
+        assert set(service["security_opt"]) == {"no-new-privileges"} | (options if name == "node" else set())
+        assert not {"privileged", "devices", "cap_add", "user", "pid", "network_mode"} & set(service)
 
 
 def test_only_loopback_ports_are_published():

@@ -6,6 +6,7 @@ volumes private ones, published ports free ones. Order, conditions and health ch
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -23,6 +24,7 @@ import yaml
 
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
+from sandbox.host_client import HostClient
 from services.launch.paths import REPO
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import Process, free_port, redis_binary, wait_until
@@ -43,7 +45,7 @@ class Compose:
     """What `docker compose up` would do, with processes."""
 
     def __init__(self, directory: Path, sandboxes: Path) -> None:
-        self.directory = directory
+        self.directory, self.sandboxes = directory, sandboxes
         self.ports = {name: free_port() for name in ("redis", "gateway", "flower", "backend")}
         self.secrets = {
             "ROLLOUT_API_KEY": f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}",
@@ -53,6 +55,8 @@ class Compose:
         for name in ("data", "flower", "bin"):
             (directory / name).mkdir()
         (directory / "bin" / "redis-server").symlink_to(redis_binary())
+        (directory / "bin" / "celery").write_text(f'#!/bin/sh\nexec {sys.executable} -m celery "$@"\n')
+        (directory / "bin" / "celery").chmod(0o755)
         numbers = {"redis": 6379, "gateway": 8080, "flower": 5555, "backend": 8000}
         self.meanings = [
             *(
@@ -67,6 +71,7 @@ class Compose:
             (r"/tmp/redis\.conf\b", str(directory / "redis.conf")),
             (r"^/var/lib/flower/", str(directory / "flower") + "/"),
             (r"/run/sbx\b", str(sandboxes)),
+            (r"\$\{ROLLOUT_FLOWER_PORT:-5555\}", str(self.ports["flower"])),
             (r"\$\{(\w+)(?::\?[^}]*)?\}", lambda match: self.secrets[match[1]]),
             (r"\$\$", "$"),
         ]
@@ -148,13 +153,13 @@ class Compose:
 
     def down(self) -> None:
         """Fleets first, for they hand back through Redis; then the sandbox host, then the rest."""
-        for group in (("init", "run", "eval"), ("sandbox-host",), tuple(self.processes)):
+        for group in (("node",), tuple(self.processes)):
             processes = [self.processes[name] for name in group if name in self.processes]
             for process in processes:
-                if process.popen.poll() is None:
-                    process.popen.terminate()
+                process.ask_to_stop()
             for process in processes:
                 process.stop()
+            asyncio.run(HostClient(self.sandboxes).stop())
 
 
 @pytest.fixture(scope="module")
