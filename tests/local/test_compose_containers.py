@@ -161,7 +161,7 @@ def test_bubblewrap_works_in_the_node_s_container(project):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("service", ["node", "redis", "gateway", "backend"])
 def test_rollouts_end_though_a_service_is_killed(project, client, service):
-    ids = client.submit([REQUEST] * 3).ids
+    ids = [submitted.id for submitted in client.submit([REQUEST] * 3)]
     wait_until(lambda: any(client.get(id).state == State.RUNNING for id in ids), START_S, "a rollout to run")
     os.kill(project.inspect(service)["State"]["Pid"], signal.SIGKILL)
     wait_until(
