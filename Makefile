@@ -84,7 +84,7 @@ chaos: setup ## break a running service in every way we know, then soak it with 
 	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
 	@$(BIN)/python -m tests.chaos.soak --rollouts 500 --real
 
-compose-test: setup ## docker-compose.dev.yml in containers of Podman: build, start, break, end (5 minutes, root)
+compose-test: setup ## docker-compose.dev.yml in containers of Podman: build, start, break, end (minutes, as root)
 	@COMPOSE_LONG=1 $(BIN)/python -m pytest tests/local/test_compose_containers.py -sv --timeout 1800
 
 slurm-dev: setup-slurm ## a virtual Slurm cluster on this machine; prints what to export, ends with Ctrl-C
