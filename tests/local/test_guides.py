@@ -57,9 +57,9 @@ def test_a_picture_shows_what_a_command_prints_and_asks_no_other_site(started, t
     screenshots.terminal("status", ["status", "--url", started.url], os.environ)
     picture = (tmp_path / "status.svg").read_text()
     texts = re.findall(r"<text [^>]*>([^<]*)</text>", picture)
-    shown = html.unescape(" ".join(texts)).replace("\xa0", " ")
+    shown = html.unescape("".join(texts)).replace("\xa0", " ")
     assert "rollout status" in shown and str(started.flower_url) in shown
-    assert set(re.findall(r"https?://([^/:\"<]+)", picture)) <= {"www.w3.org", "127.0.0.1"}
+    assert re.findall(r"""(?:url\(|href=|src=)["']?(https?:[^)"']+)""", picture) == []
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
