@@ -33,10 +33,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from http import HTTPStatus
 from itertools import count
 from typing import Any, NamedTuple
 
+from gunicorn import util
 from gunicorn.http.parser import RequestParser
 from gunicorn.http.unreader import Unreader
 from gunicorn.workers.gthread import STOP_KEEPALIVE_LINGER, TConn, ThreadWorker
@@ -172,6 +172,7 @@ class ParkingWorker(ThreadWorker):
     def init_process(self) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        util.write_error = refusals.write_error  # gunicorn's own writes a page of HTML
         super().init_process()
 
     def load_wsgi(self) -> None:
@@ -480,9 +481,8 @@ class ParkingWorker(ThreadWorker):
     def _turn_away(self, conn: Connection, status: int, reason: str, what: str) -> None:
         refusals.refuse(reason, f"{what}, from {conn.address or 'a local socket'}")
         self._unwatch(conn)
-        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
         try:
-            conn.sock.send(f"{line}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+            conn.sock.send(refusals.answer(status, what))
         except OSError:
             self._close(conn)
         else:

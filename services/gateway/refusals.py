@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from http import HTTPStatus
 
 import structlog
+from gunicorn.util import write_nonblock
 from prometheus_client import CollectorRegistry, Counter
+
+from rollout.schema import Problem
+from services.gateway.problems import MAX_DETAIL, short
 
 log = structlog.get_logger("gateway")
 registry = CollectorRegistry()
@@ -49,3 +55,16 @@ def refuse(reason: str, detail: str, **shown: str) -> None:
     if now - _logged_at.get(reason, float("-inf")) >= QUIET_S:
         _logged_at[reason] = now
         log.warning("refused", reason=reason, detail=detail, **shown)
+
+
+def answer(status: int, detail: str) -> bytes:
+    """A whole answer to what no route will see: a problem document, behind which the connection ends."""
+    phrase = HTTPStatus(status).phrase
+    body = Problem(title=phrase, status=status, detail=short(detail, MAX_DETAIL)).model_dump_json().encode()
+    head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/problem+json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def write_error(sock: socket.socket, status: int, reason: str, message: str) -> None:
+    """What gunicorn calls when it refuses a request by itself; its own function of this name writes HTML."""
+    write_nonblock(sock, answer(status, message or reason))

@@ -84,6 +84,20 @@ def test_a_request_that_would_not_be_read_again_is_not_stored():
             stored_form(RolloutRequest(handler="noop", metadata=metadata))
 
 
+@pytest.mark.parametrize("where", ["handler", "id", "temperature", "name"])
+def test_an_error_does_not_repeat_a_value_of_megabytes(world, where):
+    large = "x" * 2_000_000
+    fields = {
+        "handler": {"handler": large},
+        "id": {"id": large},
+        "temperature": {"sampling": {"temperature": large}},
+        "name": {large: 1},
+    }
+    answer = world.post("/v1/rollouts", "a", {"handler": "noop"} | fields[where])
+    assert answer.status_code == 400 and len(answer.data) < 5000
+    assert answer.json["errors"][0]["field"][:8] in ("handler", "id", "sampling", "xxxxxxxx")
+
+
 def test_another_character_set_is_refused(world):
     body, kind = '{"handler": "noop"}'.encode("utf-16"), "application/json; charset=utf-16"
     answer = world.call("POST", "/v1/rollouts", "a", data=body, content_type=kind)

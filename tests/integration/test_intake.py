@@ -180,6 +180,8 @@ def test_requests_sent_at_once_are_answered_one_after_the_other(gateway):
         (b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"414"),
         (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(200)) + b"\r\n", b"431"),
         (b"\r\n\r\n", b"400"),
+        (b"GET / HTTP/9.9\r\n\r\n", b"400"),
+        (b"POST /v1/rollouts HTTP/1.1\r\nTransfer-Encoding: nope\r\n\r\n", b"501"),
         (
             b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n"
             b"Content-Type: application/json\r\n" + HEADER.encode() + b"\r\n",
@@ -196,7 +198,10 @@ def test_what_is_too_large_or_has_no_length_is_refused_and_the_connection_closed
         received = answer(connection)
         assert received.startswith(b"HTTP/1.1 " + status), received
         assert received.count(b"HTTP/1.1 ") == 1
-        assert status != b"411" or b"application/problem+json" in received
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert b"Content-Type: application/problem+json" in head
+        problem = json.loads(body)
+        assert problem["status"] == int(status) and problem["title"] and problem["detail"]
 
 
 def test_one_address_has_no_more_connections_than_it_may(gateway):
