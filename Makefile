@@ -9,7 +9,7 @@ PYTEST_PROCESSES ?= 6
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak chaos compose-test slurm-dev slurm-test clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak chaos compose-test slurm-dev slurm-test trainers-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ slurm-dev: setup-slurm ## a virtual Slurm cluster on this machine; prints what t
 
 slurm-test: setup-slurm ## the service on a virtual Slurm cluster, the long form
 	@SLURM_LONG=1 $(BIN)/python -m pytest tests/slurm --timeout 1800 -s
+
+trainers-test: setup-tests ## compare the trainers that the adapters were checked with to their newest releases
+	@TRAINERS_LONG=1 $(BIN)/python -m pytest tests/integration/test_trainer_releases.py -s
 
 clean: down ## delete caches, logs and the stopped stack's data (`rm -rf .local` deletes the installation too)
 	@rm -rf $(HOME_DIR)/run $(HOME_DIR)/log .pytest_cache .ruff_cache .hypothesis build dist

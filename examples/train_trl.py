@@ -10,6 +10,7 @@ prompts, and gives back the ids, log-probs and mask of the trajectories: TRL tok
 from __future__ import annotations
 
 import argparse
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from examples.training.service import own_service  # noqa: E402
 from rollout.adapters import trl as adapter  # noqa: E402
 from rollout.client import Client  # noqa: E402
 from rollout.policy import UpdateState  # noqa: E402
-from rollout.schema import Limits, RolloutRequest, new_id  # noqa: E402
+from rollout.schema import Limits, RolloutRequest  # noqa: E402
 
 DEMO_MODEL = ROOT / "examples" / "demo_model" / "checkpoint"
 
@@ -46,7 +47,7 @@ class ServiceRollouts:
         """
         self.client, self.tasks, self.handler = client, tasks, handler
         self.directory = directory.absolute()
-        self.run = f"trl-{new_id()[:8]}"
+        self.run = f"trl-{secrets.token_hex(4)}"
         self._synced: int | None = None
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:

@@ -10,7 +10,6 @@
 SCRIPT_NAME="$*"
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-TRAINER_SOURCES=(verl==0.9.1 skyrl==0.3.0 verifiers==0.4.0)
 GYM_RELEASES=(0.4.0 0.7.0) # 75 MB to fetch, of which 7 stay: their collectors are run against the gateway
 GYM_NEEDS=(antlr4-python3-runtime==4.9.3 httptools==0.7.1 hydra-core==1.3.2 omegaconf==2.3.0 orjson==3.11.6)
 COMPOSE=docker-compose==1.29.2 # 0.1 MB; only its schema of the Compose specification is read
@@ -30,7 +29,7 @@ extras_of() {
 fingerprint() {
     {
         "$VENV/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)'
-        cat "$REPO_ROOT/setup.cfg" "$REPO_ROOT/pyproject.toml" "${BASH_SOURCE[0]}"
+        cat "$REPO_ROOT/setup.cfg" "$REPO_ROOT/pyproject.toml" "${BASH_SOURCE[0]}" "$SETUP_DIR/trainer_sources.sh"
         echo "$REPO_ROOT"
     } | sha256sum | cut -d' ' -f1
 }
@@ -75,8 +74,8 @@ else
             bench) # Kernel Gateway brings it for a format that nobody here checks, and it builds its grammar
                 # whenever jsonschema is imported: 1.3 s for every process that checks a task.
                 pip uninstall --yes rfc3987-syntax ;;
-            trainer) # Only their source, for the tests that hand them our records: to import them takes gigabytes.
-                pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/trainers" "${TRAINER_SOURCES[@]}"
+            trainer)
+                "$SETUP_DIR/trainer_sources.sh" "$ROLLOUT_HOME/trainers"
                 pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE"
                 gym_collectors ;;
         esac

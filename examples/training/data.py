@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rollout.adapters.base import usable
 from rollout.batch import Group
 from rollout.schema import Rollout
 
@@ -31,7 +32,7 @@ class Sample:
 
 def scored(group: Group) -> list[Rollout]:
     """The rollouts of a group that may be learned from."""
-    return [r for r in group.rollouts if not r.drop and r.reward is not None and r.trajectory]
+    return [r for r in group.rollouts if usable(r) and r.trajectory]
 
 
 def is_informative(group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""AReaL: the dict that a `RolloutWorkflow` returns, as NumPy arrays; checked against AReaL 1.0.
+"""AReaL: the dict that a `RolloutWorkflow` returns, as NumPy arrays; checked against AReaL 1.0.4.
 
 `{name: torch.from_numpy(value) for name, value in tensor_dict(rollout).items()}` is what it takes.
 """
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def tensor_dict(rollout: Rollout, *, step_of: StepOf = step_of) -> dict[str, np.ndarray] | None:
     """`input_ids`, `loss_mask`, `logprobs`, `versions`, `attention_mask` (1 × tokens) and `rewards` (1).
 
-    Of the last chain. `versions` is -1 on what was not sampled. None for a dropped rollout, which AReaL then
-    leaves out.
+    Of the last chain in which something was sampled. `versions` is -1 on what was not. None for a rollout
+    that must not be learned from, which AReaL then leaves out.
 
     Raises:
         ValueError: A policy version has no number; see `step_of`.
@@ -28,9 +28,11 @@ def tensor_dict(rollout: Rollout, *, step_of: StepOf = step_of) -> dict[str, np.
     if not usable(rollout):
         return None
     try:
-        arrays = rollout.arrays
+        chains = rollout.arrays.chains
     except LookupError:
         return None
+    # A later one ends in a prompt that may be what did not fit.
+    arrays = next(chain for chain in reversed(chains) if chain.loss_mask.any())
     prompt = arrays.prompt_tokens
     # The last place is for -1, not sampled, which indexes it from the end.
     steps = np.array([*map(step_of, arrays.versions), -1], np.int64)

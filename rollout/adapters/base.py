@@ -1,8 +1,9 @@
 """What the adapters share: the chains of a rollout as parallel lists, and what becomes of dropped ones.
 
-A dropped rollout was not judged, and one without a sampled token says nothing of the policy, so neither must
-teach anything. Where a trainer wants a row for every rollout, it gets one with a mask of zeros, and the mean
-reward of its group, which shifts no baseline.
+One rule for all: a dropped rollout was not judged, and one without a sampled token says nothing of the
+policy, so neither is ever a reward, nor ends a step (`usable`). A trainer that can leave a row out does not
+get it. One that wants a row for every rollout gets one with a mask of zeros (`weightless` where nothing was
+sampled), and for its reward none, or the mean of the others in its group: no baseline shifts (`rewards`).
 """
 
 from __future__ import annotations

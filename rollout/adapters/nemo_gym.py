@@ -1,6 +1,6 @@
 """NeMo Gym: the answer of an agent server to `/run`, with token fields on the last item of each model call.
 
-NeMo Gym is not on the package index: the names follow its wire format.
+Checked against NeMo Gym 0.7, and NeMo RL's reading of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 from rollout.adapters.base import samples, usable, weightless
 from rollout.schema import Chain, Message, Rollout, Segment, calls_of
 
+_TOKENS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
+
 
 def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[str, Any]:
     """The row with `response` and `reward`; of the last chain, as Gym takes one.
@@ -22,12 +24,7 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
     row = dict(row or {})
     row.setdefault("responses_create_params", {"input": []})
     params = row["responses_create_params"]
-    sequences = samples(rollout)
     trajectory = rollout.trajectory
-    if sequences:
-        output = output_items(sequences[-1].chain, rollout.id, trajectory.unread if trajectory else ())
-    else:
-        output = [weightless_item(rollout.id)]
     answer = {
         **row,
         "response": {
@@ -35,7 +32,7 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
             "created_at": int(rollout.created_at),
             "model": params.get("model") or (trajectory.model if trajectory else None) or "",
             "object": "response",
-            "output": output,
+            "output": output_of(rollout),
             "parallel_tool_calls": True,
             "tool_choice": params.get("tool_choice", "auto"),
             "tools": params.get("tools", []),
@@ -45,9 +42,31 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
     if rollout.reward_components:
         answer["reward_components"] = dict(rollout.reward_components)
     if not usable(rollout):
-        answer["mask_sample"] = True
+        answer |= masked(row)
         answer["_ng_failure_class"] = rollout.error.blame.value if rollout.error else rollout.state.value
     return answer
+
+
+def masked(row: dict[str, Any]) -> dict[str, Any]:
+    """What says that a row is not to be learned from: NeMo RL looks for it in `instance_config`."""
+    return {
+        "mask_sample": True,
+        "instance_config": {**(row.get("instance_config") or {}), "mask_sample": True},
+    }
+
+
+def output_of(rollout: Rollout) -> list[dict[str, Any]]:
+    """The items of the last chain in which something was sampled.
+
+    Those of a rollout that must not be learned from have no tokens, and an item that weighs nothing follows:
+    NeMo RL takes rows with the same first prompt for a group, and counts masked ones in its mean.
+    """
+    sequences, unread = samples(rollout), rollout.trajectory.unread if rollout.trajectory else ()
+    items = output_items(sequences[-1].chain, rollout.id, unread) if sequences else []
+    if usable(rollout):
+        return items
+    said = [{name: value for name, value in item.items() if name not in _TOKENS} for item in items]
+    return [*said, weightless_item(rollout.id)]
 
 
 def weightless_item(name: str) -> dict[str, Any]:

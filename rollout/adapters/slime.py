@@ -13,17 +13,17 @@ from rollout.schema import Rollout, State
 
 
 def sample_dicts(group: Sequence[Rollout], *, group_index: int, first_index: int = 0) -> list[dict[str, Any]]:
-    """One `Sample` a chain; the chains of a rollout share its `rollout_id` in the metadata.
+    """One `Sample` a chain; the chains of a rollout share `rollout_id`, by which slime weighs them as one.
 
     Args:
         group_index: Number of the prompt.
-        first_index: Number of the first sample; they count on from it.
+        first_index: Number of the group's first rollout; samples and rollouts count on from it.
     """
     rows = []
-    for rollout, reward in zip(group, rewards(group), strict=True):
+    for number, (rollout, reward) in enumerate(zip(group, rewards(group), strict=True), first_index):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
         for sample in samples(rollout) or [weightless()]:
-            place = {"group_index": group_index, "index": first_index + len(rows)}
+            place = {"group_index": group_index, "index": first_index + len(rows), "rollout_id": number}
             rows.append(_fields(rollout, sample, reward) | place)
     return rows
 

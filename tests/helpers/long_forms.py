@@ -77,6 +77,7 @@ TRAINING = LongForm(
     "TRAIN_LONG=1 python -m pytest tests/integration/test_training.py tests/integration/test_verl_path.py",
 )
 SOAK = LongForm("SOAK_LONG", "make soak")
+TRAINERS = LongForm("TRAINERS_LONG", "make trainers-test")
 BENCHMARKS = LongForm("BENCH_LONG", "make bench")
 MODELS_LONG = LongForm(
     "MODELS_LONG", "MODELS_LONG=1 python -m pytest tests/integration/test_rollouts.py -k such_a_model"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import sys
 import types
 import typing
@@ -22,7 +23,7 @@ from pydantic.json_schema import SkipJsonSchema
 from tests.helpers.lazy import Lazy
 from tests.helpers.stack import ROOT
 
-SOURCES = ROOT / ".local" / "trainers"
+SOURCES = Path(os.environ.get("ROLLOUT_TRAINER_SOURCES") or ROOT / ".local" / "trainers")
 
 _NAMES = {
     **{name: getattr(typing, name) for name in ("Annotated", "Any", "Dict", "List", "Literal", "Optional")},

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import sys
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 from pydantic import ConfigDict, TypeAdapter
 
 from rollout.adapters import areal, nemo_gym, prime_rl, skyrl, slime, trl, verl
+from rollout.adapters.base import advantages
 from rollout.schema import RolloutRequest
 from tests.helpers.lazy import Lazy
-from tests.helpers.trainer_sources import classes
+from tests.helpers.trainer_fields import SAMPLE, STATUS, TRAINING_SAMPLE, TrainingSample, fields_of
+from tests.helpers.trainer_sources import SOURCES, classes, imported
+
+torch = Lazy("torch")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +36,21 @@ def group(stack):
     return rollouts
 
 
-def test_verl_takes_its_agent_loop_output(group):
+@pytest.fixture(scope="module")
+def silent(stack):
+    """A real rollout without a model call: its prompt does not fit into the context."""
+    (rollout,) = stack.client.run([RolloutRequest(handler="digits", task={"digits": 5000})])
+    assert rollout.drop and rollout.reward is None
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def step(group, silent):
+    """A step with a rollout without a model call among good ones."""
+    return [group[0], silent, *group[1:]]
+
+
+def test_verl_takes_its_agent_loop_output(group, silent):
     released = classes("verl/experimental/agent_loop/agent_loop.py", ["AgentLoopMetrics", "AgentLoopOutput"])
     for rollout in group:
         made = released.AgentLoopOutput(**verl.agent_loop_output(rollout))
@@ -38,6 +62,8 @@ def test_verl_takes_its_agent_loop_output(group):
         assert tensors["rollout_log_probs"].tolist() == t.logprobs
         assert tensors["rm_scores"][-1] == rollout.reward
         assert made.extra_fields["min_global_steps"] == 0
+    empty = released.AgentLoopOutput(**verl.agent_loop_output(silent, neutral_reward=0.5)).as_dict()
+    assert (empty["response_mask"].tolist(), empty["rm_scores"].tolist()) == ([0], [0.5])
 
 
 def test_skyrl_takes_its_generator_output(group):
@@ -51,6 +77,20 @@ def test_skyrl_takes_its_generator_output(group):
         assert made["response_ids"][number] == rollout.trajectory.response_ids
         assert made["rollout_logprobs"][number] == rollout.trajectory.logprobs
         assert made["rewards"][number] == rollout.reward
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_skyrls_own_check_passes_a_step_with_a_rollout_without_a_turn(step, step_wise):
+    released = classes("skyrl/train/generators/base.py", ["TrajectoryID", "GeneratorOutput"])
+    names = ["validate_generator_output", "_validate_step_wise_fields"]
+    logger = MagicMock()
+    check = classes(
+        "skyrl/train/utils/trainer_utils.py", names, GeneratorOutput=released.GeneratorOutput, logger=logger
+    )
+    made = skyrl.generator_output(step, step_wise=step_wise, trajectory_id=released.TrajectoryID)
+    check.validate_generator_output(len(step), made, step_wise)
+    logger.warning.assert_not_called()
+    assert sum(made["loss_masks"][1]) == 0 and made["rewards"][1] == 0.0
 
 
 def test_verifiers_takes_its_message_nodes_and_they_join_to_the_same_tokens(group):
@@ -79,19 +119,29 @@ def test_verifiers_takes_its_message_nodes_and_they_join_to_the_same_tokens(grou
 def test_trl_finds_the_keys_that_it_requires_in_what_a_rollout_func_returns(group):
     made = trl.rollout_func_result(group)
     # Its source, for to import it takes many seconds; `examples/train_trl.py` runs it.
-    source = (Path(find_spec("trl").origin).parent / "trainer" / "grpo_trainer.py").read_text()
+    released = SOURCES / "trl"
+    package = released if released.is_dir() else Path(find_spec("trl").origin).parent
+    source = (package / "trainer" / "grpo_trainer.py").read_text()
     (required,) = re.findall(r"required_keys = \{([^}]*)\}", source)
     assert {name.strip('" ') for name in required.split(",")} <= set(made)
     assert 'extra_fields.pop("env_mask"' in source
+    # A reward of None counts in no mean; test_training.py runs it.
+    assert "rewards[unscorable_mask] = torch.nan" in source
     assert [len(row) for row in made["completion_ids"]] == [len(row) for row in made["logprobs"]]
     assert made["env_mask"] == [rollout.trajectory.loss_mask for rollout in group]
     assert trl.reward([], **{"reward": made["reward"]}) == [rollout.reward for rollout in group]
 
 
-def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, group):
+def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, group, silent):
+    path = "areal/infra/workflow_executor.py"
+    uses = {"InteractionWithTokenLogpReward": MagicMock, "torch": torch, "logging": MagicMock()}
+    check = classes(path, ["check_trajectory_format"], **uses).check_trajectory_format
+    logger = MagicMock()
+    assert areal.tensor_dict(silent) is None and check(None)
     for rollout in (*group, stack.client.get(group[0].id, include="arrays")):
         arrays = areal.tensor_dict(rollout)
-        made = {name: Lazy("torch").from_numpy(value) for name, value in arrays.items()}
+        made = {name: torch.from_numpy(value) for name, value in arrays.items()}
+        assert check(made, 1, set(made), logger) and not logger.mock_calls
         t = rollout.arrays.trajectory()
         tokens = len(t.chain.token_ids)
         rows = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask")
@@ -102,6 +152,57 @@ def test_areal_gets_tensors_of_one_row_as_its_own_workflows_make_them(stack, gro
         assert made["loss_mask"][0].tolist() == [0] * prompt + t.loss_mask
         assert made["versions"][0].tolist() == [-1] * prompt + [bit - 1 for bit in t.loss_mask]
         assert made["logprobs"][0, prompt:].tolist() == t.logprobs
+
+
+def test_prime_rl_takes_its_training_samples_and_none_for_a_rollout_without_a_turn(step):
+    path = "prime_rl/transports/rollouts/types.py"
+    sample_class = TrainingSample
+    if (SOURCES / path).is_file():
+        names = ["EncodedTensor", "RoutedExperts", "TrainingSample"]
+        sample_class = classes(path, names, msgspec=msgspec).TrainingSample
+        assert fields_of(sample_class) == set(TRAINING_SAMPLE)
+    made = [
+        sample_class(**fields)
+        for rollout, advantage in zip(step, advantages(step), strict=True)
+        for fields in prime_rl.training_samples(rollout, advantage=advantage)
+    ]
+    assert len(made) == len(step) - 1
+    for sample in made:
+        # As it goes to the trainer, where each type is checked.
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample), type=sample_class) == sample
+        parts = (sample.mask, sample.logprobs, sample.temperatures, sample.advantages)
+        assert {len(part) for part in parts} == {len(sample.token_ids)}
+
+
+def test_slime_takes_its_samples(step):
+    path, fields = "slime/utils/types.py", SAMPLE
+    made = slime.sample_dicts(step, group_index=7)
+    assert {one["status"] for one in made} <= STATUS and all(set(one) <= fields for one in made)
+    if (SOURCES / path).is_file():
+        uses = {name: MagicMock() for name in imported(path)} | {"Any": object, "torch": torch}
+        uses |= {"field": dataclasses.field, "dataclass": dataclasses.dataclass, "Enum": Enum}
+        released = classes(path, ["Sample"], **uses).Sample
+        assert fields_of(released) == fields
+        assert {status.value for status in released.Status} == STATUS
+        samples = [released.from_dict(one) for one in made]
+        assert [one.effective_response_length for one in samples] == [sum(one["loss_mask"]) for one in made]
+
+
+def test_nemo_gym_takes_its_response_and_nemo_rl_a_row_without_a_turn(step, monkeypatch):
+    for name in ("nemo_gym", "nemo_gym.server_utils"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    if not (SOURCES / "nemo_gym").is_dir():
+        pytest.skip(f"there is no {SOURCES}/nemo_gym: run `make setup-trainer`")
+    released = ModuleType("nemo_gym.openai_utils")
+    monkeypatch.setitem(sys.modules, released.__name__, released)
+    exec((SOURCES / "nemo_gym/openai_utils.py").read_text(), vars(released))
+    for rollout in step:
+        answer = nemo_gym.run_response(rollout)
+        made = released.NeMoGymResponse.model_validate(answer["response"])
+        trained = [item for item in made.output if getattr(item, "generation_token_ids", None)]
+        assert len(trained) == (1 if rollout.drop else rollout.trajectory.turns)
+        # Where NeMo RL looks for it.
+        assert bool((answer.get("instance_config") or {}).get("mask_sample")) == rollout.drop
 
 
 def test_slime_and_nemo_gym_get_what_the_trajectory_says(group):

@@ -66,6 +66,12 @@ def test_a_dropped_rollout_teaches_nothing_and_shifts_no_baseline():
     answer = nemo_gym.run_response(DROPPED)
     assert answer["mask_sample"] is True and answer["_ng_failure_class"] == "infrastructure"
     assert answer["reward"] == 0.0
+    # What was said is told, but its prompt is in nobody's group.
+    said = answer["response"]["output"]
+    assert [item["type"] for item in said[:2]] == ["message", "function_call"]
+    assert [item["prompt_token_ids"] for item in said if "prompt_token_ids" in item] == [[0]]
+    row = nemo_gym.run_response(DROPPED, {"instance_config": {"seed": 3}})
+    assert row["instance_config"] == {"seed": 3, "mask_sample": True}
 
 
 def test_every_chain_is_a_sample_where_the_trainer_takes_several():
@@ -76,7 +82,9 @@ def test_every_chain_is_a_sample_where_the_trainer_takes_several():
     assert len(output["trajectory_generation_times"]) == 1
     assert skyrl.generator_output([rewritten])["response_ids"] == [rewritten.trajectory.response_ids]
     assert [len(sample["token_ids"]) for sample in prime_rl.training_samples(rewritten)] == [5, 8]
-    assert [sample["index"] for sample in slime.sample_dicts([rewritten], group_index=0)] == [0, 1]
+    fields = slime.sample_dicts([rewritten, rewritten], group_index=0, first_index=8)
+    assert [one["index"] for one in fields] == [8, 9, 10, 11]
+    assert [one["rollout_id"] for one in fields] == [8, 8, 9, 9], "slime weighs siblings as one rollout"
     nodes = prime_rl.trace_fields(rewritten)["nodes"]
     assert [n for n, node in enumerate(nodes) if node["parent"] is None] == [0, 4]
     assert verl.agent_loop_output(rewritten)["extra_fields"]["min_global_steps"] == 4
@@ -94,6 +102,13 @@ def test_a_chain_that_ends_in_a_prompt_still_gives_the_last_one_with_a_turn():
     cut = rollout(chains=[chain("step-1"), chain_of([1])])
     assert base.last_sample(cut).response_ids == [10, 20, 30]
     assert skyrl.generator_output([cut], step_wise=True)["is_last_step"] == [True]
+
+
+def test_areals_row_is_of_what_was_sampled_and_no_prompt_beyond_the_context():
+    cut = rollout(chains=[chain("step-1"), chain_of([1] * 5000)])
+    row = areal.tensor_dict(cut)
+    assert row["input_ids"].tolist() == [[1, 2, 10, 20, 30]] and row["rewards"].tolist() == [1.0]
+    assert row["loss_mask"].tolist() == [[0, 0, 1, 1, 0]]
 
 
 WITHOUT_A_TURN = {

@@ -166,8 +166,9 @@ def test_rows_line_up_ids_masks_logprobs_and_versions():
     assert rows.rewards.tolist() == [1.0, 0.0]
 
 
-def test_dropped_rollouts_are_neither_learned_from_nor_part_of_the_mean():
-    whole = group(rollout(0, 1.0), rollout(1, None, drop=True), rollout(2, 0.0))
+def test_dropped_and_silent_rollouts_are_neither_learned_from_nor_part_of_the_mean():
+    silent = ended(id="g.3", index=3, reward=0.0, trajectory=Trajectory(chains=[chain([1, 2, 3])]))
+    whole = group(rollout(0, 1.0), rollout(1, None, drop=True), rollout(2, 0.0), silent)
     samples = data.samples_of(whole, losses.group_advantages)
     assert [sample.reward for sample in samples] == [1.0, 0.0]
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0], abs=1e-4)
