@@ -7,7 +7,7 @@
 SCRIPT_NAME=trainer-sources
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-PINNED=(verl==0.9.1 skyrl==0.3.0 verifiers==0.4.0 areal==1.0.4)
+PINNED=(verl==0.9.1 skyrl==0.4.0 verifiers==0.4.0 areal==1.0.4)
 GYM=nemo-gym==0.7.0 # extras.sh lays the pinned one, whose collector is run
 UNPACKAGED=( # repository, folder of the source in it, file
     "PrimeIntellect-ai/prime-rl src prime_rl/transports/rollouts/types.py"

@@ -1,4 +1,4 @@
-"""SkyRL: `GeneratorOutput` (`skyrl.train.generators.base`), lists over the batch; checked with SkyRL 0.3."""
+"""SkyRL: `GeneratorOutput` (`skyrl.train.generators.base`), lists over the batch; checked with SkyRL 0.4."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def generator_output(
             trajectory_id(instance_id=rollout.group_id, repetition_id=rollout.index) for rollout, *_ in rows
         ],
         "trajectory_generation_times": [rollout.stage_seconds.get("run", 0.0) for rollout in rollouts],
+        "trajectory_time_splits": None,
         "rollout_expert_indices": None,
+        "rollout_sample_support": None,
         "is_last_step": [last for *_, last in rows] if step_wise else None,
         "env_metrics": [dict(rollout.metrics) for rollout, *_ in rows],
         "pixel_values": None,

@@ -23,6 +23,7 @@ from tests.helpers.trainer_fields import SAMPLE, STATUS, TRAINING_SAMPLE, Traini
 from tests.helpers.trainer_sources import SOURCES, classes, imported
 
 torch = Lazy("torch")
+SKYRL = {"RoutedExpertIndices": object, "SampleSupport": object}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_verl_takes_its_agent_loop_output(group, silent):
 
 
 def test_skyrl_takes_its_generator_output(group):
-    released = classes("skyrl/train/generators/base.py", ["TrajectoryID", "GeneratorOutput"])
+    released = classes("skyrl/train/generators/base.py", ["TrajectoryID", "GeneratorOutput"], **SKYRL)
     made = skyrl.generator_output(group, trajectory_id=released.TrajectoryID)
     released.GeneratorOutput.__pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
     TypeAdapter(released.GeneratorOutput).validate_python(made, strict=True)
@@ -81,12 +82,11 @@ def test_skyrl_takes_its_generator_output(group):
 
 @pytest.mark.parametrize("step_wise", [False, True])
 def test_skyrls_own_check_passes_a_step_with_a_rollout_without_a_turn(step, step_wise):
-    released = classes("skyrl/train/generators/base.py", ["TrajectoryID", "GeneratorOutput"])
-    names = ["validate_generator_output", "_validate_step_wise_fields"]
-    logger = MagicMock()
-    check = classes(
-        "skyrl/train/utils/trainer_utils.py", names, GeneratorOutput=released.GeneratorOutput, logger=logger
-    )
+    released = classes("skyrl/train/generators/base.py", ["TrajectoryID", "GeneratorOutput"], **SKYRL)
+    names = ["validate_generator_output", "_validate_step_wise_fields", "_validate_per_token_side_channels"]
+    uses = {"GeneratorOutput": released.GeneratorOutput, "logger": (logger := MagicMock())}
+    uses["SAMPLE_SUPPORT_FIELD"] = "rollout_sample_support"
+    check = classes("skyrl/train/utils/trainer_utils.py", names, **uses)
     made = skyrl.generator_output(step, step_wise=step_wise, trajectory_id=released.TrajectoryID)
     check.validate_generator_output(len(step), made, step_wise)
     logger.warning.assert_not_called()
