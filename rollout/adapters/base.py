@@ -53,11 +53,13 @@ def usable(rollout: Rollout) -> bool:
 
 
 def _silent(rollout: Rollout) -> bool:
-    """Whether it has a trajectory in which nothing was sampled. One that was not fetched is not looked at."""
+    """Whether its trajectory is not kept, or nothing was sampled in it. One not fetched is not looked at."""
     if rollout.trajectory is not None:
         return not any(s.sampled for chain in rollout.trajectory.chains for s in chain.segments)
     arrays = rollout.__dict__.get("arrays")
-    return arrays is not None and not any(chain.loss_mask.any() for chain in arrays.chains)
+    if arrays is None:
+        return rollout.trajectory_dropped is not None
+    return not any(chain.loss_mask.any() for chain in arrays.chains)
 
 
 def trajectory_of(rollout: Rollout) -> Trajectory | None:

@@ -19,10 +19,12 @@ from rollout.adapters import areal, nemo_gym, prime_rl, skyrl, slime, trl, verl
 from rollout.adapters.base import advantages
 from rollout.schema import RolloutRequest
 from tests.helpers.lazy import Lazy
+from tests.helpers.stack import ROOT
 from tests.helpers.trainer_fields import SAMPLE, STATUS, TRAINING_SAMPLE, TrainingSample, fields_of
 from tests.helpers.trainer_sources import SOURCES, classes, imported
 
 torch = Lazy("torch")
+GYM = ROOT / ".local" / "nemo-gym" / "0.7.0"
 SKYRL = {"RoutedExpertIndices": object, "SampleSupport": object}
 
 
@@ -191,11 +193,12 @@ def test_slime_takes_its_samples(step):
 def test_nemo_gym_takes_its_response_and_nemo_rl_a_row_without_a_turn(step, monkeypatch):
     for name in ("nemo_gym", "nemo_gym.server_utils"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
-    if not (SOURCES / "nemo_gym").is_dir():
-        pytest.skip(f"there is no {SOURCES}/nemo_gym: run `make setup-trainer`")
+    sources = SOURCES if (SOURCES / "nemo_gym").is_dir() else GYM
+    if not (sources / "nemo_gym").is_dir():
+        pytest.skip(f"there is no {sources}/nemo_gym: run `make setup-trainer`")
     released = ModuleType("nemo_gym.openai_utils")
     monkeypatch.setitem(sys.modules, released.__name__, released)
-    exec((SOURCES / "nemo_gym/openai_utils.py").read_text(), vars(released))
+    exec((sources / "nemo_gym/openai_utils.py").read_text(), vars(released))
     for rollout in step:
         answer = nemo_gym.run_response(rollout)
         made = released.NeMoGymResponse.model_validate(answer["response"])

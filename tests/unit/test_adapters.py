@@ -115,7 +115,8 @@ WITHOUT_A_TURN = {
     "no chain": rollout(7, chains=[], drop=True),
     "prompt only": rollout(8, chains=[chain_of([1] * 5000)], drop=True),
     "with a reward": rollout(9, reward=0.0, chains=[chain_of([1] * 5000)]),
-    "none kept": rollout(10, drop=True, trajectory=None),
+    "none made": rollout(10, drop=True, trajectory=None),
+    "none kept": rollout(11, trajectory=None, trajectory_dropped="size"),
 }
 
 

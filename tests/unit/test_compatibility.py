@@ -344,10 +344,9 @@ def test_only_what_the_service_failed_at_is_filtered(rollout, critical, filtered
     assert not (filtered and body["resolved"])
     row = nemo_gym_answers.answer({"responses_create_params": {}}, rollout, None)
     assert bool(row.get("mask_sample")) == filtered
-    # Without tokens a row would end the step of a trainer that masks it.
-    assert check_response(row["response"]) == (
-        [0, 0] if rollout.trajectory is None else [1, 2, 3, 4, 5, 6, 7]
-    )
+    # Without tokens a row would end the step of a trainer that masks it, and with its own be in its group.
+    assert check_response(row["response"]) == ([0, 0] if filtered else [1, 2, 3, 4, 5, 6, 7])
+    assert bool((row.get("instance_config") or {}).get("mask_sample")) == filtered
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from rollout.adapters.nemo_gym import output_items, weightless_item
+from rollout.adapters.nemo_gym import masked, output_of, weightless_item
 from rollout.schema import HandlerInfo, Rollout, RolloutRequest, State
 from rollout.schema.base import Items
 from rollout.summary import summarize
@@ -58,11 +58,10 @@ def answer(repeated: dict[str, Any], rollout: Rollout, info: HandlerInfo | None)
     }
     if lack := lacking(rollout):
         why = "infrastructure" if rollout.trajectory is None else "handler"
-        return verified | {"reward": 0.0, "reward_components": {}} | failure(why, lack)
+        return verified | {"reward": 0.0, "reward_components": {}} | failure(repeated, why, lack)
     if rollout.drop:
-        verified |= failure(
-            _class(rollout), rollout.error.message if rollout.error else rollout.drop_reason or ""
-        )
+        why = rollout.error.message if rollout.error else rollout.drop_reason or ""
+        verified |= failure(repeated, _class(rollout), why)
     return verified
 
 
@@ -71,14 +70,14 @@ def failed(repeated: dict[str, Any], why: str, message: str) -> dict[str, Any]:
     params = repeated["responses_create_params"]
     empty = _responses_object(params, "failed", [weightless_item("none")], None)
     empty |= {"id": "resp_none", "created_at": 0, "model": ""}
-    masked = {"response": empty, "reward": 0.0, "reward_components": {}} | failure(why, message)
-    return repeated | masked
+    row = {"response": empty, "reward": 0.0, "reward_components": {}}
+    return repeated | row | failure(repeated, why, message)
 
 
-def failure(why: str, message: str) -> dict[str, Any]:
+def failure(repeated: dict[str, Any], why: str, message: str) -> dict[str, Any]:
     """What marks a row as failed."""
     return {
-        "mask_sample": True,
+        **masked(repeated),
         "_ng_failure_class": why,
         "_ng_failure_terminal": why in TERMINAL,
         "error": message,
@@ -95,7 +94,7 @@ def response(params: dict[str, Any], rollout: Rollout, info: HandlerInfo | None)
     """The Responses object of an ended rollout."""
     cut = rollout.finish_reason in _CUT
     status = "failed" if rollout.drop else "incomplete" if cut else "completed"
-    body = _responses_object(params, status, _output(rollout), info)
+    body = _responses_object(params, status, output_of(rollout), info)
     body |= {
         "id": f"resp_{rollout.id}",
         "created_at": int(rollout.created_at),
@@ -107,18 +106,6 @@ def response(params: dict[str, Any], rollout: Rollout, info: HandlerInfo | None)
         message = rollout.error.message if rollout.error else rollout.drop_reason or rollout.state.value
         body["error"] = {"code": "server_error", "message": message}
     return body
-
-
-def _output(rollout: Rollout) -> list[dict[str, Any]]:
-    """Items of the last chain: a reader may take what it sees for one growing context.
-
-    A row in which nothing was sampled has a turn that says nothing: without any it would end a trainer's
-    step.
-    """
-    trajectory = rollout.trajectory
-    if trajectory is not None and trajectory.sampled_tokens:
-        return output_items(trajectory.chain, rollout.id, trajectory.unread)
-    return [weightless_item(rollout.id)]
 
 
 def _responses_object(
