@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from unittest.mock import MagicMock
+
 import numpy as np
 import pytest
 
 from rollout.adapters import areal, base, nemo_gym, prime_rl, skyrl, slime, trl, verl
 from rollout.arrays import Arrays
-from rollout.schema import Blame, ErrorInfo, Rollout, State
+from rollout.schema import Blame, ErrorInfo, Rollout, RolloutRequest, State
 from rollout.trajectory import Chain, FinishReason, Message, Segment, ToolCall, Trajectory
 from tests.helpers.rollouts import chain as chain_of
 from tests.helpers.rollouts import ended, sampled
+from tests.helpers.stack import ROOT
+from workers.handlers.math import MathTask
 
 
 def chain(*versions: str) -> Chain:
@@ -196,3 +202,24 @@ def test_calls_across_a_weight_swap_are_one_call():
     node = prime_rl.trace_fields(result)["nodes"][-1]
     assert (node["token_ids"], node["logprobs"]) == ([91, 92], [-1.0, -1.0])
     assert slime.sample_dicts([result], group_index=0)[0]["weight_versions"] == ["step-1", "step-2"]
+
+
+def test_the_pages_rollout_func_gives_tasks_their_answers_and_each_step_its_weights(monkeypatch, tmp_path):
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    (block,) = re.findall(r"## TRL\n.*?```python\n(.*?)```", page, re.DOTALL)
+    for name in ("trl", "datasets"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    client, trainer = MagicMock(), MagicMock()
+    client.run.side_effect = lambda requests: [GROUP[0]] * sum(request.n for request in requests)
+    client.update_policy.return_value.state = "done"
+    names = {"client": client, "model": None, "RolloutRequest": RolloutRequest}
+    exec(block.replace("/shared/weights", str(tmp_path)), names)
+    (prompt, task) = next(iter(names["tasks"].items()))
+    assert MathTask.model_validate(task).answer == ["68"]
+    for step in (0, 0, 1):
+        trainer.state.global_step = step
+        assert names["rollout_func"]([prompt] * 8, trainer)["reward"] == [1.0] * 8
+    (request,) = client.run.call_args.args[0]
+    assert (request.n, request.task) == (8, task)
+    versions = [call.args[0] for call in client.update_policy.call_args_list]
+    assert [base.step_of(version) for version in versions] == [0, 1], "once for each step"
