@@ -216,6 +216,14 @@ def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> She
     return Sheet(columns, rollouts)
 
 
+def ended_line(rollout: Rollout) -> Text:
+    """Of one that just ended: id, state, reward, handler, why it failed."""
+    line = Text(f"{rollout.id}  ", no_wrap=True, overflow="ignore").append_text(state_text(rollout.state))
+    return line.append(
+        f"  {or_dash(rollout.reward, '{:.3f}')}  {rollout.handler}  {_note_of(rollout)}".rstrip()
+    )
+
+
 def _end_of(rollout: Rollout) -> float:
     """When it ended, or what is known last; seconds since the epoch."""
     return rollout.finished_at or rollout.updated_at

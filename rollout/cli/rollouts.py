@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from contextlib import nullcontext
+from contextlib import suppress
 
 import click
 from rich.console import Group
@@ -99,34 +99,18 @@ def show(rollout_id: str, timeline: bool, as_json: bool, url: str | None) -> Non
 @click.command()
 @click.option("--tag", help="Only results with this tag.")
 @click.option("--seconds", type=float, help="Stop after so many seconds. [default: until Ctrl-C]")
-@click.option("--json", "as_json", is_flag=True, help="What ends, one JSON object a line.")
+@json_option
 @url_option
 def watch(tag: str | None, seconds: float | None, as_json: bool, url: str | None) -> None:
-    """Follow the service: states, queues, backends, latest results."""
-    from rich.live import Live
-
-    end = None if seconds is None else time.monotonic() + seconds
-    latest: deque[Rollout] = deque(maxlen=10)
-    live = nullcontext() if as_json else Live(console=out, auto_refresh=False)
-    with connect(url, WORK_PATIENCE_S) as client, live as screen:
-        cursor = "$"
-        try:
-            while end is None or time.monotonic() < end:
-                page = client.results(cursor, wait=1.0, limit=200, tag=tag, include="summary")
-                cursor = page.cursor
-                if screen is None:
-                    for rollout in page.rollouts:
-                        show_view("", rollout, as_json)
-                    continue
-                latest.extend(page.rollouts)
-                view = Group(
-                    render.status_view(client.status()), "", render.rollouts_table(list(reversed(latest)))
-                )
-                screen.update(view, refresh=True)
-                if page.rollouts:  # the long-poll answers at once then; twice a second is enough to look at
-                    time.sleep(0.5)
-        except KeyboardInterrupt:
-            pass
+    """Write a line for each rollout that ends; `rollout top` shows the whole service."""
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    cursor = "$"
+    with suppress(KeyboardInterrupt), connect(url, WORK_PATIENCE_S) as client:
+        while time.monotonic() < end:
+            page = client.results(cursor, wait=1.0, limit=200, tag=tag, include="summary")
+            cursor = page.cursor
+            for rollout in page.rollouts:
+                show_view(render.ended_line(rollout), rollout, as_json)
 
 
 @click.command()

@@ -193,11 +193,13 @@ class _Lines:
         """Raises click.FileError when it cannot be opened."""
         begin = getattr(output, "open", None)  # click's files are opened at their first use
         self._file: IO[str] = begin() if begin else output
+        self._ours = begin is not None
         self.count = 0
 
     def write(self, rollout: Rollout) -> None:
         """Raises _OutputError when there is no room; then the file ends with the rollout before."""
-        whole = self._file.tell() if self._file.seekable() else None
+        # What the shell opened for us may be anything, or opened to append.
+        whole = self._file.tell() if self._ours and self._file.seekable() else None
         try:
             self._file.write(rollout.model_dump_json() + "\n")
             self._file.flush()

@@ -137,13 +137,16 @@ def test_status_list_watch_and_cancel(gateway, invoke):
     assert "a worker of the stage run" in status.stderr
     assert "calculator" in invoke("list", "--state", "completed").stdout
     assert invoke("watch", "--seconds", "0.1").exit_code == 0
-    watcher = [sys.executable, "-m", "rollout.cli", "watch", "--seconds", "60", "--json"]
-    with subprocess.Popen([*watcher, "--url", gateway.url], text=True, stdout=subprocess.PIPE) as child:
-        wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 4, 30, "it to look")
-        invoke("submit", "-", stdin='{"handler": "calculator", "id": "b"}\n')
-        assert json.loads(child.stdout.readline())["id"] == "b"
-        child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 0
+    for options, text in ((), "b  completed  1.000  calculator\n"), (("--json",), '"id": "b"'):
+        watcher = [sys.executable, "-m", "rollout.cli", "watch", "--seconds", "60", "--url", gateway.url]
+        gateway.calls.clear()
+        with subprocess.Popen([*watcher, *options], text=True, stdout=subprocess.PIPE) as child:
+            wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 2, 30, "it to look")
+            gateway.rollouts.pop("b", None)
+            invoke("submit", "-", stdin='{"handler": "calculator", "id": "b"}\n')
+            assert text in child.stdout.readline()
+            child.send_signal(signal.SIGINT)
+            assert child.wait(20) == 0
     assert "cancelled 0; 1 had ended" in invoke("cancel", "a").stdout
     assert "exactly one of them" in invoke("cancel").stderr
 

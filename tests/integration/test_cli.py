@@ -162,6 +162,16 @@ def test_a_full_disk_leaves_whole_lines_and_the_rest_can_be_fetched(call, stack,
         Path(command[-1]).unlink()
 
 
+def test_a_full_disk_behind_a_redirection_is_one_message(stack, tasks, tmp_path):
+    submit = [*ROLLOUT, "submit", tasks, "--handler", "noop", "--url", stack.url]
+    redirected = 'ulimit -f 16; out=$1; echo before > "$out"; shift; exec "$@" >> "$out"'
+    done = piped("bash", "-c", redirected, "-", str(tmp_path / "out"), *submit)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "<stdout> cannot be written: File too large" in done.stderr
+    assert (tmp_path / "out").read_text().startswith("before\n{")
+    Path(re.search(r"--ids (\S+) -o", done.stderr)[1]).unlink()
+
+
 def test_fetch_writes_by_tag_and_names_what_is_unknown(call, ended):
     done = call("fetch", "--tag", "cli")
     assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == sorted(ended)
