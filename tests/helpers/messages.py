@@ -75,6 +75,7 @@ GROUPS = (
         (
             "BackendUnavailable",
             "CodecError",
+            "TokenizerMissing",
             "HandlerError",
             "InfrastructureError",
             "TaskError",

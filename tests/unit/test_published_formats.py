@@ -194,7 +194,7 @@ def test_gpt_oss_with_other_ids_is_refused(formats, tmp_path):
         swapped = swapped.replace(f'"{old}": ', f'"{new}": ')
     assert swapped != text
     file.write_text(swapped)
-    with pytest.raises(CodecError, match=r"renderer gpt-oss cannot be used: .*vocab file"):
+    with pytest.raises(CodecError, match=r"the format of gpt-oss cannot be used .*: .*hash mismatch"):
         load_codec(str(other))
 
 

@@ -76,8 +76,8 @@ class Codec(ABC):
             raise CodecError(f"{self.name}: this model takes no tool answers: {self._refused['tool']}")
         if tools and (reason := self._tools_obstacle(tools)):
             raise CodecError(
-                f"{self.name}: {reason}; use another model, or a handler that describes its tools itself "
-                "(`advertise_tools = False`)"
+                f"{self.name}: tools cannot be offered in this format: {reason}; use another model, or a "
+                "handler that describes its tools itself (`advertise_tools = False`)"
             )
 
     def _tools_obstacle(self, tools: list[dict[str, Any]]) -> str | None:

@@ -140,7 +140,8 @@ def renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> Rendere
             reasons.append(f"renderer {name} cannot be used: {str(error)[:200]}")
             if name == HARMONY and kind == name:
                 raise CodecError(
-                    f"{reasons[-1]} (do its tokenizer's ids differ from o200k_harmony?)"
+                    "the format of gpt-oss cannot be used (do this tokenizer's ids differ from "
+                    f"o200k_harmony?): {error}"
                 ) from error
     if not guard.chat_template:
         raise CodecError("; ".join(["the tokenizer has no chat template", *reasons]))
