@@ -58,7 +58,7 @@ lock() {
     mkdir -p "$(dirname "$2")"
     eval "exec $1<>\"\$2\""
     flock -n "$1" || { say "waits for another set-up: $(cat "$2")"; flock "$1"; }
-    echo "process ${SETUP_PID:-$$} of $(id -un), at work since $(date +%T)" >"$2"
+    echo "process ${SETUP_PID:-$$} of $(id -un 2>/dev/null || id -u), at work since $(date +%T)" >"$2"
 }
 
 # Only one set-up at a time may write below ROLLOUT_HOME.
