@@ -42,9 +42,9 @@ def told(missing: list[str]) -> str:
     """What is isolated and limited, and what is not: `SandboxInfo.isolation_missing`."""
     if set(ISOLATED) <= set(missing):
         return f"NOTHING IS ISOLATED: {', '.join(missing)}"
-    isolated = " and ".join(name for name in ISOLATED if not any(text.startswith(name) for text in missing))
-    lacks = f"; no {', no '.join(missing)}" if missing else ""
-    return f"{isolated} isolated; memory, processes and disk limited{lacks}"
+    isolated = ", ".join(name for name in ISOLATED if not any(text.startswith(name) for text in missing))
+    lacks = f"; without {', '.join(missing)}" if missing else ""
+    return f"isolated: {isolated}; limited: memory, processes, disk{lacks}"
 
 
 def main() -> int:

@@ -360,7 +360,7 @@ class Stack:
             reason = missing()
             if reason and time.monotonic() - told > TELL_S:
                 told = time.monotonic()
-                self.say(f"{part.name:<10} still starts: {reason}")
+                self.say(f"{part.name:<10} still starts; its log: {part.log}")
             return reason
 
         self._supervisor.wait_for(part, look, START_TIMEOUT_S, beside)

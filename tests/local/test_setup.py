@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -46,6 +47,24 @@ def test_a_second_setup_does_nothing():
     begun = time.monotonic()
     subprocess.run(["make", "setup"], cwd=REPO, check=True, capture_output=True)
     assert time.monotonic() - begun < 10.0  # 0.1 s; anything that is installed takes longer
+
+
+def test_clean_deletes_api_keys_but_those_of_a_service_that_may_run(tmp_path):
+    slurm, run = tmp_path / "slurm-run", tmp_path / "run"
+
+    def clean():
+        command = ["make", "-s", "-f", str(REPO / "Makefile"), "clean"]
+        environment = os.environ | {"ROLLOUT_HOME": str(tmp_path)}
+        return subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+
+    for state in ("up", "down"):
+        for directory in (run, slurm):
+            directory.mkdir(exist_ok=True)
+            (directory / "api.key").touch()
+        (slurm / "head.json").write_text(json.dumps({"job": "1", "state": state}, indent=1))
+        said = clean()
+        assert not run.exists()
+        assert slurm.exists() == (state == "up") == ("rollout slurm down, then make clean" in said), said
 
 
 SLOW = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import connection, errors, paths, payload
+from sandbox import check, connection, errors, paths, payload
 from sandbox.client import SandboxClient
 from sandbox.images import ImageStore, squashfs_offset
 from sandbox.runtimes import RUNTIMES, select_runtime
@@ -282,3 +282,16 @@ def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):
     runtime.has_cgroups = True
     argv = " ".join(runtime.argv(launch, ["true"]))
     assert "--memory 100M --pids-limit 20" in argv
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ([], "isolated: files, processes, network; limited: memory, processes, disk"),
+        (["hard CPU limit"], "network; limited: memory, processes, disk; without hard CPU limit"),
+        (["network"], "isolated: files, processes; limited: memory, processes, disk; without network"),
+        (["files", "network", "processes", "all"], "NOTHING IS ISOLATED: files, network, processes, all"),
+    ],
+)
+def test_what_is_isolated_is_told_before_what_is_not(missing, text):
+    assert check.told(missing).endswith(text)
