@@ -49,7 +49,11 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
             fine = _run(record.url, stack.api_key, requests, console)
             say("ending the stack, which was the demo's own")
         finally:
-            ended = stack.down()
+            try:
+                ended = stack.down()
+            except KeyboardInterrupt:  # just before it takes no signal any more
+                ended = stack.down()
+                raise
         strays = list(marked(record.mark))
         say(f"ended {len(ended.parts) if ended else 0} processes; {len(strays) or 'nothing'} left running")
         fine = fine and not strays

@@ -14,8 +14,9 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +163,8 @@ class Stack:
 
         self._check_sandbox(sandbox, begun, required=options.require_sandbox)
         self._await(gateway, f"{record.url}/health", begun, record.url)
-        self._wait(fleets[0], self._fleets_missing, fleets[1:])
+        with self._telling("the fleets still start"):
+            self._supervisor.wait_for(fleets[0], self._fleets_missing, START_TIMEOUT_S, fleets[1:])
         text = ", ".join(f"{stage} {count}" for stage, count in slots.items())
         self._done("fleets", begun, f"{text} slots")
         if backend:
@@ -268,7 +270,7 @@ class Stack:
         port = parts.pick_port([], self._taken)
         server = redis.prepare(choice, self.dir / "redis", port)
         child = self._spawn(Part("redis", server.command), env)
-        self._wait(child, lambda: redis.ping(server.url))
+        self._supervisor.wait_for(child, lambda: redis.ping(server.url), START_TIMEOUT_S)
         self._done("redis", begun, f"{choice.label}, 127.0.0.1:{port}")
         return server.url
 
@@ -319,8 +321,8 @@ class Stack:
 
     def _check_sandbox(self, check: parts.SandboxCheck, begun: float, *, required: bool) -> None:
         """Say which runtime the sandboxes get and what it lacks; without any, say that loudly."""
-        words = "sandbox    still starts: the first one unpacks its image"
-        works, verdict = check.verdict(START_TIMEOUT_S, TELL_S, lambda: self.say(words))
+        with self._telling("the sandbox still starts: the first one unpacks its image"):
+            works, verdict = check.verdict(START_TIMEOUT_S)
         if works:
             self._done("sandbox", begun, verdict)
             return
@@ -351,23 +353,25 @@ class Stack:
         self.record.save(self._file)
         return part
 
-    def _wait(self, part: Part, missing: Callable[[], str | None], beside: Sequence[Part] = ()) -> None:
-        """Wait for a part, and say so every few seconds."""
-        told = time.monotonic()
-
-        def look() -> str | None:
-            nonlocal told
-            reason = missing()
-            if reason and time.monotonic() - told > TELL_S:
-                told = time.monotonic()
-                self.say(f"{part.name:<10} still starts; its log: {part.log}")
-            return reason
-
-        self._supervisor.wait_for(part, look, START_TIMEOUT_S, beside)
-
     def _await(self, part: Part, url: str, begun: float, text: str) -> None:
-        self._wait(part, lambda: answers(url))
+        with self._telling(f"{part.name} still starts; its log: {part.log}"):
+            self._supervisor.wait_for(part, lambda: answers(url), START_TIMEOUT_S)
         self._done(part.name, begun, text)
+
+    @contextmanager
+    def _telling(self, text: str) -> Iterator[None]:
+        """Say what one waits for, every few seconds within the block."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(TELL_S):
+                self.say(text)
+
+        threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def _done(self, name: str, begun: float, text: str) -> None:
         self.say(f"{name:<10} {time.monotonic() - begun:5.1f} s  {text}")
@@ -404,7 +408,9 @@ class Stack:
         by_name = {part.name: part for part in record.parts}
         if record.supervisor is not None:
             stop([record.supervisor], END_S)
-        ended = stop([part for part in record.parts if part.name.endswith("fleet")], record.grace_s + END_S)
+        with self._telling("the fleets still end: they hand their rollouts back"):
+            fleets = [part for part in record.parts if part.name.endswith("fleet")]
+            ended = stop(fleets, record.grace_s + END_S)
         if record.sandbox_dir:
             self._hand_back(record, by_name["gateway"].env if "gateway" in by_name else {})
             _stop_sandbox_host(Path(record.sandbox_dir), self.say)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import requests
@@ -88,23 +86,14 @@ class SandboxCheck:
             cwd=paths.REPO,
         )
 
-    def verdict(
-        self, patience_s: float, tell_s: float = math.inf, tell: Callable[[], None] | None = None
-    ) -> tuple[bool, str]:
-        """Whether a sandbox works, and which runtime it has, or why none does.
-
-        Meanwhile `tell` is called every `tell_s` seconds.
-        """
-        end = time.monotonic() + patience_s
-        while (rest := end - time.monotonic()) > 0:
-            try:
-                text = self._process.communicate(timeout=min(rest, tell_s))[0].strip()
-                return self._process.returncode == 0, text
-            except subprocess.TimeoutExpired:
-                if tell is not None:
-                    tell()
-        self.end()
-        return False, f"none has started within {patience_s:.0f} s"
+    def verdict(self, patience_s: float) -> tuple[bool, str]:
+        """Whether a sandbox works, and which runtime it has, or why none does."""
+        try:
+            text = self._process.communicate(timeout=patience_s)[0].strip()
+        except subprocess.TimeoutExpired:
+            self.end()
+            return False, f"none has started within {patience_s:.0f} s"
+        return self._process.returncode == 0, text
 
     def end(self) -> None:
         """Kill it: it would start the sandbox host anew after its end."""

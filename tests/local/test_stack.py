@@ -469,8 +469,8 @@ def test_ctrl_c_during_the_start_of_a_demo_leaves_nothing(tmp_path, moment):
     started = record(directory)
     child.send_signal(signal.SIGINT)
     _, stderr = child.communicate(timeout=150)
-    assert child.returncode == 130, stderr
-    assert "interrupted" in stderr
+    if moment == "its start" or child.returncode:  # the end of all goes on in any case, and may have begun
+        assert child.returncode == 130 and "interrupted" in stderr, stderr
     assert started.live == []
     assert list(marked(started.mark)) == []
     assert not Path(started.sandbox_dir).exists()
