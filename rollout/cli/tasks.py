@@ -169,12 +169,12 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
                 del pending[rollout.id]
                 meter.add(rollout)
         except (_OutputError, Unavailable) as error:
-            unsent = total - lines.count - len(pending)
             reason = error.reason if isinstance(error, Unavailable) else error
-            raise click.ClickException(f"{reason}\n{lines.text()}. {_rest(pending, unsent)}") from None
+            rest = _rest(pending, total - lines.count - len(pending))
+            raise click.ClickException(f"{reason}\n{lines.text()}. {rest}") from None
         except KeyboardInterrupt:
             meter.__exit__(None, None, None)  # the question needs the terminal to itself
-            _cancel_rest(client, pending)
+            _cancel_rest(client, pending, total - lines.count - len(pending))
             raise click.exceptions.Exit(130) from None
     text = f"{meter.text()}; {lines.text()}, after {time.monotonic() - begun:.1f} s"
     err.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -276,13 +276,13 @@ def fetch(
         raise click.ClickException(f"not known, or not kept any more: {', '.join(unknown) or 'any of these'}")
 
 
-def _cancel_rest(client: Client, pending: Collection[str]) -> None:
+def _cancel_rest(client: Client, pending: Collection[str], unsent: int) -> None:
     """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no."""
     try:
         question = f"Cancel the {len(pending)} rollouts not ended?"
         person = sys.stdin.isatty() and sys.stderr.isatty()
         if person and not click.confirm(question, default=True, err=True):
-            err.print("[dim]they go on; `rollout list` shows them[/]")
+            click.echo(_rest(pending, unsent), err=True)
             return
     except (click.Abort, KeyboardInterrupt):
         pass  # Ctrl-C again means yes

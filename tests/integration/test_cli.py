@@ -204,6 +204,27 @@ def test_submit_names_what_goes_on_when_the_gateway_stays_away(stack, client, tm
     assert screen.process.returncode == 1
 
 
+def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, client, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"run_s": 600}\n')
+    submit = [*ROLLOUT, "submit", str(tasks), "--handler", "noop", "--tag", "ctrl-c", "--url", stack.url]
+    screen = Terminal([*submit, "-o", str(tmp_path / "out")], columns=80)
+    try:
+        wait_until(lambda: client.list(state="running", tag="ctrl-c").rollouts, 60, "it to run")
+        os.write(screen.master, b"\x03")
+        screen.await_text(r"Cancel the 1 rollouts not ended\?")
+        os.write(screen.master, b"n\n")
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "it to end")
+        text = screen.text()
+    finally:
+        screen.close()
+    (held,) = client.list(tag="ctrl-c").rollouts
+    client.cancel(held.id)
+    file = Path(re.search(r"rollout fetch --ids (\S+) -o REST", text)[1])
+    assert file.read_text().split() == [held.id] and screen.process.returncode == 130
+    file.unlink()
+
+
 def test_the_shell_completes_commands_options_and_ids(stack, call, ended):
     script = call("completion", "bash").stdout
     ask = """
