@@ -124,6 +124,7 @@ def _collect(options: dict[str, Any]) -> None:
     sys.meta_path.insert(0, _Finder())
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: "0" if name in ABSENT else version(name)
+    from nemo_gym.base_resources_server import BaseVerifyResponse
     from nemo_gym.rollout_collection import RolloutCollectionConfig, RolloutCollectionHelper
     from nemo_gym.server_utils import HeadServer
 
@@ -131,7 +132,13 @@ def _collect(options: dict[str, Any]) -> None:
     while not server.started:
         thread.join(0.01)
     config = RolloutCollectionConfig.model_validate(options)
-    asyncio.run(RolloutCollectionHelper().run_from_config(config))
+    for row in asyncio.run(RolloutCollectionHelper().run_from_config(config)):
+        # What its own agent servers answer with, and its trainers read.
+        read = BaseVerifyResponse.model_validate(row).response.model_dump()["output"]
+        tokens = "generation_token_ids"
+        assert [item.get(tokens) for item in read] == [
+            item.get(tokens) for item in row["response"]["output"]
+        ], "its classes leave ids out"
 
 
 if __name__ == "__main__":
