@@ -18,9 +18,8 @@ RECENT = 50
 """Rollouts that ended, kept to be shown; a window has room for fewer."""
 BATCHES = 20
 WORKED_ON = (State.RUNNING, State.EVALUATING, State.INITIALIZING)
-GROUPS = 5
-"""Of which the progress is asked for: those with the most live rollouts."""
-MOST_MEMBERS = 200
+LIVE, GROUPS, MEMBERS = 20, 5, 64
+"""At each look: rollouts of a state, groups, and rollouts of a group. Each brings its request, maybe long."""
 EVERYBODY = "*"
 FORBIDDEN = 403
 
@@ -30,7 +29,7 @@ class Progress(BaseModel):
 
     id: str
     size: int
-    """Its rollouts, of which at most 200 are looked at."""
+    """Its rollouts, of which at most 64 are looked at."""
     ended: int
     reward: float | None
     """Mean of those scored so far; None = none is."""
@@ -121,7 +120,7 @@ class Watcher:
             rollout
             for state in WORKED_ON
             if fleet.states.get(state)
-            for rollout in self._client.list(state=state, limit=RECENT, tenant=self._tenant).rollouts
+            for rollout in self._client.list(state=state, limit=LIVE, tenant=self._tenant).rollouts
         ]
         backends = [Backend.model_validate(backend) for backend in status["backends"]]
         stages = {name: load.ended for name, load in fleet.stages.items()}
@@ -150,7 +149,7 @@ class Watcher:
         counts = Counter((item.tenant, item.group_id) for item in live)
         for tenant, name in sorted(counts, key=lambda group: -counts[group])[:GROUPS]:
             whose = self._tenant and tenant
-            members = self._client.list(group_id=name, limit=MOST_MEMBERS, tenant=whose).rollouts
+            members = self._client.list(group_id=name, limit=MEMBERS, tenant=whose).rollouts
             if len(members) > 1:
                 groups.append(
                     Progress(

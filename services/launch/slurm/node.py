@@ -54,6 +54,7 @@ class NodeJob(MemberJob):
         self._idle_looks = 0
         self._to_drain: set[str] = set()
         """Rollouts that were here when nothing new was to begin."""
+        self._init_lives = True
         self._check: parts.SandboxCheck | None = None
         self._url = ""
         self._env: dict[str, str] = {}
@@ -151,10 +152,11 @@ class NodeJob(MemberJob):
     def _is_drained(self) -> bool:
         try:
             self._take_only_own()
-            if self.supervisor.lives(INIT_FLEET):
-                self._note_rollouts()  # it may have taken one more
             # What INIT has in hand goes on to this node's own queues, or back.
-            idle = not self.supervisor.lives(INIT_FLEET) and self._is_idle()
+            init_lived, self._init_lives = self._init_lives, self.supervisor.lives(INIT_FLEET)
+            if init_lived and not self._init_lives:
+                self._note_rollouts()  # it may have taken more. Looks at all that are live, so not each time
+            idle = not self._init_lives and self._is_idle()
             self._idle_looks = self._idle_looks + 1 if idle else 0
         except (redis.RedisError, OperationalError, OSError) as error:
             log.warning("Redis does not answer; the drain goes on", error=str(error))
