@@ -65,7 +65,7 @@ def control(codec, ids):
 def refusal(codec, tools):
     """Why a handler with tools is refused; None = it is not."""
     try:
-        codec.check_tools(tools)
+        codec.check_tools(bool(tools))
     except CodecError as error:
         return str(error)
     return None

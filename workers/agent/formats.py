@@ -28,6 +28,13 @@ class TokenizerMissing(CodecError):
     retry = True
 
 
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "It is.", "parameters": {"type": "object", "properties": {}}},
+}
+PROBE_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
 class Codec(ABC):
     """Renders and parses one model's chat format."""
 
@@ -44,6 +51,8 @@ class Codec(ABC):
         self._guard = guard
         self._refused: dict[str, CodecError] = {}
         """Why messages of a role cannot follow a turn."""
+        self._obstacle: str | None = None
+        """Why tools cannot be offered; empty = they can, None = not yet looked at."""
 
     @abstractmethod
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
@@ -63,27 +72,31 @@ class Codec(ABC):
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         """The message that the sampled ids say. Never raises: anything may have been sampled."""
 
-    def check_tools(self, tools: list[dict[str, Any]]) -> None:
+    def check_tools(self, offered: bool) -> None:
         """Whether a rollout with tools can be told in this format, before anything is sampled.
 
         Args:
-            tools: Those that the prompt is to describe; none if the task's text does.
+            offered: The prompt is to describe them; else the task's text does.
 
         Raises:
             CodecError: The format has no place for them, or for what they answer.
         """
         if "tool" in self._refused:
             raise CodecError(f"{self.name}: this model takes no tool answers: {self._refused['tool']}")
-        if tools and (reason := self._tools_obstacle(tools)):
+        if not offered:
+            return
+        if self._obstacle is None:
+            self._obstacle = self._tools_obstacle() or ""
+        if self._obstacle:
             raise CodecError(
-                f"{self.name}: tools cannot be offered in this format: {reason}; use another model, or a "
-                "handler that describes its tools itself (`advertise_tools = False`)"
+                f"{self.name}: tools cannot be offered in this format: {self._obstacle}; use another "
+                "model, or a handler that describes its tools itself (`advertise_tools = False`)"
             )
 
-    def _tools_obstacle(self, tools: list[dict[str, Any]]) -> str | None:
-        """Why a prompt cannot offer these tools, in words."""
+    def _tools_obstacle(self) -> str | None:
+        """Why a prompt cannot offer tools, in words."""
         asked = [Message(role="user", content="x")]
-        ignored = self.render(asked, tools) == self.render(asked, [])
+        ignored = self.render(asked, [PROBE_TOOL]) == self.render(asked, [])
         return "the format leaves tools out of the prompt" if ignored else None
 
     def _check_forging(self) -> None:
@@ -130,8 +143,7 @@ class Codec(ABC):
 
 _SENTINEL = "SENTINELanswerSENTINEL"
 _ASKED = {"role": "user", "content": "x"}
-_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
-_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
 
 
 class TemplateCodec(Codec):
@@ -196,8 +208,8 @@ class TemplateCodec(Codec):
                 "renderer, which is chosen by `model_type` of the config.json beside the tokenizer"
             )
 
-    def _tools_obstacle(self, tools: list[dict[str, Any]]) -> str | None:
-        if reason := super()._tools_obstacle(tools):
+    def _tools_obstacle(self) -> str | None:
+        if reason := super()._tools_obstacle():
             return reason
         try:
             calls = parse_text(self._text([_ASKED, _CALLED, _ASKED])).message.tool_calls

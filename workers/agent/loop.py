@@ -100,7 +100,7 @@ class AgentLoop:
         try:
             self._codec = await asyncio.to_thread(load_codec, backend.tokenizer)
             if self._tools:
-                await asyncio.to_thread(self._codec.check_tools, self._advertised)
+                await asyncio.to_thread(self._codec.check_tools, bool(self._advertised))
             ids = self._codec.render(messages, self._advertised)
         except CodecError as error:
             raise type(error)(f"backend {backend.id}, tokenizer {backend.tokenizer!r}: {error}") from error

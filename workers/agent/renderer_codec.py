@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from rollout.trajectory import Message
-from workers.agent.formats import Codec, CodecError
+from workers.agent.formats import PROBE_CALL, PROBE_TOOL, Codec, CodecError
 from workers.agent.guard import CUT, TokenizerGuard
 from workers.agent.parsing import SHOWN, Malformed, ParsedTurn, parse_text, parsed_turn, tool_call
 
@@ -23,20 +23,15 @@ log = structlog.get_logger("codec")
 HARMONY = "gpt-oss"
 """The renderer that brings an encoder of its own."""
 
-_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "It is.", "parameters": {"type": "object", "properties": {}}},
-}
 _ASKED = {"role": "user", "content": "Hi 12."}
-_CALLED = {"role": "assistant", "content": "So.", "tool_calls": [_CALL]}
+_CALLED = {"role": "assistant", "content": "So.", "tool_calls": [PROBE_CALL]}
 _ANSWERED = {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
 _PROBE: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
     ([_ASKED], []),
     ([{"role": "system", "content": "Be brief."}, _ASKED], []),
-    ([_ASKED], [_TOOL]),
-    ([{"role": "system", "content": "Be brief."}, _ASKED], [_TOOL]),
-    ([_ASKED, _CALLED, _ANSWERED, _ANSWERED], [_TOOL]),
+    ([_ASKED], [PROBE_TOOL]),
+    ([{"role": "system", "content": "Be brief."}, _ASKED], [PROBE_TOOL]),
+    ([_ASKED, _CALLED, _ANSWERED, _ANSWERED], [PROBE_TOOL]),
     ([_ASKED, {"role": "assistant", "content": "So."}, _ASKED], []),
 ]
 """Conversations, with their tools, on which a renderer must agree with the tokenizer's own template."""
