@@ -179,7 +179,8 @@ def test_a_port_without_keys_is_for_the_tenant_it_was_opened_for(first):
             {"instance": {"data_source": "noop", "task": {"reward": 1.0}}},
         )
         made = httpx.post(f"{compat}/process", json=job, timeout=60)
-        assert made.status_code == 200 and made.json()["reward"] == 1.0
+        # It is worked on; without a call of a model it is no sample.
+        assert made.status_code == 200 and made.json()["filter"] and made.json()["reward"] is None
         assert httpx.get(f"{compat}/v1/status").status_code == 404
         listed = [item.id for item in client.list().rollouts]
         assert listed == before, "it is the tenant's and not the operator's"
