@@ -8,8 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, islice
@@ -250,11 +249,10 @@ TEXTS = ("problem_statement", "question", "problem", "instruction", "prompt")
 """Fields of tasks that say what is asked, of which verl shows the first."""
 
 
-@contextmanager
-def verl_rows(
-    path: Path, handler: str, limits: Mapping[str, float] | None = None
-) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Gives a function that adds a task to a Parquet file of verl's rows; an exception leaves no file.
+def write_verl(
+    path: Path, handler: str, tasks: Iterable[Mapping[str, Any]], limits: Mapping[str, float] | None = None
+) -> None:
+    """Write tasks as Parquet rows of verl; the file is there when all are.
 
     A row has `prompt`, `data_source`, `agent_name` and `extra_info` with `handler`, `index`, `limits` (the
     same in all) and `task`. The task is JSON text, because Parquet would give all tasks all fields of any.
@@ -263,35 +261,27 @@ def verl_rows(
         DatasetError: pyarrow is missing, or the file cannot be written.
     """
     pyarrow, parquet = _import("pyarrow", "Parquet"), _import("pyarrow.parquet", "Parquet")
-    rows: list[dict[str, Any]] = []
-    count = 0
-    part = path.with_name(f"{path.name}.part")
     text = pyarrow.string()
-    kinds = {"handler": text, "task": text, "index": pyarrow.int64()}
-    kinds |= {"limits": pyarrow.struct(dict.fromkeys(limits, pyarrow.float64()))} if limits else {}
-    info = pyarrow.struct(kinds)
+    info = {"handler": text, "task": text, "index": pyarrow.int64()}
+    if limits:
+        info["limits"] = pyarrow.struct(dict.fromkeys(limits, pyarrow.float64()))
     chat = pyarrow.list_(pyarrow.struct({"role": text, "content": text}))
-    schema = pyarrow.schema({"prompt": chat, "data_source": text, "agent_name": text, "extra_info": info})
+    columns = {"data_source": text, "agent_name": text, "extra_info": pyarrow.struct(info)}
+    schema = pyarrow.schema({"prompt": chat} | columns)
 
-    def flush() -> None:
-        writer.write_table(pyarrow.Table.from_pylist(rows, schema))
-        rows.clear()
-
-    def add(task: Mapping[str, Any]) -> None:
-        nonlocal count
+    def row(index: int, task: Mapping[str, Any]) -> dict[str, Any]:
         whole = json.dumps(task, default=str)
         content = next((str(task[name]) for name in TEXTS if task.get(name)), whole)
-        row = {"prompt": [{"role": "user", "content": content}], "data_source": handler}
-        extra = {"handler": handler, "task": whole, "index": count, "limits": limits}
-        rows.append({**row, "agent_name": "rollout_service", "extra_info": extra})
-        count += 1
-        if len(rows) == BATCH_ROWS:
-            flush()
+        extra = {"handler": handler, "task": whole, "index": index, "limits": limits}
+        names = {"data_source": handler, "agent_name": "rollout_service", "extra_info": extra}
+        return {"prompt": [{"role": "user", "content": content}]} | names
 
+    rows = (row(index, task) for index, task in enumerate(tasks))
+    part = path.with_name(f"{path.name}.part")
     try:
         with parquet.ParquetWriter(part, schema) as writer:
-            yield add
-            flush()
+            while batch := list(islice(rows, BATCH_ROWS)):
+                writer.write_table(pyarrow.Table.from_pylist(batch, schema))
         part.replace(path)
     except OSError as error:
         raise DatasetError(f"{path}: {error}") from None

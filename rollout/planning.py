@@ -112,34 +112,26 @@ def model_of(name: str, billions: float | None = None) -> Model:
     return Model(name, weights, layers, values, context, kind)
 
 
-@dataclass(frozen=True)
-class Node:
-    """The machine that everything runs on."""
-
-    gpus: int
-    gpu_gb: float
-    share: float
-    """Of each GPU's memory that engines may take; what is left is the trainer's."""
-    cores: int
-    memory_gb: float
-
-
 def plan(
     model: Model,
-    node: Node,
     *,
+    gpus: int,
+    gpu_gb: float,
+    share: float,
+    cores: int,
+    memory_gb: float,
     tasks: int,
     n: int,
     images: int,
     unpacked_gb: float,
     context: int | None = None,
 ) -> dict[str, Any]:
-    """Engines, slots, disk and settings.
+    """Engines, slots, disk and settings of one
 
     Args:
+        share: Of each GPU's memory that engines may take; what is left is the trainer's.
         tasks: Of one training step, each rolled out `n` times.
-        images: Different ones that the data set needs.
-        unpacked_gb: Of one of them.
+        images: Different ones that the data set needs, each of `unpacked_gb`.
         context: Tokens; None = 32,768, or what the model has.
 
     Raises:
@@ -148,23 +140,23 @@ def plan(
     if context and context > model.context:
         raise PlanError(f"--context {context}: {model.name} has {model.context}")
     context = context or min(CONTEXT, model.context)
-    usable = node.share * node.gpu_gb - ENGINE_GB
-    ways = [2**k for k in range(node.gpus.bit_length()) if node.gpus % 2**k == 0]
+    usable = share * gpu_gb - ENGINE_GB
+    ways = [2**k for k in range(gpus.bit_length()) if gpus % 2**k == 0]
     # At least half of what an engine has is for its cache.
     tensor = next((k for k in ways if k * usable >= 2 * model.weights_gb), ways[-1])
     cache = int((tensor * usable - model.weights_gb) * GB / model.token_bytes)
     if cache < context:
         raise PlanError(
             f"{model.name} leaves {max(cache, 0)} tokens of cache on {tensor} GPUs, fewer than a context "
-            f"of {context}: more GPUs, a --share above {node.share:g}, or a smaller --context"
+            f"of {context}: more GPUs, a --share above {share:g}, or a smaller --context"
         )
-    engines = node.gpus // tensor
+    engines = gpus // tensor
     # A rollout grows from its prompt to the context, so live ones hold half of it on average.
     live = int(ADMITTED * cache * engines / (context / 2))
     # The trainer has half of the memory.
-    sandboxes = int(node.memory_gb / 2 / SANDBOX_GB)
+    sandboxes = int(memory_gb / 2 / SANDBOX_GB)
     run = max(1, min(live, sandboxes, tasks * n))
-    slots = {"init": max(1, min(run, node.cores // 4)), "run": run, "eval": max(1, min(run, node.cores // 2))}
+    slots = {"init": max(1, min(run, cores // 4)), "run": run, "eval": max(1, min(run, cores // 2))}
     prompt = min(PROMPT, context // 2)
     disk = {
         "files": round(images * unpacked_gb * PACKED),
@@ -191,11 +183,11 @@ def plan(
             "service": f"ROLLOUT_IMAGE_CACHE_GB={cached} rollout up --no-backend "
             + " ".join(f"--slots-{stage} {number}" for stage, number in slots.items()),
             "engine": f"vllm serve {model.name} --max-model-len {context} "
-            f"--gpu-memory-utilization {node.share:g} --tensor-parallel-size {tensor} --enable-scale-out "
+            f"--gpu-memory-utilization {share:g} --tensor-parallel-size {tensor} --enable-scale-out "
             "--logprobs-mode processed_logprobs --enable-prompt-tokens-details",
             "rows": f"rollout tasks ROWS --handler swe --verl train.parquet --limits '{json.dumps(limits)}'",
             "verl": f"data.max_prompt_length={prompt} data.max_response_length={context - prompt} "
-            f"actor_rollout_ref.rollout.gpu_memory_utilization={node.share:g} "
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={share:g} "
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor}",
         },
     }

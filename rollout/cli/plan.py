@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rollout.planning import GB, PUBLISHED, UNPACKED_GB, Node, PlanError, model_of, plan
+from rollout.planning import GB, PUBLISHED, UNPACKED_GB, PlanError, model_of, plan
 
 
 def _memory_gb() -> float:
@@ -42,9 +42,6 @@ def _memory_gb() -> float:
 def plan_command(
     model: str,
     params: float | None,
-    gpus: int,
-    gpu_gb: float,
-    share: float,
     dataset: Path | None,
     cores: int | None,
     memory_gb: float | None,
@@ -55,9 +52,9 @@ def plan_command(
 
     rollout plan --model Qwen/Qwen3-8B --gpus 8 --dataset rows.jsonl
     """
-    node = Node(gpus, gpu_gb, share, cores or os.cpu_count() or 1, memory_gb or _memory_gb())
+    part |= {"cores": cores or os.cpu_count(), "memory_gb": memory_gb or _memory_gb()}
     try:
-        result = plan(model_of(model, params), node, images=_images(dataset) if dataset else 0, **part)
+        result = plan(model_of(model, params), images=_images(dataset) if dataset else 0, **part)
     except PlanError as error:
         raise click.ClickException(str(error)) from None
     click.echo(json.dumps(result) if as_json else _text(result))

@@ -7,8 +7,9 @@ import os
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -20,7 +21,7 @@ from rollout.calls import with_id
 from rollout.cli.common import WORK_PATIENCE_S, complete_handlers, connect, err, url_option
 from rollout.cli.rollouts import select
 from rollout.client import Client
-from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
+from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, write_verl
 from rollout.errors import ApiError, Unavailable, problems_of
 from rollout.http import NOT_FOUND
 from rollout.progress import Meter
@@ -344,20 +345,26 @@ def tasks(
     except ValidationError as error:
         raise click.UsageError(f"--limits: {problems_of(error)}") from None
     good, wrong = 0, 0
+
+    def fitting() -> Iterator[dict[str, Any]]:
+        nonlocal good, wrong
+        for row, task in source.rows():
+            if schema is not None and (words := problem(task, schema, row)):
+                err.print(words, highlight=False, soft_wrap=True, markup=False)
+                wrong += 1
+                if wrong >= most_errors:
+                    return
+                continue
+            good += 1
+            if output is not None:
+                output.write(json.dumps(task, default=str) + "\n")
+            yield task
+
     try:
-        with verl_rows(parquet, str(source.handler), bounds) if parquet else nullcontext() as add:
-            for row, task in source.rows():
-                if schema is not None and (words := problem(task, schema, row)):
-                    err.print(words, highlight=False, soft_wrap=True, markup=False)
-                    wrong += 1
-                    if wrong >= most_errors:
-                        break
-                    continue
-                good += 1
-                if output is not None:
-                    output.write(json.dumps(task, default=str) + "\n")
-                if add is not None:
-                    add(task)
+        if parquet is not None:
+            write_verl(parquet, str(source.handler), fitting(), bounds)
+        else:
+            deque(fitting(), maxlen=0)
     except DatasetError as error:
         raise click.ClickException(str(error)) from None
     err.print(f"{good} tasks {'read' if schema is None else 'fit'}, {wrong} do not", highlight=False)

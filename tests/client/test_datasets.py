@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, verl_rows
+from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, write_verl
 from rollout.schema import RolloutRequest
 from tests.helpers.lazy import Lazy
 
@@ -221,19 +221,16 @@ def test_a_task_that_does_not_fit_is_named_with_its_row_and_field():
 def test_rows_for_verl_hold_each_task_as_it_is_and_a_failure_leaves_no_file(tmp_path):
     tasks = [{"problem_statement": "a"}, *({"question": "b", "tests": {"x": [n, "1"]}} for n in range(300))]
     path = tmp_path / "train.parquet"
-    with verl_rows(path, "swe") as add:
-        for task in tasks:
-            add(task)
+    write_verl(path, "swe", iter(tasks))
     rows = [row.data for row in read(path)]
     assert [json.loads(row["extra_info"]["task"]) for row in rows] == tasks
     assert [row["extra_info"]["index"] for row in rows] == list(range(301))
     assert [row["prompt"] for row in rows[:2]] == [[{"role": "user", "content": text}] for text in "ab"]
     assert {(row["agent_name"], row["data_source"]) for row in rows} == {("rollout_service", "swe")}
-    broken = tmp_path / "broken.parquet"
-    with pytest.raises(ZeroDivisionError), verl_rows(broken, "swe") as add:
-        add({"n": 1 / 0})
-    with pytest.raises(DatasetError, match="no/dir"), verl_rows(tmp_path / "no/dir/a.parquet", "swe"):
-        pass
+    with pytest.raises(ZeroDivisionError):
+        write_verl(tmp_path / "broken.parquet", "swe", ({"n": 1 // n} for n in (1, 0)))
+    with pytest.raises(DatasetError, match="no/dir"):
+        write_verl(tmp_path / "no/dir/a.parquet", "swe", tasks)
     assert [file.name for file in tmp_path.iterdir()] == ["train.parquet"]
 
 

@@ -11,18 +11,18 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from rollout.planning import PUBLISHED, Node, PlanError, model_of, plan
+from rollout.planning import PUBLISHED, PlanError, model_of, plan
 from tests.helpers.stack import ROOT
 
 ROLLOUT = [sys.executable, "-m", "rollout.cli"]
-EIGHT = Node(gpus=8, gpu_gb=80, share=0.6, cores=128, memory_gb=1000)
-STEP = {"tasks": 32, "n": 8, "images": 0, "unpacked_gb": 2.7}
+EIGHT = {"gpus": 8, "gpu_gb": 80, "share": 0.6, "cores": 128, "memory_gb": 1000}
+STEP = EIGHT | {"tasks": 32, "n": 8, "images": 0, "unpacked_gb": 2.7}
 ROW = {"repo": "me/twice", "base_commit": "HEAD", "problem_statement": "twice(2) is 5.", "patch": ""}
 ROW |= {"test_patch": "diff --git a/t.py b/t.py\n", "FAIL_TO_PASS": ["t.py::test"], "PASS_TO_PASS": []}
 
 
 def test_an_8b_model_on_eight_gpus():
-    result = plan(PUBLISHED["Qwen/Qwen3-8B"], EIGHT, **STEP | {"images": 500})
+    result = plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP | {"images": 500})
     # 36 layers, K and V, 8 heads of 128, 2 bytes.
     assert result["model"]["cache_bytes_per_token"] == 36 * 2 * 8 * 128 * 2
     tokens = int((0.6 * 80 - 3 - 16.38) * 1e9 / 147_456)
@@ -34,14 +34,14 @@ def test_an_8b_model_on_eight_gpus():
 
 
 def test_large_weights_are_spread_over_gpus_and_small_nodes_bound_the_slots():
-    large = plan(PUBLISHED["Qwen/Qwen3-32B"], EIGHT, **STEP)
+    large = plan(PUBLISHED["Qwen/Qwen3-32B"], **STEP)
     assert (large["engines"]["count"], large["engines"]["gpus_each"]) == (2, 4)
-    small = plan(PUBLISHED["Qwen/Qwen3-8B"], Node(8, 80, 0.6, 8, 64), **STEP)
+    small = plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP | {"cores": 8, "memory_gb": 64})
     assert small["slots"] == {"init": 2, "run": 7, "eval": 4}
     with pytest.raises(PlanError, match="0 tokens of cache on 1 GPUs, fewer than a context of 32768"):
-        plan(PUBLISHED["Qwen/Qwen3-32B"], Node(1, 80, 0.6, 8, 64), **STEP)
+        plan(PUBLISHED["Qwen/Qwen3-32B"], **STEP | {"gpus": 1})
     with pytest.raises(PlanError, match="--context 50000: Qwen/Qwen3-8B has 40960"):
-        plan(PUBLISHED["Qwen/Qwen3-8B"], EIGHT, **STEP, context=50_000)
+        plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP, context=50_000)
 
 
 def test_a_checkpoint_is_read_as_transformers_reads_it(tmp_path):

@@ -20,7 +20,7 @@ import pytest
 from examples.demo_model.task import make_tasks
 from rollout.datasets import read
 from rollout.integrations.verl import VerlServers
-from rollout.planning import Node, model_of, plan
+from rollout.planning import model_of, plan
 from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import DEMO_MODEL, embedded_server
 from tests.helpers.long_forms import TRAINING
@@ -31,6 +31,7 @@ from tests.helpers.trainer_sources import classes, imported
 torch, transformers = Lazy("torch"), Lazy("transformers")
 
 STEPS, TASKS, N = 3, 4, 4
+NODE = {"gpus": 1, "gpu_gb": 8, "share": 0.6, "cores": 2, "memory_gb": 8}
 MAX_GAP = 1e-3
 """Nats between the engine's log-probs and the trainer's, both in float32."""
 
@@ -89,7 +90,7 @@ def own_logprobs(model, row):
 def test_the_guide_s_path_trains_the_demo_model_with_each_step_s_weights_under_its_label(
     stack, agent_loop, tmp_path
 ):
-    result = plan(model_of(str(DEMO_MODEL)), Node(1, 8, 0.6, 2, 8), tasks=TASKS, n=N, images=0, unpacked_gb=0)
+    result = plan(model_of(str(DEMO_MODEL)), **NODE, tasks=TASKS, n=N, images=0, unpacked_gb=0)
     assert result["slots"]["run"] >= 1
     rows = [row.data for row in read(parquet(stack, tmp_path))]
     config = SimpleNamespace(prompt_length=512, response_length=1024)
