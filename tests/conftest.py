@@ -128,7 +128,7 @@ SECONDS = {
     "tests/integration/test_rollouts.py": 75,
     "tests/integration/test_training.py": 82,
     "tests/integration/test_webhooks.py": 39,
-    "tests/local/test_guides.py": 110,
+    "tests/local/test_guides.py": 150,
     "tests/local/test_stack.py": 185,
     "tests/sandbox/test_attacks.py": 97,
     "tests/sandbox/test_exec.py": 31,
