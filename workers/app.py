@@ -27,7 +27,7 @@ from services.queues import (
     make_celery,
     queue_for,
 )
-from services.settings import ENV_PREFIX, settings
+from services.settings import settings
 from services.state.redis import connect
 from workers import events, process
 from workers.chores.memory import go_on
@@ -41,7 +41,6 @@ from workers.task import run_stage
 log = structlog.get_logger("worker")
 app = make_celery(settings())
 events.bundle(app)
-REDIS_VARIABLE = ENV_PREFIX + "REDIS_URL"
 
 
 @app.task(name=TASK_INIT, bind=True)
@@ -82,12 +81,12 @@ def _logging(**_: Any) -> None:
 def _look_for_redis(**_: Any) -> None:
     """Say what a worker lacks that was started by hand without an address: Celery itself tries for ever."""
     try:
-        if not os.environ.get(REDIS_VARIABLE):
+        if not os.environ.get("ROLLOUT_REDIS_URL"):
             with connect(settings().redis_url, max_connections=1, retries=0) as client:
                 client.ping()
     except redis.RedisError as error:
         log.error(
-            f"{REDIS_VARIABLE} is not set, and no Redis answers at the default address: set it to the one "
+            "ROLLOUT_REDIS_URL is not set, and no Redis answers at the default address: set it to the one "
             "that the gateway and the other workers have",
             default=settings().redis_url,
             error=str(error),
