@@ -61,12 +61,17 @@ class Podman:
     """
 
     def __init__(self) -> None:
-        missing = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
+        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # which users without root lack
+        missing = [
+            package for program, package in PROGRAMS.items() if shutil.which(program, path=path) is None
+        ]
         if missing:
             sudo = "" if os.geteuid() == 0 else "sudo "
             raise PodmanError(f"install what is missing: {sudo}apt-get install {' '.join(missing)}")
         if os.geteuid() != 0:
-            raise PodmanError("networks of containers are made as root here: sudo make compose-test")
+            raise PodmanError(
+                "this makes networks of the machine and cleans its firewall as root: sudo make compose-test"
+            )
         self.directory = Path(tempfile.mkdtemp(prefix="podman-", dir="/tmp"))
         driver = "overlay" if "\toverlay\n" in Path("/proc/filesystems").read_text() else "vfs"
         files = {"CONTAINERS_CONF": CONTAINERS_CONF, "CONTAINERS_STORAGE_CONF": STORAGE_CONF}
