@@ -201,7 +201,7 @@ def test_a_rollout_goes_through_everything_that_the_file_starts(compose):
         return {(task["name"], task["args"]) for task in answer.values()}
 
     # INIT's was sent before anybody knew the node.
-    args = f"{done[0].id} attempt {done[0].attempt} calculator"
+    args = f"calculator {done[0].id} attempt {done[0].attempt}"
     expected = {
         ("rollout.init", args),
         *((f"rollout.{name}", f"{args} on compose") for name in ("run", "evaluate")),
