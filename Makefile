@@ -3,6 +3,7 @@ HOME_DIR := $(or $(ROLLOUT_HOME),.local)
 VENV := $(HOME_DIR)/venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+TRAINERS_TEST := TRAINERS_LONG=1 $(BIN)/python -m pytest tests/integration/test_trainer_releases.py -s
 # Most tests wait for something, so more processes than the two processors of CI make them faster.
 PYTEST_PROCESSES ?= 6
 # Images of containers often set it; each of a hundred short-lived processes would compile its imports again.
@@ -49,6 +50,9 @@ setup-tests: ## all of these: what the tests need
 
 test: setup-tests lint ## set up, check style and run all tests (PYTEST_ARGS="-k name" for some)
 	@$(BIN)/python -m pytest -n $(PYTEST_PROCESSES) $(PYTEST_ARGS)
+ifdef CI # a release of somebody else's is told, and ends no run of ours
+	-@$(TRAINERS_TEST)
+endif
 
 # One rollout through the whole service, beside what needs no service: in a minute.
 check: setup-tests lint ## check style, run the unit tests and one real rollout
@@ -94,7 +98,7 @@ slurm-test: setup-slurm ## the service on a virtual Slurm cluster, the long form
 	@SLURM_LONG=1 $(BIN)/python -m pytest tests/slurm --timeout 1800 -s
 
 trainers-test: setup-tests ## compare the trainers that the adapters were checked with to their newest releases
-	@TRAINERS_LONG=1 $(BIN)/python -m pytest tests/integration/test_trainer_releases.py -s
+	@$(TRAINERS_TEST)
 
 clean: down ## delete caches, logs and the stopped stack's data (`rm -rf .local` deletes the installation too)
 	@rm -rf $(HOME_DIR)/run $(HOME_DIR)/log .pytest_cache .ruff_cache .hypothesis build dist

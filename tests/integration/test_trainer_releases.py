@@ -36,6 +36,9 @@ def test_the_newest_releases_take_our_records(tmp_path):
     assert checked.keys() <= newest.keys()
     said = [f"{name}: checked {checked[name]}, newest {newest[name]}" for name in checked]
     print("\n".join(said))
+    # What was laid is then what the other tests run with.
+    if all(newest[name] == checked[name] for name in checked) and not (sources / "prime_rl").exists():
+        return
     env = {**os.environ, "ROLLOUT_TRAINER_SOURCES": str(sources), "CI": "1"}
     tests = _run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, env=env)
     assert tests.returncode == 0, "\n".join(["a newer release no longer fits:", *said, tests.stdout[-6000:]])
