@@ -224,6 +224,17 @@ class Judged(AgentHandler[JudgedTask]):
         return Reward(float(verdict["sum"]))
 
 
+class Questioned(Judged):
+    """As `judged`, after the model was asked what is in the payload."""
+
+    name = "questioned"
+    uses_model = True
+    run = AgentHandler.run
+
+    def prompt(self, task: JudgedTask) -> list[Message]:
+        return [Message(role="user", content=task.payload)]
+
+
 class LotteryTask(BaseModel):
     rewards: list[float]
     """Those of the members of a group, in turn."""
@@ -246,4 +257,7 @@ class Lottery(AgentHandler[LotteryTask]):
         return Reward(ctx.task.rewards[ctx.index % len(ctx.task.rewards)])
 
 
-all_handlers = [Chatty, Judged, Faulty, BadImage, Unready, InTool, Greedy, Notebook, Digits, Talker, Lottery]
+all_handlers = [
+    *(Chatty, Judged, Questioned, Faulty, BadImage, Unready, InTool, Greedy, Notebook, Digits, Talker),
+    Lottery,
+]

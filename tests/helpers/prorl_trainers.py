@@ -119,7 +119,11 @@ def nemo_rl_rows(groups: list[Group]) -> list[Row]:
                     prompt=[token for message in answer["messages"][:1] for token in message["token_ids"]],
                     response=[token for message in said for token in message["token_ids"]],
                     mask=[1 for message in said for _ in message["token_ids"]],
-                    logprobs=[value for message in said for value in message["generation_logprobs"]],
+                    logprobs=[
+                        value
+                        for message in said
+                        for value in message.get("generation_logprobs") or [0.0] * len(message["token_ids"])
+                    ],
                     resolved=answer["resolved"],
                     error=False,
                     padded=answer.get("is_padded", False),

@@ -350,22 +350,27 @@ def test_verl_learns_from_every_token_and_from_none_of_what_never_began(service,
         assert row.logprobs == pytest.approx(kept.trajectory.logprobs, abs=1e-6)
 
 
-def test_nemo_rl_runs_through_and_has_every_token_if_it_asks_for_no_prompts(service, trainer):
-    def groups() -> list[list[dict[str, Any]]]:
-        broken = {"data_source": "unready", "instance_id": "rl-mixed"}
-        return [[solvable(service, "rl-mixed"), broken], [too_long(service, "rl-long")] * 2]
-
-    unmodified = nemo_rl_rows(ask(trainer, groups(), TOKENS, attempts=3))
-    assert [row.resolved for row in unmodified] == [True, True, False, False]
-    rows = nemo_rl_rows(ask(trainer, groups(), TOKENS | {"compact": True}, attempts=3))
+def test_nemo_rl_learns_from_every_token(service, trainer):
+    broken = {"data_source": "unready", "instance_id": "rl-mixed"}
+    groups = [[solvable(service, "rl-mixed"), broken], [too_long(service, "rl-long")] * 2]
+    rows = nemo_rl_rows(ask(trainer, groups, TOKENS, attempts=3))
     (kept, *_) = rollouts_of(service, "rl-mixed", State.COMPLETED)
-    sampled = [
-        token
-        for token, bit in zip(kept.trajectory.response_ids, kept.trajectory.loss_mask, strict=True)
-        if bit
-    ]
-    assert (rows[0].response, rows[1].padded) == (sampled, True)
+    t = kept.trajectory
+    sampled = [token for token, bit in zip(t.response_ids, t.loss_mask, strict=True) if bit]
+    assert (rows[0].response, rows[0].padded, rows[1].padded) == (sampled, False, True)
+    assert [row.resolved for row in rows] == [True, True, False, False]
     assert [row.response for row in rows[2:]] == [[0], [0]]
+
+
+@pytest.mark.parametrize("rows_of", [nemo_rl_rows, verl_rows])
+def test_a_scorer_that_dies_after_the_turns_teaches_no_trainer(service, trainer, rows_of):
+    name = f"late-{rows_of.__name__.replace('_', '-')}"
+    task = {"function": "tests.helpers.scorers:exits", "payload": service.asks(f"{name}-x", r"\boxed{7}")}
+    group = [{"data_source": "questioned", "instance_id": name, "task": task}, solvable(service, name)]
+    first, second = rows_of(ask(trainer, [group], TOKENS))
+    assert first.padded and first.resolved and first.response == second.response
+    (dropped,) = rollouts_of(service, name, State.FAILED)
+    assert dropped.trajectory.turns == 1, "it is one that said something"
 
 
 def test_a_step_lasts_over_a_dead_backend_and_the_next_over_a_new_gateway(service, trainer):

@@ -17,6 +17,7 @@ from services.settings import Settings, SettingsError
 from tests.helpers import results
 from tests.helpers.nemo_gym_client import check_response
 from tests.helpers.prorl_client import check
+from tests.helpers.prorl_trainers import nemo_rl_rows, verl_rows
 from workers.agent.tools import ExecuteBash
 from workers.handlers.code import Code
 from workers.handlers.math import Math
@@ -253,15 +254,10 @@ def test_every_message_has_all_three_lists_where_a_trainer_reads_them_of_every_m
     ]
     # As verl's code of ProRL's server does, and NeMo RL's.
     assert [token for message in messages for token in message["token_ids"]] == [1, 2, 3, 4, 5, 6, 7]
-    given = [message for message in messages if message["input_ids"] is None]
-    assert [message["logprobs"] for message in given] == [None] * len(given) and len(given) == 4
+    assert [message["input_ids"] for message in messages] == [None] * 6, "NeMo RL cuts that many ids off"
+    assert [message["logprobs"] for message in messages] == [None, None, [-0.5, -0.5], None, None, [-0.5]]
     assert messages[-1]["role"] == "assistant", "verl asserts it"
-    sampled = [message for message in messages if message["input_ids"] is not None]
-    assert [len(message["logprobs"]) for message in sampled] == [2, 1]
-    bare = prorl.ProrlSampling(token_level_generation=True, compact=True)
-    turns = [message for message in result(ended(), ids=bare.ids)["messages"] if message["logprobs"]]
-    # NeMo RL's code cuts as many ids off a turn as its prompt has.
-    assert [(turn["input_ids"], turn["token_ids"]) for turn in turns] == [(None, [3, 4]), (None, [7])]
+    assert prorl.ProrlSampling(token_level_generation=True, compact=True).ids == sampling.ids
 
 
 def test_a_trainer_gets_the_last_context_alone():
@@ -278,17 +274,54 @@ def unsampled(blame: str) -> Rollout:
     return ended(State.FAILED, drop=True, error=error, **fields)
 
 
-@pytest.mark.parametrize(("form", "prompt"), [("all", [0]), ("bare", None)])
-def test_a_trainer_tries_again_what_another_try_may_mend_and_gets_a_turn_of_nothing_else(form, prompt):
-    assert result(unsampled("sandbox"), ids=form)["messages"] == []
-    asked, said = result(unsampled("task"), ids=form)["messages"]
+def test_a_trainer_tries_again_what_another_try_may_mend_and_gets_a_turn_of_nothing_else():
+    assert result(unsampled("sandbox"), ids="all")["messages"] == []
+    asked, said = result(unsampled("task"), ids="all")["messages"]
     assert (asked["role"], asked["token_ids"], asked["input_ids"], asked["logprobs"]) == (
         "user",
         [0],
         None,
         None,
     )
-    assert (said["token_ids"], said["input_ids"], said["logprobs"]) == ([0], prompt, [0.0])
+    assert (said["token_ids"], said["input_ids"], said["logprobs"]) == ([0], None, [0.0])
+
+
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
+@pytest.mark.parametrize("trainer", [nemo_rl_rows, verl_rows])
+def test_what_was_dropped_after_its_turns_is_no_reward_of_nought(state, trainer):
+    """A scorer that was down, a sandbox that was lost, a cancel: trainers read `messages` and `resolved`."""
+    dropped = result(ended(state, drop=True, error=BROKEN), ids="all")
+    assert dropped["filter"] and dropped["messages"] == []
+    first, second = trainer([[dropped, result(ended(), ids="all")]])
+    assert first.padded and first.response == second.response and first.resolved
+    assert result(ended(State.FAILED, drop=True, error=BROKEN))["messages"], "a reader sees what there was"
+
+
+def prompt_only(*roles: str) -> Chain:
+    """A chain of a prompt alone."""
+    question = [Message(role=role, content=role) for role in roles]
+    return Chain(segments=[Segment(role="user", token_ids=[8, 9], messages=question)])
+
+
+@pytest.mark.parametrize(
+    "roles", [("user",), ("user", "assistant", "user"), ("user", "assistant"), ("assistant",)]
+)
+def test_a_context_in_which_nothing_was_sampled_is_not_what_a_trainer_gets(roles):
+    """RUN's time limit, or a failed call, after a compaction."""
+    trajectory = Trajectory(chains=[chain(), prompt_only(*roles)])
+    for reason, properly in (("time_limit", False), ("stop", True)):
+        row = result(ended(finish_reason=reason, trajectory=trajectory), ids="all")
+        assert (row["success"], row["end_properly"]) == (True, properly)
+        ids = [token for message in row["messages"] for token in message["token_ids"]]
+        assert ids == [1, 2, 3, 4, 5, 6, 7] and row["messages"][-1]["logprobs"] == [-0.5]
+
+
+def test_ids_of_a_prompt_with_answers_in_it_are_never_an_assistants():
+    """Trainers tell by the role what was sampled, and what comes before the first is the prompt."""
+    shown = prompt_only("user", "assistant", "user")
+    shown.append(chain().segments[-1])
+    (row,) = verl_rows([[result(ended(trajectory=Trajectory(chains=[shown])), ids="all")]])
+    assert (row.prompt, row.response, row.mask) == ([8, 9], [7], [1])
 
 
 def test_a_reward_for_what_no_model_said_is_none():
@@ -429,5 +462,24 @@ def test_numbers_of_many_answers_leave_masked_ones_out():
         (1, 0.0),
     ]
     assert nemo_gym.aggregate([])["key_metrics"] == {}
-    with pytest.raises(ApiProblem, match=r"verify_responses\.0"):
-        nemo_gym.aggregate([{"reward": "much"}])
+
+
+@pytest.mark.parametrize("task", ["²", "--5", "-", "9" * 5000, ""])
+def test_a_task_that_is_called_anything_keeps_its_name(task):
+    (group,) = nemo_gym.aggregate([{"_ng_task_index": task, "reward": 1.0}])["group_level_metrics"]
+    assert group["_ng_task_index"] == task
+
+
+@pytest.mark.parametrize(
+    "number", ["much", "nan", "1e400", "-Infinity", "1e151", 10**400, -1e151, [1], "9" * 5000]
+)
+@pytest.mark.parametrize("place", ["reward", "metrics", "reward_components"])
+def test_what_cannot_be_summed_is_refused_by_its_row(number, place):
+    row = {"reward": 1.0} | {place: number if place == "reward" else {"a": number}}
+    with pytest.raises(ApiProblem, match=r"verify_responses\.1"):
+        nemo_gym.aggregate([{"reward": 1.0}, row])
+
+
+def test_the_largest_numbers_of_many_rows_have_a_sum():
+    rows = [{"reward": "1e150", "metrics": {"a": "1e150"}, "reward_components": {"a": -1e150}}] * 1000
+    assert "inf" not in json.dumps(nemo_gym.aggregate(rows)).lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -157,7 +158,13 @@ def _numbers(members: list[Rollout]) -> dict[str, float]:
 
 
 def _index(task: str) -> int | str:
-    return int(task) if task.lstrip("-").isdigit() else task
+    return int(task) if re.fullmatch("-?[0-9]{1,18}", task) else task
+
+
+def _require_number(value: Any, name: str) -> None:
+    # As pydantic reads it: also of a text.
+    if not abs(float(value)) <= MAX_NUMBER:
+        raise ValueError(f"{name} is no number of at most {MAX_NUMBER:g}")
 
 
 def _require_few_numbers(numbers: Any, name: str) -> None:
@@ -166,8 +173,7 @@ def _require_few_numbers(numbers: Any, name: str) -> None:
     if len(numbers) > MAX_NUMBERS:
         raise ValueError(f"{name} holds {len(numbers)} numbers; at most {MAX_NUMBERS}")
     for key, value in numbers.items():
-        if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
-            raise ValueError(f"{name}.{short(key, 100)} is beyond {MAX_NUMBER:g}")
+        _require_number(value, f"{name}.{short(key, 100)}")
 
 
 _NO_REQUEST = RolloutRequest(handler="-")
@@ -178,8 +184,8 @@ def _as_rollout(row: dict[str, Any], number: int) -> Rollout:
     try:
         for name in ("reward_components", "metrics"):
             _require_few_numbers(row.get(name) or {}, name)
-        if not masked and abs(float(row.get("reward") or 0.0)) > MAX_NUMBER:
-            raise ValueError(f"reward is beyond {MAX_NUMBER:g}")
+        if not masked:
+            _require_number(row.get("reward") or 0.0, "reward")
         return Rollout(
             id=str(number),
             group_id=str(row.get("_ng_task_index", number)),
@@ -197,6 +203,6 @@ def _as_rollout(row: dict[str, Any], number: int) -> Rollout:
             updated_at=0.0,
             deadline_at=0.0,
         )
-    except (ValidationError, ValueError, TypeError) as error:
+    except (ValidationError, ValueError, TypeError, OverflowError) as error:
         text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise invalid(f"verify_responses.{number}", text) from None

@@ -102,13 +102,13 @@ class ProrlSampling(_Open):
     compact: bool | None = None
     """True: no prompt is repeated in `input_ids`; each message has its own `token_ids`."""
     token_level_generation: bool | None = None
-    """True: every message has `token_ids`, `input_ids` and `logprobs`, for trainers read all of them."""
+    """True: every message has `token_ids`, `logprobs` and `input_ids` (null), which trainers read of each."""
 
     @property
     def ids(self) -> Ids:
         """The messages that are to carry ids."""
         if self.token_level_generation:
-            return "bare" if self.compact else "all"
+            return "all"
         return "compact" if self.compact else "sampled"
 
     def sampling(self) -> dict[str, Any]:

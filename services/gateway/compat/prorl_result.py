@@ -12,11 +12,9 @@ from rollout.summary import SUCCESS
 from rollout.trajectory import Chain, FinishReason, Message, Trajectory
 from services.gateway.compat.calls import lacking
 
-Ids = Literal["sampled", "all", "bare", "compact"]
-"""Which messages carry ids: those that were sampled, each with its prompt; all, for trainers, with prompts or
-(`bare`) with null for them; `compact`: all, and none its prompt."""
-FOR_TRAINERS = ("all", "bare")
-"""Forms of which a trainer takes all ids in a row for one context that ends with a turn of the model."""
+Ids = Literal["sampled", "all", "compact"]
+"""Which messages carry ids: `sampled` those that were, each with its prompt; `compact` all, and none its
+prompt; `all`, for trainers, who take the ids in a row for one context that ends with a turn of the model."""
 RESULT = {
     "type": "object",
     "required": ["success", "filter", "resolved", "reward", "messages", "tools", "critical_error", "timing"],
@@ -72,11 +70,17 @@ def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids, replayed: bo
 
 def _cut_off(rollout: Rollout) -> bool:
     """Whether the last turn ended in the middle, or there was none."""
-    if not (rollout.trajectory and rollout.trajectory.turns):
+    turns = [segment for segment in _last_chain(rollout).segments if segment.sampled]
+    if not turns:
         # A handler without a model has no turn that could.
         return rollout.finish_reason is not FinishReason.STOP
-    last = next(s for s in reversed(rollout.trajectory.chain.segments) if s.sampled)
-    return last.finish_reason in ("length", "abort")
+    return turns[-1].finish_reason in ("length", "abort")
+
+
+def _last_chain(rollout: Rollout) -> Chain:
+    """The last chain in which something was sampled; an empty one where nothing was."""
+    chains = rollout.trajectory.chains if rollout.trajectory else []
+    return next((c for c in reversed(chains) if any(s.sampled for s in c.segments)), Chain())
 
 
 def _critical_error(rollout: Rollout) -> str | None:
@@ -107,15 +111,17 @@ def _timing(rollout: Rollout) -> dict[str, Any]:
 
 def _messages(rollout: Rollout, form: Ids) -> list[dict[str, Any]]:
     """Messages of all chains, in order. Log-probs and ids stay as they were sampled."""
-    trajectory = rollout.trajectory or Trajectory()
-    if form in FOR_TRAINERS:
-        messages = [message for chain in trajectory.chains[-1:] for message in _chain_messages(chain, form)]
-        while messages and messages[-1]["role"] != "assistant":
+    if form == "all":
+        if rollout.drop or lacking(rollout):
+            # Trainers look at `messages` and `resolved` alone: with turns it would be a reward of 0. Of an
+            # empty list they make another try, or a copy of another sample, and fail if there is none. So a
+            # task that no try would mend gets a turn that says nothing.
+            return _nothing_said() if rollout.error and rollout.error.blame == "task" else []
+        messages = list(_chain_messages(_last_chain(rollout), form))
+        while messages and messages[-1]["logprobs"] is None:
             messages.pop()
-        # Of an empty list clients make another try, or a copy of another sample, and fail if there is none.
-        # So a task that no try would mend gets a turn that says nothing.
-        hopeless = rollout.error is not None and rollout.error.blame == "task"
-        return messages or (_nothing_said(form) if hopeless else [])
+        return messages
+    trajectory = rollout.trajectory or Trajectory()
     messages = []
     for number, chain in enumerate(trajectory.chains):
         where = {"chain": number} if len(trajectory.chains) > 1 else {}
@@ -123,23 +129,17 @@ def _messages(rollout: Rollout, form: Ids) -> list[dict[str, Any]]:
     return messages + [_message(message) | _NOT_SAMPLED[form] for message in trajectory.unread]
 
 
-def _nothing_said(form: Ids) -> list[dict[str, Any]]:
+def _nothing_said() -> list[dict[str, Any]]:
     """A prompt and a turn of one id each, which every vocabulary has."""
     row = weightless()
-    turn = {
-        "token_ids": row.response_ids,
-        "logprobs": row.logprobs,
-        "input_ids": row.prompt_ids if form == "all" else None,
-    }
-    asked = _message(Message(role="user")) | _NOT_SAMPLED[form] | {"token_ids": row.prompt_ids}
-    return [asked, _message(Message(role="assistant")) | turn]
+    asked = {"token_ids": row.prompt_ids, "input_ids": None, "logprobs": None}
+    turn = {"token_ids": row.response_ids, "input_ids": None, "logprobs": row.logprobs}
+    return [_message(Message(role="user")) | asked, _message(Message(role="assistant")) | turn]
 
 
-_ALL_NAMES: dict[str, Any] = {"token_ids": [], "input_ids": None, "logprobs": None}
 _NOT_SAMPLED: dict[Ids, dict[str, Any]] = {
     "sampled": {},
-    "all": _ALL_NAMES,
-    "bare": _ALL_NAMES,
+    "all": {"token_ids": [], "input_ids": None, "logprobs": None},
     "compact": {"token_ids": []},
 }
 """What a message that was not sampled has beside its text."""
@@ -155,15 +155,18 @@ def _chain_messages(chain: Chain, form: Ids) -> Iterator[dict[str, Any]]:
             answer["token_ids"] = ids
             answer["logprobs"] = [value for segment in call for value in segment.logprobs or ()]
             if form != "compact":
-                answer["input_ids"] = None if form == "bare" else list(seen)
+                # NeMo RL's code cuts as many ids off a turn as its prompt has.
+                answer["input_ids"] = None if form == "all" else list(seen)
             messages = [answer]
         elif form != "sampled":
-            # The ids of messages that came together cannot be told apart; the last has them all.
+            # The ids of messages that came together cannot be told apart. The first has them all that is no
+            # assistant's: trainers tell by the role what was sampled.
             messages = [
                 message | _NOT_SAMPLED[form]
                 for message in messages or [{"role": call[0].role, "content": ""}]
             ]
-            messages[-1]["token_ids"] = ids
+            bearer = next((m for m in messages if m["role"] != "assistant"), messages[-1])
+            bearer["token_ids"] = ids
         seen += ids
         yield from messages
 
