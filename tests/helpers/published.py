@@ -51,6 +51,8 @@ class Published:
     """What ends that turn."""
     thought: str = ""
     """What a turn with the thought `hm` begins with."""
+    opening: str = ""
+    """What a turn without a thought or a call begins with."""
     answer_end: str = ""
     """What ends a turn without a call; empty = the same."""
     calls: str = ""
@@ -62,7 +64,7 @@ class Published:
 
     def answer(self, thinks: bool = True) -> str:
         """A turn that calls nothing, with its end."""
-        return (self.thought if thinks else "") + "An ox." + (self.answer_end or self.end)
+        return (self.thought if thinks else self.opening) + "An ox." + (self.answer_end or self.end)
 
 
 _THOUGHT = "<think>\nhm\n</think>\n\n"
@@ -86,11 +88,12 @@ MODELS = {
     "gpt-oss": Published(
         "gptoss",
         "gpt_oss",
-        "hm<|end|><|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
-        '{"word": "ox"}',
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+        '<|constrain|>json<|message|>{"word": "ox"}',
         "<|call|>",
         answer_end="<|return|>",
-        thought="hm<|end|><|start|>assistant<|channel|>final<|message|>",
+        thought="<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
+        opening="<|channel|>final<|message|>",
         template="gptoss",
     ),
     "DeepSeek-V3": Published(

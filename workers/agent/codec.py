@@ -77,8 +77,8 @@ def load_codec(path: str) -> Codec:
             same = (
                 known
                 for known in _codecs.values()
-                if (known.digest, known.vocab_size, known.end_ids)
-                == (codec.digest, codec.vocab_size, codec.end_ids)
+                if (known.name, known.digest, known.vocab_size, known.end_ids)
+                == (codec.name, codec.digest, codec.vocab_size, codec.end_ids)
             )
             _codecs[path] = next(same, codec)
             if len(_codecs) > MAX_LOADED:

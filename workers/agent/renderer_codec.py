@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ log = structlog.get_logger("codec")
 
 HARMONY = "gpt-oss"
 """The renderer that brings an encoder of its own."""
+HARMONY_DATE = "2025-08-05"
+"""Of every prompt; by itself the library takes today, and prompts of a group could differ."""
+_HARMONY_TURN = "<|start|>assistant"
+_HARMONY_CHANNEL = "<|channel|>analysis<|message|>"
+"""The library ends a prompt with both; the channel is the model's to choose."""
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_CALL_ENDS = ("<|call|>", "<|eom_id|>")
+"""Tokens that end a turn only where the model calls something."""
+_CODE = "<|python_tag|>"
+"""Llama begins some calls with it, and writes them as bare JSON."""
 
 _ASKED = {"role": "user", "content": "Hi 12."}
 _CALLED = {"role": "assistant", "content": "So.", "tool_calls": [PROBE_CALL]}
@@ -48,6 +59,13 @@ class RendererCodec(Codec):
         self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
         self._thought = guard.convert_tokens_to_ids("</think>")
         self._cut = guard.encode_as_is(CUT)
+        harmony = renderer.config.name == HARMONY
+        self._turn, self._channel = (
+            guard.encode(text) if harmony else [] for text in (_HARMONY_TURN, _HARMONY_CHANNEL)
+        )
+        added = guard.get_added_vocab()
+        self._call_ends = {added.get(text) for text in _CALL_ENDS}
+        self._code = added.get(_CODE)
         self._check_forging()
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
@@ -55,7 +73,17 @@ class RendererCodec(Codec):
 
     def render_chat(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """As `render`, of messages in a template's form whose text is trusted."""
-        return self._uncut(self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True))
+        with self._refusals():
+            ids = self._renderer.render_ids(chat, tools=tools or None, add_generation_prompt=True)
+        return self._uncut(ids)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Whatever the library raises, it refuses the messages: there is no class for that."""
+        try:
+            yield
+        except Exception as error:
+            raise CodecError(f"{self.name}: {error}") from error
 
     def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
         chat = self._chat(new)
@@ -65,8 +93,8 @@ class RendererCodec(Codec):
         # The library declines a turn that ends within a thought, or that goes on behind an end token. What
         # follows a turn does not depend on its content, so an empty turn may stand in for it.
         lead = [] if sampled and sampled[-1] in self.stop_token_ids else [self._close]
-        for stand_in in ([self._close], [self._thought, self._close]):
-            if None not in stand_in and (delta := self._delta(prompt, stand_in, chat)) is not None:
+        for thought, stop in product(([], [self._thought]), [self._close, *self.stop_token_ids]):
+            if None not in thought and (delta := self._delta(prompt, [*thought, stop], chat)) is not None:
                 return lead + delta
         raise CodecError(
             f"{self.name} cannot append {[m.role for m in new]} messages to "
@@ -74,14 +102,17 @@ class RendererCodec(Codec):
         )
 
     def _delta(self, prompt: list[int], sampled: list[int], chat: list[dict[str, Any]]) -> list[int] | None:
-        rendered = self._renderer.bridge_to_next_turn(prompt, sampled, chat)
+        with self._refusals():
+            rendered = self._renderer.bridge_to_next_turn(prompt, sampled, chat)
         known = len(prompt) + len(sampled)
         if rendered is None or rendered.token_ids[:known] != prompt + sampled:
             return None
         return self._uncut(rendered.token_ids[known:])
 
     def _uncut(self, ids: list[int]) -> list[int]:
-        """Ids without the cuts that a renderer with an encoder of its own takes for text."""
+        """Ids without the cuts, and the channel, that a renderer with an encoder of its own writes."""
+        if self._channel and ids[-len(self._channel) :] == self._channel:
+            ids = ids[: -len(self._channel)]
         if self._cut[0] not in ids:
             return ids
         kept, at, length = [], 0, len(self._cut)
@@ -92,8 +123,28 @@ class RendererCodec(Codec):
         return kept
 
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
+        turn = self._parsed(prompt, sampled)
+        if not turn.attempts and self._calls(sampled):
+            # As an answer it would end the rollout, and be scored.
+            turn.attempts.append(Malformed(f"not a call of a function: {self._text_of(sampled)[:SHOWN]}"))
+        return turn
+
+    def _calls(self, sampled: list[int]) -> bool:
+        """Whether a turn is meant as a call, whatever can be read of it."""
+        if sampled and sampled[-1] in self._call_ends:
+            return True
+        if self._code is None:
+            return False
+        text = self._text_of(sampled).lstrip()
+        at = text.find('{"name"')
+        return text.startswith(_CODE) or at == 0 or (at > 0 and '"parameters"' in text[at:])
+
+    def _parsed(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
+        # A header without a message is none: the library would drop the text.
+        lead = self._turn if self._channel and self._channel[0] in sampled else []
+        body = sampled[1:] if sampled and sampled[0] == self._code else sampled
         try:
-            parsed = self._renderer.parse_response(sampled, prompt_ids=prompt)
+            parsed = self._renderer.parse_response([*lead, *body], prompt_ids=prompt)
         except Exception as error:
             # Seen: nesting beyond the stack, and integers beyond what Python converts.
             log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])
@@ -123,7 +174,8 @@ def renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> Rendere
     reasons = []
     for name in [known] if known else _named_like(kind, set(MODEL_RENDERER_MAP.values())):
         # Nothing says more of gpt-oss than its own encoder: the template is but near to it.
-        trusted = known or name == HARMONY or (not guard.chat_template and kind.startswith(name))
+        named = known or kind == name.replace(".", "-")
+        trusted = name == HARMONY or (named and not guard.chat_template)
         try:
             config = _renderer_config(name)
             codec = _create(guard, config)
@@ -159,6 +211,8 @@ def _renderer_config(name: str) -> Any:
     if "thinking_retention" in type(config).model_fields:
         # Dropping old reasoning from the history would rewrite ids that were sampled.
         config = config.model_copy(update={"thinking_retention": "all"})
+    if name == HARMONY:
+        config = config.model_copy(update={"conversation_start_date": HARMONY_DATE})
     return config
 
 
@@ -169,6 +223,7 @@ def _create(guard: TokenizerGuard, config: Any) -> RendererCodec:
         return RendererCodec(guard, create_renderer(guard, config))
     # This encoder wants a vocabulary file, else downloads it, and holds it against a digest. So a file
     # that is made of the tokenizer also proves that both mean the same by an id.
+    from openai_harmony import HarmonyEncodingName, load_harmony_encoding
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -180,6 +235,11 @@ def _create(guard: TokenizerGuard, config: Any) -> RendererCodec:
     ]
     with tempfile.TemporaryDirectory() as directory, _environment("TIKTOKEN_ENCODINGS_BASE", directory):
         (Path(directory) / "o200k_base.tiktoken").write_text("".join(lines))
+        encoder = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+        # The digest is of the vocabulary without the control tokens.
+        for token in _HARMONY_TOKENS:
+            if encoder.encode(token, allowed_special="all") != [guard.convert_tokens_to_ids(token)]:
+                raise CodecError(f"{token} has another id")
         return RendererCodec(guard, create_renderer(guard, config))
 
 
@@ -202,8 +262,7 @@ def _agree(
     chat: list[dict[str, Any]],
     tools: list[dict[str, Any]],
 ) -> bool:
-    # What a renderer holds fixed, such as the date, a template may take from the clock.
-    fixed = {name: getattr(config, name) for name in config.template_field_names()}
-    fixed = {name: value for name, value in fixed.items() if value is not None}
+    # What a renderer holds fixed, a template may take from the clock.
+    fixed = {name: getattr(config, name) for name in ("date_string",) if hasattr(config, name)}
     ids = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True, **fixed)
     return codec.render_chat(chat, tools) == ids
