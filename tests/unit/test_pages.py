@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ import click
 import pytest
 
 from rollout.cli import main
+from tests.helpers.messages import GROUPS
 from tests.helpers.messages import page as messages
 from tests.helpers.pages import GUIDES, NEEDS, PAGES, anchors, blocks, commands, documented
 from tests.helpers.stack import ROOT
@@ -77,6 +79,20 @@ def test_the_readme_is_short_and_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     linked = {(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\(([^)#\s]+\.md)", index)}
     assert set(PAGES) - linked <= {ROOT / "README.md", ROOT / "docs" / "README.md"}
+
+
+def test_every_failure_of_a_stage_has_its_messages_on_the_page():
+    kinds = {"StageError"}
+    classes = [
+        (node.name, {getattr(base, "id", "") for base in node.bases})
+        for path in (ROOT / "workers").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    for _ in classes:
+        kinds |= {name for name, bases in classes if bases & kinds}
+    listed = {name for group in GROUPS for name in group.names}
+    assert len(kinds) > 10 and kinds - listed == {"StageError"}
 
 
 def test_the_page_of_messages_has_those_of_the_code():
