@@ -147,19 +147,21 @@ def test_a_turn_and_its_answer_read_as_the_model_s_own_template_renders_them(for
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Gemma 3"])
-def test_the_answer_of_a_tool_reads_as_the_model_s_own_template_renders_it(formats, name):
+def test_tools_and_their_answers_read_as_the_model_s_own_template_renders_them(formats, name):
     codec = formats.of(name)
-    prompt = codec.render(ASKED, advertised(codec))
+    tools = advertised(codec)
+    prompt = codec.render(ASKED, tools)
     sampled = encode(codec, MODELS[name].call + MODELS[name].end)
     (call,) = codec.parse(prompt, sampled).message.tool_calls
     answer = Message(role="tool", content="An animal.", tool_call_id=call.id, name="look")
     chat = [message.to_chat() for message in ASKED]
     function = {"name": call.name, "arguments": call.arguments}
     chat += [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
-    if not advertised(codec):
+    assert raw(codec).decode(prompt) == by_template(codec, chat[:2], tools=tools or None)
+    if not tools:
         # These templates know no such calls.
         chat[-1] = {"role": "assistant", "content": HERMES}
-    text = by_template(codec, [*chat, answer.to_chat()], tools=advertised(codec) or None)
+    text = by_template(codec, [*chat, answer.to_chat()], tools=tools or None)
     _, end, after = text.rpartition(MODELS[name].call[-3:] + MODELS[name].end)
     delta = codec.bridge(prompt, sampled, [answer])
     assert end and raw(codec).decode(delta) == after and delta == encode(codec, after)
