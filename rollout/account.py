@@ -4,7 +4,7 @@
 key in it, together: the key is of no use elsewhere and is sent nowhere else. A service on Slurm is found by
 its run directory. A file is believed only if it is ours and nobody else could have read or written it. A key
 is sent only while what listens at its address on this machine runs as ourselves: after a service has died
-somebody else may take its port.
+somebody else may take its port. Who listens on another machine, such as a Slurm head's, cannot be seen.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def services() -> list[Service]:
     Raises:
         ApiKeyError: A file, or the directory, is not ours alone.
     """
-    place, now = directory(), boot()
     try:
+        place, now = directory(), boot()
         status = place.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # none was announced, or the account has no home
         return []
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ApiKeyError(
@@ -169,22 +169,23 @@ def find() -> tuple[str, str] | None:
         ApiKeyError: A file, or the directory, is not ours alone.
     """
     if run_dir := os.environ.get(RUN_VARIABLE):
-        if service := _slurm_service(run_dir):
-            return service.url, f"the Slurm service of {run_dir} ({RUN_VARIABLE})"
+        if url := _slurm_url(run_dir):
+            return url, f"the Slurm service of {run_dir} ({RUN_VARIABLE})"
         raise AddressError(
             f"{RUN_VARIABLE}={run_dir}: its service has no head that is up, as `rollout slurm status` shows; "
             "--url or ROLLOUT_URL names another service"
         )
     announced = [service for service in services() if not service.private]
-    # One that runs before one that ended; of several the latest.
+    # Of several the latest, and one that runs before one that ended.
     running = [service for service in announced if not service.ended]
     for home in _homes():
-        for service in (*running, *announced):
-            if service.home == str(home):
-                hint = "; it does not run now: `rollout up` starts it" if service.ended else ""
-                return service.url, f"the service of {_short(home)}{hint}"
-        if service := _slurm_service(home / "slurm-run"):
-            return service.url, f"the Slurm service of {home / 'slurm-run'}"
+        here = [service for service in announced if service.home == str(home)]
+        if live := next((service for service in here if service in running), None):
+            return live.url, f"the service of {_short(home)}"
+        if url := _slurm_url(home / "slurm-run"):
+            return url, f"the Slurm service of {home / 'slurm-run'}"
+        if here:
+            return here[0].url, f"the service of {_short(home)}; it does not run now: `rollout up` starts it"
     if running:
         return running[0].url, f"the latest service of this account, of {_short(Path(running[0].home))}"
     return None
@@ -206,26 +207,37 @@ def _short(home: Path) -> Path:
     return home.parent if home.name == ".local" else home
 
 
-def _slurm_service(run_dir: str | Path) -> Service | None:
-    """The service of a Slurm run directory of ours, as its head last said; None when there is none."""
+def _slurm_url(run_dir: str | Path) -> str | None:
+    """Address of the service of a Slurm run directory, as its head last said; None where that is no service.
+
+    Only what nobody else can write is believed. Whoever may read it is not told the key.
+    """
     path = Path(run_dir)
     try:
-        if not run_dir or path.stat().st_uid != os.geteuid():
-            return None
-        head, key = json.loads(read_private(path / "head.json") or "{}"), read_private(path / "api.key")
-        if not key or head.get("state") != "up":
-            return None
-        return Service(head["url"], key.strip(), boot(), (path / "head.json").stat().st_mtime)
-    except (OSError, json.JSONDecodeError):  # absent, or of a file system that is away
+        for place in (path, path / "head.json"):
+            status = place.stat()
+            if not run_dir or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                return None
+        head = json.loads((path / "head.json").read_text())
+        return head["url"] if head["state"] == "up" and all(origin(head["url"])) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # absent, or half a file
         return None
 
 
 def key_for(url: str) -> str | None:
-    """The key of this account's service at an address; None when there is no such service."""
+    """The key of this account's service at an address; None when there is no such service.
+
+    Raises:
+        ApiKeyError: A file, or the directory, is not ours alone.
+    """
     place = _numeric(url)
-    runs = (os.environ.get(RUN_VARIABLE, ""), *(home / "slurm-run" for home in _homes()))
-    known = (*services(), *filter(None, map(_slurm_service, runs)))
-    return next((service.api_key for service in known if _numeric(service.url) == place), None)
+    for service in services():
+        if _numeric(service.url) == place:
+            return service.api_key
+    for run_dir in (os.environ.get(RUN_VARIABLE, ""), *(home / "slurm-run" for home in _homes())):
+        if (head := _slurm_url(run_dir)) and _numeric(head) == place:
+            return (read_private(Path(run_dir) / "api.key") or "").strip() or None
+    return None
 
 
 # ---------------------------------------------------------------------------------- addresses
@@ -264,6 +276,11 @@ def owners(place: Origin) -> set[int] | None:
         return None
 
 
+def other_owners(place: Origin) -> set[int]:
+    """Users other than ourselves whose programs are known to listen at an address of this machine."""
+    return (owners(place) or set()) - {os.geteuid()}
+
+
 def _plain(address: Address) -> Address:
     return getattr(address, "ipv4_mapped", None) or address
 
@@ -288,7 +305,7 @@ def _listening() -> Iterator[tuple[int, Address, int]]:
 
 
 class Owned:
-    """Watches that what listens at the address of a key that was found is ours."""
+    """Watches that what listens at an address, where it or its key was found and not given, is ours."""
 
     def __init__(self, url: str, every_s: float = 1.0) -> None:
         self._origin = origin(url)
@@ -300,11 +317,10 @@ class Owned:
         now = time.monotonic()
         if self._looked is not None and now - self._looked < self._every_s:
             return
-        users = (owners(self._origin) or set()) - {os.geteuid()}
-        if users:
+        if users := other_owners(self._origin):
             _, host, port = self._origin
             raise ApiKeyError(
-                f"user {min(users)} listens at {host}:{port}, where this account announced a service: its "
-                "key is not sent there. `rollout up` starts yours anew"
+                f"user {min(users)} listens at {host}:{port}, where a service of this account is meant: no "
+                "key is sent there. `rollout up` starts yours anew; --url or ROLLOUT_URL names another one"
             )
         self._looked = now

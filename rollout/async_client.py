@@ -77,13 +77,13 @@ class AsyncClient(AsyncService):
         Requests without an id get one before they are sent, so a retry creates nothing twice. More
         than 1,000 rollouts are split into several calls, each of which is accepted or refused whole.
         """
-        parts = await self.aside(lambda: parts_of(map(with_id, requests_in(requests))))
-        accepted: Accepted = []
-        for part in parts:
+        return [entry async for part in self._submitted(requests) for entry in part]
+
+    async def _submitted(self, requests: Requests) -> AsyncIterator[Accepted]:
+        """Submit call by call; yield what each has accepted, for a later one may be refused."""
+        for part in await self.aside(lambda: parts_of(map(with_id, requests_in(requests)))):
             body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
-            answer = await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)
-            accepted += answer.rollouts
-        return accepted
+            yield (await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)).rollouts
 
     async def get(
         self, rollout_id: str, wait: float | None = None, include: Include = "trajectory"
@@ -230,7 +230,7 @@ class AsyncClient(AsyncService):
             timeout: Seconds after the first submission until `WaitTimeout` is raised; None = no limit.
             include: `arrays` gives NumPy arrays in place of lists.
             progress: A bar on standard error; None = where that is a terminal.
-            announce: Told what was accepted, at each submission.
+            announce: Told what was accepted, at each call.
         """
         source = await self.aside(lambda: iter(requests_in(requests)))
         # Taken before the submission, so that nothing can end unseen.
@@ -244,12 +244,13 @@ class AsyncClient(AsyncService):
                 batch = await self.aside(partial(take, source, room))
                 if not batch:
                     return
-                accepted = await self.submit(batch)
-                if announce:
-                    await self.aside(partial(announce, accepted))
-                pending.update(dict.fromkeys(entry.id for entry in accepted))
-                # What a previous run with the same ids has finished is not in the stream any more.
-                ended = [entry.id for entry in accepted if not entry.created]
+                ended: list[str] = []
+                async for accepted in self._submitted(batch):
+                    if announce:
+                        await self.aside(partial(announce, accepted))
+                    pending.update(dict.fromkeys(entry.id for entry in accepted))
+                    # What a previous run with the same ids has finished is not in the stream any more.
+                    ended += [entry.id for entry in accepted if not entry.created]
                 async for rollout in self._probe(pending, ended, include):
                     yield rollout
                 if pending:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
+FROM_VARIABLE = f"from {URL_VARIABLE}"
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between tries of one request."""
 RETRIED_STATUS = frozenset({502, 503, 504})
@@ -50,7 +51,7 @@ class Key(httpx.Auth):
     def __init__(self, url: str, key: str, owned: account.Owned | None) -> None:
         """
         Args:
-            owned: Looks at who listens at the address; None for a key that the caller gave.
+            owned: Looks at who listens at the address; None for an address and a key that the caller gave.
         """
         self._origin = account.origin(url)
         self._header = f"Bearer {key}"
@@ -65,22 +66,35 @@ class Key(httpx.Auth):
 
 
 def default_address() -> tuple[str, str]:
-    """The gateway that is meant where none is named, and how it was found."""
+    """The gateway that is meant where none is named, and how it was found.
+
+    Raises:
+        AddressError: None was found, and another user's program listens where one is looked for last.
+    """
     if url := os.environ.get(URL_VARIABLE):
-        return url, f"from {URL_VARIABLE}"
-    return account.find() or (DEFAULT_URL, "no service of this account was found: `rollout up` starts one")
+        return url, FROM_VARIABLE
+    if service := account.find():
+        return service
+    if users := account.other_owners(account.origin(DEFAULT_URL)):
+        raise AddressError(
+            f"no service of this account was found, and user {min(users)} listens at {DEFAULT_URL}: "
+            f"`rollout up` starts yours; --url or {URL_VARIABLE} names another one"
+        )
+    return DEFAULT_URL, "no service of this account was found: `rollout up` starts one"
 
 
-def authorization(url: str, api_key: str | None) -> Key | None:
+def authorization(url: str, api_key: str | None, ours: bool) -> Key | None:
     """What authorizes requests to `url`: this key, the environment's, or that of our own service there.
+
+    Args:
+        ours: Whether nobody named the address, so that a service of this account is meant.
 
     Raises:
         ApiKeyError: No header can carry the key, or its file is not ours alone.
     """
-    owned = None
     key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()
     if not key and api_key is None and (own_key := account.key_for(url)):
-        key, owned = own_key, account.Owned(url)
+        key, ours = own_key, True
     if not key:
         return None
     if not key.isascii() or not key.isprintable() or " " in key:
@@ -88,7 +102,7 @@ def authorization(url: str, api_key: str | None) -> Key | None:
             "the API key has characters that no key has; give what `rollout keys create` printed, as api_key "
             f"or {KEY_VARIABLE}"
         )
-    return Key(url, key, owned)
+    return Key(url, key, account.Owned(url) if ours else None)
 
 
 # ---------------------------------------------------------------------------------- requests
@@ -118,10 +132,12 @@ class Gateway:
                 gateway that knows only JSON sends that in any case.
 
         Raises:
-            AddressError: The address is not an http(s) URL.
+            AddressError: The address is not an http(s) URL; or none can be found (`default_address`).
             ApiKeyError: No header can carry the key, or its file is not ours alone.
         """
-        self.base_url = (base_url or default_address()[0]).rstrip("/")
+        self.found = None if base_url else default_address()
+        """Where the caller named no address: the gateway's, and how it was found."""
+        self.base_url = (base_url or self.found[0]).rstrip("/")
         self.timeout = timeout
         self.retry_for = retry_for
         try:
@@ -137,7 +153,8 @@ class Gateway:
             raise ValueError(f"wire = {wire!r} is not one of {', '.join(get_args(Wire))}")
         self._typed = wire != "json"
         self._local = host in ("localhost", "::1") or host.startswith("127.")
-        self.auth = authorization(self.base_url, api_key)
+        ours = self.found is not None and self.found[1] != FROM_VARIABLE
+        self.auth = authorization(self.base_url, api_key, ours)
         """What authorizes requests; None = nothing does."""
         _ = self._http  # made here and not by the first call: what is wrong in the environment is told here
 

@@ -109,6 +109,7 @@ class Client:
     __init__.__doc__ = Gateway.__init__.__doc__
 
     base_url = _passed_on("base_url", "The gateway's address.")
+    found = _passed_on("found", "The address and how it was found; None = the caller named it.")
     timeout = _passed_on("timeout", "Seconds to wait for one answer, beside what a long-poll waits.")
     retry_for = _passed_on("retry_for", "Seconds during which a request that fails is sent again.")
     auth = _passed_on("auth", "What authorizes requests; None = nothing does.")

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from rollout.client import Client
 from rollout.errors import RolloutError
-from rollout.http import default_address
 
 out = Console()
 err = Console(stderr=True)
@@ -30,11 +29,19 @@ LEAST_CHARS = 10
 
 
 def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> Client:
-    """A client of the gateway. Where the command line names none, standard error says which one it is."""
-    if url is None:
-        url, origin = default_address()
-        err.print(f"{url}: {origin}", style="dim", highlight=False, markup=False, soft_wrap=True)
-    return Client(url, retry_for=retry_for, **options)
+    """A client of the gateway. Where the command line names none, standard error says which one it is.
+
+    Raises:
+        RolloutError: None can be had; or it is to work, and does not answer now.
+    """
+    client = Client(url, retry_for=min(retry_for, PATIENCE_S), **options)
+    if client.found:
+        err.print(": ".join(client.found), style="dim", highlight=False, markup=False, soft_wrap=True)
+    if retry_for > PATIENCE_S:
+        # No work is under way yet: a gateway that is away is told of at once.
+        client.results("$", limit=1, include="summary")
+        client.retry_for = retry_for
+    return client
 
 
 def completed(names: Callable[[Client], Iterable[str]]) -> Callable[..., list[str]]:

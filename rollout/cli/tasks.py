@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,17 +19,19 @@ import click
 from pydantic import ValidationError
 
 from rollout.calls import with_id
-from rollout.cli.common import WORK_PATIENCE_S, complete_handlers, connect, err, url_option
+from rollout.cli.common import PATIENCE_S, WORK_PATIENCE_S, complete_handlers, connect, err, url_option
 from rollout.cli.rollouts import select
 from rollout.client import Client
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, write_verl
-from rollout.errors import ApiError, Unavailable, problems_of
+from rollout.errors import ApiError, RolloutError, Unavailable, problems_of
 from rollout.http import NOT_FOUND
 from rollout.progress import Meter
-from rollout.schema import Limits, Rollout, RolloutRequest
+from rollout.schema import Limits, Rollout, RolloutRequest, Submitted
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_FLIGHT = 1000
+SERVER_FAULT = 500
+"""HTTP status from which on an answer does not say what became of a request."""
 
 
 def dataset_options(function: F) -> F:
@@ -72,6 +75,8 @@ class Tasks:
                 self._read = lambda: iter(rows)
         except DatasetError as error:
             raise click.ClickException(str(error)) from None
+        self.where = ""
+        """The row of the request that was read last."""
         self.handler = handler or self._map.handler
         if map_name and self.handler is None:
             raise click.UsageError(f"the map {map_name} names no handler: give --handler")
@@ -93,6 +98,7 @@ class Tasks:
         """
         try:
             for row, data in self.rows():
+                self.where = row.where
                 fields = {"handler": self.handler, "task": data} if self.handler else data
                 if self._n is not None:
                     fields["n"] = self._n
@@ -155,27 +161,45 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
         raise click.ClickException(f"{name} holds no request")
     lines = _Lines(output)
     begun = time.monotonic()
+    taken: dict[str, tuple[str, list[str]]] = {}  # row and ids of requests that no answer has accepted yet
     pending: dict[str, None] = {}
 
     def noted() -> Iterator[RolloutRequest]:
         for request in tasks:
             request = with_id(request)  # Ctrl-C has to know what to cancel
-            pending.update(dict.fromkeys(request.rollout_ids()[1]))
+            ids = request.rollout_ids()[1]
+            taken[ids[0]] = tasks.where, ids
             yield request
+
+    def accepted(entries: list[Submitted]) -> None:
+        for entry in entries:
+            taken.pop(entry.id, None)
+            pending[entry.id] = None
+
+    def doubtful() -> list[str]:
+        return [rollout_id for _, ids in taken.values() for rollout_id in ids]
+
+    def rest() -> str:
+        unsent = total - lines.count - len(pending) - len(doubtful())
+        return _rest([*pending], doubtful(), unsent)
 
     with connect(url, WORK_PATIENCE_S) as client, Meter(total, err) as meter:
         try:
-            for rollout in client.rollouts(noted(), in_flight, progress=False):
+            for rollout in client.rollouts(noted(), in_flight, progress=False, announce=accepted):
                 lines.write(rollout)
                 del pending[rollout.id]
                 meter.add(rollout)
-        except (_OutputError, Unavailable) as error:
-            reason = error.reason if isinstance(error, Unavailable) else error
-            rest = _rest(pending, total - lines.count - len(pending))
-            raise click.ClickException(f"{reason}\n{lines.text()}. {rest}") from None
+            lines.close()
+        except (_OutputError, RolloutError) as error:
+            rows = {f"requests.{index}": where for index, (where, _) in enumerate(taken.values())}
+            if isinstance(error, ApiError) and error.status < SERVER_FAULT:
+                taken.clear()  # a call is accepted or refused whole
+            reason = error.reason if isinstance(error, Unavailable) else str(error)
+            reason = re.sub(r"\brequests\.\d+", lambda field: rows.get(field[0], field[0]), reason)
+            raise click.ClickException(f"{reason}\n{lines.text()}. {rest()}") from None
         except KeyboardInterrupt:
             meter.__exit__(None, None, None)  # the question needs the terminal to itself
-            _cancel_rest(client, pending, total - lines.count - len(pending))
+            _cancel_rest(client, [*pending, *doubtful()], rest)
             raise click.exceptions.Exit(130) from None
     text = f"{meter.text()}; {lines.text()}, after {time.monotonic() - begun:.1f} s"
     err.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -207,18 +231,35 @@ class _Lines:
         except OSError as error:
             with suppress(OSError):
                 self._file.close()  # it would try to write the rest at the end
-            if whole is not None:
-                os.truncate(self._file.name, whole)
+            with suppress(OSError):  # a device has no length
+                if whole is not None:
+                    os.truncate(self._file.name, whole)
             raise _OutputError(f"{self._file.name} cannot be written: {error.strerror}") from None
         self.count += 1
+
+    def close(self) -> None:
+        """Raises _OutputError when a file system finds out only now that it had no room."""
+        try:
+            if self._ours:
+                self._file.close()
+        except OSError as error:
+            fault = f"cannot be written: {error.strerror}; what was written last may be missing"
+            raise _OutputError(f"{self._file.name} {fault}") from None
 
     def text(self) -> str:
         return f"{self.count} rollouts are in {self._file.name}"
 
 
-def _rest(pending: Iterable[str], unsent: int) -> str:
-    """How to get what was submitted and not written. A full disk need not be that of temporary files."""
-    ids = "\n".join(pending) + "\n"
+def _rest(pending: list[str], doubtful: list[str], unsent: int) -> str:
+    """How to get what was submitted and not written. A full disk need not be that of temporary files.
+
+    Args:
+        doubtful: Submitted, but nothing came back that says so.
+    """
+    refused = f"{unsent} were not submitted"
+    if not (pending or doubtful):
+        return refused
+    ids = "\n".join(pending + doubtful) + "\n"
     try:
         with tempfile.NamedTemporaryFile("w", prefix="rollout-ids-", suffix=".txt", delete=False) as file:
             file.write(ids)
@@ -226,10 +267,11 @@ def _rest(pending: Iterable[str], unsent: int) -> str:
     except OSError:
         click.echo(ids, err=True)
         place = "FILE, with the ids above"
+    doubt = f", and {len(doubtful)} whose submission was not answered," if doubtful else ""
     return (
-        f"{ids.count(chr(10))} that go on, or have ended meanwhile, are named in {place}:\n"
+        f"{len(pending)} that go on, or have ended meanwhile{doubt or ','} are named in {place}:\n"
         f"  rollout fetch --ids {place} -o REST     writes them as they end\n"
-        f"  xargs rollout cancel < {place}     ends them\n{unsent} were not submitted"
+        f"  xargs rollout cancel < {place}     ends them\n{refused}"
     )
 
 
@@ -257,7 +299,7 @@ def fetch(
     unknown = []
     with connect(url, WORK_PATIENCE_S) as client:
         chosen = [*ids, *(file.read().split() if file else ())]
-        if not chosen:
+        if group_id or tag:
             chosen = [item.id for item in select(client, sys.maxsize, group_id=group_id, tag=tag)]
         lines = _Lines(output)
         with Meter(len(chosen), err) as meter:
@@ -273,22 +315,35 @@ def fetch(
                 except _OutputError as error:
                     raise click.ClickException(f"{error}. {lines.text()}") from None
     err.print(f"{meter.text()}; {lines.text()}", highlight=False, markup=False, soft_wrap=True)
+    if file and not chosen:
+        raise click.ClickException(f"{file.name} names no rollout")
     if unknown or not chosen:
         raise click.ClickException(f"not known, or not kept any more: {', '.join(unknown) or 'any of these'}")
 
 
-def _cancel_rest(client: Client, pending: Collection[str], unsent: int) -> None:
-    """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no."""
+def _cancel_rest(client: Client, ids: list[str], rest: Callable[[], str]) -> None:
+    """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no.
+
+    What has ended and is not in the file, or could not be cancelled, is named.
+    """
     try:
-        question = f"Cancel the {len(pending)} rollouts not ended?"
+        question = f"Cancel the {len(ids)} rollouts not ended?"
         person = sys.stdin.isatty() and sys.stderr.isatty()
-        if person and not click.confirm(question, default=True, err=True):
-            click.echo(_rest(pending, unsent), err=True)
+        if person and ids and not click.confirm(question, default=True, err=True):
+            click.echo(rest(), err=True)
             return
     except (click.Abort, KeyboardInterrupt):
         pass  # Ctrl-C again means yes
-    done = client.cancel_many(ids=sorted(pending))
+    client.retry_for = PATIENCE_S
+    try:
+        done = client.cancel_many(ids=ids)
+    except (RolloutError, KeyboardInterrupt) as error:
+        reason = error.reason if isinstance(error, Unavailable) else str(error)
+        click.echo(f"not cancelled: {reason}\n{rest()}", err=True)
+        return
     err.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")
+    if done["already_ended"]:
+        click.echo(rest(), err=True)
 
 
 @click.command()

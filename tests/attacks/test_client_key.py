@@ -123,9 +123,15 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 
 
 @attack(stopped_by="the key goes only where we ourselves listen")
-def test_receive_the_key_at_the_port_of_a_service_that_died(target, home, monkeypatch):
-    port = free_port()
+@pytest.mark.parametrize("key", ["found", "of the environment"])
+def test_receive_the_key_at_the_port_of_a_service_that_died(target, home, monkeypatch, key):
+    port, url = free_port(), None
     announced(f"http://127.0.0.1:{port}")
+    if key == "found":
+        url = f"http://127.0.0.1:{port}"
+    else:  # the service of this checkout, which its caller does not name
+        monkeypatch.setenv(KEY_VARIABLE, "rlt_victim")
+        monkeypatch.setattr("rollout.account.find", lambda: (f"http://127.0.0.1:{port}", "that died"))
     if target.control:
         monkeypatch.setattr(account.Owned, "require", lambda self: None)
     elif os.geteuid() != 0:  # nobody else's program can be started: say that it is
@@ -134,7 +140,7 @@ def test_receive_the_key_at_the_port_of_a_service_that_died(target, home, monkey
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as attacker:
         try:
             assert attacker.stdout.readline() == "ready\n"
-            with suppress(RolloutError), Client(f"http://127.0.0.1:{port}", retry_for=0.0) as client:
+            with suppress(RolloutError), Client(url, retry_for=0.0) as client:
                 client.status()
         finally:
             attacker.kill()

@@ -99,7 +99,7 @@ def test_ctrl_c_cancels_what_was_submitted(gateway):
     child = subprocess.Popen(command, text=True, **pipes)
     child.stdin.write('{"handler": "calculator", "n": 3}\n')
     child.stdin.close()
-    wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 2, 30, "it to wait")
+    wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 3, 30, "it to wait")
     child.send_signal(signal.SIGINT)
     assert child.wait(20) == 130
     assert "cancelled 3; 0 had ended" in child.stderr.read()

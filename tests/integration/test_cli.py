@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rollout.schema import RolloutRequest, State
 from services.state.api_keys import KeyStore, Scope
-from tests.helpers.stack import RedisServer, wait_until
+from tests.helpers.stack import RedisServer, free_port, wait_until
 from tests.helpers.terminal import Terminal, shown
 
 ROLLOUT = [sys.executable, "-m", "rollout.cli"]
@@ -172,6 +173,51 @@ def test_a_full_disk_behind_a_redirection_is_one_message(stack, tasks, tmp_path)
     Path(re.search(r"--ids (\S+) -o", done.stderr)[1]).unlink()
 
 
+@pytest.mark.parametrize("in_terminal", [True, False])
+def test_a_device_that_takes_nothing_is_one_message_and_the_ids_are_kept(stack, tmp_path, in_terminal):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"reward": 1.0}\n')
+    submit = [*ROLLOUT, "submit", str(tasks), "--handler", "noop", "--url", stack.url, "-o", "/dev/full"]
+    text, status = shown(submit) if in_terminal else ((done := piped(*submit)).stderr, done.returncode)
+    assert status == 1 and "Traceback" not in text, text
+    assert "/dev/full cannot be written: No space left on device" in text
+    file = Path(re.search(r"--ids (\S+) -o", text)[1])
+    assert len(file.read_text().split()) == 1
+    file.unlink()
+
+
+@pytest.mark.parametrize("in_terminal", [True, False])
+def test_a_gateway_that_is_away_at_the_start_is_told_of_soon(tasks, in_terminal):
+    """In the two seconds that a person waits; starting Python comes on top."""
+    submit = [*ROLLOUT, "submit", tasks, "--handler", "noop", "--url", f"http://127.0.0.1:{free_port()}"]
+    began = time.monotonic()
+    text, status = shown(submit) if in_terminal else ((done := piped(*submit)).stderr, done.returncode)
+    assert status == 1 and "Is the gateway up?" in text and time.monotonic() - began < 15, text
+    assert "go on" not in text and "rollout-ids" not in text
+
+
+def test_a_refusal_in_the_middle_names_the_row_and_what_goes_on(stack, client, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"run_s": 600}\n{}\n{"run_s": "soon"}\n{}\n')
+    options = ["--handler", "noop", "--tag", "refused", "--in-flight", "2", "--url", stack.url]
+    done = piped(*ROLLOUT, "submit", str(tasks), *options, "-o", str(tmp_path / "out"))
+    held = [rollout.id for rollout in client.list(tag="refused").rollouts if not rollout.state.terminal]
+    client.cancel_many(held)
+    assert done.returncode == 1 and "tasks.jsonl, line 3.task.run_s: " in done.stderr, done.stderr
+    assert f"1 rollouts are in {tmp_path / 'out'}. 1 that go on" in done.stderr
+    assert "2 were not submitted" in done.stderr
+    file = Path(re.search(r"--ids (\S+) -o", done.stderr)[1])
+    assert len(held) == 1 and file.read_text().split() == held
+    file.unlink()
+
+
+def test_a_file_without_ids_chooses_no_rollout(call, ended, tmp_path):
+    (tmp_path / "ids").write_text("\n")
+    done = call("fetch", "--ids", str(tmp_path / "ids"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"{tmp_path / 'ids'} names no rollout" in done.stderr
+
+
 def test_fetch_writes_by_tag_and_names_what_is_unknown(call, ended):
     done = call("fetch", "--tag", "cli")
     assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == sorted(ended)
@@ -222,6 +268,30 @@ def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, clie
     client.cancel(held.id)
     file = Path(re.search(r"rollout fetch --ids (\S+) -o REST", text)[1])
     assert file.read_text().split() == [held.id] and screen.process.returncode == 130
+    file.unlink()
+
+
+def test_a_cancel_that_fails_at_ctrl_c_names_what_goes_on(stack, client, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"run_s": 600}\n')
+    submit = [*ROLLOUT, "submit", str(tasks), "--handler", "noop", "--tag", "cut-off", "--url", stack.url]
+    screen = Terminal([*submit, "-o", str(tmp_path / "out")], columns=80)
+    try:
+        wait_until(lambda: client.list(state="running", tag="cut-off").rollouts, 60, "it to run")
+        stack.gateway.stop()
+        os.write(screen.master, b"\x03")
+        screen.await_text(r"Cancel the 1 rollouts not ended\?")
+        os.write(screen.master, b"y\n")
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 15, "it to end")
+        text = screen.text()
+    finally:
+        screen.close()
+        stack.gateway = stack.start_gateway()
+    (held,) = client.list(tag="cut-off").rollouts
+    client.cancel(held.id)
+    assert "not cancelled: POST " in text and screen.process.returncode == 130, text
+    file = Path(re.search(r"rollout fetch --ids (\S+) -o REST", text)[1])
+    assert file.read_text().split() == [held.id]
     file.unlink()
 
 

@@ -14,6 +14,7 @@ from rollout import account
 from rollout.client import KEY_VARIABLE, URL_VARIABLE, AddressError, ApiKeyError, AsyncClient, Client
 
 KEY, OTHER = "rlt_mine", "rlt_other"
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,7 @@ def home(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir("/")
     monkeypatch.setattr(account, "CHECKOUT", tmp_path / "no checkout")
+    monkeypatch.setattr("rollout.http.DEFAULT_URL", NOBODY)  # port 8080 of this machine may be taken
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_the_latest_that_runs_is_the_default_and_a_demo_is_not(listener):
         assert Client().base_url == f"http://127.0.0.1:{port}"
     assert Client().base_url == f"http://127.0.0.1:{listener}", "the other one ended without a word"
     account.withdraw("a")
-    assert Client().base_url == "http://127.0.0.1:8080"
+    assert Client().base_url == NOBODY
 
 
 def test_the_service_of_the_checkout_goes_before_the_latest_one(listener, monkeypatch, tmp_path):
@@ -118,8 +120,27 @@ def test_a_service_of_the_checkout_that_is_away_is_not_left_for_another(listener
     assert account.find() == (f"http://127.0.0.1:{listener}", f"the service of {tmp_path}")
 
 
+def test_whoever_s_key_it_is_it_goes_to_no_other_user_where_no_address_was_named(
+    listener, monkeypatch, tmp_path
+):
+    """The listener is ours, so the client is somebody else's."""
+    stranger = f"http://127.0.0.1:{listener}"
+    announced("mine", stranger, home=str(tmp_path / ".local"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(KEY_VARIABLE, OTHER)
+    monkeypatch.setattr(account, "other_owners", lambda place: {65534} if place[2] == listener else set())
+    for client in (Client(), Client(api_key=OTHER)):
+        with pytest.raises(ApiKeyError, match=rf"user 65534 listens at 127.0.0.1:{listener}.*no key is sent"):
+            sent(client)
+    assert sent(Client(stranger)) == OTHER, "the caller named it"
+    account.withdraw("mine")
+    monkeypatch.setattr("rollout.http.DEFAULT_URL", stranger)
+    with pytest.raises(AddressError, match=f"user 65534 listens at {stranger}"):
+        Client()
+
+
 def slurm_run(path, state: str = "up", key: str = KEY):
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     head = {"url": "http://10.9.8.7:8080", "state": state, "job": "12"}
     account.write_private(path / "head.json", json.dumps(head))
     account.write_private(path / "api.key", key + "\n")
@@ -127,7 +148,7 @@ def slurm_run(path, state: str = "up", key: str = KEY):
 
 def test_the_service_of_a_slurm_run_is_found_with_its_key(monkeypatch, tmp_path):
     slurm_run(tmp_path / ".local/slurm-run")
-    assert Client().base_url == "http://127.0.0.1:8080"
+    assert Client().base_url == NOBODY
     monkeypatch.chdir(tmp_path)
     assert "the Slurm service of" in account.find()[1]
     client = Client()
@@ -145,6 +166,42 @@ def test_the_service_of_a_slurm_run_is_found_with_its_key(monkeypatch, tmp_path)
     (tmp_path / ".local/slurm-run/api.key").chmod(0o644)
     with pytest.raises(ApiKeyError, match="others may know the key"):
         Client()
+
+
+def test_a_slurm_service_that_runs_goes_before_a_local_one_that_ended(monkeypatch, tmp_path):
+    announced("mine", "http://127.0.0.1:1", home=str(tmp_path / ".local"))
+    slurm_run(tmp_path / ".local/slurm-run")
+    monkeypatch.chdir(tmp_path)
+    assert account.find()[0] == "http://10.9.8.7:8080"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"state": "up"}', '{"state": "up", "url": 5}', '"up"'])
+def test_a_slurm_file_that_says_nothing_is_no_service(monkeypatch, tmp_path, text):
+    slurm_run(tmp_path / ".local/slurm-run")
+    (tmp_path / ".local/slurm-run/head.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert account.find() is None and sent(Client("http://gateway.example")) is None
+
+
+def test_only_the_key_of_a_slurm_run_is_secret_and_only_where_it_is_needed(monkeypatch, tmp_path):
+    run = tmp_path / ".local/slurm-run"
+    slurm_run(run)
+    monkeypatch.chdir(tmp_path)
+    (run / "head.json").chmod(0o644)
+    assert sent(Client()) == KEY
+    (run / "api.key").chmod(0o644)
+    assert sent(Client("http://gateway.example")) is None, "that key is not of this address"
+    (run / "head.json").chmod(0o666)
+    assert account.find() is None, "anybody may have written it"
+
+
+def test_an_account_without_a_home_has_no_services(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    assert account.find() is None and sent(Client()) is None
 
 
 def test_what_was_announced_before_the_machine_started_is_forgotten(listener):
