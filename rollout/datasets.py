@@ -258,8 +258,11 @@ def write_verl(
     same in all) and `task`. The task is JSON text, because Parquet would give all tasks all fields of any.
 
     Raises:
-        DatasetError: pyarrow is missing, or the file cannot be written.
+        DatasetError: pyarrow is missing, a text is not Unicode, or the file cannot be written. Then, and
+            when `tasks` raises, a file that was there before stays as it is.
     """
+    if path.exists() and not path.is_file():
+        raise DatasetError(f"{path} is no regular file: name one that Parquet can be written to")
     pyarrow, parquet = _import("pyarrow", "Parquet"), _import("pyarrow.parquet", "Parquet")
     text = pyarrow.string()
     info = {"handler": text, "task": text, "index": pyarrow.int64()}
@@ -272,6 +275,10 @@ def write_verl(
     def row(index: int, task: Mapping[str, Any]) -> dict[str, Any]:
         whole = json.dumps(task, default=str)
         content = next((str(task[name]) for name in TEXTS if task.get(name)), whole)
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise DatasetError(f"{path}: task {index + 1} is no Unicode text: {error}") from None
         extra = {"handler": handler, "task": whole, "index": index, "limits": limits}
         names = {"data_source": handler, "agent_name": "rollout_service", "extra_info": extra}
         return {"prompt": [{"role": "user", "content": content}]} | names

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # GRPO by verl with rollouts of the service: the settings that matter. NOT RUN HERE (no GPU); see docs/verl.md.
 #
-#   ROLLOUT_URL=http://gateway:8080 MODEL=/models/qwen DATA=/data/tasks.parquet examples/verl/train.sh
+#   MODEL=/models/qwen DATA=/data/tasks.parquet examples/verl/train.sh
+#
+# The service is this account's own, unless ROLLOUT_URL and ROLLOUT_API_KEY name another.
 
 set -euo pipefail
-: "${ROLLOUT_URL:?address of the gateway}" "${MODEL:?checkpoint}" "${DATA:?Parquet file, see docs/verl.md}"
+: "${MODEL:?checkpoint}" "${DATA:?Parquet file, see docs/verl.md}"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # verl's processes import examples.verl and rollout.
-export ROLLOUT_URL PYTHONPATH="$here/../..:${PYTHONPATH:-}"
+export PYTHONPATH="$here/../..:${PYTHONPATH:-}"
+ROLLOUT_URL="${ROLLOUT_URL:-$(python3 -c 'from rollout import Client; print(Client().base_url)')}"
+export ROLLOUT_URL
 # The trainer that registers verl's servers and gives each step's weights their version.
 export VERL_USE_EXTERNAL_MODULES=examples.verl.trainer
 # The service labels and pauses the servers through these.

@@ -380,7 +380,8 @@ def tasks(
 ) -> None:
     """Check the tasks of a dataset against a handler's schema, and convert them.
 
-    Each task that does not fit is named with its row and field. Ends with 1 when there is one.
+    Each task that does not fit is named with its row and field. When there is one, it ends with 1, and --verl
+    writes nothing.
     """
     source = Tasks(file, handler, **dataset)
     schema: dict[str, Any] | None = None
@@ -408,12 +409,14 @@ def tasks(
                 err.print(words, highlight=False, soft_wrap=True, markup=False)
                 wrong += 1
                 if wrong >= most_errors:
-                    return
+                    break
                 continue
             good += 1
             if output is not None:
                 output.write(json.dumps(task, default=str) + "\n")
             yield task
+        if wrong and parquet is not None:
+            raise DatasetError(f"{good} tasks fit, {wrong} do not: {parquet} is not written")
 
     try:
         if parquet is not None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +232,12 @@ def test_rows_for_verl_hold_each_task_as_it_is_and_a_failure_leaves_no_file(tmp_
         write_verl(tmp_path / "broken.parquet", "swe", ({"n": 1 // n} for n in (1, 0)))
     with pytest.raises(DatasetError, match="no/dir"):
         write_verl(tmp_path / "no/dir/a.parquet", "swe", tasks)
+    with pytest.raises(DatasetError, match="task 1 is no Unicode text"):
+        write_verl(path, "swe", [{"question": "\ud800"}])
+    assert [row.data for row in read(path)] == rows
+    with pytest.raises(DatasetError, match="/dev/full is no regular file"):
+        write_verl(Path("/dev/full"), "swe", tasks)
+    assert Path("/dev/full").is_char_device()
     assert [file.name for file in tmp_path.iterdir()] == ["train.parquet"]
 
 
