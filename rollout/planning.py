@@ -8,7 +8,7 @@ windows are not taken off: for models that have them it is an upper bound.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ PACKED = 128 / 404
 """A SIF against what it holds, of our base image (docs/images.md)."""
 CACHE_GB = 50
 """What `ROLLOUT_IMAGE_CACHE_GB` is by default."""
-CONTEXT, TURNS, TURN_TOKENS, PROMPT = 32_768, 50, 4_096, 4_096
+CONTEXT, TURNS, PROMPT = 32_768, 50, 4_096
 """Of SWE tasks. The first two are the ProRL Agent paper's (arXiv 2603.18815)."""
 TOOL_CALLS = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "<tool_call> with JSON"),
@@ -48,6 +48,8 @@ class Model:
     layers: int
     values: int
     """Numbers that a layer caches for a token."""
+    kv_heads: int
+    """GPUs over which one cache can be split; 1 where the layer caches a latent vector."""
     context: int
     kind: str
     """`model_type` of its configuration."""
@@ -59,7 +61,7 @@ class Model:
 
 
 PUBLISHED = {
-    name: Model(name, 2 * billions, layers, 2 * heads * 128, context, kind)
+    name: Model(name, 2 * billions, layers, 2 * heads * 128, heads, context, kind)
     for name, billions, layers, heads, context, kind in (
         ("Qwen/Qwen3-0.6B", 0.75, 28, 8, 40_960, "qwen3"),
         ("Qwen/Qwen3-1.7B", 2.03, 28, 8, 40_960, "qwen3"),
@@ -79,7 +81,7 @@ def model_of(name: str, billions: float | None = None) -> Model:
     """A published model, or a checkpoint's directory (or `config.json`) here.
 
     Args:
-        billions: Parameters; needed where no weights lie beside the configuration.
+        billions: Parameters; None = as published, or by the size of the weights beside the configuration.
 
     Raises:
         PlanError: It is neither, or its configuration lacks something.
@@ -88,7 +90,8 @@ def model_of(name: str, billions: float | None = None) -> Model:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if name in PUBLISHED:
-            return PUBLISHED[name]
+            model = PUBLISHED[name]
+            return replace(model, weights_gb=2 * billions) if billions else model
         known = ", ".join(PUBLISHED)
         raise PlanError(f"no model {name!r}: give a directory with its config.json, or one of {known}")
     try:
@@ -97,11 +100,12 @@ def model_of(name: str, billions: float | None = None) -> Model:
         kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
         layers = sum(kind != "linear_attention" for kind in kinds)
         if "kv_lora_rank" in config:
-            values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+            kv_heads, values = 1, config["kv_lora_rank"] + config["qk_rope_head_dim"]
         else:
             heads = config["num_attention_heads"]
             size = config.get("head_dim") or config["hidden_size"] // heads
-            values = 2 * size * (config.get("num_key_value_heads") or heads)
+            kv_heads = config.get("num_key_value_heads") or heads
+            values = 2 * size * kv_heads
         context, kind = int(config["max_position_embeddings"]), str(config.get("model_type"))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise PlanError(f"{path} is no model's configuration: {error!r}") from None
@@ -109,7 +113,7 @@ def model_of(name: str, billions: float | None = None) -> Model:
     weights = 2 * billions if billions else size
     if not weights:
         raise PlanError(f"no *.safetensors beside {path}: give --params, billions of parameters")
-    return Model(name, weights, layers, values, context, kind)
+    return Model(name, weights, layers, values, kv_heads, context, kind)
 
 
 def plan(
@@ -135,7 +139,7 @@ def plan(
         context: Tokens; None = 32,768, or what the model has.
 
     Raises:
-        PlanError: The model does not fit, or has not so much context.
+        PlanError: The model does not fit on the GPUs or has less context, or three sandboxes do not fit.
     """
     if context and context > model.context:
         raise PlanError(f"--context {context}: {model.name} has {model.context}")
@@ -144,7 +148,9 @@ def plan(
     ways = [2**k for k in range(gpus.bit_length()) if gpus % 2**k == 0]
     # At least half of what an engine has is for its cache.
     tensor = next((k for k in ways if k * usable >= 2 * model.weights_gb), ways[-1])
-    cache = int((tensor * usable - model.weights_gb) * GB / model.token_bytes)
+    # Where there are more GPUs than KV heads, each head's cache lies on several.
+    token_bytes = model.token_bytes * max(1, tensor / model.kv_heads)
+    cache = int((tensor * usable - model.weights_gb) * GB / token_bytes)
     if cache < context:
         raise PlanError(
             f"{model.name} leaves {max(cache, 0)} tokens of cache on {tensor} GPUs, fewer than a context "
@@ -155,12 +161,25 @@ def plan(
     live = int(ADMITTED * cache * engines / (context / 2))
     # The trainer has half of the memory.
     sandboxes = int(memory_gb / 2 / SANDBOX_GB)
-    run = max(1, min(live, sandboxes, tasks * n))
-    slots = {"init": max(1, min(run, cores // 4)), "run": run, "eval": max(1, min(run, cores // 2))}
+    # A rollout has its sandbox in each of the stages.
+    choices = (
+        {
+            "init": min(ceil(run / 4), max(1, cores // 4)),
+            "run": run,
+            "eval": min(ceil(run / 2), max(1, cores // 2)),
+        }
+        for run in range(max(1, min(live, sandboxes, tasks * n)), 0, -1)
+    )
+    slots = next((slots for slots in choices if sum(slots.values()) <= sandboxes), None)
+    if slots is None:
+        raise PlanError(
+            f"--memory-gb {memory_gb:g}: half of it holds {sandboxes} sandboxes of {SANDBOX_GB} GB, and "
+            f"INIT, RUN and EVAL need one each: {ceil(2 * 3 * SANDBOX_GB)} or more"
+        )
     prompt = min(PROMPT, context // 2)
     disk = {
         "files": round(images * unpacked_gb * PACKED),
-        "unpacked_in_use": ceil(min(ceil(run / n) + 1, images) * unpacked_gb),
+        "unpacked_in_use": ceil(min(ceil(sum(slots.values()) / n) + 1, images) * unpacked_gb),
         "unpacked_all": ceil(images * unpacked_gb),
     }
     cached = max(CACHE_GB, disk["unpacked_all"])
@@ -178,7 +197,6 @@ def plan(
         "slots": slots,
         "disk_gb": {"images": images} | disk,
         "limits": limits,
-        "sampling": {"max_tokens": min(TURN_TOKENS, context // 4)},
         "commands": {
             "service": f"ROLLOUT_IMAGE_CACHE_GB={cached} rollout up --no-backend "
             + " ".join(f"--slots-{stage} {number}" for stage, number in slots.items()),
@@ -186,7 +204,8 @@ def plan(
             f"--gpu-memory-utilization {share:g} --tensor-parallel-size {tensor} --enable-scale-out "
             "--logprobs-mode processed_logprobs --enable-prompt-tokens-details",
             "rows": f"rollout tasks ROWS --handler swe --verl train.parquet --limits '{json.dumps(limits)}'",
-            "verl": f"data.max_prompt_length={prompt} data.max_response_length={context - prompt} "
+            "verl": f"data.train_batch_size={tasks} actor_rollout_ref.rollout.n={n} "
+            f"data.max_prompt_length={prompt} data.max_response_length={context - prompt} "
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share:g} "
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor}",
         },

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from importlib.metadata import entry_points
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import click
 
+from rollout.cli.common import json_option
 from rollout.planning import GB, PUBLISHED, UNPACKED_GB, PlanError, model_of, plan
 
 
@@ -38,7 +40,7 @@ def _memory_gb() -> float:
 @click.option("--context", type=click.IntRange(1024), help="Tokens. [default: 32768, or what the model has]")
 @click.option("--cores", type=click.IntRange(1), help="Of the node. [default: this machine's]")
 @click.option("--memory-gb", type=click.FloatRange(1), help="Of the node. [default: this machine's]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def plan_command(
     model: str,
     params: float | None,
@@ -53,6 +55,9 @@ def plan_command(
     rollout plan --model Qwen/Qwen3-8B --gpus 8 --dataset rows.jsonl
     """
     part |= {"cores": cores or os.cpu_count(), "memory_gb": memory_gb or _memory_gb()}
+    for name, value in (part | {"params": params or 0}).items():
+        if isinstance(value, float) and not isfinite(value):
+            raise click.BadParameter(f"{value} is no finite number", param_hint=f"--{name.replace('_', '-')}")
     try:
         result = plan(model_of(model, params), images=_images(dataset) if dataset else 0, **part)
     except PlanError as error:

@@ -32,7 +32,7 @@ from tests.helpers.trainer_sources import classes, imported
 torch, transformers = Lazy("torch"), Lazy("transformers")
 
 STEPS, TASKS, N = 3, 4, 4
-NODE = {"gpus": 1, "gpu_gb": 8, "share": 0.6, "cores": 2, "memory_gb": 8}
+NODE = {"gpus": 1, "gpu_gb": 8, "share": 0.6, "cores": 2, "memory_gb": 32}
 MAX_GAP = 1e-3
 """Nats between the engine's log-probs and the trainer's, both in float32."""
 
