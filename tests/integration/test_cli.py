@@ -124,6 +124,21 @@ def tasks(tmp_path):
     return str(path)
 
 
+def test_rows_for_verl_are_written_only_where_all_fit(call, tmp_path):
+    rows, target = tmp_path / "rows.jsonl", tmp_path / "train.parquet"
+    rows.write_text('{"question": "1 plus 2", "answer": "3"}\n')
+    command = ("tasks", str(rows), "--handler", "calculator", "--verl", str(target))
+    done = call(*command)
+    assert done.returncode == 0 and "1 tasks fit, 0 do not" in done.stderr, done.stderr
+    made = target.read_bytes()
+    for options in ((), ("--most-errors", "1")):
+        rows.write_text('{"question": "1 plus 2", "answer": "3"}\n{"question": 3}\n')
+        done = call(*command, *options)
+        assert done.returncode == 1 and f"1 tasks fit, 1 do not: {target} is not written" in done.stderr
+        assert "rows.jsonl, line 2: " in done.stderr and "Traceback" not in done.stderr
+        assert target.read_bytes() == made
+
+
 def test_submit_opens_its_file_first(call, client, tasks, tmp_path):
     before = client.results("$", limit=1).cursor
     target = tmp_path / "absent" / "out.jsonl"
