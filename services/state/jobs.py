@@ -1,7 +1,8 @@
 """Jobs of the compatible APIs: which rollout a caller's own id stands for, and for how long.
 
 Unlike the id of a rollout, a job's id may be used again: trainers number their jobs anew in every epoch. So
-it stands for one rollout until that was answered for, and then for a while in which a retry may come.
+it stands for one rollout until that was answered for, or ended, and then for a while in which a retry may
+come; for one that was dropped or cancelled no longer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import redis
 from services.state import keys
 from services.state.redis import now
 
+REPLAY_S = 600.0
+"""Seconds for which a job's result is given again to who asks with the same id: a retry of a cut answer."""
 SLACK_S = 3600.0
 """Seconds past its deadline for which a job that nobody was answered for is remembered."""
 
@@ -30,6 +33,8 @@ class Job:
     """Digest of what was asked for, to tell a retry from another job with the same id."""
     new: bool
     """Whether this call made it."""
+    ended: bool = False
+    """Whether its rollout had ended before this call."""
 
 
 class JobStore:
@@ -44,14 +49,21 @@ class JobStore:
         return keys.job(tenant, digest_of(*parts))
 
     def claim(self, key: str, rollout_id: str, body: str, deadline_s: float) -> Job:
-        """The rollout that the job stands for: the given one if it is new or over."""
+        """The rollout that the job stands for: the given one if it is new or over.
+
+        It is over some time after somebody was told of its end, or after the end: whoever asked may be gone,
+        and a trainer that is started again counts from 0. What was dropped, or is cancelled, is over at once.
+        """
 
         def take(pipe: redis.client.Pipeline) -> Job:
             job: dict[str, str] = pipe.hgetall(key)  # type: ignore[assignment]
             at = now(pipe)
+            record = pipe.hmget(keys.record(job.get("rollout", "")), "finished", "drop", "cancel")
+            finished, drop, cancel = record
             pipe.multi()
-            if job and float(job.get("until", "inf")) > at:
-                return Job(key, job["rollout"], job["body"], new=False)
+            until = float(job.get("until") or (int(finished) / 1000 + REPLAY_S if finished else "inf"))
+            if job and until > at and not cancel and not (finished and drop == "1"):
+                return Job(key, job["rollout"], job["body"], new=False, ended=finished is not None)
             pipe.delete(key)
             pipe.hset(key, mapping={"rollout": rollout_id, "body": body})
             pipe.expire(key, int(deadline_s + SLACK_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -12,7 +13,9 @@ import httpx
 import pytest
 
 from rollout.schema import Rollout, State
+from services.state import keys
 from services.state.fleet import FleetStore
+from services.state.jobs import REPLAY_S
 from services.state.tenants import DEFAULT_TENANT
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.gym_collector import RELEASES, Collection
@@ -135,6 +138,7 @@ def test_cancelling_a_queued_job_answers_at_once(idle, waiting):
     assert waiting.cancel("one") == "cancelled"
     row = held.result()
     assert (row["filter"], row["success"], row["critical_error"]) == (True, False, "init")
+    assert row["replayed"] is False, "nobody had it before"
     assert waiting.cancel("one") in ("unknown", "ended") and waiting.cancel("never there") == "unknown"
     assert waiting.status()["pending_jobs"] == 0
 
@@ -175,6 +179,18 @@ def test_a_client_that_hangs_up_cancels_a_job_that_nobody_could_ask_for_again(id
     wait_until(lambda: idle.client.status()["states"]["cancelled"] == cancelled + 1, PATIENCE_S, "its end")
     assert [rollout.id for rollout in queued(idle, 1)] == [named.id]
     assert waiting.cancel("named") == "cancelled"
+
+
+@pytest.mark.parametrize("job", [{"job_id": "left"}, {"job_id": "task-9"}])
+def test_a_cancelled_job_that_nobody_waited_for_runs_anew_under_its_id(idle, waiting, job):
+    instance = {"data_source": "noop", "instance_id": "task-9", "trajectory_id": 4}
+    hang_up(idle, json.dumps({"instance": instance} | job))
+    (left,) = queued(idle, 1)
+    assert waiting.cancel(job["job_id"]) == "cancelled"
+    held = Process(waiting, instance, **job)
+    (anew,) = queued(idle, 1)
+    assert anew.id != left.id
+    assert waiting.cancel(job["job_id"]) == "cancelled" and held.result()["filter"]
 
 
 def hang_up(stack: Stack, body: str) -> None:
@@ -420,6 +436,25 @@ def test_a_job_named_as_its_task_is_a_rollout_each_time(service, trainer):
     repeat = [trainer.process(instance | {"trajectory_id": 1}, job_id="copies") for _ in range(2)]
     assert [row["replayed"] for row in repeat] == [False, True], "one that names its repeat can be had again"
     assert len(rollouts_of(service, "copies")) == 5
+
+
+def test_what_nobody_was_told_of_is_marked_and_is_not_kept_for_the_next_run(service, trainer):
+    """A trainer was killed, and the one that is started in its place numbers its jobs anew."""
+    instance = {"data_source": "noop", "instance_id": "untold", "run_s": 2}
+    hang_up(service.stack, json.dumps({"instance": instance, "job_id": "step-0"}))
+
+    def ended() -> list[Rollout]:
+        return rollouts_of(service, "untold", State.COMPLETED)
+
+    (untold,) = wait_until(ended, PATIENCE_S, "its end")
+    record, redis = keys.record(untold.id), service.stack.redis.client
+    assert redis.hincrby(record, "finished", -int((REPLAY_S + 1) * 1000)) > 0
+    assert trainer.process(instance, job_id="step-0")["replayed"] is False
+    assert len(ended()) == 2, "the old one is of an old policy"
+    hang_up(service.stack, json.dumps({"instance": instance, "job_id": "step-1"}))
+    wait_until(lambda: len(ended()) == 3, PATIENCE_S, "its end")
+    assert trainer.process(instance, job_id="step-1")["replayed"] is True
+    assert len(ended()) == 3, "a retry soon after costs nothing"
 
 
 def rollouts_of(service: Service, instance_id: str, state: State | None = None) -> list[Rollout]:

@@ -183,6 +183,12 @@ def test_sampling_parameters_keep_their_meaning():
     assert asked({}).group_id == asked({"top_k": 5}).group_id is not None, "instances of a name are a group"
 
 
+def test_a_name_is_cancelled_once_all_of_its_rollouts_are():
+    words = ["gone", "ended", "cancelled", "cancelling"]
+    said = [prorl.status_of(words[:count]) for count in range(5)]
+    assert said == ["unknown", "unknown", "ended", "cancelled", "cancelling"]
+
+
 # -- results -----------------------------------------------------------------------------------
 
 

@@ -25,8 +25,6 @@ from services.state.tenants import QuotaExceeded
 
 log = structlog.get_logger("gateway")
 
-REPLAY_S = 600.0
-"""Seconds for which a job's result is given again to who asks with the same id: a retry of a cut answer."""
 PATIENCE_S = 3600.0
 """Seconds past its deadline for which a call waits for a rollout; by then the reaper has ended it."""
 STOPS_RETRY_S = 2
@@ -41,6 +39,8 @@ class Call:
     deadline_s: float
     job: str | None = None
     """The key of its job in Redis; None: nobody can ask for it again."""
+    replayed: bool = False
+    """Whether the rollout had ended before this call: it is of an earlier one, which may be long ago."""
 
 
 def begin(
@@ -61,7 +61,7 @@ def begin(
     """
     gate, tenant = gateway(), caller().tenant
     check_submission([request])
-    rollout_id = new_id()
+    rollout_id, ended = new_id(), False
     if job is not None:
         body = digest_of(request.model_dump_json())
         known = gate.jobs.claim(job, rollout_id, body, request.limits.deadline_s)
@@ -69,7 +69,7 @@ def begin(
             message = "this id is in use for a job with another body; choose another id"
             field = FieldError(field="job_id", message=message)
             raise ApiProblem(409, "Id in use", f"job_id: {message}", [field])
-        rollout_id = known.rollout_id
+        rollout_id, ended = known.rollout_id, known.ended
     before(rollout_id)
     try:
         # Also if it is there already: whoever claimed it may have ended before it was submitted.
@@ -78,7 +78,7 @@ def begin(
         raise ApiProblem(409, "Id in use", str(error)) from None
     except QuotaExceeded as error:
         raise over_quota(error) from None
-    return Call(rollout_id, tenant.name, request.limits.deadline_s, job)
+    return Call(rollout_id, tenant.name, request.limits.deadline_s, job, ended)
 
 
 def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
@@ -88,7 +88,8 @@ def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
         replay_s: Seconds for which its job stands for it from now on, if it is not dropped.
 
     Returns:
-        The rollout, and whether it is a replay: somebody was given it before under the same job.
+        The rollout, and whether it is a replay: under the same job somebody was given it before, or it had
+            ended before this call.
 
     Raises:
         ApiProblem: 503 when the gateway stops, or has no room for another call that waits; 404 when the
@@ -120,7 +121,8 @@ def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
         raise ApiProblem(404, "No such rollout", f"rollout {call.rollout_id!r} is past its retention")
     if call.job is None:
         return rollout, False
-    return rollout, not gate.jobs.answered(call.job, call.rollout_id, 0.0 if rollout.drop else replay_s)
+    first = gate.jobs.answered(call.job, call.rollout_id, 0.0 if rollout.drop else replay_s)
+    return rollout, call.replayed or not first
 
 
 def abandon(gate: Gateway, call: Call) -> None:

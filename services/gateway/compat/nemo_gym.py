@@ -48,7 +48,7 @@ from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.gateway.waiting import waiter
 from services.settings import Settings
 from services.state.api_keys import Scope
-from services.state.jobs import digest_of
+from services.state.jobs import REPLAY_S, digest_of
 
 blueprint = Blueprint("nemo_gym", __name__)
 
@@ -208,7 +208,7 @@ def run(body: RunRequest) -> Response:
         return jsonify(_refused(body, call))
     try:
         # An id that the row names itself may come again; indices begin anew with every collection.
-        rollout, replayed = calls.finish(call, replay_s=calls.REPLAY_S if body.rollout_id else 0.0)
+        rollout, replayed = calls.finish(call, replay_s=REPLAY_S if body.rollout_id else 0.0)
     except ApiProblem as problem:
         # The row counts as failed, and another attempt has another id.
         calls.abandon(gateway(), call)

@@ -4,7 +4,7 @@ result object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import structlog
@@ -26,7 +26,7 @@ from services.gateway.routes.backends import register
 from services.gateway.waiting import waiter
 from services.settings import Settings
 from services.state.api_keys import Scope
-from services.state.jobs import digest_of
+from services.state.jobs import REPLAY_S, digest_of
 from services.state.prorl import ProrlStore
 
 log = structlog.get_logger("gateway")
@@ -236,7 +236,7 @@ def process(body: ProcessRequest) -> Response:
     """ProRL: submit a rollout and answer when it has ended."""
     call = waiter().remember("call", lambda: _begin(body))
     body.instance = {}  # it may be large, and the request may wait for long
-    rollout, replayed = calls.finish(call, replay_s=calls.REPLAY_S)
+    rollout, replayed = calls.finish(call, replay_s=REPLAY_S)
     _store().ended(call.tenant, call.rollout_id)
     info = gateway().tasks.handlers().get(rollout.handler)
     ids = body.sampling_params.ids if body.sampling_params else "sampled"
@@ -265,18 +265,18 @@ def _begin(body: ProcessRequest) -> calls.Call:
 def cancel(body: JobRequest) -> Response:
     """ProRL: cancel a job; its `/process` is answered. One that is unknown or has ended is no error."""
     gate, tenant = gateway(), caller().tenant.name
-    job = _job(body.job_id)
-    rollout_id = gate.jobs.find(job)
+    rollout_id = gate.jobs.find(_job(body.job_id))
     if rollout_id is None:
         ids = gate.rollouts.ids(tag=_tag(body.job_id), tenant=tenant, limit=10**9)
-        words = {word for word, _ in gate.dispatcher.cancel_many(ids, tenant)}
-        words &= {"cancelled", "cancelling", "ended"}
-        return jsonify(status=min(words, default="unknown"))
-    word, _ = gate.dispatcher.cancel(rollout_id, tenant)
-    if word in ("cancelled", "cancelling"):
-        # Who cancels knows how it ended: the same id again is another try.
-        gate.jobs.answered(job, rollout_id, 0.0)
-    return jsonify(status="unknown" if word == "gone" else word)
+    else:
+        ids = [rollout_id]
+    words = {word for word, _ in gate.dispatcher.cancel_many(ids, tenant)}
+    return jsonify(status=status_of(words))
+
+
+def status_of(words: Collection[str]) -> str:
+    """What is said of several that were cancelled: what still has to be waited for first."""
+    return next((word for word in ("cancelling", "cancelled", "ended") if word in words), "unknown")
 
 
 @blueprint.post("/add_llm_server")

@@ -38,7 +38,7 @@ def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids, replayed: bo
     Args:
         info: What its handler announced, for the tools; None = unknown.
         ids: Which messages carry ids.
-        replayed: Somebody was given this rollout before.
+        replayed: Somebody was given this rollout before, or could have been: it had ended before the call.
     """
     trajectory = rollout.trajectory
     why = lacking(rollout)
