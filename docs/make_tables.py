@@ -62,10 +62,10 @@ def commands(command: click.Command, path: str = "rollout") -> Iterator[tuple[st
 
 
 def _commands() -> list[str]:
-    rows = ["| what it does | for example |", "|---|---|"]
+    rows = ["| command | what it does | for example |", "|---|---|---|"]
     for path, command in commands(main):
         example = (command.epilog or path).partition("Example:")[2].strip().replace("|", "\\|")
-        rows.append(f"| {command.get_short_help_str(200)} | `{example}` |")
+        rows.append(f"| `{path}` | {command.get_short_help_str(200)} | `{example}` |")
     return rows
 
 

@@ -142,7 +142,7 @@ def plan(
         PlanError: The model does not fit on the GPUs or has less context, or three sandboxes do not fit.
     """
     if context and context > model.context:
-        raise PlanError(f"--context {context}: {model.name} has {model.context}")
+        raise PlanError(f"--context {context}: {model.name} has a context of {model.context}")
     context = context or min(CONTEXT, model.context)
     usable = share * gpu_gb - ENGINE_GB
     ways = [2**k for k in range(gpus.bit_length()) if gpus % 2**k == 0]

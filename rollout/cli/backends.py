@@ -28,7 +28,7 @@ def backends(ctx: click.Context) -> None:
 @json_option
 @url_option
 def list_backends(as_json: bool = False, url: str | None = None) -> None:
-    """Show each with its load, its health and the weights it serves."""
+    """Show each backend with its load, its health and the weights it serves."""
     with connect(url) as client:
         servers = client.backends()
     if servers or as_json:
@@ -47,7 +47,7 @@ def list_backends(as_json: bool = False, url: str | None = None) -> None:
 @click.option("--max-rollouts", type=click.IntRange(1), help="Most at once. [default: as its cache has room]")
 @url_option
 def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
-    """Register the LLM server at the address SERVER, or have it described anew."""
+    """Register the LLM server at the address SERVER; a registered one is asked again what it serves."""
     with connect(url) as client:
         show(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
 
@@ -56,7 +56,7 @@ def add_backend(server: str, backend_id: str | None, url: str | None, **fields: 
 @backend_id
 @url_option
 def drain(backend_id: str, url: str | None) -> None:
-    """Give it no new rollouts; those on it go on."""
+    """Place no new rollouts on a backend; those on it go on."""
     with connect(url) as client:
         live = client.drain_backend(backend_id).live_rollouts
     out.print(f"{backend_id} takes no new rollouts; {live} go on there", highlight=False)
@@ -66,7 +66,7 @@ def drain(backend_id: str, url: str | None) -> None:
 @backend_id
 @url_option
 def undrain(backend_id: str, url: str | None) -> None:
-    """Give it new rollouts again."""
+    """Place new rollouts on a drained backend again."""
     with connect(url) as client:
         client.drain_backend(backend_id, drain=False)
     out.print(f"{backend_id} takes new rollouts", highlight=False)
@@ -77,7 +77,7 @@ def undrain(backend_id: str, url: str | None) -> None:
 @click.option("--if-idle", is_flag=True, help="Only when no rollout is on it.")
 @url_option
 def remove_backend(backend_id: str, if_idle: bool, url: str | None) -> None:
-    """Forget it; rollouts on it move to another at their next call."""
+    """Forget a backend; its rollouts move to another at their next call."""
     with connect(url) as client:
         client.remove_backend(backend_id, force=not if_idle)
     out.print(f"{backend_id} is removed", highlight=False)

@@ -28,7 +28,7 @@ def batches(ctx: click.Context) -> None:
 @json_option
 @url_option
 def list_batches(limit: int = 20, as_json: bool = False, url: str | None = None) -> None:
-    """Show the newest with their counters."""
+    """Show the newest batches with their counters."""
     with connect(url) as client:
         newest = client.batches.list(limit)
     show_view(render.batches_table(newest), newest, as_json)
@@ -39,7 +39,7 @@ def list_batches(limit: int = 20, as_json: bool = False, url: str | None = None)
 @json_option
 @url_option
 def show(batch_id: str, as_json: bool, url: str | None) -> None:
-    """Show one, with the reasons for which groups were not kept."""
+    """Show a batch, with the reasons for which groups were not kept."""
     with connect(url) as client:
         batch = client.batches.get(batch_id)
     show_view(render.batches_table([batch]), batch, as_json)
@@ -56,6 +56,6 @@ def _steer(action: str, text: str) -> None:
             show_view(render.batches_table([getattr(client.batches, action)(batch_id)]))
 
 
-_steer("pause", "Start no more groups; what runs goes on.")
-_steer("resume", "Start groups again.")
-_steer("cancel", "End it with all that is under way.")
+_steer("pause", "Start no more groups of a batch; those that run go on.")
+_steer("resume", "Start groups of a paused batch again.")
+_steer("cancel", "End a batch, and cancel its rollouts that have not ended.")

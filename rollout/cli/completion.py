@@ -36,7 +36,10 @@ def with_example(command: click.Command, path: str) -> click.Command:
 @click.argument("shell", type=click.Choice([*LOAD]), required=False)
 @click.pass_context
 def completion(ctx: click.Context, shell: str | None) -> None:
-    """Print what has SHELL complete commands, options, ids and handlers. Without SHELL: how to load it."""
+    """Print the script by which SHELL completes commands, options, ids and handlers.
+
+    Without SHELL it says how to load the script.
+    """
     if shell is None:
         usual = Path(os.environ.get("SHELL", "")).name
         click.echo("\n".join(line for name, line in LOAD.items() if usual in (name, "") or usual not in LOAD))

@@ -49,7 +49,7 @@ def test_large_weights_are_spread_over_gpus_and_small_nodes_bound_the_slots():
     assert plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP | {"memory_gb": 26})["slots"]["run"] == 1
     with pytest.raises(PlanError, match="0 tokens of cache on 1 GPUs, fewer than a context of 32768"):
         plan(PUBLISHED["Qwen/Qwen3-32B"], **STEP | {"gpus": 1})
-    with pytest.raises(PlanError, match="--context 50000: Qwen/Qwen3-8B has 40960"):
+    with pytest.raises(PlanError, match="--context 50000: Qwen/Qwen3-8B has a context of 40960"):
         plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP, context=50_000)
 
 

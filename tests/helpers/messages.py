@@ -106,9 +106,10 @@ LEAST_LETTERS = 12
 """A shorter one says nothing without what it fills in."""
 INTRO = """# Error messages
 
-Every message with which a command, the client, the gateway or a rollout may end, as the code has it.
-Search here for a part of yours; `…` stands for what a message fills in. `python -m tests.helpers.messages`
-makes this page, and a test compares.
+Messages with which a command, the client, the gateway or a rollout may end, as the code has them where it
+raises an error. Those that are composed elsewhere are missing, such as that of
+[a lost head](guides/operate.md#the-head-is-gone). Search here for a part of yours; `…` stands for what a
+message fills in. `python -m tests.helpers.messages` makes this page, and a test compares.
 """
 
 
