@@ -1,5 +1,8 @@
 # Two commands from a fresh clone: `make demo`, `make test`. Everything is installed below .local/.
 HOME_DIR := $(or $(ROLLOUT_HOME),.local)
+ifneq ($(words x$(HOME_DIR)x),1)
+$(error ROLLOUT_HOME=$(HOME_DIR) has a blank in it: choose another directory)
+endif
 VENV := $(HOME_DIR)/venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
@@ -43,7 +46,8 @@ up: setup ## start the whole service on this machine
 	@$(BIN)/rollout up
 
 down: ## end what `make up` started
-	@if [ -x $(BIN)/rollout ]; then $(BIN)/rollout down; else echo "nothing is installed, so nothing runs"; fi
+	@program="$${ROLLOUT_HOME:-.local}/venv/bin/rollout"; if [ -x "$$program" ]; then "$$program" down; \
+	  else echo "nothing is installed, so nothing runs"; fi
 
 setup-tests: ## all of these: what the tests need
 	@deploy/setup/setup.sh tests
@@ -101,8 +105,9 @@ trainers-test: setup-tests ## compare the trainers that the adapters were checke
 	@$(TRAINERS_TEST)
 
 clean: down ## delete caches, logs and the stopped stack's data (`rm -rf .local` deletes the installation too)
-	@rm -rf $(HOME_DIR)/run $(HOME_DIR)/log .pytest_cache .ruff_cache .hypothesis build dist
-	@cd $(HOME_DIR) 2>/dev/null || exit 0; if [ ! -e slurm-run ] || grep -qs '"state": *"down"' slurm-run/head.json; \
-	  then rm -rf slurm-run; else echo "kept $(HOME_DIR)/slurm-run, which holds an API key:" \
+	@rm -rf .pytest_cache .ruff_cache .hypothesis build dist
+	@CDPATH= cd -- "$${ROLLOUT_HOME:-.local}" 2>/dev/null || exit 0; rm -rf run log; \
+	  if [ ! -e slurm-run ] || [ "$$(cat slurm-run/jobs.json 2>/dev/null)" = "[]" ]; \
+	  then rm -rf slurm-run; else echo "kept $$PWD/slurm-run, which holds an API key:" \
 	  "its service has not ended; rollout slurm down, then make clean"; fi
 	@find . -name __pycache__ -not -path './.local/*' -prune -exec rm -rf {} +

@@ -48,12 +48,13 @@ step() {
     grep -hE '^[a-z-]+: (missing|WARNING): ' "$log" || true
 }
 
-# Tell what is under way, with the last line of each log, until killed.
+# Tell what is under way, with the last line of each log, until killed or left alone.
 report() {
     local path name log words columns began last never seconds=2
     set +e
     exec {never}<> <(:) # nothing ever comes; no process that would outlive us need sleep
     while ! read -r -t "$seconds" -u "$never"; do
+        kill -0 $$ 2>/dev/null || exit
         columns=$(stty size <&1 2>/dev/null | cut -d' ' -f2)
         words=""
         for path in "$UNDER_WAY"/*; do
@@ -77,10 +78,13 @@ report() {
 
 # After a signal: end all that is at work, but for packages that are being installed, which a second signal ends too.
 stopped() {
+    # Who reads our output may have ended, by the same Ctrl-C or with the terminal.
+    set +e
+    trap '' PIPE
     trap 'kill -KILL -- "-$job"; exit 130' INT TERM HUP
-    kill "$reporter" || true
+    kill -TERM -- "-$job"
+    kill "$reporter"
     printf '%ssetup: stops what is under way\n' "$CLEAR" >&2
-    kill -TERM -- "-$job" || true
     while kill -0 -- "-$job"; do sleep 0.1; done 2>/dev/null
     rm -rf "$UNDER_WAY"
     echo "setup: stopped. What is installed stays; the same command goes on from here" >&2

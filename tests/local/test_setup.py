@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from services.launch.paths import REPO
+from services.launch.slurm.rundir import DOWN, Head, RunDir, Submitted
 from tests.helpers.idle import in_time
 from tests.helpers.stack import wait_until
 
@@ -49,22 +49,34 @@ def test_a_second_setup_does_nothing():
     assert time.monotonic() - begun < 10.0  # 0.1 s; anything that is installed takes longer
 
 
-def test_clean_deletes_api_keys_but_those_of_a_service_that_may_run(tmp_path):
-    slurm, run = tmp_path / "slurm-run", tmp_path / "run"
+def clean(home, directory, *options):
+    command = ["make", "-s", *options, "-f", str(REPO / "Makefile"), "clean"]
+    environment = os.environ | {"ROLLOUT_HOME": str(home)}
+    return subprocess.run(command, cwd=directory, env=environment, text=True, capture_output=True)
 
-    def clean():
-        command = ["make", "-s", "-f", str(REPO / "Makefile"), "clean"]
-        environment = os.environ | {"ROLLOUT_HOME": str(tmp_path)}
-        return subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
 
-    for state in ("up", "down"):
-        for directory in (run, slurm):
-            directory.mkdir(exist_ok=True)
-            (directory / "api.key").touch()
-        (slurm / "head.json").write_text(json.dumps({"job": "1", "state": state}, indent=1))
-        said = clean()
-        assert not run.exists()
-        assert slurm.exists() == (state == "up") == ("rollout slurm down, then make clean" in said), said
+def test_clean_deletes_api_keys_but_those_of_a_service_that_may_run_and_nothing_of_others(tmp_path):
+    home, other = tmp_path / "h*me", tmp_path / "home"
+    run = RunDir(home / "slurm-run")
+    for jobs in ([Submitted("1", "head"), Submitted("2", "node")], []):
+        for directory in (home / "run", other / "run"):
+            directory.mkdir(parents=True, exist_ok=True)
+        run.make()
+        # Between the lives of a head, and after it was cancelled, others still run.
+        run.write_head(Head("1", "n1", "127.0.0.1", DOWN, "http://127.0.0.1:9", "", 1))
+        run.write_submitted(jobs)
+        run.api_key()
+        output = clean(home, tmp_path).stdout
+        assert not (home / "run").exists() and (other / "run").exists()
+        assert run.path.exists() == bool(jobs) == ("rollout slurm down, then make clean" in output), output
+
+
+@pytest.mark.parametrize("name", ["home of mine", "home ", " home"])
+def test_a_home_with_blanks_is_refused_before_anything_is_deleted(tmp_path, name):
+    # -n: a Makefile that takes it would delete /run.
+    done = clean(f"{tmp_path}/{name}", tmp_path, "-n")
+    assert done.returncode and f"{name} has a blank in it" in done.stderr, done.stderr
+    assert "rm -rf" not in done.stdout
 
 
 SLOW = """
@@ -126,22 +138,51 @@ def test_a_setup_tells_what_it_does_and_a_second_one_whom_it_waits_for(set_up):
     assert lines[-1] == "", "what was drawn last is wiped out"
 
 
+MARKER = f"3606.{os.getpid()}"
+
+
+def sleeps():
+    return [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", MARKER]]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_a_setup_with_all_it_runs_and_blames_no_step(set_up, number):
-    marker = f"3606.{os.getpid()}"
-    process = set_up(marker)
-
-    def sleeps():
-        return [
-            each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", marker]
-        ]
-
+    process = set_up(MARKER)
     wait_until(sleeps, 30, "the step to be under way")
     os.killpg(process.pid, number)  # as a terminal does it
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert "setup: stopped. What is installed stays" in output and "FAILED" not in output, output
     assert not sleeps()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_setup_whose_output_nobody_reads_any_more_is_stopped_as_well(set_up, number):
+    """As after Ctrl-C with `| tee`, and after the end of the terminal."""
+    controller, terminal = pty.openpty()
+    process = set_up(MARKER, subprocess.PIPE if number == signal.SIGINT else terminal)
+    os.close(terminal)
+    wait_until(sleeps, 30, "the step to be under way")
+    os.close(controller)
+    if process.stdout is not None:
+        process.stdout.close()
+    os.killpg(process.pid, number)
+    assert process.wait(30) == 130
+    assert not sleeps()
+
+
+def test_a_setup_that_was_killed_goes_on_without_telling(set_up):
+    process = set_up(MARKER)
+    wait_until(sleeps, 30, "the step to be under way")
+    children = psutil.Process(process.pid).children()
+    (step,) = [child for child in children if os.getpgid(child.pid) == child.pid]
+    (reporter,) = [child for child in children if child != step]
+    process.kill()
+    process.wait()
+    try:
+        wait_until(lambda: not reporter.is_running(), 30, "the report to end")
+    finally:
+        os.killpg(step.pid, signal.SIGKILL)
 
 
 def test_a_step_that_fails_is_named_with_the_end_of_its_log(set_up):

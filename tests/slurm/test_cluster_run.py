@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rollout.schema import State
+from services.launch import redis
+from services.launch.slurm.rundir import RunDir
+from services.state.redis import connect
 from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
 from tests.slurm.cluster import PATIENCE_S
@@ -23,6 +27,9 @@ KILLS = SLURM("kills of a node", short=1, long=5)
 HELD = SLURM("rollouts that stand at a gate", short=16, long=24)
 """Enough for every node to have some, mostly; `spread` adds as many where one has none."""
 LOSSES = SLURM("losses of the head", short=["was cancelled"], long=["was cancelled", "lost its node"])
+BUSY_S = 12
+"""For the command that a Redis is busy with when its end comes; less than the head gives it."""
+COUNT = "for _ = 1, {:.0f} do end"
 LEAKS = ("SLURM", "SBATCH", "SRUN", "PMI", "OMPI", "ROLLOUT")
 pytestmark = pytest.mark.timeout(1800)
 
@@ -112,6 +119,10 @@ def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(s
     leaving = {f"init@{members[node]}" for node in jobs}
     cluster.wait(lambda: not leaving & service.workers(), f"{leaving} take nothing new")
     later = service.submit(HELD, gates)
+    cancelled = next(id_ for id_, on in where.items() if on == members[drained])
+    del where[cancelled]
+    with service.client as client:
+        client.cancel(cancelled)
     wait_for_end(cluster, jobs[ending])
     require_nothing_on(cluster, ending)
     service.open(gates)
@@ -130,8 +141,10 @@ def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(s
     print(status, flush=True)
     finished, back = count[members[drained]], count[members[ending]]
     ends = rf"{ending} \(job \d+\) drained at [\d:]+: 0 rollouts finished, {back} handed back"
-    drains = rf"{drained} \(job \d+\) drained at [\d:]+: {finished} rollouts finished, 0 handed back"
-    assert back and re.search(ends, status) and finished and re.search(drains, status), (count, status)
+    drains = (
+        rf"{drained} \(job \d+\) drained at [\d:]+: {finished} rollouts finished, 0 handed back, 1 failed"
+    )
+    assert back and re.search(ends, status) and re.search(drains, status), (count, status)
     for node in jobs:
         assert members[node] not in status and f"run.{node}" not in status
 
@@ -208,6 +221,39 @@ def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_r
     if how != "was cancelled":
         cluster.start_node(head.nodes)
         cluster.wait_up(head.nodes)
+
+
+def test_a_head_asked_for_while_the_last_one_ends_begins_after_the_end_of_its_redis(service, cluster):
+    def servers():
+        return [
+            process
+            for node in cluster.addresses
+            for process in cluster.job_processes(node)
+            if process.name() in redis.SERVERS
+        ]
+
+    gates, counts = service.gates(), []
+    where = spread(service, gates, service.members().values())
+    (head,) = [job for job in cluster.squeue() if "head" in job.name]
+    (first,) = servers()
+    run = RunDir(service.run_dir)
+    with (
+        ThreadPoolExecutor() as pool,
+        connect(run.redis_url(run.head()), max_connections=2, retries=0) as client,
+    ):
+        begun = time.monotonic()
+        client.eval(COUNT.format(1e8), 0)
+        pool.submit(client.eval, COUNT.format(1e8 * BUSY_S / (time.monotonic() - begun)), 0)
+        time.sleep(1.0)  # it is busy, and ends late
+        cluster.run("scancel", head.id)
+        up = pool.submit(service.slurm, "up", "--timeout", str(3 * PATIENCE_S))
+        while not up.done():
+            counts.append(len(servers()))
+            time.sleep(0.1)
+    print(up.result(), flush=True)
+    assert max(counts) == 1 and not first.is_running(), counts
+    service.open(gates)
+    service.require_exactly_once(list(where))
 
 
 @SLURM.only

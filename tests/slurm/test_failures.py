@@ -266,16 +266,58 @@ def test_up_of_a_service_without_its_head_submits_the_head_alone_as_it_was_asked
     headless(service, "10|10|10|CANCELLED|n9|None|0:00")
     service.ask_to_drain("head", 0.0)
     before = service.options()
-    done = run(service, "up", "--nodes", 7, "--time", "2:00:00", "--no-wait")
+    options = ("--nodes", 7, "--data-dir", "/data", "--slots-run", 9, "--slots-eval", 16, "--time", "2:00:00")
+    *_, planned = run(service, "up", *options, "--dry-run").output.splitlines()
+    assert service.commands.called("sbatch") == [] and service.asked_to_drain("head") == 0.0
+    done = run(service, "up", *options, "--no-wait")
     assert done.exit_code == 0, done.output
     (line,) = service.commands.called("sbatch")
+    assert planned == f"sbatch {line}"
     assert "head.sbatch" in line and {"--account=a", "--time=2:00:00"} <= set(line.split())
     assert "the head alone: its nodes join it as they are" in done.output
+    assert "not changed: nodes, slots, data dir; `rollout slurm down`, then" in done.output
     assert service.options() == before and service.asked_to_drain("head") is None
     assert len(service.members()) == 2
     slurm_knows(service, "10|10|10|PENDING||Resources|1:00", *NODES_RUN)
     again = run(service, "up")
     assert again.exit_code == 1 and "a service runs already" in again.output
+
+
+@pytest.mark.parametrize(
+    ("ends", "nodes", "waits_for", "submitted"),
+    [
+        ("10|10|10|COMPLETING|n9|None|0:00", NODES_RUN, "10", ["head"]),
+        ("10|10|10|COMPLETING|n9|None|0:00", (), "10", ["head", "node"]),
+        ("11_1|12|11|COMPLETING|n1|None|0:00", (), "11_1", ["head", "node"]),
+    ],
+)
+def test_up_waits_for_a_head_that_still_ends_and_begins_anew_where_all_does(
+    service, ends, nodes, waits_for, submitted
+):
+    headless(service)
+    slurm_knows(service, *nodes, ends)
+    if not nodes:
+        assert "--array=1-16" in run(service, "up", "--nodes", 16, "--dry-run").output
+    slurm_knows(service, *nodes)
+    noted = service.path.parent / "called"
+    body = f"cat {service.path.parent}/jobs; [ $(grep -c ^squeue {noted}) -gt 3 ] || echo '{ends}'"
+    service.commands.write("squeue", body)
+    noted.write_text("")
+    done = run(service, "up", "--nodes", 16, "--no-wait")
+    assert done.exit_code == 0, done.output
+    assert f"waiting for what still ends: {waits_for}\n" in done.output
+    assert [line.split()[0] for line in noted.read_text().splitlines()[:4]] == ["squeue"] * 4
+    lines = service.commands.called("sbatch")
+    assert [re.search(r"(\w+)\.sbatch", line)[1] for line in lines] == submitted
+    assert nodes or "--array=1-16" in lines[1]
+
+
+def test_up_gives_up_on_a_head_that_does_not_end(service, monkeypatch):
+    monkeypatch.setattr(stack, "END_S", 0.1)
+    headless(service, "10|10|10|COMPLETING|n9|None|0:00")
+    done = run(service, "up")
+    assert done.exit_code == 1 and "not ended yet: 10; see `scontrol show job`" in done.output
+    assert service.commands.called("sbatch") == []
 
 
 def test_what_became_of_the_rollouts_of_drained_nodes_is_told_until_the_service_has_gone_down(service):

@@ -12,6 +12,7 @@ from services.launch import SlurmError
 from services.launch.slurm import job as jobs
 from services.launch.slurm import place
 from services.launch.slurm.engine import EngineJob
+from services.launch.slurm.head import HeadJob
 from services.launch.slurm.job import MemberJob
 from services.launch.slurm.node import NodeJob
 from services.launch.slurm.place import Place, Scratch
@@ -111,6 +112,27 @@ def test_a_job_that_is_cancelled_ends_at_once_and_does_not_queue_again(run_dir, 
     later(send, *numbers)
     assert job.run() == 0
     assert run_dir.requeued() == [] and run_dir.members() == []
+
+
+def test_a_head_takes_redis_data_only_when_the_job_that_has_it_has_ended(run_dir, tmp_path):
+    listed, head = tmp_path / "jobs", HeadJob(run_dir, Place("n1", "7"))
+
+    def has_it(state):
+        listed.write_text(f"6|6|6|{state}|n9|None|1:00\n")
+
+    run_dir.take_data("6")
+    has_it("RUNNING")
+    with pytest.raises(SlurmError, match=r"job 6 is the head of .* already"):
+        head.run()
+    has_it("COMPLETING")
+    later(send, signal.SIGTERM)
+    assert head.run() == 0
+    assert run_dir.data_job() == "6" and run_dir.head() is None and head.supervisor.parts == {}
+    ended = threading.Timer(1.5, has_it, ["CANCELLED"])
+    ended.start()
+    head = HeadJob(run_dir, Place("n1", "8"))
+    head._prepare()
+    assert not ended.is_alive() and run_dir.data_job() == "8"
 
 
 def test_a_job_that_is_asked_to_end_does_so_within_its_grace_and_does_not_queue_again(run_dir):

@@ -25,7 +25,7 @@ from services.launch.slurm import plan, site
 from services.launch.slurm.plan import ENGINE, NODE, Engines, UpOptions
 from services.launch.slurm.rundir import RunDir
 from services.launch.slurm.stack import DOWN_GRACE_S, DRAIN_GRACE_S, SlurmStack
-from services.launch.slurm.view import Status, status_of
+from services.launch.slurm.view import Status, job_views, status_of
 from services.settings import SettingsError
 
 out = Console()
@@ -120,6 +120,9 @@ def up(
         where = site.load(site_file or site.default_path(paths.home()))
         options = _options(**asked)
         stack = _stack(run_dir)
+        if dry_run and (again := stack.head_alone(job_views(stack.run), where, options)):
+            click.echo(shlex.join(again.command))
+            return
         if dry_run:
             _show_plan(stack.run, where, options)
             return

@@ -26,7 +26,7 @@ from services.launch.slurm.job import ServiceJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import HEAD
 from services.launch.slurm.rundir import DOWN, STARTING, UP, Head, RunDir
-from services.launch.supervisor import LOOK_S, Part
+from services.launch.supervisor import LOOK_S, Interrupted, Part
 from services.settings import settings
 from services.state.api_keys import KeyProblem, KeyStore, Scope
 from services.state.redis import connect
@@ -53,17 +53,27 @@ class HeadJob(ServiceJob):
         self._taken: set[int] = set()
 
     def _prepare(self) -> None:
-        """A head that was submitted by hand beside another would share its append-only file."""
-        old = self.run_dir.head()
-        if old is None or old.job == self.place.job or old.state == DOWN:
-            return
-        if any(job.raw_id == old.job and job.running for job in scheduler.jobs([old.job])):
-            raise SlurmError(
-                f"job {old.job} on {old.node} is the head of {self.run_dir.path} already; "
-                "`rollout slurm down` ends it"
-            )
+        """Take Redis' data, once the job that has it has ended: two servers would lose what both write."""
+        waits_for = ""
+        while (other := self.run_dir.data_job()) not in (None, self.place.job):
+            states = {job.state for job in scheduler.jobs([other]) if job.raw_id == other and not job.ended}
+            if "RUNNING" in states:  # this one was submitted by hand
+                raise SlurmError(
+                    f"job {other} is the head of {self.run_dir.path} already; `rollout slurm down` ends it"
+                )
+            if not states - {"PENDING"}:  # to begin again, so its earlier life has ended
+                break
+            if waits_for != other:
+                log.info("an earlier head still ends", job=other)
+                waits_for = other
+            self.supervisor.pause(LOOK_S)
+            if self.supervisor.signal is not None or self._asked() is not None:
+                return
+        self.run_dir.take_data(self.place.job)
 
     def _start(self) -> None:
+        if self.run_dir.data_job() != self.place.job:
+            raise Interrupted
         before = self.run_dir.head()
         address = places.address(self.place.node)
         base = self._environment()
@@ -104,7 +114,6 @@ class HeadJob(ServiceJob):
         # Below a directory of the user's, which is not ours to close to others.
         chosen = os.environ.get("ROLLOUT_SLURM_DATA")
         data = Path(chosen) / f"rollout-redis-{self.run_dir.service}" if chosen else self.run_dir.redis
-        self.run_dir.redis.mkdir(mode=0o700, exist_ok=True)
         certificate = make_certificate(self.run_dir.redis, address, choice.binary)
         server = redis.prepare(choice, data, port, address, self.run_dir.redis_password(), certificate)
         process = self._spawn(Part("redis", server.command), env)
@@ -155,11 +164,14 @@ class HeadJob(ServiceJob):
 
     def _end(self) -> None:
         """Redis last: whoever still writes shall be able to."""
+        self.supervisor.stop(["gateway", "flower"], STOP_S)
+        if any(part.alive for part in self.supervisor.stop(["redis"], REDIS_STOP_S)):
+            return  # nothing ends it, and it may still write: the next head waits for the end of the job
         head = self.run_dir.head()
         if head is not None and head.job == self.place.job:
             self.run_dir.write_head(replace(head, state=DOWN))
-        self.supervisor.stop(["gateway", "flower"], STOP_S)
-        self.supervisor.stop(["redis"], REDIS_STOP_S)
+        if self.run_dir.data_job() == self.place.job:
+            self.run_dir.leave_data()
         log.info("the head has ended in order")
 
 

@@ -214,14 +214,18 @@ class NodeJob(MemberJob):
             count = hand_back(settings, self.place.name)
             with connect(settings.redis_url, max_connections=2) as client:
                 store = RolloutStore(client, settings)
-                left = sum(not (store.state(item) or State.COMPLETED).terminal for item in self._to_drain)
+                states = [store.state(item) for item in self._to_drain]
         except (redis.RedisError, OSError) as error:
             log.warning("Redis does not answer; the reaper hands back what waits here", error=str(error))
             return
         if count:
             log.info("handed back what waited here", count=count)
         if self.member.state == DRAINING:
-            became = f"{len(self._to_drain) - left} rollouts finished, {left} handed back"
+            finished = states.count(State.COMPLETED)
+            left = sum(state is not None and not state.terminal for state in states)
+            became = f"{finished} rollouts finished, {left} handed back"
+            if others := len(states) - finished - left:
+                became += f", {others} failed, were cancelled or are not known any more"
             text = f"{self.place.node} (job {self.place.job}) drained at {time.strftime('%X')}: {became}"
             with self._going_on():
                 self.run_dir.write_private(self.run_dir.path / "control" / f"{self.name}.drained", text)

@@ -85,7 +85,8 @@ class UpOptions:
     def from_json(data: dict[str, Any]) -> tuple[UpOptions, Site]:
         up = data["up"]
         engines = Engines(**up["engines"]) if up["engines"] else None
-        return UpOptions(**(up | {"engines": engines})), Site(**data["site"])
+        where = data["site"] | {"modules": tuple(data["site"]["modules"])}
+        return UpOptions(**(up | {"engines": engines})), Site(**where)
 
     def slots_of(self, stage: str) -> int:
         return slots_of(stage, self.slots)

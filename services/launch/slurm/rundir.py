@@ -10,7 +10,7 @@ members/         NODE-jobID.json: what runs there
 control/         NODE-jobID.json, head.json: what they are asked to do; NODE-jobID.drained: what became of the
                  rollouts there; of a job that carries everything JOB.ends: its time limit is near,
                  ROLE-JOB….step: exit status of a step, empty while it runs
-redis/           configuration with the password, append-only file
+redis/           configuration with the password, append-only file; job: whose head has that file
 api.key          key of the scope admin                        (0600)
 flower.auth      user:password of Flower                       (0600)
 logs/            JOB's own output, and NODE-jobID/PART.log
@@ -172,6 +172,18 @@ class RunDir:
             raise SlurmError(f"the service of {self.path} uses a Redis of yours: set ROLLOUT_REDIS_URL")
         certificate = self.redis / "tls.crt" if head.redis_tls else None
         return url_of(head.address, head.redis_port, self.redis_password(), certificate)
+
+    def data_job(self) -> str | None:
+        """The job whose head has Redis' data, until it has ended in order; it may have been killed since."""
+        path = self.redis / "job"
+        return path.read_text().strip() if path.exists() else None
+
+    def take_data(self, job: str) -> None:
+        self.redis.mkdir(mode=0o700, exist_ok=True)
+        self.write_private(self.redis / "job", job + "\n")
+
+    def leave_data(self) -> None:
+        (self.redis / "job").unlink(missing_ok=True)
 
     def redis_password(self) -> str:
         """The password of Redis, made at the first call: a head that comes back keeps it."""

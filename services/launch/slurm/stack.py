@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from services.launch import SlurmError
@@ -22,7 +22,9 @@ from services.launch.slurm.view import (
     JobView,
     Status,
     headless,
+    is_headless,
     job_views,
+    look,
     missing,
     status_of,
 )
@@ -65,14 +67,11 @@ class SlurmStack:
         Returns:
             How many nodes must be there before rollouts can be worked on: 1, or 0 where none was asked for.
         """
-        if views := job_views(self.run):
-            if headless(self.run):
-                return self._head_again(views, options)
-            ids = ", ".join(sorted({view.job.base_id for view in views}))
-            raise SlurmError(
-                f"a service runs already from {self.run.path} (jobs {ids}): "
-                "`rollout slurm status` shows it, `scale` changes it, `down` ends it"
-            )
+        views = self._wait_ends()
+        if again := self.head_alone(views, where, options):
+            self.run.forget_member(HEAD)  # it may have been asked to end
+            self._submit(again)
+            return min(1, sum(view.role == NODE for view in views))
         self.run.make()
         self.run.forget_life()
         self.run.write_private(self.run.environment, plan.environment(self.run, where, options))
@@ -90,14 +89,50 @@ class SlurmStack:
             raise
         return min(1, options.nodes)
 
-    def _head_again(self, views: list[JobView], asked: UpOptions) -> int:
-        """Options of sbatch that are given now win; what nodes read when they start stays as it is."""
-        options, where = self.saved()
-        self.run.forget_member(HEAD)  # it may have been asked to end
-        again = replace(options, given=options.given | asked.given)
-        self._submit(plan.submission(self.run, where, again, HEAD))
+    def _wait_ends(self) -> list[JobView]:
+        """What waits or runs, once no head still ends, whose Redis may write, nor all of a service.
+
+        Raises:
+            SlurmError: It takes too long.
+        """
+        deadline = 0.0
+        while True:
+            views = job_views(self.run)
+            active = any(view.job.active for view in views)
+            ending = [view for view in views if not view.job.active and (view.role == HEAD or not active)]
+            if not ending:
+                return views
+            if not deadline:
+                self.say(f"waiting for what still ends: {_names(ending)}")
+                deadline = time.monotonic() + END_S
+            if time.monotonic() > deadline:
+                raise SlurmError(f"not ended yet: {_names(ending)}; see `scontrol show job`, then ask again")
+            time.sleep(POLL_S)
+
+    def head_alone(self, views: list[JobView], where: Site, asked: UpOptions) -> Submission | None:
+        """What `up` submits where only the head is gone; None where nothing runs. Options of sbatch that are
+        given now win; what nodes read when they start stays as it is.
+
+        Raises:
+            SlurmError: The service has a head.
+        """
+        if not any(view.job.active for view in views):
+            return None
+        if not is_headless(views):
+            ids = ", ".join(sorted({view.job.base_id for view in views}))
+            raise SlurmError(
+                f"a service runs already from {self.run.path} (jobs {ids}): "
+                "`rollout slurm status` shows it, `scale` changes it, `down` ends it"
+            )
+        options, saved_site = self.saved()
         self.say("the head alone: its nodes join it as they are; `rollout slurm scale` changes their number")
-        return min(1, sum(view.role == NODE for view in views))
+        saved, usual = asdict(options), asdict(UpOptions(nodes=1))
+        now = asdict(asked) | {"slots": options.slots | asked.slots, "given": {}}
+        kept = [name.replace("_", " ") for name in now if now[name] not in (saved[name], usual[name])]
+        if kept := kept + ["site file"] * (where != saved_site):
+            self.say(f"not changed: {', '.join(kept)}; `rollout slurm down`, then `up` changes it")
+        again = replace(options, given=options.given | asked.given)
+        return plan.submission(self.run, saved_site, again, HEAD)
 
     def _submit(self, submission: Submission) -> None:
         record = replace(submission.record, id=scheduler.submit(submission.command))
@@ -205,11 +240,11 @@ class SlurmStack:
 
     # -- scale -------------------------------------------------------------------------------
 
-    def active(self, role: str, stages: list[str]) -> list[JobView]:
-        """Jobs of a kind that wait or run and were not asked to end."""
+    def active(self, role: str, stages: list[str], views: list[JobView] | None = None) -> list[JobView]:
+        """Jobs of a kind that wait or run and were not asked to end; of `views`, else Slurm is asked."""
         return [
             view
-            for view in job_views(self.run)
+            for view in (job_views(self.run) if views is None else views)
             if view.role == role
             and (role != NODE or view.stages == stages)
             and view.job.active
@@ -241,14 +276,15 @@ class SlurmStack:
         """
         if not 0 <= target <= plan.MOST_NODES:
             raise SlurmError(f"{target} is not between 0 and {plan.MOST_NODES}")
-        if words := headless(self.run):
+        seen = look(self.run)
+        if words := headless(self.run, seen):
             # New nodes would wait for nobody, and drained ones have nobody to hand back to.
             raise SlurmError(words)
-        active = self.active(role, stages)
+        active = self.active(role, stages, seen.views)
         change = target - len(active)
         if change > 0:
             options, where = self.saved()
-            if not job_views(self.run):
+            if not seen.views:
                 raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
             if role == ENGINE and options.engines is None:
                 raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout.client import Client, RolloutError
 from services.launch import paths
@@ -137,14 +137,34 @@ class Status:
     """What is missing, and in the last line the command that mends it; "" = nothing."""
 
 
-def job_views(run: RunDir) -> list[JobView]:
-    """Everything of the service that waits or runs.
+class Look(NamedTuple):
+    """What Slurm knows at one time of what was submitted."""
+
+    submitted: dict[str, Submitted]
+    jobs: list[Job]
+    """Those that have ended too, while Slurm remembers them."""
+    views: list[JobView]
+    """What waits, runs or still ends."""
+
+
+def look(run: RunDir) -> Look:
+    """Ask Slurm.
 
     Raises:
         SlurmError: Slurm does not answer.
     """
     submitted = {record.id: record for record in run.submitted()}
-    return _views(run, submitted, scheduler.jobs(submitted))
+    jobs = scheduler.jobs(submitted)
+    return Look(submitted, jobs, _views(run, submitted, jobs))
+
+
+def job_views(run: RunDir) -> list[JobView]:
+    """Everything of the service that waits, runs or still ends.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    return look(run).views
 
 
 def _views(run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job]) -> list[JobView]:
@@ -179,9 +199,8 @@ def status_of(run: RunDir) -> Status:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    submitted = {record.id: record for record in run.submitted()}
-    jobs = scheduler.jobs(submitted)
-    views = _views(run, submitted, jobs)
+    seen = look(run)
+    submitted, jobs, views = seen
     head_job = next((view.job for view in views if view.role == HEAD and view.job.active), None)
     head = run.head()
     members = [view.member for view in views if view.member]
@@ -202,7 +221,7 @@ def status_of(run: RunDir) -> Status:
                 status.service = client.status()
         except RolloutError as error:
             status.trouble = str(error)
-    status.advice = _advice(run, status)
+    status.advice = _advice(run, status, seen)
     return status
 
 
@@ -213,17 +232,17 @@ def command(run: RunDir, words: str) -> str:
     return f"    rollout slurm {words}{where}"
 
 
-def headless(run: RunDir) -> str:
-    """Of a service whose nodes have no head: how it ended, when, and last the command that brings it back;
-    "" = it has one, or nothing runs.
+def is_headless(views: list[JobView]) -> bool:
+    """Whether nodes or engines wait or run, and no head."""
+    roles = {view.role for view in views if view.job.active and (view.role == HEAD or not view.step)}
+    return bool(roles) and HEAD not in roles
 
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    submitted = {record.id: record for record in run.submitted()}
-    jobs = scheduler.jobs(submitted)
-    views = _views(run, submitted, jobs)
-    if not views or any(view.role == HEAD and view.job.active for view in views):
+
+def headless(run: RunDir, seen: Look) -> str:
+    """Of a service whose nodes have no head: how it ended, when, and last the command that brings it back;
+    "" = it has one, or nothing runs."""
+    submitted, jobs, views = seen
+    if not is_headless(views):
         return ""
     heads = [job for job in jobs if _record_of(job, submitted).role in (HEAD, ALLOCATION)]
     how = "Slurm has forgotten its job"
@@ -248,9 +267,10 @@ def headless(run: RunDir) -> str:
     )
 
 
-def _advice(run: RunDir, status: Status) -> str:
+def _advice(run: RunDir, status: Status, seen: Look) -> str:
     if status.head_job is None:
-        return headless(run) or f"Nothing runs.\n{command(run, 'up')}"
+        what = "All of it still ends, which `up` waits for." if seen.views else "Nothing runs."
+        return headless(run, seen) or f"{what}\n{command(run, 'up')}"
     if status.trouble:
         look = f"sinfo -n {status.head_job.nodes}; tail {run.logs}/{HEAD}-{status.head_job.raw_id}/*.log"
         return f"Its node may be lost, which Slurm notices later.\n    {look}"
