@@ -46,6 +46,7 @@ class AsyncService(Gateway):
         logprobs_mode: str | None = None,
         capacity_tokens: int | None = None,
         max_rollouts: int | None = None,
+        drain: bool = False,
     ) -> Backend:
         """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
         request = BackendRequest(
@@ -56,6 +57,7 @@ class AsyncService(Gateway):
             logprobs_mode=logprobs_mode,
             capacity_tokens=capacity_tokens,
             max_rollouts=max_rollouts,
+            drain=drain,
         )
         return await self.fetch(Backend, "POST", "/v1/backends", body=request)
 

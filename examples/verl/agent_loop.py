@@ -6,6 +6,7 @@ Written for the trainer of verl 0.9.1 (`trainer.use_v1`, its default).
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import (
@@ -15,8 +16,8 @@ from verl.experimental.agent_loop.agent_loop import (
 
 from rollout.adapters.base import usable
 from rollout.adapters.verl import agent_loop_output
-from rollout.client import AsyncClient
-from rollout.schema import RolloutRequest, SamplingParams
+from rollout.client import AsyncClient, RolloutError
+from rollout.schema import RolloutRequest, SamplingParams, new_id
 
 
 class ServiceAgentLoop(AgentLoopBase):
@@ -46,6 +47,7 @@ class ServiceAgentLoop(AgentLoopBase):
             raise ValueError(f"extra_info has {sorted(info)}; the service needs `handler` and `task` there")
         task = info["task"]  # `rollout tasks --verl` writes it as JSON text
         request = RolloutRequest(
+            id=new_id(),
             handler=info["handler"],
             task=json.loads(task) if isinstance(task, str) else task,
             # Parquet gives each row the fields of all.
@@ -60,7 +62,13 @@ class ServiceAgentLoop(AgentLoopBase):
         )
         # A client for each: verl makes a new loop object for every row.
         async with AsyncClient(self._url) as client:
-            (rollout,) = await client.run([request])
+            try:
+                (rollout,) = await client.run([request])
+            except BaseException:
+                # verl counts the session as failed, so nobody waits for the rollout any more.
+                with suppress(RolloutError):
+                    await client.cancel(request.id)
+                raise
         if not usable(rollout):
             why = rollout.error.message if rollout.error else rollout.finish_reason or "nothing was sampled"
             raise RuntimeError(f"rollout {rollout.id} is left out: {rollout.state.value}, {why}")

@@ -38,7 +38,7 @@ class ServiceTrainer(PPOTrainerSync):
             super().fit(agent_loop_manager)
 
     def on_sample_end(self) -> None:
-        # A server that sleeps must not be asked.
+        # A server that sleeps must not be asked, nor answer with other weights under the old label.
         self.servers.drain()
         super().on_sample_end()
 

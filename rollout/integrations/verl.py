@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Sequence
 
 from rollout.errors import ApiError
-from rollout.schema import PolicyUpdate, UpdateState
+from rollout.schema import PolicyUpdate, State, UpdateState
 from rollout.sync import Client
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d{1,5})")
 """As verl's `LLMServerManager.get_addresses` has them: host and port."""
 _NOT_FOUND = 404
+_POLL_S = 0.2
 
 
 class VerlServers:
@@ -117,12 +119,39 @@ class VerlServers:
         return update
 
     def drain(self) -> None:
-        """Place no new rollouts, because verl is about to put its servers to sleep; `update` ends it."""
+        """Take all rollouts off the servers, because verl is about to put them to sleep; `update` ends it.
+
+        None is placed there, and those that are still there are cancelled: verl has its step, so nobody waits
+        for them, and their next call would meet a server that sleeps, or other weights.
+
+        Raises:
+            RuntimeError: Some are still there after `timeout_s` seconds.
+        """
         for backend in self._backends:
             self._client.drain_backend(backend)
+        deadline = time.monotonic() + self._timeout_s
+        while busy := [b.id for b in self._client.backends() if b.id in self._backends and b.live_rollouts]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rollouts are still on {', '.join(busy)} after {self._timeout_s:g} s: cancel them, see "
+                    "`rollout list --state running`; those of another tenant only its key or an admin's can"
+                )
+            self._client.cancel_many(self._running())
+            time.sleep(_POLL_S)
+
+    def _running(self) -> list[str]:
+        """Ids of the rollouts that may call the servers."""
+        ids: list[str] = []
+        cursor = None
+        while True:
+            page = self._client.list(state=State.RUNNING, cursor=cursor)
+            ids += [rollout.id for rollout in page.rollouts if rollout.backend in self._backends]
+            cursor = page.cursor
+            if cursor is None:
+                return ids
 
     def remove(self) -> None:
-        """Take all servers out of the service."""
+        """Take all servers out of the service, and with them the run's weights: any may be asked for then."""
         for backend in [*self._backends]:
             self._remove(backend)
 
@@ -136,10 +165,9 @@ class VerlServers:
                 self._remove(backend.id)
         for backend, url in wanted.items():
             if self._backends.get(backend) != url:
-                self._client.add_backend(url, id=backend, **self._options)
-                self._backends[backend] = url
                 # Until it is labelled, what it samples could not be told from other weights' tokens.
-                self._client.drain_backend(backend)
+                self._client.add_backend(url, id=backend, drain=True, **self._options)
+                self._backends[backend] = url
 
     def _remove(self, backend: str) -> None:
         try:

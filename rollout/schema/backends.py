@@ -28,6 +28,8 @@ class BackendRequest(Strict):
     """Tokens its key-value cache holds; None = as the server says."""
     max_rollouts: int | None = Field(default=None, ge=1, le=MAX_INT53)
     """Most rollouts on it at once; None = as many as its cache has room for."""
+    drain: bool = False
+    """True: it takes no new rollouts before its draining is ended; False = as before, if it is known."""
 
 
 class DrainRequest(Strict):

@@ -154,6 +154,7 @@ def full(model) -> dict:
             "logprobs_mode": "raw_logprobs",
             "capacity_tokens": 5,
             "max_rollouts": 3,
+            "drain": True,
         },
         AggregateRequest: {
             "verify_responses": [

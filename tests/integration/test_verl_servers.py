@@ -104,6 +104,60 @@ def test_what_a_killed_run_left_is_taken_over_and_what_is_gone_is_removed(client
         client.remove_backend(mine.id)
 
 
+def test_after_the_run_other_backends_take_rollouts_again(client, addresses):
+    with fake_engine() as other:
+        mine = client.add_backend(other.url)
+        with VerlServers(client, addresses) as servers:
+            servers.update(9)
+            assert [step_of(version) for version in versions(client)] == [9], "of the trained weights alone"
+        assert client.policy().current is None and versions(client) == {"default"}
+        killed = VerlServers(client, addresses).__enter__()
+        killed.update(10)
+        for name in killed.backends:
+            assert client.policy().current.version.endswith("-10")
+            client.remove_backend(name)  # as an operator does
+        assert versions(client) == {"default"}
+        client.remove_backend(mine.id)
+
+
+def submitted(client) -> str:
+    """Id of a rollout that has begun, on an engine that hangs."""
+    (accepted,) = client.submit(RolloutRequest(handler="digits", task={"digits": 20}))
+    wait_until(lambda: client.backend("verl-0").live_rollouts, 60, "a rollout to be placed")
+    return accepted.id
+
+
+def test_before_servers_sleep_their_rollouts_are_cancelled(client):
+    with fake_engine() as engine, VerlServers(client, [engine.url]) as servers:
+        servers.update(1)
+        httpx.post(f"{engine.url}/fault", json={"kind": "hang"})
+        rollout = submitted(client)
+        servers.drain()
+        assert client.backend("verl-0").live_rollouts == 0
+        assert client.wait(rollout, 60).state == "cancelled"
+
+
+def test_servers_that_cannot_be_emptied_are_named(client, monkeypatch):
+    with fake_engine() as engine, VerlServers(client, [engine.url]) as servers:
+        servers.update(1)
+        httpx.post(f"{engine.url}/fault", json={"kind": "hang"})
+        rollout = submitted(client)
+        monkeypatch.setattr(servers, "_timeout_s", 0.3)
+        monkeypatch.setattr(client, "cancel_many", lambda ids: None)
+        with pytest.raises(RuntimeError, match=r"rollouts are still on verl-0 after 0.3 s: cancel them"):
+            servers.drain()
+        client.cancel(rollout)
+        client.wait(rollout, 60)
+
+
+def test_a_server_is_registered_as_one_that_takes_no_rollouts(client, engines):
+    backend = client.add_backend(engines[0].url, drain=True)
+    assert backend.draining
+    client.drain_backend(backend.id, False)
+    assert not client.add_backend(engines[0].url).draining, "described anew, it is as it was"
+    client.remove_backend(backend.id)
+
+
 def test_a_server_that_does_not_answer_ends_the_run_before_it_begins(client, addresses):
     with pytest.raises(ApiError, match="does not answer as an LLM server"):
         VerlServers(client, [addresses[0], f"127.0.0.1:{free_port()}"]).__enter__()
@@ -132,7 +186,9 @@ def test_without_a_worker_that_brings_labels_the_step_says_so(client, stack, add
         wait_until(lambda: client.policy().update is None, 60, "the update to end")
 
 
-def test_verls_agent_loop_gives_a_row_or_leaves_the_rollout_out(client, stack, addresses, monkeypatch):
+@pytest.fixture
+def agent_loop(stack, monkeypatch):
+    """Runs the example's agent loop on a row of so many digits; with verl's released class of outputs."""
     for name in ("verl", "verl.experimental", "verl.experimental.agent_loop"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     path = "verl/experimental/agent_loop/agent_loop.py"
@@ -145,23 +201,49 @@ def test_verls_agent_loop_gives_a_row_or_leaves_the_rollout_out(client, stack, a
     plugin = runpy.run_path(str(ROOT / "examples" / "verl" / "agent_loop.py"))["ServiceAgentLoop"]
     config = SimpleNamespace(prompt_length=64, response_length=32)
 
-    def run(digits: int, **info):
+    async def run(digits: int, **info):
         loop = plugin.__new__(plugin)
         loop._url, loop.rollout_config = stack.url, config
         info = {"handler": "digits", "task": {"digits": digits}, "limits": {"max_turns": 1}} | info
-        return asyncio.run(loop.run({"temperature": 1.0}, extra_info=info, uid="7d0c"))
+        info = {name: value for name, value in info.items() if value is not None}
+        return await loop.run({"temperature": 1.0}, extra_info=info, uid="7d0c")
 
+    return run, released.AgentLoopOutput
+
+
+def test_verls_agent_loop_gives_a_row_or_leaves_the_rollout_out(client, addresses, agent_loop):
+    run, output = agent_loop
     with VerlServers(client, addresses) as servers:
         servers.update(5)
-        row = run(20)
-        assert isinstance(row, released.AgentLoopOutput) and row.reward_score == 0.5
+        row = asyncio.run(run(20))
+        assert isinstance(row, output) and row.reward_score == 0.5
         assert sum(row.response_mask) and len(row.response_ids) <= 32
         assert row.extra_fields["min_global_steps"] == row.extra_fields["max_global_steps"] == 5
         assert client.get(row.extra_fields["rollout_id"]).group_id == "7d0c"
         with pytest.raises(RuntimeError, match=r"rollout \S+ is left out: "):
-            run(40_000)
+            asyncio.run(run(40_000))
     with pytest.raises(ValueError, match="the service needs `handler` and `task`"):
-        asyncio.run(plugin.__new__(plugin).run({}, extra_info={"task": {}}))
+        asyncio.run(run(20, handler=None))
+
+
+def test_a_session_that_verl_gives_up_leaves_no_rollout_behind(client, agent_loop):
+    run, _ = agent_loop
+
+    async def given_up():
+        session = asyncio.create_task(run(20))
+        await asyncio.to_thread(
+            wait_until, lambda: client.backend("verl-0").live_rollouts, 60, "a rollout to be placed"
+        )
+        session.cancel()
+        await asyncio.wait([session])
+        assert session.cancelled()
+
+    with fake_engine() as engine, VerlServers(client, [engine.url]) as servers:
+        servers.update(5)
+        httpx.post(f"{engine.url}/fault", json={"kind": "hang"})
+        asyncio.run(given_up())
+        wait_until(lambda: client.backend("verl-0").live_rollouts == 0, 60, "the rollout to end")
+        assert client.list(state="cancelled", limit=1).rollouts[0].group_id == "7d0c"
 
 
 def _as_it_is(decorated):
@@ -193,7 +275,15 @@ def test_verls_own_loop_of_steps_keeps_the_service_in_step(client, stack, addres
     config.trainer.total_epochs, config.trainer.save_freq, config.trainer.test_freq = 1, -1, -1
     config.actor_rollout_ref.rollout.logprobs_mode = "processed_logprobs"
     config.global_profiler.steps = None
-    labels = []
+    labels, calls = [], []
+
+    def seen_by(name):
+        def call(*_):
+            known = {httpx.get(f"http://{address}/weight_info").json()["weight_version"] for address in addresses}
+            assert not any(backend.live_rollouts for backend in client.backends())
+            calls.append((name, {b.draining for b in client.backends()}, {step_of(v) for v in known}))
+
+        return call
 
     class Steps(base.get_trainer_cls("rollout_service")):
         def step(self, metrics, timing):
@@ -211,6 +301,8 @@ def test_verls_own_loop_of_steps_keeps_the_service_in_step(client, stack, addres
     trainer.llm_server_manager = object.__new__(servers.LLMServerManager)
     trainer.llm_server_manager.server_addresses = addresses
     trainer.checkpoint_manager, trainer._shutdown_dump_executor = MagicMock(), MagicMock()
+    trainer.checkpoint_manager.update_weights.side_effect = seen_by("update")
+    trainer.checkpoint_manager.sleep_replicas.side_effect = seen_by("sleep")
     trainer._reissue_inflight_prompts = MagicMock()
     trainer.global_steps, trainer.steps_per_epoch, trainer.total_training_steps = 7, 100, 100
     with pytest.raises(KeyboardInterrupt):
@@ -221,6 +313,9 @@ def test_verls_own_loop_of_steps_keeps_the_service_in_step(client, stack, addres
         (9,),
         (10,),
     ]
+    # Drained before they sleep, labelled after the weights have come, and drained until then.
+    steps = [(name, {True}, {step}) for step in (7, 8, 9) for name in ("sleep", "update")]
+    assert calls == steps
 
 
 @pytest.mark.parametrize(

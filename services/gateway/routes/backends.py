@@ -54,7 +54,7 @@ def register(request: BackendRequest) -> Backend:
         backend = describe(request.model_copy(update={"id": _known_id(request)}))
     except DescribeError as error:
         raise invalid(error.field, error.message) from None
-    return gateway().backends.put(backend)
+    return gateway().backends.put(backend, drain=request.drain)
 
 
 @blueprint.get("/backends/<backend_id>")

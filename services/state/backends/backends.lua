@@ -13,7 +13,7 @@ function operations.suspects()
   return suspects
 end
 
--- {backend, described, capacity, most, version}
+-- {backend, described, capacity, most, version, drain}
 function operations.put(ask)
   local id = ask.backend
   local fresh = redis.call('HSET', KEY.BACKENDS, id, ask.described) == 1
@@ -27,8 +27,23 @@ function operations.put(ask)
     if busiest[1] and tonumber(busiest[2]) > 0 then redis.call('HSET', KEY.backend(id), 'ramp', 1) end
   end
   redis.call('HDEL', KEY.backend(id), 'error', 'rejected')
+  if ask.drain then redis.call('HSET', KEY.backend(id), 'draining', 1) end
   tell_waiting()
   return fresh
+end
+
+-- Weights that no backend has any more and that nobody can load: rollouts would wait for them for ever.
+local function forget_lost_policy()
+  local raw = redis.call('GET', KEY.POLICY_CURRENT)
+  local policy = raw and cjson.decode(raw).policy
+  if not policy or policy.path ~= cjson.null or policy.version ~= redis.call('GET', KEY.BACKEND_VERSION) then
+    return
+  end
+  for _, backend in ipairs(redis.call('HKEYS', KEY.BACKENDS)) do
+    if redis.call('HGET', KEY.backend(backend), 'version') == policy.version then return end
+  end
+  redis.call('DEL', KEY.BACKEND_VERSION, KEY.POLICY_CURRENT)
+  tell_waiting()
 end
 
 function operations.remove(ask)
@@ -40,7 +55,9 @@ function operations.remove(ask)
   redis.call('ZREM', KEY.BACKEND_LOAD, ask.backend)
   redis.call('ZREM', KEY.BACKEND_CHOSEN, ask.backend)
   redis.call('DEL', KEY.backend(ask.backend))
-  return redis.call('HDEL', KEY.BACKENDS, ask.backend) == 1
+  local known = redis.call('HDEL', KEY.BACKENDS, ask.backend) == 1
+  forget_lost_policy()
+  return known
 end
 
 local ENDS_AN_ABSENCE = {error = true, rejected = true, draining = true}

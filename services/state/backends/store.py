@@ -98,8 +98,12 @@ class BackendStore:
 
     # -- the fleet ---------------------------------------------------------------------------
 
-    def put(self, backend: Backend) -> Backend:
-        """Add a backend, or replace its description; load, drain and pause stay, an error is forgotten."""
+    def put(self, backend: Backend, *, drain: bool = False) -> Backend:
+        """Add a backend, or replace its description; load, drain and pause stay, an error is forgotten.
+
+        Args:
+            drain: It takes no new rollouts from the first moment on; False = as before.
+        """
         self._do(
             "put",
             backend=backend.id,
@@ -107,11 +111,16 @@ class BackendStore:
             capacity=backend.capacity_tokens or 0,
             most=backend.max_rollouts or 0,
             version=backend.policy_version or "",
+            drain=drain,
         )
         return self.get(backend.id) or backend
 
     def remove(self, backend_id: str) -> bool:
-        """Forget a backend. Its rollouts move to others at their next call. False: there was none."""
+        """Forget a backend. Its rollouts move to others at their next call. False: there was none.
+
+        With the last one that has the current weights these are forgotten, too, where nobody could load them
+        again, because the policy has no path: backends of any version take rollouts then.
+        """
         return self._do("remove", backend=backend_id)
 
     def get(self, backend_id: str) -> Backend | None:
