@@ -39,7 +39,7 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
         },
         "reward": rollout.reward if usable(rollout) else 0.0,
     }
-    if rollout.reward_components:
+    if usable(rollout) and rollout.reward_components:
         answer["reward_components"] = dict(rollout.reward_components)
     if not usable(rollout):
         answer |= masked(row)
@@ -49,9 +49,10 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
 
 def masked(row: dict[str, Any]) -> dict[str, Any]:
     """What says that a row is not to be learned from: NeMo RL looks for it in `instance_config`."""
+    config = row.get("instance_config")
     return {
         "mask_sample": True,
-        "instance_config": {**(row.get("instance_config") or {}), "mask_sample": True},
+        "instance_config": {**(config if isinstance(config, dict) else {}), "mask_sample": True},
     }
 
 

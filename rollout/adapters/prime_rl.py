@@ -46,7 +46,7 @@ def trace_fields(rollout: Rollout) -> dict[str, Any]:
     nodes: list[dict[str, Any]] = []
     for sample in samples(rollout):
         nodes += _nodes(sample.chain, len(nodes))
-    names = rollout.reward_components or ({} if rollout.reward is None else {"reward": rollout.reward})
+    names = (rollout.reward_components or {"reward": rollout.reward}) if usable(rollout) else {}
     error = rollout.error
     return {
         "nodes": nodes,

@@ -279,7 +279,9 @@ def test_verls_own_loop_of_steps_keeps_the_service_in_step(client, stack, addres
 
     def seen_by(name):
         def call(*_):
-            known = {httpx.get(f"http://{address}/weight_info").json()["weight_version"] for address in addresses}
+            known = {
+                httpx.get(f"http://{address}/weight_info").json()["weight_version"] for address in addresses
+            }
             assert not any(backend.live_rollouts for backend in client.backends())
             calls.append((name, {b.draining for b in client.backends()}, {step_of(v) for v in known}))
 
@@ -307,6 +309,12 @@ def test_verls_own_loop_of_steps_keeps_the_service_in_step(client, stack, addres
     trainer.global_steps, trainer.steps_per_epoch, trainer.total_training_steps = 7, 100, 100
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(MagicMock())
+    config.data.train_batch_size, trainer._next_train_batch = 8, MagicMock()
+    trainer._submit_batch_to_rollout = MagicMock()
+    trainer._add_prompts_to_generate(8 * 4)
+    with pytest.raises(RuntimeError, match="33 groups of this step have no rollout to learn from"):
+        trainer._add_prompts_to_generate(1)
+    assert trainer._submit_batch_to_rollout.call_count == 1
     assert labels == [[7], [8], [9]], "each step samples the weights of the one before"
     assert [one.args for one in trainer.checkpoint_manager.update_weights.call_args_list] == [
         (8,),

@@ -69,6 +69,9 @@ def test_a_dropped_rollout_teaches_nothing_and_shifts_no_baseline():
     assert prime_rl.training_samples(DROPPED) == [] and areal.tensor_dict(DROPPED) is None
     trace = prime_rl.trace_fields(DROPPED)
     assert (trace["ok"], trace["rewards"], trace["errors"][0]["type"]) == (False, {}, "Gone")
+    scored = DROPPED.model_copy(update={"reward_components": {"a": 1.0}})
+    assert "reward_components" not in nemo_gym.run_response(scored)
+    assert not any(name.startswith("reward/") for name in prime_rl.trace_fields(scored)["metrics"])
     answer = nemo_gym.run_response(DROPPED)
     assert answer["mask_sample"] is True and answer["_ng_failure_class"] == "infrastructure"
     assert answer["reward"] == 0.0
@@ -78,6 +81,9 @@ def test_a_dropped_rollout_teaches_nothing_and_shifts_no_baseline():
     assert [item["prompt_token_ids"] for item in said if "prompt_token_ids" in item] == [[0]]
     row = nemo_gym.run_response(DROPPED, {"instance_config": {"seed": 3}})
     assert row["instance_config"] == {"seed": 3, "mask_sample": True}
+    assert nemo_gym.run_response(DROPPED, {"instance_config": "x"})["instance_config"] == {
+        "mask_sample": True
+    }
 
 
 def test_every_chain_is_a_sample_where_the_trainer_takes_several():
