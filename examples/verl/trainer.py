@@ -47,8 +47,8 @@ class ServiceTrainer(PPOTrainerSync):
         self.refilled += num_prompts
         if self.refilled > REFILLS * self.config.data.train_batch_size:
             raise RuntimeError(
-                f"{self.refilled} groups of this step have no rollout to learn from; lines with `is left out` in "
-                "verl's log say why of each, as does `rollout list`"
+                f"{self.refilled} groups of this step have no rollout to learn from; lines with `is left "
+                "out` in verl's log say why of each, as does `rollout list`"
             )
         return super()._add_prompts_to_generate(num_prompts)
 
