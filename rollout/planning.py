@@ -90,8 +90,7 @@ def model_of(name: str, billions: float | None = None) -> Model:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if name in PUBLISHED:
-            model = PUBLISHED[name]
-            return replace(model, weights_gb=2 * billions) if billions else model
+            return replace(PUBLISHED[name], **({"weights_gb": 2 * billions} if billions else {}))
         known = ", ".join(PUBLISHED)
         raise PlanError(f"no model {name!r}: give a directory with its config.json, or one of {known}")
     try:
@@ -161,25 +160,21 @@ def plan(
     live = int(ADMITTED * cache * engines / (context / 2))
     # The trainer has half of the memory.
     sandboxes = int(memory_gb / 2 / SANDBOX_GB)
+    if sandboxes < 3:
+        raise PlanError(
+            f"--memory-gb {memory_gb:g}: half of it must hold 3 sandboxes of {SANDBOX_GB} GB: give 26"
+        )
     # A rollout has its sandbox in each of the stages.
-    choices = (
-        {
-            "init": min(ceil(run / 4), max(1, cores // 4)),
-            "run": run,
-            "eval": min(ceil(run / 2), max(1, cores // 2)),
-        }
+    numbers = (
+        (min(ceil(run / 4), max(1, cores // 4)), run, min(ceil(run / 2), max(1, cores // 2)))
         for run in range(max(1, min(live, sandboxes, tasks * n)), 0, -1)
     )
-    slots = next((slots for slots in choices if sum(slots.values()) <= sandboxes), None)
-    if slots is None:
-        raise PlanError(
-            f"--memory-gb {memory_gb:g}: half of it holds {sandboxes} sandboxes of {SANDBOX_GB} GB, and "
-            f"INIT, RUN and EVAL need one each: {ceil(2 * 3 * SANDBOX_GB)} or more"
-        )
+    chosen = next(three for three in numbers if sum(three) <= sandboxes)
+    slots = dict(zip(("init", "run", "eval"), chosen, strict=True))
     prompt = min(PROMPT, context // 2)
     disk = {
         "files": round(images * unpacked_gb * PACKED),
-        "unpacked_in_use": ceil(min(ceil(sum(slots.values()) / n) + 1, images) * unpacked_gb),
+        "unpacked_in_use": ceil(min(ceil(sum(chosen) / n) + 1, images) * unpacked_gb),
         "unpacked_all": ceil(images * unpacked_gb),
     }
     cached = max(CACHE_GB, disk["unpacked_all"])

@@ -36,10 +36,7 @@ def with_example(command: click.Command, path: str) -> click.Command:
 @click.argument("shell", type=click.Choice([*LOAD]), required=False)
 @click.pass_context
 def completion(ctx: click.Context, shell: str | None) -> None:
-    """Print the script by which SHELL completes commands, options, ids and handlers.
-
-    Without SHELL it says how to load the script.
-    """
+    """Print what completes commands, options, ids and handlers in SHELL. Without SHELL: how to load it."""
     if shell is None:
         usual = Path(os.environ.get("SHELL", "")).name
         click.echo("\n".join(line for name, line in LOAD.items() if usual in (name, "") or usual not in LOAD))

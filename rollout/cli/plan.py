@@ -15,10 +15,6 @@ from rollout.cli.common import json_option
 from rollout.planning import GB, PUBLISHED, UNPACKED_GB, PlanError, model_of, plan
 
 
-def _memory_gb() -> float:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
-
-
 @click.command("plan")
 @click.option("--model", required=True, help=f"A checkpoint's directory, or one of {', '.join(PUBLISHED)}.")
 @click.option("--params", type=click.FloatRange(0, min_open=True), help="Its parameters, in billions.")
@@ -54,7 +50,8 @@ def plan_command(
 
     rollout plan --model Qwen/Qwen3-8B --gpus 8 --dataset rows.jsonl
     """
-    part |= {"cores": cores or os.cpu_count(), "memory_gb": memory_gb or _memory_gb()}
+    memory_gb = memory_gb or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
+    part |= {"cores": cores or os.cpu_count(), "memory_gb": memory_gb}
     for name, value in (part | {"params": params or 0}).items():
         if isinstance(value, float) and not isfinite(value):
             raise click.BadParameter(f"{value} is no finite number", param_hint=f"--{name.replace('_', '-')}")

@@ -44,7 +44,7 @@ def test_large_weights_are_spread_over_gpus_and_small_nodes_bound_the_slots():
     assert (large["engines"]["count"], large["engines"]["gpus_each"]) == (2, 4)
     small = plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP | {"cores": 8, "memory_gb": 64})
     assert small["slots"] == {"init": 1, "run": 4, "eval": 2}  # 7 sandboxes of 4.3 GB in half of 64 GB
-    with pytest.raises(PlanError, match=r"holds 2 sandboxes of 4.3 GB, .* need one each: 26 or more"):
+    with pytest.raises(PlanError, match=r"--memory-gb 20: half of it must hold 3 sandboxes"):
         plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP | {"memory_gb": 20})
     assert plan(PUBLISHED["Qwen/Qwen3-8B"], **STEP | {"memory_gb": 26})["slots"]["run"] == 1
     with pytest.raises(PlanError, match="0 tokens of cache on 1 GPUs, fewer than a context of 32768"):
