@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractAsyncContextManager
@@ -103,6 +104,11 @@ def authorization(url: str, api_key: str | None, ours: bool) -> Key | None:
             f"or {KEY_VARIABLE}"
         )
     return Key(url, key, account.Owned(url) if ours else None)
+
+
+def without_password(url: str) -> str:
+    """An address as it is shown: without the user and password of a proxy before the gateway."""
+    return re.sub(r"//[^/]*@", "//", url)
 
 
 # ---------------------------------------------------------------------------------- requests
@@ -250,8 +256,8 @@ class Gateway:
                     raise refusal
             elif late:
                 raise Unavailable(
-                    f"{method} {self.base_url}{path} failed for {self.retry_for:g} s ({tries} tries, the "
-                    f"last: {reason}). {remedy}"
+                    f"{method} {without_password(self.base_url)}{path} failed for {self.retry_for:g} s "
+                    f"({tries} tries, the last: {reason}). {remedy}"
                 )
             await asyncio.sleep(pause)
         raise AssertionError("it is tried until it succeeds or raises")

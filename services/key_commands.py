@@ -17,6 +17,7 @@ import click
 import redis
 from pydantic import ValidationError
 
+from rollout.account import RUN_VARIABLE
 from rollout.cli.common import Column, Sheet, json_option
 from rollout.cli.common import show as show_view
 from rollout.client import KEY_VARIABLE
@@ -41,7 +42,7 @@ def redis_option(command: F) -> F:
     return click.option(
         "--redis",
         "redis_url",
-        help=f"[default: ${REDIS_VARIABLE}, else that of the `rollout up` of this checkout, else port 6379]",
+        help=f"[default: ${REDIS_VARIABLE}, else that of the `rollout up` of this checkout]",
     )(command)
 
 
@@ -112,7 +113,14 @@ def _connected(url: str | None, quiet: bool = False) -> Iterator[redis.Redis]:
     Where the command line does not name it, standard error says which one it is.
     """
     try:
-        chosen = url or os.environ.get(REDIS_VARIABLE) or own_url(paths.state_dir()) or settings().redis_url
+        chosen = url or os.environ.get(REDIS_VARIABLE)
+        if not chosen and not os.environ.get(RUN_VARIABLE):  # which names another service than our own
+            chosen = own_url(paths.state_dir())
+        if not chosen:
+            raise click.ClickException(
+                f"no Redis is named, and no `rollout up` of {paths.home()} is meant or runs: give the one of "
+                f"your service as --redis or {REDIS_VARIABLE}"
+            )
         if not (url or quiet):
             click.echo(hide_password(chosen), err=True)
         client = connect(chosen, max_connections=2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.text import Text
 
 from rollout.client import Client
 from rollout.errors import RolloutError
+from rollout.http import without_password
 
 out = Console()
 err = Console(stderr=True)
@@ -22,6 +25,8 @@ url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or
 PATIENCE_S, WORK_PATIENCE_S = 2.0, 30.0
 """For a gateway that is away: where a person waits for one answer, and where work is under way."""
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
+PIPE_CHARS = 10_000
+"""Width of a pipe for tables: a row is a line."""
 GAP = 2
 """Characters between columns."""
 LEAST_CHARS = 10
@@ -36,7 +41,8 @@ def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> C
     """
     client = Client(url, retry_for=min(retry_for, PATIENCE_S), **options)
     if client.found:
-        err.print(": ".join(client.found), style="dim", highlight=False, markup=False, soft_wrap=True)
+        shown = f"{without_password(client.found[0])}: {client.found[1]}"
+        err.print(shown, style="dim", highlight=False, markup=False, soft_wrap=True)
     if retry_for > PATIENCE_S:
         # No work is under way yet: a gateway that is away is told of at once.
         client.results("$", limit=1, include="summary")
@@ -62,10 +68,18 @@ complete_handlers = completed(lambda client: [info.name for info in client.handl
 
 def show(view: RenderableType, value: Any = None, as_json: bool = False) -> None:
     """Print what is to be read, or `value` as JSON (models too). Ids run over the edge rather than be cut."""
-    if as_json:
-        click.echo(json.dumps(value, default=lambda model: model.model_dump(mode="json")))
-    else:
-        out.print(view, crop=False)
+    try:
+        if as_json:
+            click.echo(json.dumps(value, default=lambda model: model.model_dump(mode="json")))
+        else:
+            folded = out.is_terminal or not isinstance(view, Table)
+            (out if folded else Console(width=PIPE_CHARS)).print(view, crop=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError):
+            sys.stdout.close()  # it would try to write the rest at the end
+        raise click.ClickException(f"standard output cannot be written: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ one. It is imported only when it is used, so that a trainer's light install can 
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -93,6 +95,9 @@ def main() -> None:
     Example:  rollout submit tasks.jsonl --handler calculator --n 8 -o rollouts.jsonl
               rollout status
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
 
 
 for _command in (

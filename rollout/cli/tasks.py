@@ -296,29 +296,45 @@ def fetch(
     """
     if sum(map(bool, (ids, file, group_id, tag))) != 1:
         raise click.UsageError("give ids, or --ids, or --group, or --tag: exactly one of them")
-    unknown = []
+    unknown: list[str] = []
     with connect(url, WORK_PATIENCE_S) as client:
         chosen = [*ids, *(file.read().split() if file else ())]
         if group_id or tag:
             chosen = [item.id for item in select(client, sys.maxsize, group_id=group_id, tag=tag)]
+        chosen = [*dict.fromkeys(chosen)]
         lines = _Lines(output)
         with Meter(len(chosen), err) as meter:
-            for rollout_id in chosen:
-                try:
-                    rollout = client.wait(rollout_id)
+            try:
+                for rollout in _as_they_end(client, chosen, unknown):
                     lines.write(rollout)
                     meter.add(rollout)
-                except ApiError as error:
-                    if error.status != NOT_FOUND:
-                        raise
-                    unknown.append(rollout_id)
-                except _OutputError as error:
-                    raise click.ClickException(f"{error}. {lines.text()}") from None
+                lines.close()
+            except _OutputError as error:
+                raise click.ClickException(f"{error}. {lines.text()}") from None
     err.print(f"{meter.text()}; {lines.text()}", highlight=False, markup=False, soft_wrap=True)
     if file and not chosen:
         raise click.ClickException(f"{file.name} names no rollout")
     if unknown or not chosen:
         raise click.ClickException(f"not known, or not kept any more: {', '.join(unknown) or 'any of these'}")
+
+
+def _as_they_end(client: Client, ids: list[str], unknown: list[str]) -> Iterator[Rollout]:
+    """Those that have ended, then the others in order of completion; ids that are not known are noted."""
+    cursor = client.results("$", limit=1, include="summary").cursor
+    waiting = []
+    for rollout_id in ids:
+        try:
+            rollout = client.get(rollout_id)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            unknown.append(rollout_id)
+            continue
+        if rollout.state.terminal:
+            yield rollout
+        else:
+            waiting.append(rollout_id)
+    yield from client.stream(waiting, cursor=cursor)
 
 
 def _cancel_rest(client: Client, ids: list[str], rest: Callable[[], str]) -> None:

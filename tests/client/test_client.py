@@ -81,6 +81,15 @@ def test_no_gateway_is_unavailable_and_says_what_to_do():
         client.status()
 
 
+def test_the_password_of_a_proxy_is_not_shown():
+    with (
+        Client("http://ann:secret@127.0.0.1:9", retry_for=0.0) as client,
+        pytest.raises(Unavailable) as raised,
+    ):
+        client.status()
+    assert "http://127.0.0.1:9/v1/status" in str(raised.value) and "secret" not in str(raised.value)
+
+
 def test_a_lasting_503_is_unavailable_with_its_reason(gateway):
     gateway.faults = [(503, {}, b'{"title":"Redis is away","status":503}')] * 50
     with Client(gateway.url, retry_for=0.5) as client, pytest.raises(Unavailable, match="503 Redis is away"):

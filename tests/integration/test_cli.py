@@ -233,6 +233,44 @@ def test_a_file_without_ids_chooses_no_rollout(call, ended, tmp_path):
     assert f"{tmp_path / 'ids'} names no rollout" in done.stderr
 
 
+def test_fetch_writes_what_ends_first_first(stack, call, client, ended, tmp_path):
+    """The one that is named first ends when the other has been written."""
+    (held,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 600}))
+    target = tmp_path / "out"
+    command = [*ROLLOUT, "fetch", held.id, ended[0], held.id, "-o", str(target), "--url", stack.url]
+    screen = Terminal(command, columns=80)
+    try:
+        wait_until(lambda: target.exists() and target.read_text(), 60, "the second")
+        client.cancel(held.id)
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "it to end")
+    finally:
+        client.cancel(held.id)
+        screen.close()
+    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == [ended[0], held.id]
+
+
+def test_a_pipe_has_each_row_on_one_line_in_the_characters_that_it_takes(stack, client, call, ended):
+    status = {**client.status(), "queues": {f"init.a-node-of-the-cluster-{number}": 0 for number in range(9)}}
+    code = "import json, sys; from rollout.cli import common, render; "
+    code += "common.show(render.status_view(json.loads(sys.argv[1])))"
+    rows = piped(sys.executable, "-c", code, json.dumps(status)).stdout.splitlines()
+    assert any("cluster-0 0" in row and "cluster-8 0" in row for row in rows), rows
+    assert max(map(len, rows)) < 1000
+    env = {"ROLLOUT_REDIS_URL": stack.redis.url, "PYTHONIOENCODING": "ascii"}
+    done = piped(*ROLLOUT, "keys", "list", env=env)
+    assert done.returncode == 0 and " ? " in done.stdout, done
+    assert max(map(len, call("show", ended[0]).stdout.splitlines())) < 1000
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_reading_command_whose_output_takes_nothing_says_so(stack, option):
+    command = [*ROLLOUT, "status", "--url", stack.url, *option]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "Error: standard output cannot be written: No space left on device\n"
+
+
 def test_fetch_writes_by_tag_and_names_what_is_unknown(call, ended):
     done = call("fetch", "--tag", "cli")
     assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == sorted(ended)
@@ -342,6 +380,15 @@ def bare(tmp_path_factory):
     server = RedisServer(tmp_path_factory.mktemp("bare"))
     yield server
     server.stop()
+
+
+def test_keys_and_tenants_speak_to_no_redis_that_nobody_meant(bare, tmp_path):
+    """Neither without a service of ours, nor where another one is named than our own."""
+    env = {"ROLLOUT_HOME": str(tmp_path), "ROLLOUT_REDIS_URL": ""}
+    for more in ({}, {"ROLLOUT_SLURM_RUN": str(tmp_path)}):
+        for command in (("keys", "list"), ("tenants", "show")):
+            done = piped(*ROLLOUT, *command, env=env | more)
+            assert done.returncode == 1 and "Error: no Redis is named" in done.stderr, done.stderr
 
 
 def test_keys_and_tenants_in_a_terminal(bare):
