@@ -35,6 +35,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 _LISTENING = "0A"
 """State of a socket in /proc/net/tcp (proc_pid_net(5), tcp_states.h)."""
 _MOST_BYTES = 1 << 16
+_SILENCE_S = 180.0
+"""Since the last sign of life of a Slurm head that lives: six of them, as clocks of machines differ."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,8 @@ def _slurm_url(run_dir: str | Path) -> str | None:
             status = place.stat()
             if not run_dir or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 return None
+            if place != path and time.time() - status.st_mtime > _SILENCE_S:
+                return None  # its head was killed, and anybody may have the address now
         head = json.loads((path / "head.json").read_text())
         return head["url"] if head["state"] == "up" and all(origin(head["url"])) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # absent, or half a file

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Lay the source of trainers below a directory, without what they depend on, which takes gigabytes: the tests
 # construct their classes. `trainer_sources.sh DIR`: the releases that the adapters were checked with.
-# `trainer_sources.sh DIR newest`: those of today, of TRL too and, where GitHub answers, of what is in no index.
+# `trainer_sources.sh DIR newest URL`: those of today, of TRL too and, where URL answers, of what is in no index: it
+# serves the files of GitHub's repositories.
 # `trainer_sources.sh pinned`: says which were checked.
 
 SCRIPT_NAME=trainer-sources
@@ -30,7 +31,7 @@ if [ "${2:-}" = newest ]; then
     for source in "${UNPACKAGED[@]}"; do
         read -r repository folder file <<<"$source"
         mkdir -p "$target/${file%/*}"
-        curl -fsSL --max-time 30 -o "$target/$file" "https://raw.githubusercontent.com/$repository/HEAD/$folder/$file" ||
+        curl -fsSL --max-time 30 -o "$target/$file" "$3/$repository/HEAD/$folder/$file" ||
             { rm -f "$target/$file"; say "notice: $repository is out of reach, so its fields were not compared"; }
     done
 else

@@ -22,7 +22,7 @@ TESTS = ["tests/integration/test_trainer_records.py", "tests/integration/test_ve
 @pytest.mark.timeout(900)
 def test_the_newest_releases_take_our_records(tmp_path):
     sources = tmp_path / "newest"
-    laid = _run(SCRIPT, sources, "newest")
+    laid = _run(SCRIPT, sources, "newest", "https://raw.githubusercontent.com")
     if laid.returncode:
         warnings.warn(
             f"the index is out of reach, nothing is known of newer releases:\n{laid.stderr}", stacklevel=1

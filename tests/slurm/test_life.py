@@ -135,6 +135,16 @@ def test_a_head_takes_redis_data_only_when_the_job_that_has_it_has_ended(run_dir
     assert not ended.is_alive() and run_dir.data_job() == "8"
 
 
+def test_a_head_that_lives_shows_it_by_the_time_of_its_file(run_dir):
+    head = HeadJob(run_dir, Place("n1", "7"))
+    file = run_dir.path / "head.json"
+    for signs in (1, 0):  # not with each look
+        file.touch()
+        os.utime(file, (1, 1))
+        head._tend()
+        assert (file.stat().st_mtime > 1) == signs
+
+
 def test_a_job_that_is_asked_to_end_does_so_within_its_grace_and_does_not_queue_again(run_dir):
     job = Job(run_dir)
     later(run_dir.ask_to_drain, job.name, 0.1)

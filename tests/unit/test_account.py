@@ -158,6 +158,11 @@ def test_the_service_of_a_slurm_run_is_found_with_its_key(monkeypatch, tmp_path)
     slurm_run(tmp_path / "run")
     monkeypatch.setenv("ROLLOUT_SLURM_RUN", str(tmp_path / "run"))
     assert sent(Client()) == KEY
+    killed = time.time() - 200
+    os.utime(tmp_path / "run/head.json", (killed, killed))
+    with pytest.raises(AddressError, match="no head that is up"):
+        Client()
+    assert sent(Client("http://10.9.8.7:8080")) is None, "anybody may have its address now"
     slurm_run(tmp_path / "run", "down")
     with pytest.raises(AddressError, match="no head that is up, as `rollout slurm status` shows"):
         Client()

@@ -34,6 +34,8 @@ from services.state.tenants import DEFAULT_TENANT
 
 log = structlog.get_logger("slurm")
 
+SIGN_S = 30.0
+"""Between two signs of life; clients take an address without one for that of a head that was killed."""
 LAST_S = 95.0
 """For nodes to hand back before their time limit: of the 120 s that `#SBATCH --signal` gives."""
 STOP_S = 8.0
@@ -51,6 +53,7 @@ class HeadJob(ServiceJob):
     def __init__(self, run: RunDir, place: Place) -> None:
         super().__init__(run, place, HEAD, run.logs / f"{HEAD}-{place.job}")
         self._taken: set[int] = set()
+        self._signed = 0.0
 
     def _prepare(self) -> None:
         """Take Redis' data, once the job that has it has ended: two servers would lose what both write."""
@@ -148,6 +151,11 @@ class HeadJob(ServiceJob):
         variables = flower.environment(auth, self.run_dir.flower_db)
         self._spawn(parts.flower(port), env | variables)
         return {flower.URL_VARIABLE: f"http://127.0.0.1:{port}"}
+
+    def _tend(self) -> None:
+        if time.monotonic() - self._signed >= SIGN_S:
+            self.run_dir.sign_head()
+            self._signed = time.monotonic()
 
     def _drain(self, asked: float | None) -> None:
         """The nodes hand back first. Their limits are as near as ours, as a rule."""
