@@ -123,11 +123,28 @@ def port_is_free(host: str, port: int) -> bool:
 
 PORTS = range(20_000, 32_000)
 """Linux by default gives higher ones to clients, and what we start listens only seconds after the choice."""
+_CLAIMS: dict[tuple[str, int], socket.socket] = {}
+
+
+def _claim(host: str, port: int) -> bool:
+    """Whether no other stack that starts now may take the port: who chose it listens there seconds later.
+
+    An abstract socket is the claim, for it ends with this process and is of one network, as ports are.
+    """
+    if (host, port) not in _CLAIMS:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0rollout-port-{host}-{port}")
+        except OSError:
+            claim.close()
+            return False
+        _CLAIMS[host, port] = claim
+    return True
 
 
 def pick_port(preferred: list[int], taken: set[int], host: str = "127.0.0.1") -> int:
     """The first of `preferred` that is free and not in `taken`, else any free one. Adds it to `taken`."""
-    ports = [*preferred, *random.sample(PORTS, 100)]
+    ports = [*(port for port in preferred if _claim(host, port)), *random.sample(PORTS, 100)]
     port = next((port for port in ports if port not in taken and port_is_free(host, port)), 0)
     while not port or port in taken:
         with socket.socket() as probe:

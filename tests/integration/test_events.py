@@ -106,7 +106,7 @@ def test_all_events_come_and_in_fewer_messages_than_tasks(world, watcher):
 
 def test_each_task_says_once_which_rollout_it_works_on(world, watcher):
     requests = [RolloutRequest(handler="noop", priority=k % 3) for k in range(COUNT)]
-    expected = Counter(f"{item.id} attempt 1 noop" for item in world.client.run(requests))
+    expected = Counter(f"noop {item.id} attempt 1" for item in world.client.run(requests))
     wait_until(lambda: watcher.ended()[TASK_EVALUATE] == COUNT, PATIENCE_S, "the events of all")
     args_of = {
         task: [watcher.args[uuid] for uuid, name in list(watcher.names.items()) if name == task]

@@ -21,7 +21,7 @@ from tests.helpers.pages import GUIDES, blocks
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import ROOT
 
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 

@@ -105,6 +105,8 @@ def set_up(tmp_path):
             stderr=subprocess.STDOUT,
             start_new_session=True,
             text=True,
+            # Where we run under nohup, a shell of ours could not have a trap for it.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         started.append(process)
         return process
