@@ -189,7 +189,9 @@ def find() -> tuple[str, str] | None:
         if here:
             return here[0].url, f"the service of {_short(home)}; it does not run now: `rollout up` starts it"
     if running:
-        return running[0].url, f"the latest service of this account, of {_short(Path(running[0].home))}"
+        home = running[0].home  # "" in the file of a release before
+        of = f", of {_short(Path(home))}" if home else ""
+        return running[0].url, f"the latest service of this account{of}"
     return None
 
 

@@ -303,11 +303,16 @@ def test_submit_names_what_goes_on_when_the_gateway_stays_away(stack, client, tm
     assert screen.process.returncode == 1
 
 
-def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, client, tmp_path):
-    tasks = tmp_path / "tasks.jsonl"
+def submitting(stack, directory, tag) -> Terminal:
+    """A terminal in which `submit` waits for a rollout of ten minutes."""
+    tasks = directory / "tasks.jsonl"
     tasks.write_text('{"run_s": 600}\n')
-    submit = [*ROLLOUT, "submit", str(tasks), "--handler", "noop", "--tag", "ctrl-c", "--url", stack.url]
-    screen = Terminal([*submit, "-o", str(tmp_path / "out")], columns=80)
+    submit = [*ROLLOUT, "submit", str(tasks), "--handler", "noop", "--tag", tag, "--url", stack.url]
+    return Terminal([*submit, "-o", str(directory / "out")], columns=80)
+
+
+def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, client, tmp_path):
+    screen = submitting(stack, tmp_path, "ctrl-c")
     try:
         wait_until(lambda: client.list(state="running", tag="ctrl-c").rollouts, 60, "it to run")
         os.write(screen.master, b"\x03")
@@ -325,10 +330,7 @@ def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, clie
 
 
 def test_a_cancel_that_fails_at_ctrl_c_names_what_goes_on(stack, client, tmp_path):
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"run_s": 600}\n')
-    submit = [*ROLLOUT, "submit", str(tasks), "--handler", "noop", "--tag", "cut-off", "--url", stack.url]
-    screen = Terminal([*submit, "-o", str(tmp_path / "out")], columns=80)
+    screen = submitting(stack, tmp_path, "cut-off")
     try:
         wait_until(lambda: client.list(state="running", tag="cut-off").rollouts, 60, "it to run")
         stack.gateway.stop()

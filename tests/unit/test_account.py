@@ -272,3 +272,10 @@ def test_who_listens_is_told_by_user(listener):
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as six:
         port = six.getsockname()[1]
         assert account.owners(("http", "::1", port)) == account.owners(("http", "localhost", port)) != set()
+
+
+def test_a_service_that_does_not_say_whose_it_is_is_still_the_latest(listener, monkeypatch, tmp_path):
+    """As one that a release before started."""
+    announced("older", f"http://127.0.0.1:{listener}")
+    monkeypatch.chdir(tmp_path)
+    assert account.find() == (f"http://127.0.0.1:{listener}", "the latest service of this account")

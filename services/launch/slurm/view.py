@@ -272,8 +272,8 @@ def _advice(run: RunDir, status: Status, seen: Look) -> str:
         what = "All of it still ends, which `up` waits for." if seen.views else "Nothing runs."
         return headless(run, seen) or f"{what}\n{command(run, 'up')}"
     if status.trouble:
-        look = f"sinfo -n {status.head_job.nodes}; tail {run.logs}/{HEAD}-{status.head_job.raw_id}/*.log"
-        return f"Its node may be lost, which Slurm notices later.\n    {look}"
+        remedy = f"sinfo -n {status.head_job.nodes}; tail {run.logs}/{HEAD}-{status.head_job.raw_id}/*.log"
+        return f"Its node may be lost, which Slurm notices later.\n    {remedy}"
     if status.service and not any(view.role == NODE for view in status.jobs):
         return f"No node carries rollouts.\n{command(run, 'scale --nodes N')}"
     if status.service and not status.service["backends"]:
