@@ -30,7 +30,7 @@ setup-bench: setup ## install what the benchmarks compare with (tmux, SWE-ReX, K
 setup-tasks: setup ## install what the handlers math, stem, reasoning_gym and swe score with, and readers of datasets
 	@deploy/setup/setup.sh tasks
 
-setup-trainer: setup ## install what the example trainers need: matplotlib, TRL; and the source of trainers, for tests
+setup-trainer: setup ## install what the example trainers need: matplotlib, TRL
 	@deploy/setup/setup.sh trainer
 
 setup-slurm: setup ## unpack Slurm without root, for the virtual cluster of the tests

@@ -19,11 +19,12 @@ from typing import Any
 import redis
 
 from rollout.schema import Backend
-from services.state.backends.store import BackendStore, PlacementPolicy
+from services.state.backends.store import PlacementPolicy
 from tests.helpers import virtual_time
 from tests.helpers.engine_cache import BLOCK
 from tests.helpers.engine_model import EngineModel, Timing
 from tests.helpers.fake_language import Answer
+from tests.helpers.heap import Heap
 from workers.agent.placement import SHARE_OF_THE_NEWEST
 
 ENGINES = 8
@@ -221,7 +222,7 @@ class Ours:
     def __init__(self, client: redis.Redis) -> None:
         """`client`: of a Redis that is this object's own; it is emptied."""
         client.flushall()
-        self._store = BackendStore(client)
+        self._store = Heap(client)
         self._mean_prompt = 0.0
         """What a RUN worker reserves before it has rendered a prompt: the length that they had so far."""
 

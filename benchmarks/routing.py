@@ -35,7 +35,6 @@ from services.engines.base import SampleRequest
 from services.engines.describe import describe
 from services.state.backends.store import BackendStore, placed
 from services.state.redis import connect
-from services.state.scripts import request
 from tests.helpers.llm_servers import DEMO_MODEL, vllm_server
 from workers.agent.llm import EngineClient, session
 from workers.agent.placement import Placements
@@ -292,7 +291,8 @@ def _fill(store: BackendStore) -> None:
     for number in range(BACKENDS):
         store.put(Backend(id=f"b{number}", url=f"http://b{number}", **about))
     for number in range(STANDING):
-        store.acquire(f"standing-{number}", tokens=TOKENS + number % 1000, group=f"standing-{number // 8}")
+        group = f"standing-{number // 8}"
+        store.many([store.acquire(f"standing-{number}", tokens=TOKENS + number % 1000, group=group)])
 
 
 def _start(url: str, barrier: Any) -> None:
@@ -304,8 +304,7 @@ def _start(url: str, barrier: Any) -> None:
 def _ask(seconds: float, together: int, number: int) -> list[float]:
     """Seconds of each acquire or PING of one client."""
     store = BackendStore(_client)
-    store.acquire(f"warm-{number}", tokens=TOKENS)
-    store.release(f"warm-{number}")
+    store.many([store.acquire(f"warm-{number}", tokens=TOKENS), store.release(f"warm-{number}")])
     _barrier.wait(120)
     times: list[float] = []
     end = time.monotonic() + seconds
@@ -319,10 +318,10 @@ def _ask(seconds: float, together: int, number: int) -> list[float]:
             continue
         names = [f"c{number}-{index}-{lane}" for lane in range(together)]
         group = f"c{number}-{index * together // 8}"
-        replies = store.many([store.acquire_args(name, tokens=TOKENS, group=group) for name in names])
+        replies = store.many([store.acquire(name, tokens=TOKENS, group=group) for name in names])
         words = {placed(reply).word for reply in replies}
         times += [time.monotonic() - asked] * together
-        released = store.many([request("release", rollout=name) for name in names])
+        released = store.many([store.release(name) for name in names])
         if words != {"ok"} or not all(released):
             raise RuntimeError(f"acquire answered {words} and release {released}, where all should succeed")
     return times

@@ -10,6 +10,7 @@ somebody else may take its port. Who listens on another machine, such as a Slurm
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import stat
@@ -20,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from tempfile import TemporaryFile
 from urllib.parse import urlsplit
 
 from rollout.errors import AddressError, ApiKeyError
@@ -36,7 +38,7 @@ _LISTENING = "0A"
 """State of a socket in /proc/net/tcp (proc_pid_net(5), tcp_states.h)."""
 _MOST_BYTES = 1 << 16
 _SILENCE_S = 180.0
-"""Since the last sign of life of a Slurm head that lives: six of them, as clocks of machines differ."""
+"""Since the last sign of life of a Slurm head, which gives one each second: file systems show them late."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Service:
     """Found by its address alone: a demo is nobody's service."""
     home: str = ""
     """ROLLOUT_HOME of what started it: `.local` of its checkout, as a rule."""
+    redis: str = ""
+    """Address of its own Redis, password included; empty where it uses another."""
 
     @property
     def ended(self) -> bool:
@@ -168,7 +172,7 @@ def find() -> tuple[str, str] | None:
 
     Raises:
         AddressError: ROLLOUT_SLURM_RUN is set, and its head is not up.
-        ApiKeyError: A file, or the directory, is not ours alone.
+        ApiKeyError: As of `services`.
     """
     if run_dir := os.environ.get(RUN_VARIABLE):
         if url := _slurm_url(run_dir):
@@ -222,28 +226,41 @@ def _slurm_url(run_dir: str | Path) -> str | None:
             status = place.stat()
             if not run_dir or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 return None
-            if place != path and time.time() - status.st_mtime > _SILENCE_S:
-                return None  # its head was killed, and anybody may have the address now
+        if now_at(path) - status.st_mtime > _SILENCE_S:
+            return None  # its head was killed, and anybody may have the address now
         head = json.loads((path / "head.json").read_text())
         return head["url"] if head["state"] == "up" and all(origin(head["url"])) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # absent, or half a file
         return None
 
 
-def key_for(url: str) -> str | None:
-    """The key of this account's service at an address; None when there is no such service.
+def now_at(directory: Path) -> float:
+    """Seconds since the epoch by the clock that dates a directory's files, which may be that of a server."""
+    try:
+        with TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:  # we cannot write there
+        return time.time()
 
-    Raises:
-        ApiKeyError: A file, or the directory, is not ours alone.
-    """
+
+def service_at(url: str) -> Service | Path | None:
+    """This account's service at an address, of a Slurm one its run directory. Raises as `services`."""
     place = _numeric(url)
     for service in services():
         if _numeric(service.url) == place:
-            return service.api_key
+            return service
     for run_dir in (os.environ.get(RUN_VARIABLE, ""), *(home / "slurm-run" for home in _homes())):
         if (head := _slurm_url(run_dir)) and _numeric(head) == place:
-            return (read_private(Path(run_dir) / "api.key") or "").strip() or None
+            return Path(run_dir)
     return None
+
+
+def key_for(url: str) -> str | None:
+    """The key of this account's service at an address, if there is one. Raises as `services`."""
+    service = service_at(url)
+    if isinstance(service, Path):
+        return (read_private(service / "api.key") or "").strip() or None
+    return service and service.api_key
 
 
 # ---------------------------------------------------------------------------------- addresses
@@ -313,15 +330,14 @@ def _listening() -> Iterator[tuple[int, Address, int]]:
 class Owned:
     """Watches that what listens at an address, where it or its key was found and not given, is ours."""
 
-    def __init__(self, url: str, every_s: float = 1.0) -> None:
+    def __init__(self, url: str) -> None:
         self._origin = origin(url)
-        self._every_s = every_s
-        self._looked: float | None = None
+        self._looked = -math.inf
 
     def require(self) -> None:
-        """Raise ApiKeyError when another user listens there; looked up once in `every_s` seconds."""
+        """Raise ApiKeyError when another user listens there; looked up once in a second."""
         now = time.monotonic()
-        if self._looked is not None and now - self._looked < self._every_s:
+        if now - self._looked < 1.0:
             return
         if users := other_owners(self._origin):
             _, host, port = self._origin

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from rollout.async_batches import AsyncBatches, GroupInclude
@@ -31,9 +31,7 @@ from rollout.schema import (
 )
 from rollout.sse import EventReader, warn_of_gaps
 
-if TYPE_CHECKING:
-    from rollout.progress import BatchMeter, Meter
-
+B = TypeVar("B", bound=AbstractContextManager[Any])
 PAGE = 50
 """Rollouts asked for at once from the stream of results; a long trajectory is 1 MB of JSON."""
 SILENCE_S = 60.0
@@ -134,31 +132,35 @@ class AsyncClient(AsyncService):
 
     async def cancel_many(
         self, ids: Iterable[str] | None = None, group_id: str | None = None, tag: str | None = None
-    ) -> dict[str, int]:
-        """Cancel by exactly one of ids, group and tag: `{"cancelled", "already_ended", "unknown"}`."""
+    ) -> dict[str, Any]:
+        """Cancel by exactly one of ids, group and tag.
+
+        Returns:
+            Counts: `{"cancelled", "already_ended", "unknown"}`; and `unknown_ids`, which ones of `ids` are
+            unknown (none where an older gateway does not say).
+        """
         chosen = present(ids=ids, group_id=group_id, tag=tag)
         if len(chosen) != 1:
             names = " and ".join(chosen) or "none of them"
             raise ValueError(f"cancel_many takes one of ids, group_id and tag; got {names}")
         selections = [chosen] if ids is None else await self.aside(partial(ids_by_calls, ids))
-        return await self._counted(
-            "/v1/rollouts/cancel", selections, ("cancelled", "already_ended", "unknown")
-        )
+        total = {"cancelled": 0, "already_ended": 0, "unknown": 0, "unknown_ids": []}
+        return await self._summed("/v1/rollouts/cancel", selections, total)
 
     async def ack(self, ids: Iterable[str]) -> AckResponse:
         """Say that results have arrived for good: their trajectories may be freed early."""
         selections = await self.aside(partial(ids_by_calls, ids))
-        return AckResponse(**await self._counted("/v1/rollouts/ack", selections, AckResponse.model_fields))
+        total = dict.fromkeys(AckResponse.model_fields, 0)
+        return AckResponse(**await self._summed("/v1/rollouts/ack", selections, total))
 
-    async def _counted(
-        self, path: str, selections: Iterable[dict[str, Any]], names: Iterable[str]
-    ) -> dict[str, int]:
-        """Send a call for each selection of rollouts; the sums of what the answers count."""
-        total = dict.fromkeys(names, 0)
+    async def _summed(
+        self, path: str, selections: Iterable[dict[str, Any]], total: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Send a call for each selection of rollouts, and add what the answers say to `total`."""
         for selection in selections:
             answer = await self.fetch_json("POST", path, body=json.dumps(selection).encode())
-            for name in total:
-                total[name] += int(answer.get(name, 0))
+            for name in total.keys() & answer.keys():
+                total[name] += answer[name]
         return total
 
     # ------------------------------------------------------------------------------ results
@@ -259,7 +261,8 @@ class AsyncClient(AsyncService):
         def follow() -> AsyncIterator[Rollout]:
             return self._follow(pending, None, cursor, Polls(timeout), include, submit_more)
 
-        with await self.aside(partial(_meter, progress, requests)) as meter, _naming(pending):
+        bar = partial(_bar, progress, lambda bars: bars.Meter(bars.expected(requests)))
+        with await self.aside(bar) as meter, _naming(pending):
             for stage in (submit_more, follow):
                 async for rollout in stage():
                     if meter:
@@ -397,7 +400,8 @@ class AsyncClient(AsyncService):
             progress: A bar on standard error; None = where that is a terminal.
         """
         batch = await self.batches.create(request)
-        with await self.aside(partial(_batch_meter, progress, request.groups)) as meter:
+        bar = partial(_bar, progress, lambda bars: bars.BatchMeter(request.groups))
+        with await self.aside(bar) as meter:
             show = meter.show if meter else None
             async for group in self.batches.watch(batch.id, show, cursor, timeout, include, every):
                 yield group
@@ -421,24 +425,10 @@ def _not_ended(pending: dict[str, None], timeout: float | None) -> WaitTimeout:
     )
 
 
-def _shown(progress: bool | None) -> bool:
-    """Whether there is to be a progress bar; unasked only where a person sees it."""
-    return sys.stderr.isatty() if progress is None else progress
-
-
-def _meter(progress: bool | None, requests: Requests) -> AbstractContextManager[Meter | None]:
-    """A bar over rollouts as they end, if it is to be shown."""
-    if not _shown(progress):
+def _bar(progress: bool | None, make: Callable[[Any], B]) -> AbstractContextManager[B | None]:
+    """What is made of the module of bars, if one is to be shown; unasked only where a person sees it."""
+    if not (sys.stderr.isatty() if progress is None else progress):
         return nullcontext()
-    from rollout.progress import Meter, expected  # takes 40 ms: rich
+    from rollout import progress as bars  # takes 40 ms: rich
 
-    return Meter(expected(requests))
-
-
-def _batch_meter(progress: bool | None, groups: int) -> AbstractContextManager[BatchMeter | None]:
-    """A bar over groups that are kept, if it is to be shown."""
-    if not _shown(progress):
-        return nullcontext()
-    from rollout.progress import BatchMeter
-
-    return BatchMeter(groups)
+    return make(bars)

@@ -118,6 +118,13 @@ class AsyncService(Gateway):
             await polls.pause()
         return update
 
+    async def forget_policy(self) -> None:
+        """Have backends of any weights take rollouts, because nobody can bring the current ones any more.
+
+        Refused (`ApiError` 409) while a backend that is registered serves them, or an update is under way.
+        """
+        await self.send("DELETE", "/v1/policy")
+
     async def policy_update(self, update_id: str, wait: float = 0.0) -> PolicyUpdate:
         """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
         path = f"/v1/policy/updates/{quote(update_id, safe='')}"

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollout.errors import problems_of
+from rollout.errors import RolloutError, problems_of
 
 BATCH_ROWS = 256
 """Rows of Parquet in memory at a time."""
@@ -25,7 +25,7 @@ HINT = "pip install 'rollout-service[datasets]'"
 _MAPS = resources.files("rollout") / "field_maps"
 
 
-class DatasetError(ValueError):
+class DatasetError(RolloutError, ValueError):
     """A dataset, a row of it or a field map cannot be used; the message names file, row and field."""
 
 

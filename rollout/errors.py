@@ -20,21 +20,19 @@ class ApiError(RolloutError):
     """The gateway refused a call. `status` is the HTTP status, `problem` what it said (RFC 9457)."""
 
     def __init__(self, status: int, problem: Problem, call: str = "") -> None:
-        self.status = status
-        self.problem = problem
-        self.call = call
+        self.status, self.problem, self.call = status, problem, call
         super().__init__(self._text())
 
     @property
     def reason(self) -> str:
         """The refusal in one line, without its call and the fields at fault."""
-        detail = f": {self.problem.detail}" if self.problem.detail else ""
-        return f"{self.status} {self.problem.title}{detail}"
+        return ": ".join(filter(None, (f"{self.status} {self.problem.title}", self.problem.detail)))
 
     def _text(self) -> str:
         problem = self.problem
         lines = [f"{self.call}: {self.reason}" if self.call else self.reason]
-        lines += [f"{error.field}: {error.message}" for error in problem.errors[:MAX_FIELDS_SHOWN]]
+        fields = [f"{error.field}: {error.message}" for error in problem.errors[:MAX_FIELDS_SHOWN]]
+        lines += [text for text in fields if text != problem.detail]
         if len(problem.errors) > MAX_FIELDS_SHOWN:
             lines.append(f"… and {len(problem.errors) - MAX_FIELDS_SHOWN} more")
         return "\n  ".join(lines)
@@ -71,4 +69,5 @@ class AddressError(RolloutError, ValueError):
 
 def problems_of(error: ValidationError) -> str:
     """Each field at fault, with what is wrong with it."""
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+    faults = ((".".join(map(str, item["loc"])), item["msg"]) for item in error.errors())
+    return "; ".join(f"{field}: {text.removeprefix('Value error, ')}" for field, text in faults)

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from itertools import count
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout import account
 from rollout.errors import AddressError, ApiError, ApiKeyError, RolloutError, Unavailable
-from rollout.schema import GroupPage, Problem, ResultPage, Rollout
+from rollout.schema import Problem, Rollout
 
 if TYPE_CHECKING:
     from rollout.arrays import Record
@@ -369,22 +369,13 @@ def read_rollouts(response: httpx.Response, model: type[M], *, arrays_only: bool
                 f"{response.url}: {error}; Client(wire='json') asks for JSON instead"
             ) from error
     answer = model.model_validate_json(text)
-    for rollout in _rollouts_in(answer):
-        if rollout.id in records:
-            _attach(rollout, records[rollout.id], arrays_only=arrays_only)
-        elif arrays_only:
-            leave_arrays(rollout)
+    for part in getattr(answer, "groups", [answer]):  # a page of groups, a page of rollouts, or one
+        for rollout in getattr(part, "rollouts", [part]):
+            if rollout.id in records:
+                _attach(rollout, records[rollout.id], arrays_only=arrays_only)
+            elif arrays_only:
+                leave_arrays(rollout)
     return answer
-
-
-def _rollouts_in(answer: BaseModel) -> Iterable[Rollout]:
-    if isinstance(answer, Rollout):
-        return [answer]
-    if isinstance(answer, ResultPage):
-        return answer.rollouts
-    if isinstance(answer, GroupPage):
-        return [rollout for group in answer.groups for rollout in group.rollouts]
-    raise TypeError(f"{type(answer).__name__} has no rollouts")
 
 
 def _attach(rollout: Rollout, record: Record, *, arrays_only: bool) -> None:

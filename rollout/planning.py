@@ -13,6 +13,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from rollout.errors import RolloutError
+
 GB = 1e9
 ADMITTED = 0.75
 """Share of the caches that new rollouts may reserve (docs/backends.md); live ones grow by the rest."""
@@ -35,7 +37,7 @@ TOOL_CALLS = {
 }
 
 
-class PlanError(ValueError):
+class PlanError(RolloutError, ValueError):
     """The plan cannot be made; the message says what is missing."""
 
 
@@ -129,7 +131,7 @@ def plan(
     unpacked_gb: float,
     context: int | None = None,
 ) -> dict[str, Any]:
-    """Engines, slots, disk and settings of one
+    """Engines, slots, disk and settings of one node.
 
     Args:
         share: Of each GPU's memory that engines may take; what is left is the trainer's.
@@ -164,20 +166,14 @@ def plan(
         raise PlanError(
             f"--memory-gb {memory_gb:g}: half of it must hold 3 sandboxes of {SANDBOX_GB} GB: give 26"
         )
-    # A rollout has its sandbox in each of the stages.
-    numbers = (
-        (min(ceil(run / 4), max(1, cores // 4)), run, min(ceil(run / 2), max(1, cores // 2)))
-        for run in range(max(1, min(live, sandboxes, tasks * n)), 0, -1)
-    )
-    chosen = next(three for three in numbers if sum(three) <= sandboxes)
-    slots = dict(zip(("init", "run", "eval"), chosen, strict=True))
+    for run in range(max(1, min(live, sandboxes, tasks * n)), 0, -1):
+        init, scored = (min(ceil(run / part), max(1, cores // part)) for part in (4, 2))
+        slots = {"init": init, "run": run, "eval": scored}
+        # A rollout has its sandbox in each of the stages.
+        if sum(slots.values()) <= sandboxes:
+            break
     prompt = min(PROMPT, context // 2)
-    disk = {
-        "files": round(images * unpacked_gb * PACKED),
-        "unpacked_in_use": ceil(min(ceil(sum(chosen) / n) + 1, images) * unpacked_gb),
-        "unpacked_all": ceil(images * unpacked_gb),
-    }
-    cached = max(CACHE_GB, disk["unpacked_all"])
+    unpacked_all = ceil(images * unpacked_gb)
     limits = {"max_turns": TURNS, "run_timeout_s": 1800, "eval_timeout_s": 1200}
     return {
         "model": {
@@ -190,10 +186,15 @@ def plan(
         "engines": {"count": engines, "gpus_each": tensor, "cache_tokens_each": cache},
         "rollouts": {"by_caches": live, "by_memory": sandboxes, "in_a_step": tasks * n},
         "slots": slots,
-        "disk_gb": {"images": images} | disk,
+        "disk_gb": {
+            "images": images,
+            "files": round(images * unpacked_gb * PACKED),
+            "unpacked_in_use": ceil(min(ceil(sum(slots.values()) / n) + 1, images) * unpacked_gb),
+            "unpacked_all": unpacked_all,
+        },
         "limits": limits,
         "commands": {
-            "service": f"ROLLOUT_IMAGE_CACHE_GB={cached} rollout up --no-backend "
+            "service": f"ROLLOUT_IMAGE_CACHE_GB={max(CACHE_GB, unpacked_all)} rollout up --no-backend "
             + " ".join(f"--slots-{stage} {number}" for stage, number in slots.items()),
             "engine": f"vllm serve {model.name} --max-model-len {context} "
             f"--gpu-memory-utilization {share:g} --tensor-parallel-size {tensor} --enable-scale-out "

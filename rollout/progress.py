@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,27 +22,15 @@ TELL_S = 5.0
 """Between two lines on how far it is, where no bar can be drawn."""
 
 
-class _Bar:
+class _Bar(Progress):
     unit: str
     """What is counted."""
 
     def __init__(self, total: int | None = None, console: Console | None = None) -> None:
-        self._progress = Progress(
-            TextColumn(self.unit),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console or Console(stderr=True),
-        )
-        self._task = self._progress.add_task("", total=total, note="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        note = TextColumn("{task.fields[note]}")
+        columns = (TextColumn(self.unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), note)
+        super().__init__(*columns, console=console or Console(stderr=True))
+        self.add_task("", total=total, note="")
 
 
 class Meter(_Bar):
@@ -55,18 +43,19 @@ class Meter(_Bar):
         self._told = time.monotonic()
         self.states: Counter[str] = Counter()
         self.rewards: list[float] = []
+        if not self.console.is_terminal:  # where the first word may be minutes away
+            self.console.print(f"waits for {total} rollouts", highlight=False)
 
     def add(self, rollout: Rollout) -> None:
         """Count a rollout that ended."""
         self.states[rollout.state.value] += 1
         if rollout.reward is not None:
             self.rewards.append(rollout.reward)
-        self._progress.update(self._task, advance=1, note=self.text())
-        console = self._progress.console
+        self.update(self.task_ids[0], advance=1, note=self.text())
         # A bar is drawn in a terminal alone.
-        if not console.is_terminal and time.monotonic() - self._told > TELL_S:
+        if not self.console.is_terminal and time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            console.print(f"so far {self.text()}", highlight=False)
+            self.console.print(f"so far {self.text()}", highlight=False)
 
     def text(self) -> str:
         """States and mean reward, in words."""
@@ -92,7 +81,7 @@ class BatchMeter(_Bar):
         }
         notes = ["paused"] if batch.paused else []
         notes += [f"{count} {name}" for name, count in counts.items() if count]
-        self._progress.update(self._task, completed=batch.kept, total=batch.wanted, note=", ".join(notes))
+        self.update(self.task_ids[0], completed=batch.kept, total=batch.wanted, note=", ".join(notes))
 
 
 def expected(requests: Requests) -> int | None:

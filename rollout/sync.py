@@ -202,6 +202,7 @@ class Client:
     remove_backend = _blocking(AsyncClient.remove_backend)
     policy = _blocking(AsyncClient.policy)
     update_policy = _blocking(AsyncClient.update_policy)
+    forget_policy = _blocking(AsyncClient.forget_policy)
     policy_update = _blocking(AsyncClient.policy_update)
     status = _blocking(AsyncClient.status)
     fleet = _blocking(AsyncClient.fleet)

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from sandbox.errors import ImageError, SandboxError
 from sandbox.images import ImageStore
@@ -179,7 +179,8 @@ def list_(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(state))
         return
-    table = Table("name", "kind", "size", "content", "unpacked here", "last used", box=None, pad_edge=False)
+    columns = ("name", "kind", "size", Column("content", overflow="fold"), "unpacked here", "last used")
+    table = Table(*columns, box=None, pad_edge=False)
     for image in state["images"]:
         trees = image["unpacked"]
         table.add_row(
@@ -192,10 +193,9 @@ def list_(as_json: bool) -> None:
         )
     cache = state["cache"]
     for tree in cache["of_no_named_image"]:
-        table.add_row(
-            "", "", "", tree["source"] or "image not known", _tree_text(tree), _ago(tree["last_used"])
-        )
-    out.print(table, soft_wrap=True)
+        source = tree["source"] or "image not known"
+        table.add_row("", "", "", source, _tree_text(tree), _ago(tree["last_used"]))
+    out.print(table)
     used, quota = size_text(cache["bytes"]), size_text(cache["quota_bytes"])
     out.print(f"[dim]cache {escape(cache['directory'])}: {used} of {quota}[/]", soft_wrap=True)
 

@@ -5,12 +5,13 @@ The password is in a file that only its owner can read; no command line shows it
 
 from __future__ import annotations
 
-import os
 import secrets
 import stat
 import sys
 from pathlib import Path
 from urllib.parse import quote
+
+from rollout import account
 
 USER = "operator"
 PASSWORD_BYTES = 24
@@ -31,16 +32,11 @@ def ensure_auth_file(path: Path) -> Path:
     Raises:
         FlowerAuthError: The one that is there cannot be used.
     """
-    try:
-        with open(path, "x", opener=_private) as file:
-            file.write(f"{USER}:{secrets.token_urlsafe(PASSWORD_BYTES)}\n")
-    except FileExistsError:
+    if path.exists():
         credentials(path)
+    else:
+        account.write_private(path, f"{USER}:{secrets.token_urlsafe(PASSWORD_BYTES)}\n")
     return path
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def credentials(path: Path) -> list[str]:

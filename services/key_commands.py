@@ -1,6 +1,7 @@
 """`rollout keys` and `rollout tenants`: entry points of the group `rollout.commands`.
 
 They speak to Redis and not to the gateway, so that the first key can be made before any call is allowed.
+Where none is named it is that of the service which other commands would speak to, or none.
 """
 
 from __future__ import annotations
@@ -8,22 +9,24 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import redis
 from pydantic import ValidationError
 
-from rollout.account import RUN_VARIABLE
-from rollout.cli.common import Column, Sheet, json_option
-from rollout.cli.common import show as show_view
-from rollout.client import KEY_VARIABLE
+from rollout.account import Owned, Service, service_at
+from rollout.cli.common import Column, Sheet, completed, json_option, show_view
+from rollout.errors import AddressError, ApiKeyError, RolloutError
+from rollout.http import KEY_VARIABLE, default_address, without_password
 from rollout.webhooks import tenant_secret
-from services.launch import paths
-from services.launch.redis import own_url
+from services.launch import SlurmError
+from services.launch.slurm.rundir import RunDir
 from services.redis_address import hide_password
 from services.settings import SettingsError, settings
 from services.state.api_keys import ApiKey, KeyProblem, KeyStore, Scope
@@ -38,63 +41,44 @@ UNLIMITED = "any"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def redis_option(command: F) -> F:
-    return click.option(
-        "--redis",
-        "redis_url",
-        help=f"[default: ${REDIS_VARIABLE}, else that of the `rollout up` of this checkout]",
-    )(command)
+redis_option = click.option(
+    "--redis", "redis_url", help=f"[default: ${REDIS_VARIABLE}, else that of the service of `rollout status`]"
+)
 
 
-class Parsed(click.ParamType):
-    """A text that a function makes a value of; its ValueError is what the user reads."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name, self._parse = name, parse
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        try:
-            return self._parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-def _duration(text: str) -> float:
+def duration(text: str) -> float:
+    """Seconds."""
     parts = re.fullmatch(r"(\d{1,9})([smhd])", text)
     if parts is None:
-        raise ValueError(f"{text!r} is no duration; write 90s, 15m, 1h or 30d")
+        raise click.BadParameter(f"{text!r} is no duration; write 90s, 15m, 1h or 30d")
     return float(int(parts[1]) * UNITS[parts[2]])
 
 
-def _names(text: str) -> Any:
+def names(text: str) -> Any:
     return text if text == UNLIMITED else tuple(filter(None, map(str.strip, text.split(","))))
 
 
-def _count(text: str) -> Any:
+def number(text: str) -> Any:
     if text != UNLIMITED and not re.fullmatch(r"[0-9]{1,15}", text):
-        raise ValueError(f"{text!r} is neither a number nor {UNLIMITED!r}")
+        raise click.BadParameter(f"{text!r} is neither a number nor {UNLIMITED!r}")
     return text if text == UNLIMITED else int(text)
 
 
-def _scopes(text: str) -> list[Scope]:
+def rights(text: str) -> list[Scope]:
     try:
         return [Scope(name.strip()) for name in text.split(",")]
     except ValueError:
-        raise ValueError(f"{text!r}: scopes are {', '.join(Scope)}, separated by commas") from None
-
-
-DURATION, NAMES, COUNT = Parsed("duration", _duration), Parsed("names", _names), Parsed("number", _count)
-"""Seconds; several names, or a number, or `any` = no limit."""
+        raise click.BadParameter(f"{text!r}: scopes are {', '.join(Scope)}, separated by commas") from None
 
 
 LIMITS = {
-    "--quota-live": (COUNT, "Rollouts that may be under way at once."),
-    "--per-minute": (COUNT, "Rollouts that may be submitted a minute."),
-    "--quota-bytes": (COUNT, "Bytes of requests that may be kept at once."),
-    "--handlers": (NAMES, "Handlers, or patterns."),
-    "--images": (NAMES, "Sandbox images, or patterns such as swe-*."),
-    "--runtimes": (NAMES, "Sandbox runtimes. [default: all that isolate]"),
-    "--mounts": (NAMES, "Paths of nodes, or patterns, that sandboxes may show."),
+    "--quota-live": (number, "Rollouts that may be under way at once."),
+    "--per-minute": (number, "Rollouts that may be submitted a minute."),
+    "--quota-bytes": (number, "Bytes of requests that may be kept at once."),
+    "--handlers": (names, "Handlers, or patterns."),
+    "--images": (names, "Sandbox images, or patterns such as swe-*."),
+    "--runtimes": (names, "Sandbox runtimes. [default: all that isolate]"),
+    "--mounts": (names, "Paths of nodes, or patterns, that sandboxes may show."),
     "--weight": (click.FloatRange(0.01, 1000), "Share of INIT while others wait as well. [default: 1]"),
 }
 
@@ -106,6 +90,35 @@ def limit_options(command: F) -> F:
     return command
 
 
+def _redis() -> tuple[str, str]:
+    """The Redis that is meant where none is named, and whose it is.
+
+    Raises:
+        click.ClickException: None is known of the service that other commands would speak to.
+        ApiKeyError: Another user listens there.
+        SlurmError: The run directory cannot be read, or its Redis is not the head's own.
+    """
+    if url := os.environ.get(REDIS_VARIABLE):
+        return url, f"from {REDIS_VARIABLE}"
+    try:
+        gateway, origin = default_address()
+        meant, service = f"{without_password(gateway)}: {origin}", service_at(gateway)
+    except ApiKeyError:
+        raise
+    except ValueError as error:
+        meant, service = str(error) if isinstance(error, AddressError) else "ROLLOUT_URL is no address", None
+    url = service.redis if isinstance(service, Service) else ""
+    if isinstance(service, Path) and (head := RunDir(service).head()):
+        url = RunDir(service).redis_url(head)
+    if url:
+        Owned(url).require()  # its port may be anybody's by now
+        return url, origin
+    raise click.ClickException(
+        f"no Redis is named, nor known of the service that is meant ({meant}): give its address as --redis "
+        f"or {REDIS_VARIABLE}"
+    )
+
+
 @contextmanager
 def _connected(url: str | None, quiet: bool = False) -> Iterator[redis.Redis]:
     """A connection to the deployment's Redis; what goes wrong becomes one message and exit code 1.
@@ -113,40 +126,18 @@ def _connected(url: str | None, quiet: bool = False) -> Iterator[redis.Redis]:
     Where the command line does not name it, standard error says which one it is.
     """
     try:
-        chosen = url or os.environ.get(REDIS_VARIABLE)
-        if not chosen and not os.environ.get(RUN_VARIABLE):  # which names another service than our own
-            chosen = own_url(paths.state_dir())
-        if not chosen:
-            raise click.ClickException(
-                f"no Redis is named, and no `rollout up` of {paths.home()} is meant or runs: give the one of "
-                f"your service as --redis or {REDIS_VARIABLE}"
-            )
-        if not (url or quiet):
-            click.echo(hide_password(chosen), err=True)
-        client = connect(chosen, max_connections=2)
-        try:
+        if not url:
+            url, origin = _redis()
+            if not quiet:
+                click.echo(f"{hide_password(url)}: {origin}", err=True)
+        with connect(url, max_connections=2) as client:
             yield client
-        finally:
-            client.close()
     except redis.RedisError as error:
         raise click.ClickException(
             f"Redis does not answer: {error}. Give its address as --redis or {REDIS_VARIABLE}"
         ) from error
-    except (KeyProblem, SettingsError) as error:
+    except (KeyProblem, SettingsError, SlurmError, RolloutError) as error:
         raise click.ClickException(str(error)) from error
-
-
-def _completed(names: Callable[[redis.Redis], Iterable[str]]) -> Callable[..., list[str]]:
-    """What the shell completes an argument with; nothing where Redis does not answer."""
-
-    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-        try:
-            with _connected(ctx.params.get("redis_url"), quiet=True) as client:
-                return sorted(name for name in names(client) if name.startswith(incomplete))
-        except click.ClickException:
-            return []
-
-    return complete
 
 
 def _tenant_names(client: redis.Redis) -> set[str]:
@@ -155,12 +146,13 @@ def _tenant_names(client: redis.Redis) -> set[str]:
     return named | {key.tenant for key in KeyStore(client).list()} | {DEFAULT_TENANT}
 
 
+_completed = partial(completed, source=partial(_connected, quiet=True), option="redis_url")
 key_argument = click.argument(
     "key_id",
     metavar="ID",
     shell_complete=_completed(lambda client: [key.id for key in KeyStore(client).list()]),
 )
-complete_tenants = _completed(_tenant_names)
+complete_tenants = _completed(lambda client: sorted(_tenant_names(client)))
 
 
 def _warn_without_admin(store: KeyStore) -> None:
@@ -183,7 +175,7 @@ def _limited(client: redis.Redis, name: str, limits: dict[str, Any]) -> Tenant |
     try:
         tenant = Tenant(**{**store.get(name).model_dump(), **given})
     except ValidationError as error:
-        raise click.ClickException(str(error.errors()[0]["msg"])) from error
+        raise click.ClickException(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     store.set(tenant)
     return tenant
 
@@ -192,12 +184,6 @@ def _when(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def _shown(key: ApiKey) -> dict[str, Any]:
-    """A key without its digest."""
-    fields = key.model_dump(mode="json", exclude={"digest", "scopes"})
-    return {**fields, "scopes": sorted(key.scopes), "state": key.state(time.time())}
 
 
 def _tell(key: ApiKey, text: str) -> None:
@@ -218,11 +204,12 @@ def keys() -> None:
 @click.option(
     "--scope",
     "scopes",
-    type=Parsed("scopes", _scopes),
+    type=rights,
+    metavar="SCOPES",
     multiple=True,
     help="submit, read, metrics, admin (everything); several by commas. [default: submit,read]",
 )
-@click.option("--expires", type=DURATION, help="30d, 12h … from now. [default: never]")
+@click.option("--expires", type=duration, help="30d, 12h … from now. [default: never]")
 @click.option("--from-env", is_flag=True, help=f"Accept the key in {KEY_VARIABLE}, made elsewhere.")
 @limit_options
 @redis_option
@@ -236,15 +223,11 @@ def create(
 ) -> None:
     """Make a key for TENANT and print it, this once. Options that limit the tenant hold for all its keys."""
     text = os.environ.get(KEY_VARIABLE, "").strip() if from_env else None
-    rights = {scope for group in scopes for scope in group} or {Scope.SUBMIT, Scope.READ}
+    chosen = {scope for group in scopes for scope in group} or {Scope.SUBMIT, Scope.READ}
     with _connected(redis_url) as client:
         store = KeyStore(client)
-        try:
-            check_name(tenant)
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
         _limited(client, tenant, limits)
-        key, text = store.create(tenant, rights, lifetime_s=expires, text=text)
+        key, text = store.create(tenant, chosen, lifetime_s=expires, text=text)
         _warn_without_admin(store)
     if from_env:
         click.echo(f"key {key.id} of tenant {tenant} is accepted", err=True)
@@ -258,7 +241,16 @@ def create(
 def list_(as_json: bool, redis_url: str | None) -> None:
     """Show all keys, never their secrets."""
     with _connected(redis_url) as client:
-        shown = [_shown(key) for key in KeyStore(client).list()]
+        known = KeyStore(client).list()
+    now = time.time()
+    shown = [
+        {
+            **key.model_dump(mode="json", exclude={"digest"}),
+            "scopes": sorted(key.scopes),
+            "state": key.state(now),
+        }
+        for key in known
+    ]
     columns = [
         Column("id", lambda key: key["id"], whole=True),
         Column("tenant", lambda key: key["tenant"], whole=True),
@@ -274,7 +266,7 @@ def list_(as_json: bool, redis_url: str | None) -> None:
 
 @keys.command()
 @key_argument
-@click.option("--grace", type=DURATION, default="1h", show_default=True, help="How long the old one works.")
+@click.option("--grace", type=duration, default="1h", show_default=True, help="How long the old one works.")
 @redis_option
 def rotate(key_id: str, grace: float, redis_url: str | None) -> None:
     """Make a key with the rights of key ID, which ends after the grace."""
@@ -301,24 +293,21 @@ def tenants() -> None:
 
 
 def _tenants_table(rows: list[tuple[Tenant, int]]) -> Sheet:
-    def limit(field: str) -> Callable[[tuple[Tenant, int]], str]:
-        def cell(row: tuple[Tenant, int]) -> str:
-            value = getattr(row[0], field)
-            if value is None:
-                return "isolating" if field == "runtimes" else UNLIMITED
-            return str(value) if isinstance(value, int) else ", ".join(value)
-
-        return cell
+    def limit(row: tuple[Tenant, int], field: str) -> str:
+        value = getattr(row[0], field)
+        if value is None:
+            return "isolating" if field == "runtimes" else UNLIMITED
+        return str(value) if isinstance(value, int) else ", ".join(value)
 
     columns = [
         Column("tenant", lambda row: row[0].name, whole=True),
-        Column("live", lambda row: str(row[1]), number=True),
-        Column("quota", limit("quota_live"), number=True),
-        Column("a minute", limit("per_minute"), number=True),
-        Column("bytes", limit("quota_bytes"), number=True),
-        Column("weight", lambda row: f"{row[0].weight:g}", number=True),
+        Column("live", lambda row: str(row[1]), True),
+        Column("quota", partial(limit, field="quota_live"), True),
+        Column("a minute", partial(limit, field="per_minute"), True),
+        Column("bytes", partial(limit, field="quota_bytes"), True),
+        Column("weight", lambda row: f"{row[0].weight:g}", True),
         *(
-            Column(kind, limit(kind))
+            Column(kind, partial(limit, field=kind))
             for kind in ("handlers", "images", "runtimes", "mounts")
             if any(getattr(tenant, kind) is not None for tenant, _ in rows)
         ),

@@ -217,9 +217,7 @@ class Settings(BaseModel):
         "separated by commas.",
     )
     prorl_timeout_s: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds that each stage of a rollout may take that came by `POST /process`.",
+        300.0, gt=0, description="Seconds that each stage of a rollout may take that came by `POST /process`."
     )
     scorers: int = Field(0, ge=0, description="Most processes of a worker that score; 0 = one a core.")
     scorer_memory_mb: int = Field(

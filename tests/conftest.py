@@ -81,6 +81,8 @@ SHARED = {
         f"tests/chaos/test_{name}.py" for name in ("batches", "connections", "handlers", "outages", "workers")
     ),
     "cluster": ("tests/slurm/test_autoscale", "tests/slurm/test_cluster", "tests/slurm/test_forms"),
+    # Redis, gateway, a worker whose model plays plans; the first file needs it without the worker.
+    "compatibility": ("tests/integration/compatibility/",),
     # The first of them makes repositories and finds out which tests fail; the others would only wait for it.
     "instances": ("tests/swe/",),
 }
@@ -116,9 +118,10 @@ SECONDS = {
     "tests/contract/test_llm_contract.py": 30,
     "tests/contract/test_weight_updates.py": 50,
     "tests/inference/test_engine.py": 50,
+    "tests/integration/compatibility/test_nemo_gym.py": 20,
+    "tests/integration/compatibility/test_prorl.py": 30,
     "tests/integration/test_benchmarks.py": 40,
     "tests/integration/test_builtin_handlers.py": 26,
-    "tests/integration/test_compatibility.py": 50,
     "tests/integration/test_failover.py": 209,
     "tests/integration/test_faults.py": 57,
     "tests/integration/test_intake.py": 57,

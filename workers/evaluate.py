@@ -55,9 +55,7 @@ async def evaluate(run: StageRun) -> Finish:
         # RUN was cut off by its time limit: the score stands, and the state says how it came about.
         State.TIMED_OUT if reason is FinishReason.TIME_LIMIT else State.COMPLETED,
         outcome_fields(
-            reward=reward.value,
-            reward_components=json.dumps(reward.components),
-            metrics=ctx.metrics,
+            reward=reward.value, reward_components=json.dumps(reward.components), metrics=ctx.metrics
         ),
         # Written once more only where EVAL has added to it: it may be large.
         trajectory if (trajectory.artifacts, len(trajectory.warnings)) != before else None,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cli import render, url_option
-from rollout.cli.common import Column, Sheet, connect, json_option, show
+from rollout.cli.common import Column, Sheet, connect, json_option, show_view
 from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
 from rollout.schema import BackendRequest, HandlerInfo, Rollout
 from services.engines.describe import DescribeError, describe
@@ -59,7 +59,7 @@ def list_handlers(as_json: bool = False, url: str | None = None) -> None:
         Column("task", fields),
         Column("what it is", lambda info: info.description, drop=2),
     ]
-    show(Sheet(columns, infos), infos, as_json)
+    show_view(Sheet(columns, infos), infos, as_json)
 
 
 @handlers.command()
@@ -177,7 +177,7 @@ def run(
     """Run tasks with HANDLER (a name, module:Class or file.py:Class) and show what happened.
 
     With --local all three stages run in this process: breakpoints work, and nothing is started but the host
-    of the sandboxes. Ends with 1 when a rollout failed.
+    of the sandboxes. Without, rollouts are written as by `submit`. Ends with 1 when a rollout failed.
     """
     if not local:
         if backend or actions or tokenizer or runtime:

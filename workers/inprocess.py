@@ -11,7 +11,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import structlog
@@ -54,13 +54,6 @@ def demo_tokenizer() -> str:
     return str(DEMO_CHECKPOINT)
 
 
-class Model(Protocol):
-    """Where the turns come from."""
-
-    def router(self, claim: Claim, http: aiohttp.ClientSession) -> Router:
-        """The way of one RUN to them."""
-
-
 class Actions:
     """A fixed list of turns; every rollout plays it from its start."""
 
@@ -97,6 +90,10 @@ class Server(Placements):
 
     async def trusted(self, backend_id: str, version: str | None) -> bool:
         return True
+
+
+Model = Actions | Server
+"""Where the turns come from; its `router` is the way of one RUN to them."""
 
 
 class InProcess:

@@ -27,12 +27,7 @@ async def run_turns(run: StageRun) -> Finish:
     router = run.services.router(claim)
     agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools)
     agent.metrics.update(claim.metrics)
-    ctx = run.context(
-        RunContext,
-        metrics=agent.metrics,
-        artifacts=agent.trajectory.artifacts,
-        agent=agent,
-    )
+    ctx = run.context(RunContext, metrics=agent.metrics, artifacts=agent.trajectory.artifacts, agent=agent)
     fields: dict[str, str] = {}
     reason = FinishReason.ERROR
     try:
@@ -75,9 +70,8 @@ async def run_turns(run: StageRun) -> Finish:
         if error.retry:
             raise error
         fields |= failed(run, error) | {"finish_reason": reason.value}
-    agent.metrics["turns"] = agent.trajectory.turns
     versions = agent.trajectory.versions_used
-    agent.metrics["policy_versions"] = len(versions)
+    agent.metrics |= {"turns": agent.trajectory.turns, "policy_versions": len(versions)}
     agent.trajectory.finish_reason = reason
     if claim.sandbox is not None and claim.sandbox.isolation_missing:
         missing = ", ".join(claim.sandbox.isolation_missing)

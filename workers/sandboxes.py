@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -37,16 +38,13 @@ LIFETIME_MARGIN_S = 120.0
 
 
 class SandboxServices(Protocol):
-    """What `Sandboxes` ask of their worker."""
+    """What `Sandboxes` ask of their worker; see `TenantStore.get` and `RolloutStore.note`."""
 
     settings: Settings
     host: HostClient
 
-    def tenant(self, name: str) -> Tenant:
-        """What a tenant may have."""
-
-    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
-        """Write fields into the rollout's record and a line into its log; False: it is another worker's."""
+    def tenant(self, name: str) -> Tenant: ...
+    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool: ...
 
 
 class Holder(Protocol):
@@ -61,13 +59,10 @@ def owner_of(rollout_id: str, attempt: int) -> str:
     return f"{rollout_id}/{attempt}"
 
 
-_announced: set[str] = set()
-
-
-def _announce(runtime: str, missing: list[str]) -> None:
+@cache
+def _announce(runtime: str, *missing: str) -> None:
     """Say once a process, loudly, that sandboxes run under less than the container runtime."""
-    if runtime != "apptainer" and runtime not in _announced:
-        _announced.add(runtime)
+    if runtime != "apptainer":
         log.warning(f"SANDBOXES RUN UNDER {runtime.upper()}, WITHOUT: {', '.join(missing)}")
 
 
@@ -111,18 +106,8 @@ class Sandboxes:
             TaskError: The rollout's tenant may not have such a sandbox.
             SandboxError: It did not start; the message carries the runtime's own words.
         """
-        info = await self._start(
-            await self._spec(
-                ctx,
-                image,
-                network,
-                limits,
-                env=env or {},
-                files=files or {},
-                binds=tuple(binds),
-                ipython=ipython,
-            )
-        )
+        more = {"env": env or {}, "files": files or {}, "binds": tuple(binds), "ipython": ipython}
+        info = await self._start(await self._spec(ctx, image, network, limits, **more))
         record = SandboxRecord(
             id=info.id,
             runtime=info.runtime,
@@ -166,7 +151,11 @@ class Sandboxes:
         with tempfile.TemporaryDirectory(prefix="rollout-workspace-") as kept:
             copy = Path(kept) / "workspace"
             if workspace_of is not None:
-                await _save_workspace(workspace_of, copy)
+                await workspace_of.exec(["true"])  # nobody is left who could change it meanwhile
+                try:
+                    await workspace_of.download(".", copy)
+                except SandboxRequestError as error:
+                    raise AgentFault(f"the workspace cannot be copied: {error}") from error
             info = await self._start(await self._spec(ctx, image, network, limits))
             client = SandboxClient(info.socket)
             try:
@@ -180,23 +169,13 @@ class Sandboxes:
                 await self._host.release(info.id)
 
     async def warm(
-        self,
-        ctx: Holder,
-        *,
-        image: str | None = None,
-        network: str = "none",
-        limits: Limits | None = None,
+        self, ctx: Holder, *, image: str | None = None, network: str = "none", limits: Limits | None = None
     ) -> None:
         """Have the node start a sandbox like `fresh(…)` ahead; returns before it is ready."""
         await self._host.keep_warm(await self._spec(ctx, image, network, limits))
 
     async def _spec(
-        self,
-        ctx: Holder,
-        image: str | None,
-        network: str,
-        limits: Limits | None,
-        **more: Any,
+        self, ctx: Holder, image: str | None, network: str, limits: Limits | None, **more: Any
     ) -> SandboxSpec:
         spec = SandboxSpec(
             image=image or self._settings.sandbox_image,
@@ -214,23 +193,12 @@ class Sandboxes:
     async def _start(self, spec: SandboxSpec) -> SandboxInfo:
         self.booted = True
         info = await self._host.start(spec)
-        _announce(info.runtime, info.isolation_missing)
+        _announce(info.runtime, *info.isolation_missing)
         return info
 
     async def release(self) -> None:
         """End every sandbox of the attempt, and of those before it; harmless without one."""
         await release_attempts(self._host, self._claim.rollout_id, self._claim.attempt)
-
-
-async def _save_workspace(box: SandboxClient, target: Path) -> None:
-    """Raises:
-    AgentFault: It cannot be read, or is more than can be copied.
-    """
-    await box.exec(["true"])  # nobody is left who could change it meanwhile
-    try:
-        await box.download(".", target)
-    except SandboxRequestError as error:
-        raise AgentFault(f"the workspace cannot be copied: {error}") from error
 
 
 async def release_attempts(host: HostClient, rollout_id: str, attempt: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
 
 import aiohttp
 import redis
@@ -19,11 +18,10 @@ from services.state.fleet import FleetStore
 from services.state.policy.store import PolicyStore
 from services.state.redis import connect
 from services.state.rollouts.store import Claim, RolloutStore
-from services.state.tenants import Tenant, TenantStore
+from services.state.tenants import TenantStore
 from workers.agent.llm import session
 from workers.agent.placement import Placements, PromptSizes
 from workers.agent.router import BackendRouter
-from workers.handlers.base import AgentHandler
 from workers.handlers.registry import Registry
 from workers.held import Held
 from workers.metrics import WorkerMetrics
@@ -61,6 +59,7 @@ class WorkerServices:
         self.fleet = FleetStore(self.redis)
         self.dispatcher = Dispatcher(app, self.store)
         self.handlers = Registry(settings)
+        self.handler, self.tenant, self.note = self.handlers.get, self.tenants.get, self.store.note
         self.host = HostClient()
         self.placements = Placements(self.backends)
         self.prompts = PromptSizes()
@@ -77,28 +76,10 @@ class WorkerServices:
         Raises:
             redis.RedisError: Redis is away.
         """
-        self.fleet.announce(
-            self.name,
-            self.stages,
-            self.settings.node,
-            self.slots,
-            most_slots=self.most_slots,
-            held=len(self.held),
-        )
+        node, held = self.settings.node, len(self.held)
+        self.fleet.announce(self.name, self.stages, node, self.slots, most_slots=self.most_slots, held=held)
 
     # -- what a stage asks for -----------------------------------------------------------------
-
-    def handler(self, name: str) -> AgentHandler[Any]:
-        """See `Registry.get`."""
-        return self.handlers.get(name)
-
-    def tenant(self, name: str) -> Tenant:
-        """See `TenantStore.get`."""
-        return self.tenants.get(name)
-
-    def note(self, rollout_id: str, fence: int, fields: dict[str, str], text: str) -> bool:
-        """See `RolloutStore.note`."""
-        return self.store.note(rollout_id, fence, fields, text)
 
     def router(self, claim: Claim) -> BackendRouter:
         """What the rollout's model calls go through; made on the event loop."""

@@ -54,22 +54,13 @@ C = TypeVar("C", bound=Context)
 
 
 class StageServices(SandboxServices, Protocol):
-    """What a stage asks of its worker: the process of a fleet, or the runner of a handler in one process."""
+    """What a stage asks of its worker: `WorkerServices`, or the runner of a handler in one process."""
 
     prompts: PromptSizes
 
-    def handler(self, name: str) -> AgentHandler[Any]:
-        """The handler of this name.
-
-        Raises:
-            UnknownHandler: This worker does not carry it.
-        """
-
-    def router(self, claim: Claim) -> Router:
-        """What the rollout's model calls go through."""
-
-    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
-        """The other nodes that do INIT now, and those of them that have not tried to start this rollout."""
+    def handler(self, name: str) -> AgentHandler[Any]: ...
+    def router(self, claim: Claim) -> Router: ...
+    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]: ...
 
 
 class StageRun:
@@ -234,10 +225,9 @@ async def work(run: StageRun, body: Body) -> Finish | None:
 
 async def clean_up(run: StageRun, outcome: Finish | None) -> None:
     """Release what the next stage does not need."""
-    keeps_sandbox = outcome is not None and outcome.next in (State.READY, State.EVALUATING)
     # An EVAL that is handed back is done again on the same sandbox.
-    keeps_sandbox |= outcome is not None and outcome.next in BACK and run.claim.stage is Stage.EVAL
-    if not keeps_sandbox:
+    again = BACK if run.claim.stage is Stage.EVAL else ()
+    if outcome is None or outcome.next not in (State.READY, State.EVALUATING, *again):
         await run.clean_up()
 
 
@@ -288,10 +278,7 @@ async def consult(
 
 
 def outcome_fields(
-    *,
-    finish_reason: FinishReason | None = None,
-    metrics: dict[str, float] | None = None,
-    **more: Any,
+    *, finish_reason: FinishReason | None = None, metrics: dict[str, float] | None = None, **more: Any
 ) -> dict[str, str]:
     """Fields of the record, as strings."""
     fields = {name: str(value) for name, value in more.items() if value is not None}
@@ -299,7 +286,6 @@ def outcome_fields(
         fields["finish_reason"] = finish_reason.value
     if metrics:
         # JSON has no place for others, and a reader none for null.
-        fields["metrics"] = json.dumps(
-            {name: value for name, value in metrics.items() if math.isfinite(value)}
-        )
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        fields["metrics"] = json.dumps(finite)
     return fields

@@ -78,12 +78,7 @@ class WeightUpdates:
     """Brings weights to backends: an update's to all that it names, the current ones to who came late."""
 
     def __init__(
-        self,
-        store: PolicyStore,
-        backends: BackendStore,
-        owner: str,
-        *,
-        lease_s: float = LEASE_S,
+        self, store: PolicyStore, backends: BackendStore, owner: str, *, lease_s: float = LEASE_S
     ) -> None:
         """
         Args:
@@ -191,11 +186,11 @@ class WeightUpdates:
         already happens, or soon after it has failed: it would freeze the backend's calls again and again.
         """
         with self._catching:
-            earliest, _ = self._retries.get(backend.id, (0.0, 0.0))
+            earliest, pause = self._retries.get(backend.id, (0.0, 0.0))
             if time.monotonic() < earliest:
                 return
             # Until the attempt has ended; its end sets the next one's time.
-            self._retries[backend.id] = (float("inf"), self._retries.get(backend.id, (0.0, 0.0))[1])
+            self._retries[backend.id] = (float("inf"), pause)
         threading.Thread(target=self._catch_up, args=(backend,), name="catch-up", daemon=True).start()
 
     def _catch_up(self, backend: Backend) -> None:

@@ -148,7 +148,6 @@ check_machine() {
     have unsquashfs || note "unsquashfs (squashfs-tools): a SIF image cannot be unpacked; use directory images"
     have mksquashfs || note "mksquashfs (squashfs-tools): image.sh cannot build base.sif; it keeps a directory image"
     have bwrap || note "bwrap (bubblewrap): no fallback where Apptainer cannot run"
-    have newuidmap || [ "$(id -u)" -eq 0 ] || note "newuidmap (uidmap): image.sh builds the base image by unpacking packages"
     return 0
 }
 

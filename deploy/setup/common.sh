@@ -7,6 +7,8 @@ set -euo pipefail
 SETUP_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 REPO_ROOT="$(cd "$SETUP_DIR/../.." && pwd)"
 ROLLOUT_HOME="${ROLLOUT_HOME:-$REPO_ROOT/.local}"
+# An interpreter that was named once need not be named again: the environment was made with it.
+[ -n "${PYTHON:-}" ] || { PYTHON="$ROLLOUT_HOME/venv/bin/python"; "$PYTHON" -c "" 2>/dev/null || PYTHON=python3; }
 
 # Whether everybody may enter a directory.
 is_open() {

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # `extras.sh bench`: what only the benchmarks need, i.e. the programs that the sandbox is compared with; tmux comes
 # with the system packages (setup.sh). `extras.sh tasks`: what the handlers math, stem, reasoning_gym and swe score
-# with, and readers of datasets. `extras.sh trainer`: what the example trainers need, and below .local/trainers the
-# source of those whose classes the tests of adapters construct, below .local/nemo-gym NeMo Gym's collectors, and
-# below .local/compose the schema that docker-compose.dev.yml is tested against. Into the virtual environment; nothing to do when neither setup.cfg nor
-# the environment has changed since.
+# with, and readers of datasets. `extras.sh trainer`: what the example trainers need. Into the virtual environment;
+# nothing to do when neither setup.cfg nor the environment has changed since. `extras.sh sources`, for tests: below
+# .local/trainers the source of trainers whose classes the tests of adapters construct, below .local/nemo-gym NeMo
+# Gym's collectors, and below .local/compose the schema that docker-compose.dev.yml is tested against.
 
 [ $# -gt 0 ] || set -- ""
 SCRIPT_NAME="$*"
@@ -22,7 +22,8 @@ extras_of() {
         bench) echo bench ;;
         tasks) echo math,stem,reasoning-gym,swe,datasets ;;
         trainer) echo trainer,trl ;;
-        *) die "there is no ${1:-empty name}: bench, tasks or trainer" ;;
+        sources) echo dev ;;
+        *) die "there is no ${1:-empty name}: bench, tasks, trainer or sources" ;;
     esac
 }
 
@@ -74,7 +75,7 @@ else
             bench) # Kernel Gateway brings it for a format that nobody here checks, and it builds its grammar
                 # whenever jsonschema is imported: 1.3 s for every process that checks a task.
                 pip uninstall --yes rfc3987-syntax ;;
-            trainer)
+            sources)
                 "$SETUP_DIR/trainer_sources.sh" "$ROLLOUT_HOME/trainers"
                 pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE"
                 gym_collectors ;;

@@ -5,7 +5,6 @@
 SCRIPT_NAME=python
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-PYTHON="${PYTHON:-python3}"
 VENV="$ROLLOUT_HOME/venv"
 STAMP="$VENV/.rollout-stamp"
 EXTRAS=gateway,worker,inference,images,dev
@@ -27,7 +26,9 @@ fingerprint() {
 lock 8 "$ROLLOUT_HOME/.python.lock"
 
 wanted="$(fingerprint)"
-if [ -x "$VENV/bin/rollout" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
+if [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ] &&
+    # `pip install .` in it leaves a copy instead, which finds no file of the checkout.
+    compgen -G "$VENV/lib/python3*/site-packages/__editable__.rollout_service-*" >/dev/null; then
     say "up to date"
     exit 0
 fi

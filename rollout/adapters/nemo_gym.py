@@ -21,12 +21,10 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
     Args:
         row: What Gym has sent to `/run`; it goes back with the answer.
     """
-    row = dict(row or {})
-    row.setdefault("responses_create_params", {"input": []})
+    row = {"responses_create_params": {"input": []}, **(row or {})}
     params = row["responses_create_params"]
     trajectory = rollout.trajectory
-    answer = {
-        **row,
+    answer = row | {
         "response": {
             "id": f"resp_{rollout.id}",
             "created_at": int(rollout.created_at),
@@ -39,12 +37,11 @@ def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[st
         },
         "reward": rollout.reward if usable(rollout) else 0.0,
     }
-    if usable(rollout) and rollout.reward_components:
-        answer["reward_components"] = dict(rollout.reward_components)
     if not usable(rollout):
-        answer |= masked(row)
-        answer["_ng_failure_class"] = rollout.error.blame.value if rollout.error else rollout.state.value
-    return answer
+        why = rollout.error.blame if rollout.error else rollout.state
+        return answer | masked(row) | {"_ng_failure_class": why.value}
+    components = rollout.reward_components
+    return answer | ({"reward_components": dict(components)} if components else {})
 
 
 def masked(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from rollout.adapters.base import samples, usable
-from rollout.schema import Chain, Message, Rollout, State
+from rollout.schema import Chain, Message, Rollout, Segment, State
 
 
 def training_samples(
@@ -64,27 +64,25 @@ def trace_fields(rollout: Rollout) -> dict[str, Any]:
 def _nodes(chain: Chain, first: int) -> list[dict[str, Any]]:
     """A node a message; the tokens of a segment are on the node of its last message."""
     nodes: list[dict[str, Any]] = []
-    ids: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
+    waiting: list[Segment] = []
 
-    def add(message: dict[str, Any], *, sampled: bool, tokens: bool) -> None:
-        node = {"parent": first + len(nodes) - 1 if nodes else None, "message": message, "sampled": sampled}
-        if tokens:
-            node |= {"token_ids": list(ids), "mask": list(mask), "logprobs": list(logprobs)}
-            for part in (ids, mask, logprobs):
-                part.clear()
-        nodes.append(node)
+    def add(segments: list[Segment], messages: list[dict[str, Any]], sampled: bool) -> None:
+        for message in messages:
+            parent = first + len(nodes) - 1 if nodes else None
+            nodes.append({"parent": parent, "message": message, "sampled": sampled})
+        nodes[-1] |= {
+            "token_ids": [token for segment in segments for token in segment.token_ids],
+            "mask": [segment.sampled for segment in segments for _ in segment.token_ids],
+            "logprobs": [value for segment in segments for value in segment.logprobs or ()],
+        }
 
     for segment in chain.segments:
-        ids += segment.token_ids
-        mask += [segment.sampled] * len(segment.token_ids)
-        logprobs += segment.logprobs or []
-        for position, message in enumerate(segment.messages, 1):
-            is_last = position == len(segment.messages)
-            add(_message(message), sampled=segment.sampled, tokens=is_last)
-    if ids:  # a call that was cut off before it said anything
-        add({"role": "assistant", "content": ""}, sampled=True, tokens=True)
+        waiting.append(segment)
+        if segment.messages:
+            add(waiting, [_message(message) for message in segment.messages], segment.sampled)
+            waiting = []
+    if waiting:  # a call that was cut off before it said anything
+        add(waiting, [{"role": "assistant", "content": ""}], True)
     return nodes
 
 

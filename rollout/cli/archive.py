@@ -9,7 +9,7 @@ from typing import IO, Any
 import click
 
 from rollout import archive as reader
-from rollout.cli.common import json_option
+from rollout.cli.common import json_option, output_option
 from rollout.schema import Rollout, State
 
 
@@ -40,7 +40,7 @@ def list_files(directory: Path, as_json: bool) -> None:
 
 @archive.command()
 @directory
-@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="[default: stdout]")
+@output_option
 @click.option("--handler", help="Only this handler.")
 @click.option("--tag", help="Only rollouts with this tag.")
 @click.option("--state", type=click.Choice([s.value for s in State if s.terminal]), help="Only this state.")

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from rollout.cli import render
-from rollout.cli.common import completed, connect, err, json_option, out, show, url_option
+from rollout.cli.common import completed, connect, err, json_option, out, show_view, url_option, valid
 
 backend_id = click.argument(
     "backend_id",
@@ -32,7 +32,7 @@ def list_backends(as_json: bool = False, url: str | None = None) -> None:
     with connect(url) as client:
         servers = client.backends()
     if servers or as_json:
-        show(render.backends_table(servers), servers, as_json)
+        show_view(render.backends_table(servers), servers, as_json)
     else:
         err.print("there is no backend: add one with `rollout backends add SERVER`")
 
@@ -48,8 +48,8 @@ def list_backends(as_json: bool = False, url: str | None = None) -> None:
 @url_option
 def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
     """Register the LLM server at the address SERVER; a registered one is asked again what it serves."""
-    with connect(url) as client:
-        show(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
+    with valid(), connect(url) as client:
+        show_view(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
 
 
 @backends.command()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import click
+from rich.console import Group
+from rich.text import Text
 
 from rollout.cli import render
-from rollout.cli.common import completed, connect, json_option, out, url_option
-from rollout.cli.common import show as show_view
+from rollout.cli.common import completed, connect, json_option, show_view, url_option
 
 batch_id = click.argument(
     "batch_id",
@@ -42,9 +45,8 @@ def show(batch_id: str, as_json: bool, url: str | None) -> None:
     """Show a batch, with the reasons for which groups were not kept."""
     with connect(url) as client:
         batch = client.batches.get(batch_id)
-    show_view(render.batches_table([batch]), batch, as_json)
-    for reason, count in () if as_json else sorted(batch.reasons.items(), key=lambda pair: -pair[1]):
-        out.print(f"  {count} {reason}", highlight=False)
+    reasons = [Text(f"  {count} {reason}") for reason, count in Counter(batch.reasons).most_common()]
+    show_view(Group(render.batches_table([batch]), *reasons), batch, as_json)
 
 
 def _steer(action: str, text: str) -> None:

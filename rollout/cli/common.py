@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import click
+from pydantic import ValidationError
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from rollout.client import Client
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, problems_of
 from rollout.http import without_password
 
 out = Console()
@@ -24,9 +26,15 @@ err = Console(stderr=True)
 url_option = click.option("--url", help="The gateway. [default: $ROLLOUT_URL, or this checkout's service]")
 PATIENCE_S, WORK_PATIENCE_S = 2.0, 30.0
 """For a gateway that is away: where a person waits for one answer, and where work is under way."""
+output_option = click.option(
+    *("-o", "--output"),
+    type=click.File("w", encoding="utf-8"),
+    default="-",
+    help="Where the rollouts go, one JSON object a line. [default: stdout]",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
 PIPE_CHARS = 10_000
-"""Width of a pipe for tables: a row is a line."""
+"""Width of a pipe."""
 GAP = 2
 """Characters between columns."""
 LEAST_CHARS = 10
@@ -41,8 +49,7 @@ def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> C
     """
     client = Client(url, retry_for=min(retry_for, PATIENCE_S), **options)
     if client.found:
-        shown = f"{without_password(client.found[0])}: {client.found[1]}"
-        err.print(shown, style="dim", highlight=False, markup=False, soft_wrap=True)
+        click.secho(f"{without_password(client.found[0])}: {client.found[1]}", err=True, dim=True)
     if retry_for > PATIENCE_S:
         # No work is under way yet: a gateway that is away is told of at once.
         client.results("$", limit=1, include="summary")
@@ -50,15 +57,29 @@ def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> C
     return client
 
 
-def completed(names: Callable[[Client], Iterable[str]]) -> Callable[..., list[str]]:
-    """What the shell completes an argument with; nothing where the gateway does not tell within a second."""
+@contextmanager
+def valid() -> Iterator[None]:
+    """What the user gave makes a request, or one message says why not."""
+    try:
+        yield
+    except ValidationError as error:
+        raise click.ClickException(problems_of(error)) from None
+
+
+_asked = partial(Client, timeout=1.0, retry_for=0.0)
+
+
+def completed(
+    names: Callable[[Any], Iterable[str]],
+    source: Callable[..., AbstractContextManager[Any]] = _asked,
+    option: str = "url",
+) -> Callable[..., list[str]]:
+    """What the shell completes an argument with; nothing where the source, named by `option`, is mute."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-        try:
-            with Client(ctx.params.get("url"), timeout=1.0, retry_for=0.0) as client:
-                return [name for name in names(client) if name.startswith(incomplete)]
-        except RolloutError:
-            return []
+        with suppress(RolloutError, click.ClickException), source(ctx.params.get(option)) as asked:
+            return [name for name in names(asked) if name.startswith(incomplete)]
+        return []
 
     return complete
 
@@ -66,14 +87,21 @@ def completed(names: Callable[[Client], Iterable[str]]) -> Callable[..., list[st
 complete_handlers = completed(lambda client: [info.name for info in client.handlers()])
 
 
-def show(view: RenderableType, value: Any = None, as_json: bool = False) -> None:
-    """Print what is to be read, or `value` as JSON (models too). Ids run over the edge rather than be cut."""
+def show_view(view: RenderableType, value: Any = None, as_json: bool = False) -> None:
+    """Print what is to be read, or `value` as JSON (models too).
+
+    In a terminal ids run over the edge rather than be cut. In a pipe a row is a line, whole.
+    """
     try:
         if as_json:
             click.echo(json.dumps(value, default=lambda model: model.model_dump(mode="json")))
+        elif out.is_terminal:
+            out.print(view, crop=False)
         else:
-            folded = out.is_terminal or not isinstance(view, Table)
-            (out if folded else Console(width=PIPE_CHARS)).print(view, crop=False)
+            pipe = Console(width=PIPE_CHARS)
+            with pipe.capture() as captured:
+                pipe.print(view)
+            print("\n".join(line.rstrip(" ") for line in captured.get().split("\n")), end="", flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -99,7 +127,7 @@ class Column:
 class Sheet:
     """The rows as a table, which leaves out columns where the window is narrow, rather than cut them all.
 
-    Where that is not enough it cuts those that may be. In a pipe it has all columns whole.
+    Where that is not enough it cuts those that may be.
     """
 
     def __init__(self, columns: Sequence[Column], rows: Sequence[Any]) -> None:
@@ -111,26 +139,23 @@ class Sheet:
             for column in self._columns
         }
         widths = {column: max(cell.cell_len for cell in cells) + GAP for column, cells in columns.items()}
-        room = options.max_width if console.is_terminal or console is not out else sum(widths.values())
+        room = options.max_width + GAP
         for column in sorted((c for c in columns if c.drop), key=lambda column: column.drop):
-            if sum(widths.values()) - GAP <= room:
+            if sum(widths.values()) <= room:
                 break
             del widths[column]
         for column in sorted((c for c in widths if not c.whole), key=lambda column: -widths[column]):
             least = GAP + max(LEAST_CHARS, len(column.name))
-            over = sum(widths.values()) - GAP - room
-            widths[column] -= max(0, min(over, widths[column] - least))
-        table = Table(
-            box=None,
-            pad_edge=False,
-            header_style="dim",
-            padding=(0, GAP, 0, 0),
-            width=sum(widths.values()) - GAP,
-        )
+            widths[column] -= max(0, min(sum(widths.values()) - room, widths[column] - least))
+        whole = sum(widths.values()) - GAP
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, GAP, 0, 0), width=whole)
         for column, width in widths.items():
-            justify = "right" if column.number else "left"
             table.add_column(
-                column.name.strip(), justify=justify, no_wrap=True, overflow="ellipsis", width=width - GAP
+                column.name.strip(),
+                justify="right" if column.number else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+                width=width - GAP,
             )
         for cells in zip(*(columns[column][1:] for column in widths), strict=True):
             table.add_row(*cells)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from rollout.cli.common import json_option
-from rollout.planning import GB, PUBLISHED, UNPACKED_GB, PlanError, model_of, plan
+from rollout.planning import GB, PUBLISHED, UNPACKED_GB, model_of, plan
 
 
 @click.command("plan")
@@ -55,19 +55,12 @@ def plan_command(
     for name, value in (part | {"params": params or 0}).items():
         if isinstance(value, float) and not isfinite(value):
             raise click.BadParameter(f"{value} is no finite number", param_hint=f"--{name.replace('_', '-')}")
-    try:
-        result = plan(model_of(model, params), images=_images(dataset) if dataset else 0, **part)
-    except PlanError as error:
-        raise click.ClickException(str(error)) from None
+    result = plan(model_of(model, params), images=_images(dataset) if dataset else 0, **part)
     click.echo(json.dumps(result) if as_json else _text(result))
 
 
 def _images(dataset: Path) -> int:
-    """How many different images the rows need.
-
-    Raises:
-        click.ClickException: They cannot be read.
-    """
+    """How many different images the rows need."""
     for point in entry_points(group="rollout.image_readers", name="swe"):
         try:
             return len(list(point.load()(dataset)))
@@ -79,10 +72,6 @@ def _images(dataset: Path) -> int:
 
 
 def _text(result: dict[str, Any]) -> str:
-    sections = {name: part for name, part in result.items() if name != "commands"}
-    lines = [
-        f"{name:<10}" + ", ".join(f"{key} {value}" for key, value in part.items())
-        for name, part in sections.items()
-    ]
-    commands = [f"# {name}\n{command}" for name, command in result["commands"].items()]
+    commands = [f"# {name}\n{command}" for name, command in result.pop("commands").items()]
+    lines = [f"{name:<10}" + ", ".join(f"{k} {v}" for k, v in part.items()) for name, part in result.items()]
     return "\n".join([*lines, "", *commands])

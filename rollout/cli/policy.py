@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import IO, Any
 
 import click
-from pydantic import ValidationError
 
 from rollout.cli import render
-from rollout.cli.common import WORK_PATIENCE_S, connect, json_option, show, url_option
-from rollout.errors import problems_of
+from rollout.cli.common import WORK_PATIENCE_S, connect, json_option, out, show_view, url_option, valid
 from rollout.schema import Canary, LoraAdapter, UpdateState
 
 
@@ -28,7 +26,7 @@ def show_policy(as_json: bool = False, url: str | None = None) -> None:
     """Show the current policy and the latest updates."""
     with connect(url) as client:
         status = client.policy()
-    show(render.policy_view(status), status, as_json)
+    show_view(render.policy_view(status), status, as_json)
 
 
 @policy.command("update")
@@ -58,13 +56,22 @@ def update_policy(
     Without PATH the backends have the weights already and are only labelled. Ends with 1 unless every backend
     serves the new weights.
     """
-    try:
+    with valid(), connect(url, WORK_PATIENCE_S) as client:
         fields["canary"] = Canary.model_validate_json(canary.read()) if canary else None
         fields["lora"] = LoraAdapter(name=lora) if lora else None
-        with connect(url, WORK_PATIENCE_S) as client:
-            update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
-    except ValidationError as error:
-        raise click.ClickException(problems_of(error)) from None
-    show(render.update_view(update))
+        update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
+    show_view(render.update_view(update))
     if update.state is not UpdateState.DONE:
         raise click.exceptions.Exit(1)
+
+
+@policy.command("forget")
+@url_option
+def forget_policy(url: str | None) -> None:
+    """Place rollouts on backends of any weights, once no backend serves the current ones.
+
+    For a trainer that was killed after it had brought weights that nobody else can bring.
+    """
+    with connect(url) as client:
+        client.forget_policy()
+    out.print("no weights are current: backends of any weights take rollouts")

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.constrain import Constrain
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -29,12 +30,7 @@ from rollout.schema import (
     UpdateState,
 )
 
-STATE_STYLE = {
-    State.COMPLETED: "green",
-    State.FAILED: "red",
-    State.TIMED_OUT: "yellow",
-    State.CANCELLED: "magenta",
-}
+STATE_STYLE = {"completed": "green", "failed": "red", "timed_out": "yellow", "cancelled": "magenta"}
 ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 STAGES = ("queued", *(stage.value for stage in Stage))
 MAX_SHOWN_CHARS = 4000
@@ -47,8 +43,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def state_text(state: State | str) -> Text:
-    state = State(state)
+def state_text(state: State) -> Text:
     return Text(state.value, style=STATE_STYLE.get(state, "blue"))
 
 
@@ -70,11 +65,11 @@ def rollout_view(rollout: Rollout) -> RenderableType:
     chains = rollout.trajectory.chains if rollout.trajectory else []
     for number, chain in enumerate(chains):
         if len(chains) > 1:
-            parts.append(Rule(f"chain {number}", style="dim"))
+            parts.append(Constrain(Rule(f"chain {number}", style="dim"), 80))  # a pipe is very wide
         parts += _conversation(chain.segments)
     if rollout.trajectory and rollout.trajectory.unread:
         parts.append(Text("tool  not read by the model any more", style="dim"))
-        parts += [Padding(_message(message), (0, 0, 0, 2)) for message in rollout.trajectory.unread]
+        parts += [Padding.indent(_message(message), 2) for message in rollout.trajectory.unread]
     if not chains:
         parts.append(Text("no model call was recorded", style="dim"))
     if rollout.error:
@@ -127,7 +122,7 @@ def _conversation(segments: Sequence[Segment]) -> list[RenderableType]:
                 note += f", {segment.finish_reason}"
         heading = Text(segment.role, style=f"bold {ROLE_STYLE[segment.role]}")
         parts.append(heading.append(f"  {note}", style="not bold dim"))
-        parts += [Padding(_message(message), (0, 0, 0, 2)) for message in segment.messages]
+        parts += [Padding.indent(_message(message), 2) for message in segment.messages]
     parts.append(Text())
     return parts
 
@@ -171,20 +166,19 @@ def _outcome(rollout: Rollout) -> list[tuple[str, RenderableType]]:
 
 def timeline_view(rollout: Rollout) -> RenderableType:
     """What happened to a rollout, in order: changes of state, and notes between them."""
-    lines: list[tuple[float, int, RenderableType, int, str]] = []
-    for event in rollout.timeline:
-        owner = f"by {event.owner}" if event.owner else ""
-        lines.append((event.at, event.attempt, state_text(event.state), event.fence, owner))
-    for note in rollout.notes:
-        lines.append((note.at, note.attempt, Text("·", style="dim"), note.fence, note.text))
+    lines = [
+        (event, state_text(event.state), event.owner and f"by {event.owner}") for event in rollout.timeline
+    ]
+    lines += [(note, Text("·", style="dim"), note.text) for note in rollout.notes]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("after (s)", "attempt", "fence"):
         table.add_column(name, justify="right")
     table.add_column("state")
     table.add_column("what", overflow="fold")
     # Stable: within a millisecond the order in which each list was written stays.
-    for at, attempt, state, fence, text in sorted(lines, key=lambda line: line[0]):
-        table.add_row(f"{at - rollout.created_at:.3f}", str(attempt), str(fence), state, Text(text))
+    for entry, state, text in sorted(lines, key=lambda line: line[0].at):
+        after = f"{entry.at - rollout.created_at:.3f}"
+        table.add_row(after, str(entry.attempt), str(entry.fence), state, Text(text or ""))
     return Group(_heading(rollout), table)
 
 
@@ -196,11 +190,7 @@ def _shorten(text: str, limit: int) -> str:
 
 
 def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> Sheet:
-    """One line a rollout. An id is there to be copied: where the window is narrow, the others give way.
-
-    Args:
-        now: Seconds since the epoch, for a column with the time since each ended; None = without it.
-    """
+    """One line a rollout; with `now`, seconds since the epoch, a column with the time since each ended."""
     columns = [
         Column("id", lambda rollout: rollout.id, whole=True),
         Column("state", lambda rollout: state_text(rollout.state)),
@@ -243,11 +233,7 @@ def time_left(done: int, whole: int, since_s: float) -> str:
 
 
 def batches_table(batches: Sequence[Batch], now: float | None = None) -> Sheet:
-    """One line a batch, with its counters.
-
-    Args:
-        now: Seconds since the epoch, for a column with the time left; None = without it.
-    """
+    """One line a batch; with `now`, seconds since the epoch, a column with the time left."""
 
     def left(batch: Batch) -> str:
         kept = 0 if batch.state.ended or batch.paused else batch.kept
@@ -342,11 +328,7 @@ def status_view(status: dict[str, Any], steps: Sequence[str] = ()) -> Renderable
 
 
 def next_steps(status: dict[str, Any], missing: Sequence[str]) -> list[str]:
-    """Commands that help now, each with what it is for.
-
-    Args:
-        missing: What `GET /ready` misses.
-    """
+    """Commands that help now, each with what it is for; `missing` is what `GET /ready` misses."""
     steps = []
     if any("worker" in part for part in missing):
         steps.append("rollout up, or rollout slurm scale --nodes 1   workers, without which nothing runs")
@@ -364,21 +346,11 @@ def next_steps(status: dict[str, Any], missing: Sequence[str]) -> list[str]:
     return steps
 
 
-def flower_link(status: dict[str, Any], rollout_id: str) -> Text | None:
-    """Flower's page of a rollout's tasks, if the deployment says where Flower is."""
-    pattern = (status.get("flower") or {}).get("rollout")
-    return Text(f"flower  {pattern.replace('{rollout_id}', rollout_id)}", "dim") if pattern else None
-
-
 # ---------------------------------------------------------------------------------- backends
 
 
 def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] | None = None) -> Sheet:
-    """One line a backend, the least loaded first.
-
-    Args:
-        tokens_per_s: By id, for a column with it and one with the mean time of a call; None = without them.
-    """
+    """One line a backend; with tokens a second by id, a column of these and one of the mean time of calls."""
 
     def load(backend: Backend) -> str:
         return f"{backend.load:g}" + (f" of {backend.capacity_tokens}" if backend.capacity_tokens else "")
@@ -431,9 +403,18 @@ UPDATE_STYLE = {UpdateState.DONE: "green", UpdateState.PARTLY: "yellow", UpdateS
 
 def policy_view(status: PolicyStatus) -> RenderableType:
     """The weights in use, and the latest updates."""
+
+    def done(update: PolicyUpdate) -> str:
+        states = [backend.state for backend in update.backends.values()]
+        return f"{states.count(BackendUpdateState.RESUMED)} of {len(states)}"
+
+    def seconds(update: PolicyUpdate) -> str:
+        over = update.started_at and update.finished_at
+        return f"{update.finished_at - update.started_at:.3f}" if over else "–"
+
     now = status.current
     if now is None:
-        head = Text("no update has succeeded yet: backends serve what they were started with")
+        head = Text("none: backends of any weights take rollouts")
     else:
         path = now.path or "weights brought by the trainer"
         head = Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
@@ -442,8 +423,8 @@ def policy_view(status: PolicyStatus) -> RenderableType:
         Column("version", lambda update: update.version, whole=True),
         Column("state", _update_state),
         Column("mode", lambda update: update.mode, drop=1),
-        Column("backends", _backends_done),
-        Column("seconds", _update_seconds, True),
+        Column("backends", done),
+        Column("seconds", seconds, True),
     ]
     history = ["", Sheet(columns, status.history)] if status.history else []
     return Group(_grid([("policy", head)]), *history)
@@ -451,17 +432,6 @@ def policy_view(status: PolicyStatus) -> RenderableType:
 
 def _update_state(update: PolicyUpdate) -> Text:
     return Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue"))
-
-
-def _backends_done(update: PolicyUpdate) -> str:
-    done = sum(backend.state is BackendUpdateState.RESUMED for backend in update.backends.values())
-    return f"{done} of {len(update.backends)}"
-
-
-def _update_seconds(update: PolicyUpdate) -> str:
-    if update.started_at and update.finished_at:
-        return f"{update.finished_at - update.started_at:.3f}"
-    return "–"
 
 
 def update_view(update: PolicyUpdate) -> RenderableType:

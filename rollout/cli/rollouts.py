@@ -18,9 +18,9 @@ from rollout.cli.common import (
     err,
     json_option,
     out,
+    show_view,
     url_option,
 )
-from rollout.cli.common import show as show_view
 from rollout.client import ApiError, Client
 from rollout.http import NOT_FOUND
 from rollout.schema import Rollout, State
@@ -92,8 +92,9 @@ def show(rollout_id: str, timeline: bool, as_json: bool, url: str | None) -> Non
             return
         view = render.timeline_view if timeline else render.rollout_view
         show_view(view(rollout), rollout, as_json)
-        if timeline and not as_json and (link := render.flower_link(client.status(), rollout_id)):
-            out.print(link, soft_wrap=True)
+        flower = timeline and not as_json and client.status().get("flower")
+        if flower and (pattern := flower.get("rollout")):
+            click.secho(f"flower  {pattern.replace('{rollout_id}', rollout_id)}", dim=True)
 
 
 @click.command()
@@ -124,18 +125,9 @@ def cancel(ids: tuple[str, ...], group_id: str | None, tag: str | None, url: str
         raise click.UsageError("give ids, or --group, or --tag: exactly one of them")
     with connect(url) as client:
         done = client.cancel_many(list(ids) or None, group_id, tag)
-        unknown = [rollout_id for rollout_id in ids if done["unknown"] and _is_unknown(client, rollout_id)]
     out.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")
-    if unknown:
-        names = ", ".join(unknown)
+    if ids and done["unknown"]:
+        names = ", ".join(done["unknown_ids"]) or f"for {done['unknown']} of these ids"
         raise click.ClickException(f"there is no rollout {names}; --group cancels a group, --tag by tag")
     if not any(done.values()):
         raise click.ClickException(f"no rollout has the {'group' if group_id else 'tag'} {group_id or tag}")
-
-
-def _is_unknown(client: Client, rollout_id: str) -> bool:
-    try:
-        client.get(rollout_id, include="summary")
-    except ApiError as error:
-        return error.status == NOT_FOUND
-    return False

@@ -19,7 +19,15 @@ import click
 from pydantic import ValidationError
 
 from rollout.calls import with_id
-from rollout.cli.common import PATIENCE_S, WORK_PATIENCE_S, complete_handlers, connect, err, url_option
+from rollout.cli.common import (
+    PATIENCE_S,
+    WORK_PATIENCE_S,
+    complete_handlers,
+    connect,
+    err,
+    output_option,
+    url_option,
+)
 from rollout.cli.rollouts import select
 from rollout.client import Client
 from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, write_verl
@@ -65,16 +73,14 @@ class Tasks:
             part: `split`, `first` and `skip`, as `rollout.datasets.read` has them.
 
         Raises:
-            click.ClickException: The map, or standard input, cannot be used.
+            DatasetError: The map, or standard input, cannot be used.
+            click.UsageError: The map names no handler, and none is given.
         """
-        try:
-            self._map = load_map(map_name) if map_name else FieldMap()
-            self._read = partial(read, path, **part)
-            if path == "-":  # standard input cannot be read twice
-                rows = list(self._read())
-                self._read = lambda: iter(rows)
-        except DatasetError as error:
-            raise click.ClickException(str(error)) from None
+        self._map = load_map(map_name) if map_name else FieldMap()
+        self._read = partial(read, path, **part)
+        if path == "-":  # standard input cannot be read twice
+            rows = list(self._read())
+            self._read = lambda: iter(rows)
         self.where = ""
         """The row of the request that was read last."""
         self.handler = handler or self._map.handler
@@ -83,44 +89,29 @@ class Tasks:
         self._n, self._tags = n, tags
 
     def rows(self) -> Iterator[tuple[Row, dict[str, Any]]]:
-        """Rows, each with its task (or request).
-
-        Raises:
-            DatasetError: A row cannot be read, or lacks a field.
-        """
+        """Rows, each with its task (or request). Raises DatasetError for one that cannot be read."""
         for row in self._read():
             if self._map.wants(row):
                 yield row, self._map.apply(row)
 
     def __iter__(self) -> Iterator[RolloutRequest]:
-        """Raises:
-        click.ClickException: A row is no task or no valid request; it is named.
-        """
-        try:
-            for row, data in self.rows():
-                self.where = row.where
-                fields = {"handler": self.handler, "task": data} if self.handler else data
-                if self._n is not None:
-                    fields["n"] = self._n
-                if self._tags:
-                    fields["tags"] = [*fields.get("tags", []), *self._tags]
-                try:
-                    yield RolloutRequest.model_validate(fields)
-                except ValidationError as error:
-                    raise DatasetError(f"{row.where}: {problems_of(error)}") from None
-        except DatasetError as error:
-            raise click.ClickException(str(error)) from None
+        """Raises DatasetError for a row that is no task or no valid request; it is named."""
+        for row, data in self.rows():
+            self.where = row.where
+            fields = {"handler": self.handler, "task": data} if self.handler else data
+            if self._n is not None:
+                fields["n"] = self._n
+            if self._tags:
+                fields["tags"] = [*fields.get("tags", []), *self._tags]
+            try:
+                yield RolloutRequest.model_validate(fields)
+            except ValidationError as error:
+                raise DatasetError(f"{row.where}: {problems_of(error)}") from None
 
 
 @click.command()
 @click.argument("file")
-@click.option(
-    "-o",
-    "--output",
-    type=click.File("w", encoding="utf-8"),
-    default="-",
-    help="Where the rollouts go, one JSON object a line. [default: stdout]",
-)
+@output_option
 @click.option(
     "--handler",
     shell_complete=complete_handlers,
@@ -153,61 +144,54 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
     """Submit requests, write the rollouts as they end, cancel the rest at Ctrl-C, and sum them up.
 
     Raises:
-        click.ClickException: A row cannot be submitted, or the output not be opened; then nothing was
-            submitted. Or the gateway or the output fails later; then it says how to get the rest.
+        RolloutError: A row cannot be submitted; then nothing was.
+        click.ClickException: There is no row, or the output cannot be opened; nothing was submitted. Or the
+            gateway or the output fails later; then it says how to get the rest.
     """
     total = sum(request.n for request in tasks)
     if not total:
         raise click.ClickException(f"{name} holds no request")
     lines = _Lines(output)
     begun = time.monotonic()
-    taken: dict[str, tuple[str, list[str]]] = {}  # row and ids of requests that no answer has accepted yet
-    pending: dict[str, None] = {}
+    unwritten: dict[str, str] = {}  # ids of what was sent; of what no answer has accepted yet, with its row
 
-    def noted() -> Iterator[RolloutRequest]:
-        for request in tasks:
-            request = with_id(request)  # Ctrl-C has to know what to cancel
-            ids = request.rollout_ids()[1]
-            taken[ids[0]] = tasks.where, ids
+    def sent() -> Iterator[RolloutRequest]:
+        for request in map(with_id, tasks):  # Ctrl-C has to know what to cancel
+            unwritten.update(dict.fromkeys(request.rollout_ids()[1], tasks.where))
             yield request
 
     def accepted(entries: list[Submitted]) -> None:
-        for entry in entries:
-            taken.pop(entry.id, None)
-            pending[entry.id] = None
-
-    def doubtful() -> list[str]:
-        return [rollout_id for _, ids in taken.values() for rollout_id in ids]
+        unwritten.update((entry.id, "") for entry in entries)
 
     def rest() -> str:
-        unsent = total - lines.count - len(pending) - len(doubtful())
-        return _rest([*pending], doubtful(), unsent)
+        return _rest(unwritten, total - lines.count - len(unwritten))
 
-    with connect(url, WORK_PATIENCE_S) as client, Meter(total, err) as meter:
+    with connect(url, WORK_PATIENCE_S) as client:
         try:
-            for rollout in client.rollouts(noted(), in_flight, progress=False, announce=accepted):
-                lines.write(rollout)
-                del pending[rollout.id]
-                meter.add(rollout)
-            lines.close()
-        except (_OutputError, RolloutError) as error:
-            rows = {f"requests.{index}": where for index, (where, _) in enumerate(taken.values())}
-            if isinstance(error, ApiError) and error.status < SERVER_FAULT:
-                taken.clear()  # a call is accepted or refused whole
+            with Meter(total, err) as meter:
+                for rollout in client.rollouts(sent(), in_flight, progress=False, announce=accepted):
+                    lines.write(rollout)
+                    del unwritten[rollout.id]
+                    meter.add(rollout)
+                lines.close()
+        except RolloutError as error:
+            rows = dict.fromkeys(filter(None, unwritten.values()))
+            fields = {f"requests.{index}": where for index, where in enumerate(rows)}
+            refused = isinstance(error, ApiError) and error.status < SERVER_FAULT  # a call is, whole
+            if refused or isinstance(error, DatasetError):  # of which no call was sent
+                unwritten = {rollout_id: "" for rollout_id, where in unwritten.items() if not where}
             reason = error.reason if isinstance(error, Unavailable) else str(error)
-            reason = re.sub(r"\brequests\.\d+", lambda field: rows.get(field[0], field[0]), reason)
+            reason = re.sub(r"\brequests\.\d+", lambda field: fields.get(field[0], field[0]), reason)
             raise click.ClickException(f"{reason}\n{lines.text()}. {rest()}") from None
         except KeyboardInterrupt:
-            meter.__exit__(None, None, None)  # the question needs the terminal to itself
-            _cancel_rest(client, [*pending, *doubtful()], rest)
+            _cancel(client, list(unwritten), rest)
             raise click.exceptions.Exit(130) from None
-    text = f"{meter.text()}; {lines.text()}, after {time.monotonic() - begun:.1f} s"
-    err.print(text, highlight=False, markup=False, soft_wrap=True)
-    if unscored := sum(meter.states.values()) - len(meter.rewards):
-        err.print(f"{unscored} have no reward: `rollout show ID` says why", highlight=False)
+    click.echo(f"{meter.text()}; {lines.text()}, after {time.monotonic() - begun:.1f} s", err=True)
+    if unscored := lines.count - len(meter.rewards):
+        click.echo(f"{unscored} have no reward: `rollout show ID` says why", err=True)
 
 
-class _OutputError(Exception):
+class _OutputError(RolloutError):
     """The output takes no more."""
 
 
@@ -250,16 +234,12 @@ class _Lines:
         return f"{self.count} rollouts are in {self._file.name}"
 
 
-def _rest(pending: list[str], doubtful: list[str], unsent: int) -> str:
-    """How to get what was submitted and not written. A full disk need not be that of temporary files.
-
-    Args:
-        doubtful: Submitted, but nothing came back that says so.
-    """
+def _rest(unwritten: dict[str, str], unsent: int) -> str:
+    """How to get what was submitted and not written. A full disk need not be that of temporary files."""
     refused = f"{unsent} were not submitted"
-    if not (pending or doubtful):
+    if not unwritten:
         return refused
-    ids = "\n".join(pending + doubtful) + "\n"
+    ids = "\n".join(unwritten) + "\n"
     try:
         with tempfile.NamedTemporaryFile("w", prefix="rollout-ids-", suffix=".txt", delete=False) as file:
             file.write(ids)
@@ -267,12 +247,34 @@ def _rest(pending: list[str], doubtful: list[str], unsent: int) -> str:
     except OSError:
         click.echo(ids, err=True)
         place = "FILE, with the ids above"
-    doubt = f", and {len(doubtful)} whose submission was not answered," if doubtful else ""
+    doubtful = sum(map(bool, unwritten.values()))
+    doubt = f", and {doubtful} whose submission was not answered" if doubtful else ""
     return (
-        f"{len(pending)} that go on, or have ended meanwhile{doubt or ','} are named in {place}:\n"
+        f"{len(unwritten) - doubtful} that go on, or have ended meanwhile{doubt}, are named in {place}:\n"
         f"  rollout fetch --ids {place} -o REST     writes them as they end\n"
         f"  xargs rollout cancel < {place}     ends them\n{refused}"
     )
+
+
+def _cancel(client: Client, ids: list[str], rest: Callable[[], str]) -> None:
+    """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no.
+
+    What has ended and is not in the file, or could not be cancelled, is named.
+    """
+    with suppress(click.Abort, KeyboardInterrupt):  # Ctrl-C again means yes
+        question = f"Cancel the {len(ids)} rollouts not ended?"
+        person = sys.stdin.isatty() and sys.stderr.isatty()
+        if person and ids and not click.confirm(question, default=True, err=True):
+            click.echo(rest(), err=True)
+            return
+    client.retry_for = PATIENCE_S
+    try:
+        done = client.cancel_many(ids)
+        click.echo(f"cancelled {done['cancelled']}; {done['already_ended']} had ended", err=True)
+        if done["already_ended"]:
+            click.echo(rest(), err=True)
+    except (RolloutError, KeyboardInterrupt) as error:
+        click.echo(f"not cancelled: {error}\n{rest()}", err=True)
 
 
 @click.command()
@@ -280,7 +282,7 @@ def _rest(pending: list[str], doubtful: list[str], unsent: int) -> str:
 @click.option("--ids", "file", type=click.File("r"), help="A file of ids, one a line; - is stdin.")
 @click.option("--group", "group_id", help="All rollouts of a group.")
 @click.option("--tag", help="All rollouts with a tag.")
-@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="[default: stdout]")
+@output_option
 @url_option
 def fetch(
     ids: tuple[str, ...],
@@ -311,7 +313,7 @@ def fetch(
                 lines.close()
             except _OutputError as error:
                 raise click.ClickException(f"{error}. {lines.text()}") from None
-    err.print(f"{meter.text()}; {lines.text()}", highlight=False, markup=False, soft_wrap=True)
+    click.echo(f"{meter.text()}; {lines.text()}", err=True)
     if file and not chosen:
         raise click.ClickException(f"{file.name} names no rollout")
     if unknown or not chosen:
@@ -335,31 +337,6 @@ def _as_they_end(client: Client, ids: list[str], unknown: list[str]) -> Iterator
         else:
             waiting.append(rollout_id)
     yield from client.stream(waiting, cursor=cursor)
-
-
-def _cancel_rest(client: Client, ids: list[str], rest: Callable[[], str]) -> None:
-    """After Ctrl-C: cancel what has not ended, unless a person at the terminal says no.
-
-    What has ended and is not in the file, or could not be cancelled, is named.
-    """
-    try:
-        question = f"Cancel the {len(ids)} rollouts not ended?"
-        person = sys.stdin.isatty() and sys.stderr.isatty()
-        if person and ids and not click.confirm(question, default=True, err=True):
-            click.echo(rest(), err=True)
-            return
-    except (click.Abort, KeyboardInterrupt):
-        pass  # Ctrl-C again means yes
-    client.retry_for = PATIENCE_S
-    try:
-        done = client.cancel_many(ids=ids)
-    except (RolloutError, KeyboardInterrupt) as error:
-        reason = error.reason if isinstance(error, Unavailable) else str(error)
-        click.echo(f"not cancelled: {reason}\n{rest()}", err=True)
-        return
-    err.print(f"cancelled {done['cancelled']}; {done['already_ended']} had ended")
-    if done["already_ended"]:
-        click.echo(rest(), err=True)
 
 
 @click.command()
@@ -422,7 +399,7 @@ def tasks(
         nonlocal good, wrong
         for row, task in source.rows():
             if schema is not None and (words := problem(task, schema, row)):
-                err.print(words, highlight=False, soft_wrap=True, markup=False)
+                click.echo(words, err=True)
                 wrong += 1
                 if wrong >= most_errors:
                     break
@@ -434,13 +411,10 @@ def tasks(
         if wrong and parquet is not None:
             raise DatasetError(f"{good} tasks fit, {wrong} do not: {parquet} is not written")
 
-    try:
-        if parquet is not None:
-            write_verl(parquet, str(source.handler), fitting(), bounds)
-        else:
-            deque(fitting(), maxlen=0)
-    except DatasetError as error:
-        raise click.ClickException(str(error)) from None
-    err.print(f"{good} tasks {'read' if schema is None else 'fit'}, {wrong} do not", highlight=False)
+    if parquet is not None:
+        write_verl(parquet, str(source.handler), fitting(), bounds)
+    else:
+        deque(fitting(), maxlen=0)
+    click.echo(f"{good} tasks {'read' if schema is None else 'fit'}, {wrong} do not", err=True)
     if wrong:
         raise click.exceptions.Exit(1)

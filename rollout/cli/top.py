@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 
 import click
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rollout.cli.common import connect, url_option
+from rollout.cli.common import connect, out, show_view, url_option
 from rollout.cli.top_look import Look, Watcher
 from rollout.cli.top_view import view
 from rollout.errors import Unavailable
@@ -42,55 +39,46 @@ def top(once: bool, as_json: bool, interval: float, url: str | None) -> None:
 
     A key with the scope `admin` shows batches and rollouts of all tenants, any other those of its own.
     """
-    console = Console()
-    with connect(url, 0.0, timeout=ANSWER_S) as client, _pauses() as pause:
+    with connect(url, 0.0, timeout=ANSWER_S) as client, _pauses() as pause, suppress(KeyboardInterrupt):
         watcher = Watcher(client)
 
         def show(look: Look) -> None:
             if as_json:
-                print(look.model_dump_json(exclude=NOT_IN_JSON), flush=True)
+                click.echo(look.model_dump_json(exclude=NOT_IN_JSON))
             else:
-                console.print(view(look, client.base_url))
+                show_view(view(look, client.base_url))
 
-        try:
-            if once:
-                watcher.look()
-                pause(interval)
-                show(watcher.look())
-            elif as_json or not console.is_terminal:
-                _stream(watcher, show, interval, pause)
-            else:
-                _live(watcher, client.base_url, console, interval, pause)
-        except KeyboardInterrupt:
-            pass
+        if once:
+            watcher.look()
+            pause(interval)
+            show(watcher.look())
+        elif as_json or not out.is_terminal:
+            _stream(watcher, show, interval, pause)
+        else:
+            _live(watcher, client.base_url, interval, pause)
 
 
 @contextmanager
 def _pauses() -> Iterator[Pause]:
     """A pause that a change of the window's size ends; TERM ends it all like Ctrl-C, the screen put back."""
-    reader, writer = os.pipe()
-    # A window that is dragged sends many signals: what does not fit into the pipe is not missed.
-    os.set_blocking(writer, False)
-
-    def resized(*_: object) -> None:
-        with suppress(BlockingIOError):
-            os.write(writer, b".")
+    resized: SimpleQueue[int] = SimpleQueue()  # a signal's handler may put into it
 
     def pause(seconds: float) -> None:
-        if select.select([reader], [], [], seconds)[0]:
-            os.read(reader, 4096)
+        with suppress(Empty):
+            resized.get(timeout=seconds)
+            while True:  # a window that is dragged sends many
+                resized.get_nowait()
 
-    old = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler),
-        signal.SIGWINCH: signal.signal(signal.SIGWINCH, resized),
+    handlers = {
+        signal.SIGTERM: signal.default_int_handler,
+        signal.SIGWINCH: lambda number, _: resized.put(number),
     }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield pause
     finally:
-        for number, handler in old.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(reader)
-        os.close(writer)
 
 
 def _stream(watcher: Watcher, show: Callable[[Look], None], interval: float, pause: Pause) -> None:
@@ -99,21 +87,19 @@ def _stream(watcher: Watcher, show: Callable[[Look], None], interval: float, pau
         try:
             show(watcher.look())
         except Unavailable as error:
-            print(f"rollout top: {error}", file=sys.stderr, flush=True)
+            click.echo(f"rollout top: {error}", err=True)
         pause(interval)
 
 
-def _live(watcher: Watcher, url: str, console: Console, interval: float, pause: Pause) -> None:
+def _live(watcher: Watcher, url: str, interval: float, pause: Pause) -> None:
     look: Look | None = None
-    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(console=out, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             problem = None
             try:
                 look = watcher.look()
             except Unavailable as error:
                 problem = f"{url} does not answer; trying on. {error}"
-            screen = (
-                view(look, url, console.size.height, problem) if look else Text(problem or "", "bold red")
-            )
+            screen = view(look, url, out.size.height, problem) if look else Text(problem or "", "bold red")
             live.update(screen, refresh=True)
             pause(interval)

@@ -12,7 +12,7 @@ from rich.text import Text
 from rollout.cli.common import Column, Sheet, node_shown, or_dash
 from rollout.cli.render import backends_table, batches_table, rollouts_table, time_left
 from rollout.cli.top_look import EVERYBODY, Look, Progress, mean_reward
-from rollout.schema import Fleet, NodeLoad
+from rollout.schema import NodeLoad
 
 BAR = 12
 """Characters."""
@@ -43,9 +43,8 @@ def view(look: Look, url: str, height: int | None = None, problem: str | None = 
         (lately, look.recent, lambda rows: rollouts_table(rows, look.at)),
     ]
     lines = None if height is None else height - len(head) - STAGE_ROWS
-    for (title, rows, draw), share in zip(sections, _shares(sections, lines), strict=True):
-        if share is None:
-            continue
+    for i, share in _shares([len(rows) for _, rows, _ in sections], lines).items():
+        title, rows, draw = sections[i]
         note = f"  ({len(rows) - share} more)" if len(rows) > share else ""
         parts.append(Text(f"{title}{note}", "bold") if rows else Text(f"{title}: none", "dim"))
         if rows:
@@ -53,57 +52,50 @@ def view(look: Look, url: str, height: int | None = None, problem: str | None = 
     return Group(*parts)
 
 
-def _shares(sections: Sequence[tuple[str, Sequence[Any], Any]], lines: int | None) -> list[int | None]:
-    """Rows that each section shows; None: not even its title. The first go first, the last takes the rest."""
+def _shares(sizes: Sequence[int], lines: int | None) -> dict[int, int]:
+    """Rows that sections of these sizes show, by place; for one that is left out not even its title has room.
+
+    The first go first, the last takes the rest.
+    """
     if lines is None:
-        return [len(rows) for _, rows, _ in sections]
-    shares: list[int | None] = [None] * len(sections)
-    for i, (_, rows, _) in enumerate(sections):
-        least = min(len(rows), LEAST_ROWS)
-        cost = least + (2 if rows else 1)  # its title, and the head of its table
+        return dict(enumerate(sizes))
+    shares: dict[int, int] = {}
+    for i, size in enumerate(sizes):
+        least = min(size, LEAST_ROWS)
+        cost = least + (2 if size else 1)  # its title, and the head of its table
         if lines >= cost:
             shares[i] = least
             lines -= cost
-    for i, (_, rows, _) in enumerate(sections):
-        share = shares[i]
-        if share is not None:
-            # What comes later gets some too, unless there is nothing later.
-            room = lines if i == len(sections) - 1 else max(0, lines // 2)
-            more = min(len(rows) - share, room)
-            shares[i] = share + more
-            lines -= more
+    for i, least in shares.items():
+        # What comes later gets some too, unless there is nothing later.
+        more = min(sizes[i] - least, lines if i == len(sizes) - 1 else lines // 2)
+        shares[i] += more
+        lines -= more
     return shares
 
 
-def _head(look: Look, url: str, problem: str | None) -> list[RenderableType]:
+def _head(look: Look, url: str, problem: str | None) -> list[Text]:
+    fleet = look.fleet
     tenant = "all tenants" if look.tenant == EVERYBODY else f"tenant {look.tenant}"
     at = time.strftime("%H:%M:%S", time.localtime(look.at))
-    flower = f"   flower {look.flower}" if look.flower else ""
-    counts = [f"{count} {name}" for name, count in look.fleet.states.items() if count]
+    counts = [f"{count} {name}" for name, count in fleet.states.items() if count]
     ended = look.rates["ended"]
     rates = ", ".join(f"{value:.2g} {name}" for name, value in ended.items() if value)
     rates = rates or ("none" if ended else "–")
-    lines: list[RenderableType] = [
-        _line(Text.assemble((f"rollout {look.version}", "bold"), f"   {url}   {tenant}   {at}{flower}")),
-        _line(Text(f"{', '.join(counts) or 'no rollouts'}   ended a second: {rates}")),
-    ]
-    warnings = _warnings(look.fleet)
-    if problem:
-        warnings.insert(0, problem)
-    lines += [_line(Text(text, "bold red")) for text in warnings]
-    return [*lines, Text()]
-
-
-def _line(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text
-
-
-def _warnings(fleet: Fleet) -> list[str]:
-    warnings = [f"no live worker of stage {name}" for name, load in fleet.stages.items() if not load.workers]
+    warnings = [problem] if problem else []
+    warnings += [f"no live worker of stage {name}" for name, load in fleet.stages.items() if not load.workers]
     if fleet.reaper_lag_s > REAPER_LATE_S:
         warnings.append(f"what is overdue is {fleet.reaper_lag_s:.0f} s late: does any worker reap?")
-    return warnings
+    lines = [
+        Text.assemble((f"rollout {look.version}", "bold"), f"   {url}   {tenant}   {at}"),
+        *([Text(f"flower {look.flower}")] if look.flower else []),
+        Text(f"{', '.join(counts) or 'no rollouts'}   ended a second: {rates}"),
+        *(Text(text, "bold red") for text in warnings),
+        Text(),
+    ]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return lines
 
 
 def _bar(busy: int, slots: int) -> Text:
@@ -111,14 +103,10 @@ def _bar(busy: int, slots: int) -> Text:
     return Text.assemble(("█" * full, "green"), ("░" * (BAR - full), "dim"))
 
 
-def _count(workers: int) -> str | Text:
-    return str(workers) if workers else Text("0", "bold red")
-
-
 def _stages(look: Look) -> Sheet:
     columns = [
         Column("stage", lambda row: row[0]),
-        Column("workers", lambda row: _count(row[1].workers), True, 3),
+        Column("workers", lambda row: str(row[1].workers or "") or Text("0", "bold red"), True, 3),
         Column("slots", lambda row: str(row[1].slots), True),
         Column("busy", lambda row: str(row[1].busy), True),
         Column(" ", lambda row: _bar(row[1].busy, row[1].slots), drop=1),

@@ -15,9 +15,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rollout.errors import ApiError
+from rollout.errors import ApiError, RolloutError
 from rollout.schema import PolicyUpdate, State, UpdateState
 from rollout.sync import Client
 
@@ -72,7 +72,7 @@ class VerlServers:
 
     def __enter__(self) -> VerlServers:
         try:
-            self._register(self._wanted)
+            self.register(self._wanted)
         except BaseException:
             self.remove()
             raise
@@ -88,7 +88,19 @@ class VerlServers:
             ValueError: As in the constructor.
             ApiError: A server cannot be used; the message says why.
         """
-        self._register(_urls(addresses))
+        urls = _urls(addresses)
+        wanted = {f"{self._name}-{rank}": url for rank, url in enumerate(urls)}
+        left = re.compile(rf"{re.escape(self._name)}-\d+")
+        for backend in self._client.backends():
+            # Also another one at a wanted address: a server under two ids would be loaded twice.
+            ours, url = left.fullmatch(backend.id) is not None, wanted.get(backend.id)
+            if (ours and url != backend.url) or (url is None and backend.url in urls):
+                self._remove(backend.id)
+        for name, url in wanted.items():
+            if self._backends.get(name) != url:
+                # Until it is labelled, what it samples could not be told from other weights' tokens.
+                self._client.add_backend(url, id=name, drain=True, **self._options)
+                self._backends[name] = url
 
     def update(self, step: int) -> PolicyUpdate:
         """Label all servers with the weights that verl has brought there, and let them take rollouts.
@@ -111,8 +123,18 @@ class VerlServers:
             timeout_s=self._timeout_s,
             wait=self._timeout_s,
         )
+        if not update.state.ended:
+            raise RuntimeError(
+                f"version {update.version} is {update.state.value} after {self._timeout_s:g} s: see "
+                "`rollout status` for RUN workers that live: they bring labels to the servers"
+            )
         if update.state is not UpdateState.DONE:
-            raise RuntimeError(_failure(update, self._timeout_s))
+            outcomes = update.backends.items()
+            errors = "; ".join(f"{name}: {outcome.error}" for name, outcome in outcomes if outcome.error)
+            raise RuntimeError(
+                f"version {update.version} did not reach all servers ({update.state.value}): {errors}. They "
+                "need VLLM_SERVER_DEV_MODE=1 and enable_scale_out, see docs/verl.md"
+            )
         for backend in self._backends:
             self._client.drain_backend(backend, False)
         log.info("%d servers have the weights %s", len(self._backends), update.version)
@@ -136,38 +158,31 @@ class VerlServers:
                     f"rollouts are still on {', '.join(busy)} after {self._timeout_s:g} s: cancel them, see "
                     "`rollout list --state running`; those of another tenant only its key or an admin's can"
                 )
-            self._client.cancel_many(self._running())
+            self._client.cancel_many([*self._running()])
             time.sleep(_POLL_S)
 
-    def _running(self) -> list[str]:
+    def _running(self) -> Iterator[str]:
         """Ids of the rollouts that may call the servers."""
-        ids: list[str] = []
-        cursor = None
-        while True:
-            page = self._client.list(state=State.RUNNING, cursor=cursor)
-            ids += [rollout.id for rollout in page.rollouts if rollout.backend in self._backends]
-            cursor = page.cursor
-            if cursor is None:
-                return ids
+        page = None
+        while page is None or page.cursor:
+            page = self._client.list(state=State.RUNNING, cursor=page and page.cursor)
+            yield from (rollout.id for rollout in page.rollouts if rollout.backend in self._backends)
 
     def remove(self) -> None:
-        """Take all servers out of the service, and with them the run's weights: any may be asked for then."""
+        """Take all servers out of the service, and with them the run's weights: any take rollouts then."""
+        if not self._backends:
+            return
         for backend in [*self._backends]:
             self._remove(backend)
-
-    def _register(self, urls: list[str]) -> None:
-        wanted = {f"{self._name}-{rank}": url for rank, url in enumerate(urls)}
-        left = re.compile(rf"{re.escape(self._name)}-\d+")
-        for backend in self._client.backends():
-            # Also another one at a wanted address: a server under two ids would be loaded twice.
-            ours, url = left.fullmatch(backend.id) is not None, wanted.get(backend.id)
-            if (ours and url != backend.url) or (url is None and backend.url in urls):
-                self._remove(backend.id)
-        for backend, url in wanted.items():
-            if self._backends.get(backend) != url:
-                # Until it is labelled, what it samples could not be told from other weights' tokens.
-                self._client.add_backend(url, id=backend, drain=True, **self._options)
-                self._backends[backend] = url
+        try:
+            current = self._client.policy().current
+            # Also those of a killed run of this name, whose servers these have replaced.
+            mine = rf"{re.escape(self._name)}-[0-9a-f]{{8}}-\d+"
+            if current is not None and re.fullmatch(mine, current.version):
+                self._client.forget_policy()
+        except RolloutError as error:
+            # The run is over; what ended it must not be hidden by this.
+            log.warning("other backends may get no rollouts before `rollout policy forget`: %s", error)
 
     def _remove(self, backend: str) -> None:
         try:
@@ -179,11 +194,7 @@ class VerlServers:
 
 
 def _urls(addresses: Sequence[str]) -> list[str]:
-    """URLs of addresses.
-
-    Raises:
-        ValueError: One is no address, or comes twice; or there is none.
-    """
+    """URLs of addresses; a ValueError names the one at fault."""
     if isinstance(addresses, str) or not addresses:
         raise ValueError(
             f"addresses {addresses!r} is no list of servers: give verl's LLMServerManager.get_addresses()"
@@ -198,15 +209,3 @@ def _urls(addresses: Sequence[str]) -> list[str]:
             raise ValueError(f"address {address!r} is there twice: give each server once")
         urls.append(url)
     return urls
-
-
-def _failure(update: PolicyUpdate, timeout_s: float) -> str:
-    """What stands in the way of a label, and the remedy."""
-    if not update.state.ended:
-        remedy = "see `rollout status` for RUN workers that live: they bring labels to the servers"
-        return f"version {update.version} is {update.state.value} after {timeout_s:g} s: {remedy}"
-    errors = "; ".join(f"{name}: {one.error}" for name, one in update.backends.items() if one.error)
-    return (
-        f"version {update.version} did not reach all servers ({update.state.value}): {errors}. They need "
-        "VLLM_SERVER_DEV_MODE=1 and enable_scale_out, see docs/verl.md"
-    )

@@ -158,7 +158,7 @@ class PolicyStatus(BaseModel):
     """What `GET /v1/policy` answers."""
 
     current: Policy | None
-    """None: no update has succeeded yet, so backends serve what they were started with."""
+    """None: no update has succeeded yet, or it was forgotten; backends of any weights take rollouts."""
     update: PolicyUpdate | None
     """The one under way."""
     history: list[PolicyUpdate]

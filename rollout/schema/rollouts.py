@@ -343,6 +343,16 @@ class AckResponse(BaseModel):
     unknown: int
 
 
+class CancelResponse(BaseModel):
+    """How many rollouts were what."""
+
+    cancelled: int
+    already_ended: int
+    unknown: int
+    unknown_ids: list[str] = Field(default_factory=list)
+    """Those of the `ids` of the request; older gateways do not name them."""
+
+
 class HandlerInfo(BaseModel):
     """What a handler does and takes, as the workers announced it."""
 

@@ -210,7 +210,7 @@ class Trajectory(BaseModel):
     finish_reason: FinishReason | None = None
     model: str | None = None
     tokenizer: str | None = None
-    """Name or path of the tokenizer and the digest of its vocabulary and template."""
+    """Name or path of the tokenizer and the digest of its format, vocabulary and template."""
     logprobs_mode: str | None = None
     """What the engine's log-probs mean: `processed_logprobs`, `raw_logprobs` or None (unknown)."""
     warnings: list[str] = Field(default_factory=list)

@@ -19,6 +19,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from rollout.schema import State
+from rollout.schema.fleet import WorkerLoad
 from services.autoscale.policy import (
     INIT,
     STAGES,
@@ -38,7 +39,7 @@ from services.launch.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.state import keys
 from services.state.autoscale import AutoscaleStore
 from services.state.election import Election
-from services.state.fleet import FleetStore, Worker
+from services.state.fleet import FleetStore
 from services.state.observations import Observations, stage_totals
 
 log = structlog.get_logger("autoscale")
@@ -59,6 +60,7 @@ SMOOTHING = 0.3
 """Weight of what ended since the last look, in the mean time of a stage."""
 Kind = tuple[str, ...]
 """Stages that a node serves; only one of all stages can hold sandboxes."""
+Workers = Sequence[WorkerLoad]
 
 
 class Observer:
@@ -71,7 +73,7 @@ class Observer:
         self._ended: dict[str, tuple[float, int]] = {}
         self._service_s: dict[str, float] = {}
 
-    def look(self) -> tuple[dict[str, Load], list[Worker]]:
+    def look(self) -> tuple[dict[str, Load], list[WorkerLoad]]:
         """The load of each stage, and the live workers.
 
         Raises:
@@ -129,14 +131,14 @@ class Observer:
 # ------------------------------------------------------------------------------ what it can do
 
 
-def apply_slots(app: Celery, slots: int, workers: Sequence[Worker]) -> dict[str, int]:
+def apply_slots(app: Celery, slots: int, workers: Workers) -> dict[str, int]:
     """Spread a stage's slots over its workers, by the control command `set_slots`.
 
     Returns:
         New slots of each worker that took them.
     """
     taken: dict[str, int] = {}
-    changes = share_out(slots, {w.name: (w.slots, w.most_slots, w.held) for w in workers})
+    changes = share_out(slots, {w.name: (w.slots, w.slots_limit, w.busy) for w in workers})
     for number in sorted(set(changes.values())):
         names = [name for name, target in changes.items() if target == number]
         replies = app.control.broadcast(
@@ -163,7 +165,7 @@ class SlurmNodes:
         """
         self._stack, self._grace_s = stack, grace_s
 
-    def look(self, kind: Kind, workers: Sequence[Worker]) -> NodeState:
+    def look(self, kind: Kind, workers: Workers) -> NodeState:
         """What there is, nodes on their way included, those on their way out not."""
         jobs = self._stack.active(NODE, list(kind))
         announced: dict[str, set[str]] = {}
@@ -174,11 +176,11 @@ class SlurmNodes:
         options = self._stack.saved()[0]
         return NodeState(up, len(jobs) - up, {stage: options.slots_of(stage) for stage in kind})
 
-    def set(self, kind: Kind, target: int, workers: Sequence[Worker]) -> None:
+    def set(self, kind: Kind, target: int, workers: Workers) -> None:
         """Have so many nodes; those with the least in hand are drained first."""
         held: Counter[str] = Counter()
         for worker in workers:
-            held[worker.node] += worker.held
+            held[worker.node] += worker.busy
         self._stack.scale(target, list(kind), NODE, self._grace_s, held)
 
 
@@ -289,14 +291,14 @@ class Autoscaler:
             self._store.put({"stages": stages, "nodes": nodes})
 
     def _scale_slots(
-        self, now: float, stage: str, follower: Follower, load: Load, needed: int, workers: Sequence[Worker]
+        self, now: float, stage: str, follower: Follower, load: Load, needed: int, workers: Workers
     ) -> None:
         own = [worker for worker in workers if stage in worker.stages]
         # A worker that serves several stages has its slots for whoever comes first.
         if not own or any(len(worker.stages) > 1 for worker in own):
             return
         assert self._options.live is not None
-        have, limit = sum(worker.slots for worker in own), sum(worker.most_slots for worker in own)
+        have, limit = sum(worker.slots for worker in own), sum(worker.slots_limit for worker in own)
         target = follower.target(now, min(needed, self._options.live.most), have, load.busy)
         # Each worker keeps one: a stage without a slot would never be asked for anything.
         target = max(len(own), min(target, limit))
@@ -310,7 +312,7 @@ class Autoscaler:
             self._store.count("slots_lowered", -sum(change for change in changes if change < 0))
 
     def _scale_nodes(
-        self, now: float, loads: Mapping[str, Load], needs: Mapping[str, int], workers: Sequence[Worker]
+        self, now: float, loads: Mapping[str, Load], needs: Mapping[str, int], workers: Workers
     ) -> dict[str, dict[str, Any]]:
         assert self._pool is not None
         seen: dict[str, dict[str, Any]] = {}

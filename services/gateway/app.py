@@ -13,16 +13,7 @@ from services.gateway import auth, door, problems, requests
 from services.gateway.answers import compress_answers
 from services.gateway.compat.app import register as register_compat
 from services.gateway.context import EXTENSION, Gateway
-from services.gateway.routes import (
-    backends,
-    batches,
-    fleet,
-    policy,
-    results,
-    rollouts,
-    service,
-    webhooks,
-)
+from services.gateway.routes import backends, batches, fleet, policy, results, rollouts, service, webhooks
 from services.settings import Settings
 from services.settings import settings as process_settings
 from services.state.redis import connect

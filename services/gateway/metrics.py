@@ -65,9 +65,9 @@ gauge rollout_workers{stage} alive
     Live worker processes.
 gauge rollout_fleet_slots{worker,node,stages} worker.slots
     Rollouts a worker carries at once now.
-gauge rollout_fleet_slots_limit{worker,node,stages} worker.most_slots
+gauge rollout_fleet_slots_limit{worker,node,stages} worker.slots_limit
     What `set_slots` may give it.
-gauge rollout_fleet_busy{worker,node,stages} worker.held
+gauge rollout_fleet_busy{worker,node,stages} worker.busy
     Rollouts a worker works on.
 gauge rollout_node_free_bytes{node,resource} free
     What a node has left for sandboxes.
@@ -344,6 +344,14 @@ class Scrape:
         self.batches_todo, self.webhooks_pending = gate.batches.todo, gate.webhooks.pending
         self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.result_stream.length
         self.archive_lag = gate.result_stream.archive_lag
+        self.streams, self.waiters = lambda: gate.streams.open, lambda: gate.waiting.open
+        self.alive = lambda: {stage: len(names) for stage, names in gate.fleet.alive().items()}
+        self.release = lambda: {rollout.__version__: 1}
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric of the table, as `prometheus_client` has it."""
+        for row in ROWS:
+            yield from row.read(self)
 
     def read(self, source: str, argument: str) -> Value | Values:
         """A sum by its name, several by `prefix_*`, or what the method of that name makes of the argument."""
@@ -370,9 +378,6 @@ class Scrape:
         return getattr(self._ages, field)
 
     # -- workers and nodes -------------------------------------------------------------------
-
-    def alive(self) -> Values:
-        return {stage: len(names) for stage, names in self._gate.fleet.alive().items()}
 
     def worker(self, field: str) -> Values:
         """One series a process; `stages` has several, joined by `+`, where one serves several."""
@@ -451,15 +456,6 @@ class Scrape:
         current = self._gate.policy.current()
         return {current.policy.version: 1} if current else {}
 
-    def release(self) -> Values:
-        return {rollout.__version__: 1}
-
-    def streams(self) -> Value:
-        return self._gate.streams.open
-
-    def waiters(self) -> Value:
-        return self._gate.waiting.open
-
     def ping(self) -> Value:
         began = time.perf_counter()
         self._gate.redis.ping()
@@ -473,23 +469,6 @@ class Scrape:
         return self._sums["server"].get("maxmemory") or self._sums["server"].get("total_system_memory") or 0
 
 
-class _FromRedis:
-    """A collector that reads the state of the service at each scrape."""
-
-    def __init__(self, gate: Gateway) -> None:
-        self._gate = gate
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        scrape = Scrape(self._gate)
-        for row in ROWS:
-            yield from row.read(scrape)
-
-
 def render(gate: Gateway) -> bytes:
     """The exposition text."""
-    registry = CollectorRegistry()
-    registry.register(_FromRedis(gate))
-    return generate_latest(registry) + generate_latest(_own) + generate_latest(refusals.registry)
+    return b"".join(map(generate_latest, (Scrape(gate), _own, refusals.registry)))

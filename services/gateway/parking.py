@@ -12,11 +12,8 @@ the pool, the socket joins the worker's poller. The request is dispatched again,
 when its waiter is woken, when its time is up, or when the worker stops. A client that hangs up makes its
 socket readable, and frees its place at once.
 
-All this is behind gunicorn's private door, so its version is capped (setup.cfg). By `benchmarks._waiting`
-(medians of 3 rounds, 2 cores) 1,000 who wait add 10 MB here (117 in all), 50 MB to gunicorn's thread worker
-(136) and 75 MB to its gevent worker (169); p99 of others is 7.0, 5.7 and 6.6 ms, of a wake-up 10.2, 7.4 and
-8.7 ms. Those two have no door for half-sent requests without a thread, a bound on bodies that come, the
-hang-up of who waits, and an answer to all who wait when the worker stops.
+All this is behind gunicorn's private door, so its version is capped; docs/architecture.md has what
+it costs beside gunicorn's own workers, and why it stays.
 """
 
 from __future__ import annotations

@@ -126,6 +126,10 @@ def register(app: Flask) -> None:
     def _known(error: ApiProblem) -> Response:
         return respond(error.problem, error.headers)
 
+    @app.errorhandler(QuotaExceeded)
+    def _over_quota(error: QuotaExceeded) -> Response:
+        return _known(over_quota(error))
+
     @app.errorhandler(Unstorable)
     def _unstorable(error: Unstorable) -> Response:
         return respond(invalid("(body)", str(error)).problem)

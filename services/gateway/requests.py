@@ -24,10 +24,6 @@ _ROUTINE = frozenset({"service.health", "service.ready", "service.prometheus"})
 """Asked every few seconds by machines: a line each would hide the others."""
 
 
-def _new_id() -> str:
-    return secrets.token_hex(8)
-
-
 def register(app: Flask) -> None:
     """Measure and log every request of the app. To be called before other hooks are registered."""
 
@@ -37,10 +33,8 @@ def register(app: Flask) -> None:
         mine = waiter()
         g.started = mine.began
         given = request.headers.get(REQUEST_ID, "")
-        if _GIVEN_ID.fullmatch(given):
-            g.request_id = given
-        else:
-            g.request_id = mine.remember("id", _new_id)
+        own = mine.remember("id", lambda: secrets.token_hex(8))
+        g.request_id = given if _GIVEN_ID.fullmatch(given) else own
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=g.request_id)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import redis
@@ -56,22 +56,21 @@ class Interest:
         return None if self.batch_id is None else ("batch", self.batch_id)
 
 
+@dataclass
 class Places:
     """A bounded number of places, of which one tenant may have a share while there are others."""
 
-    def __init__(
-        self, limit: int, share: float, *, noun: str, verb: str, setting: str, remedy: str, retry_after_s: int
-    ) -> None:
-        """
-        Args:
-            noun, verb, setting, remedy, retry_after_s: What a refusal says.
-        """
-        self._limit, self._limit_each = limit, math.ceil(limit * share)
-        self._title, self._verb, self._setting = f"Too many {noun}", verb, setting
-        self._remedy, self._retry_after_s = remedy, retry_after_s
-        self._lock = threading.Lock()
-        self._taken: Counter[str | None] = Counter()
-        self.open = 0
+    limit: int
+    share: float
+    noun: str
+    """What a refusal says, as the next ones."""
+    verb: str
+    setting: str
+    remedy: str
+    retry_after_s: int
+    open: int = 0
+    _taken: Counter[str | None] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, tenant: str | None) -> None:
         """Take a place.
@@ -84,16 +83,17 @@ class Places:
         """
         with self._lock:
             taken = self._taken[tenant]
-            if tenant is not None and taken >= self._limit_each:
-                detail = f"{taken} of tenant {tenant!r} {self._verb}, as many as one tenant may have"
+            if tenant is not None and taken >= math.ceil(self.limit * self.share):
+                detail = f"{taken} of tenant {tenant!r} {self.verb}, as many as one tenant may have"
                 raise self._refusal(429, detail)
-            if self.open >= self._limit:
-                raise self._refusal(503, f"{self.open} {self._verb}, as many as {self._setting} allows")
+            if self.open >= self.limit:
+                raise self._refusal(503, f"{self.open} {self.verb}, as many as {self.setting} allows")
             self.open += 1
             self._taken[tenant] += 1
 
     def _refusal(self, status: int, detail: str) -> ApiProblem:
-        return ApiProblem(status, self._title, f"{detail}; {self._remedy}", retry_after_s=self._retry_after_s)
+        title = f"Too many {self.noun}"
+        return ApiProblem(status, title, f"{detail}; {self.remedy}", retry_after_s=self.retry_after_s)
 
     def free(self, tenant: str | None) -> None:
         """Give a place back."""

@@ -88,10 +88,6 @@ def up(foreground: bool, no_backend: bool, no_flower: bool, state_dir: Path | No
     """Start the whole service on this machine: Redis, gateway, three fleets, Flower, an LLM backend."""
     if asked["backend_url"] and no_backend:
         raise click.UsageError("--backend and --no-backend exclude each other")
-    if asked["compat_port"] and not asked["compat_tenant"]:
-        raise click.UsageError("--compat-port needs no key, so say whose it is: --compat-tenant T")
-    if asked["compat_tenant"] and not asked["compat_port"]:
-        raise click.UsageError("--compat-tenant has no port: --compat-port P")
     _check_extras()
     options = Options(
         state_dir=(state_dir or paths.state_dir()).absolute(),

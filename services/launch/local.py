@@ -294,8 +294,10 @@ class Stack:
         except (ApiKeyError, KeyProblem, RedisError, OSError) as error:
             raise StackError(f"the API key of {self.dir} cannot be made: {error}") from error
         self.api_key = text
-        home = str(paths.home())
-        service = account.Service(self.record.url, text, account.boot(), time.time(), private, home)
+        home, own_redis = str(paths.home()), "" if os.environ.get(redis.URL_VARIABLE) else redis_url
+        service = account.Service(
+            self.record.url, text, account.boot(), time.time(), private, home, own_redis
+        )
         try:
             account.announce(self._account_name, service)
         except OSError as error:
@@ -406,19 +408,19 @@ class Stack:
         """Fleets first, for they hand back their rollouts through Redis; Redis last."""
         account.withdraw(self._account_name)
         by_name = {part.name: part for part in record.parts}
-        if record.supervisor is not None:
-            stop([record.supervisor], END_S)
-        with self._telling("the fleets still end: they hand their rollouts back"):
+        with self._telling("the stack still ends; its fleets hand their rollouts back first"):
+            if record.supervisor is not None:
+                stop([record.supervisor], END_S)
             fleets = [part for part in record.parts if part.name.endswith("fleet")]
             ended = stop(fleets, record.grace_s + END_S)
-        if record.sandbox_dir:
-            self._hand_back(record, by_name["gateway"].env if "gateway" in by_name else {})
-            _stop_sandbox_host(Path(record.sandbox_dir), self.say)
-        for names in (("flower", "backend", "gateway"), ("redis",)):
-            ended += stop([by_name[name] for name in names if name in by_name], END_S)
-        strays = end_marked(record.mark, 3.0)
-        if record.sandbox_dir:
-            shutil.rmtree(record.sandbox_dir, ignore_errors=True)
+            if record.sandbox_dir:
+                self._hand_back(record, by_name["gateway"].env if "gateway" in by_name else {})
+                _stop_sandbox_host(Path(record.sandbox_dir), self.say)
+            for names in (("flower", "backend", "gateway"), ("redis",)):
+                ended += stop([by_name[name] for name in names if name in by_name], END_S)
+            strays = end_marked(record.mark, 3.0)
+            if record.sandbox_dir:
+                shutil.rmtree(record.sandbox_dir, ignore_errors=True)
         if record.live:
             raise StackError(
                 f"could not be ended: {', '.join(f'{part.name} (pid {part.pid})' for part in record.live)}"

@@ -18,8 +18,10 @@ from pathlib import Path
 import structlog
 
 from rollout import account
+from services import logs
 from services.launch import StackError
 from services.launch.supervisor import LOOK_S, Part, Supervisor
+from services.settings import settings
 
 log = structlog.get_logger("supervisor")
 
@@ -116,13 +118,7 @@ def _is_current(record: Record, file: Path) -> bool:
 def main() -> None:
     """Look after a stack until TERM."""
     os.umask(0o077)
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S"),
-            structlog.dev.ConsoleRenderer(colors=False),
-        ]
-    )
+    logs.configure(settings())
     watch(Path(sys.argv[1]))
 
 

@@ -151,16 +151,3 @@ def require(url: str, remedy: str) -> None:
     """
     if reason := ping(url):
         raise StackError(f"{URL_VARIABLE}={hide_password(url)} does not answer ({reason}); {remedy}")
-
-
-def own_url(state_dir: Path) -> str | None:
-    """Address of the Redis that `rollout up` runs with this state directory; None when none answers."""
-    try:
-        lines = (state_dir / "redis" / "redis.conf").read_text().splitlines()
-    except OSError:
-        return None
-    given = dict(line.split(maxsplit=1) for line in lines if " " in line)
-    if not {"port", "requirepass"} <= given.keys():
-        return None
-    url = f"redis://:{given['requirepass']}@127.0.0.1:{given['port']}/0"
-    return url if ping(url) is None else None

@@ -1,10 +1,10 @@
--- How old things are now (ms), for /metrics; it only reads.
+-- How old things are now (s), for /metrics; it only reads.
 
 local IN_STAGE = {init = 'initializing', run = 'running', eval = 'evaluating'}
 
 local function since_first(key)
   local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  return first[2] and math.max(0, now - tonumber(first[2])) or 0
+  return first[2] and math.max(0, now - tonumber(first[2])) / 1000 or 0
 end
 
 -- {most, states}: most rollouts of a stage to look at; live states
@@ -19,7 +19,7 @@ function operations.ages(ask)
         oldest = math.max(oldest, now - math.max(tonumber(r[2]), tonumber(r[3] or 0)))
       end
     end
-    ages.leases[stage], ages.lease_age[stage] = held, oldest
+    ages.leases[stage], ages.lease_age[stage] = held, oldest / 1000
   end
   for _, state in ipairs(ask.states) do ages.oldest[state] = since_first(KEY.by_state(state)) end
   return ages

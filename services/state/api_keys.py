@@ -81,6 +81,20 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
+def _made(text: re.Match[str], tenant: str, scopes: frozenset[Scope], lifetime_s: float | None) -> ApiKey:
+    """What is kept of a key of this text (a match of `FORMAT`) that is made now."""
+    now = time.time()
+    return ApiKey(
+        id=text[1],
+        tenant=tenant,
+        scopes=scopes,
+        digest=_digest(text[2]),
+        created_at=now,
+        lifetime_s=lifetime_s,
+        expires_at=None if lifetime_s is None else now + lifetime_s,
+    )
+
+
 @dataclass(frozen=True)
 class Access:
     """All keys and tenants at one moment: what a gateway checks calls against."""
@@ -144,26 +158,16 @@ class KeyStore:
         if parts is None:
             # Not shown: it is a secret, if perhaps one with a typing error.
             raise KeyProblem("the given text is no key: rlt_, 12 hex digits, _, 64 hex digits")
-        now = time.time()
-        made = ApiKey(
-            id=parts[1],
-            tenant=tenant,
-            scopes=frozenset(scopes),
-            digest=_digest(parts[2]),
-            created_at=now,
-            lifetime_s=lifetime_s,
-            expires_at=None if lifetime_s is None else now + lifetime_s,
-        )
+        made = _made(parts, tenant, frozenset(scopes), lifetime_s)
 
         def add(known: dict[str, ApiKey]) -> list[ApiKey]:
             old = known.get(made.id)
             if old is None:
                 return [made]
             same = (old.tenant, old.scopes, old.digest) == (made.tenant, made.scopes, made.digest)
-            if not given or not same or old.state(now) != "active":
-                raise KeyProblem(
-                    f"key {made.id} exists ({old.state(now)}, tenant {old.tenant}): give another one"
-                )
+            state = old.state(made.created_at)
+            if not given or not same or state != "active":
+                raise KeyProblem(f"key {made.id} exists ({state}, tenant {old.tenant}): give another one")
             return []
 
         self._change(add)
@@ -175,29 +179,18 @@ class KeyStore:
         Raises:
             KeyProblem: There is no such key, or it does not work any more.
         """
-        secret, new_id = secrets.token_hex(32), secrets.token_hex(6)
-        made: list[ApiKey] = []
+        text = new_text()
 
         def replace(known: dict[str, ApiKey]) -> list[ApiKey]:
             old, now = self._named(known, key_id), time.time()
             if old.state(now) != "active":
                 by = f" by {old.replaced_by}" if old.replaced_by else ""
                 raise KeyProblem(f"key {key_id} is {old.state(now)}{by}: make a new one")
-            new = ApiKey(
-                id=new_id,
-                tenant=old.tenant,
-                scopes=old.scopes,
-                digest=_digest(secret),
-                created_at=now,
-                lifetime_s=old.lifetime_s,
-                expires_at=None if old.lifetime_s is None else now + old.lifetime_s,
-            )
+            new = _made(FORMAT.fullmatch(text), old.tenant, old.scopes, old.lifetime_s)
             ends = now + grace_s if old.expires_at is None else min(old.expires_at, now + grace_s)
-            made[:] = [new]
-            return [new, old.model_copy(update={"expires_at": ends, "replaced_by": new_id})]
+            return [new, old.model_copy(update={"expires_at": ends, "replaced_by": new.id})]
 
-        self._change(replace)
-        return made[0], f"rlt_{new_id}_{secret}"
+        return self._change(replace)[0], text
 
     def revoke(self, key_id: str) -> ApiKey:
         """End a key; gateways refuse it within `auth.CACHE_S`. Harmless if it is revoked already.
@@ -205,15 +198,12 @@ class KeyStore:
         Raises:
             KeyProblem: There is no such key.
         """
-        ended: list[ApiKey] = []
 
         def end(known: dict[str, ApiKey]) -> list[ApiKey]:
             old = self._named(known, key_id)
-            ended[:] = [old if old.revoked_at else old.model_copy(update={"revoked_at": time.time()})]
-            return ended
+            return [old if old.revoked_at else old.model_copy(update={"revoked_at": time.time()})]
 
-        self._change(end)
-        return ended[0]
+        return self._change(end)[0]
 
     def list(self) -> list[ApiKey]:
         """All keys, also those that ended, the oldest first."""
@@ -241,17 +231,18 @@ class KeyStore:
             raise KeyProblem(f"there is no key {key_id[:12]!r}; `rollout keys list` shows the ids")
         return known[key_id]
 
-    def _change(self, change: Callable[[dict[str, ApiKey]], Iterable[ApiKey]]) -> None:
-        """Write what `change` makes of the keys; again when somebody else wrote meanwhile."""
+    def _change(self, change: Callable[[dict[str, ApiKey]], list[ApiKey]]) -> list[ApiKey]:
+        """Write what `change` makes of the keys, and return it; again when somebody else wrote meanwhile."""
 
-        def write(pipe: redis.client.Pipeline) -> None:
-            changed = list(change(_keys(pipe.hgetall(keys.API_KEYS))))
+        def write(pipe: redis.client.Pipeline) -> list[ApiKey]:
+            changed = change(_keys(pipe.hgetall(keys.API_KEYS)))
             pipe.multi()
             for key in changed:
                 pipe.hset(keys.API_KEYS, key.id, key.model_dump_json())
             pipe.set(keys.ACCESS_VERSION, secrets.token_hex(8))
+            return changed
 
-        self._redis.transaction(write, keys.API_KEYS)
+        return self._redis.transaction(write, keys.API_KEYS, value_from_callable=True)  # type: ignore[return-value]
 
 
 def _keys(stored: dict[str, str]) -> dict[str, ApiKey]:

@@ -10,6 +10,7 @@ from typing import Any
 import redis
 
 from rollout.schema import HandlerInfo
+from rollout.schema.fleet import WorkerLoad
 from services.broker import binding_keys
 from services.queues import EVAL, RUN, STAGES, queue_for
 from services.state import keys
@@ -41,22 +42,6 @@ class NodeAdmission:
     """Bytes left where the node's sandboxes write."""
     free_memory: int
     """Bytes that the node, or the job's cgroup, can still give."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A live worker process, as it last announced itself."""
-
-    name: str
-    """As Celery knows it: `run@node1`."""
-    node: str
-    stages: tuple[str, ...]
-    slots: int
-    """Rollouts it carries at once now."""
-    most_slots: int
-    """What `set_slots` may give it."""
-    held: int
-    """Rollouts it worked on when it announced itself, at most `ANNOUNCE_EVERY_S` ago."""
 
 
 class FleetStore:
@@ -106,44 +91,31 @@ class FleetStore:
                 pipe.zrangebyscore(keys.workers(stage), since, "+inf")
             return dict(zip(STAGES, pipe.execute(), strict=True))
 
-    def workers(self) -> list[Worker]:
-        """Every live worker, by name."""
-        since = now(self._redis) - ALIVE_S
-        with self._redis.pipeline(transaction=False) as pipe:
-            for stage in STAGES:
-                pipe.zrangebyscore(keys.workers(stage), since, "+inf")
-            pipe.hgetall(keys.FLEET_SLOTS)
-            *alive, announced = pipe.execute()
+    def workers(self) -> list[WorkerLoad]:
+        """Every live worker that has said how many slots it has, by name."""
         stages: dict[str, list[str]] = {}
-        for stage, names in zip(STAGES, alive, strict=True):
+        for stage, names in self.alive().items():
             for name in names:
                 stages.setdefault(name, []).append(stage)
+        announced = self._redis.hgetall(keys.FLEET_SLOTS)
         notes = {name: json.loads(announced[name]) for name in stages if name in announced}
         return [
-            Worker(
+            WorkerLoad(
                 name=name,
                 node=note["node"],
-                stages=tuple(stages[name]),
+                stages=stages[name],
                 slots=note["slots"],
-                most_slots=note["most"],
-                held=note["held"],
+                slots_limit=note["most"],
+                busy=note["held"],
             )
             for name, note in sorted(notes.items())
         ]
 
     def run_slots(self, node: str) -> tuple[int, int]:
         """How many rollouts the live RUN workers of a node carry at once, and those of all nodes."""
-        at = now(self._redis)
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.zrangebyscore(keys.workers("run"), at - ALIVE_S, "+inf")
-            pipe.hgetall(keys.FLEET_SLOTS)
-            alive, announced = pipe.execute()
-        notes = {worker: json.loads(raw) for worker, raw in announced.items()}
-        if dead := [worker for worker, note in notes.items() if note["at"] < at - 100 * ALIVE_S]:
-            self._redis.hdel(keys.FLEET_SLOTS, *dead)
-        running = [notes[worker] for worker in alive if worker in notes]
-        here = sum(note["slots"] for note in running if note["node"] == node)
-        return here, sum(note["slots"] for note in running)
+        running = [worker for worker in self.workers() if RUN in worker.stages]
+        here = sum(worker.slots for worker in running if worker.node == node)
+        return here, sum(worker.slots for worker in running)
 
     def put_admission(self, node: str, admission: NodeAdmission) -> None:
         """Say whether INIT takes rollouts on a node; at every change, and every `ANNOUNCE_EVERY_S`."""

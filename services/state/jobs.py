@@ -26,13 +26,9 @@ SLACK_S = 3600.0
 class Job:
     """A job and its rollout."""
 
-    key: str
-    """Where it is kept."""
     rollout_id: str
     body: str
     """Digest of what was asked for, to tell a retry from another job with the same id."""
-    new: bool
-    """Whether this call made it."""
     ended: bool = False
     """Whether its rollout had ended before this call."""
 
@@ -58,16 +54,16 @@ class JobStore:
         def take(pipe: redis.client.Pipeline) -> Job:
             job: dict[str, str] = pipe.hgetall(key)  # type: ignore[assignment]
             at = now(pipe)
-            record = pipe.hmget(keys.record(job.get("rollout", "")), "finished", "drop", "cancel")
-            finished, drop, cancel = record
+            record = keys.record(job.get("rollout", ""))
+            finished, drop, cancel = pipe.hmget(record, "finished", "drop", "cancel")
             pipe.multi()
             until = float(job.get("until") or (int(finished) / 1000 + REPLAY_S if finished else "inf"))
             if job and until > at and not cancel and not (finished and drop == "1"):
-                return Job(key, job["rollout"], job["body"], new=False, ended=finished is not None)
+                return Job(job["rollout"], job["body"], ended=finished is not None)
             pipe.delete(key)
             pipe.hset(key, mapping={"rollout": rollout_id, "body": body})
             pipe.expire(key, int(deadline_s + SLACK_S))
-            return Job(key, rollout_id, body, new=True)
+            return Job(rollout_id, body)
 
         return self._redis.transaction(take, key, value_from_callable=True)  # type: ignore[return-value]
 

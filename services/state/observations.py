@@ -91,10 +91,4 @@ class Observations:
 
     def ages(self) -> Ages:
         """Look at everything that is live."""
-        ages = self._do("ages", most=MOST_LEASES, states=LIVE_STATES)
-        return Ages(
-            reaper_lag=ages["reaper_lag"] / 1000,
-            leases=ages["leases"],
-            lease_age={stage: age / 1000 for stage, age in ages["lease_age"].items()},
-            oldest={state: age / 1000 for state, age in ages["oldest"].items()},
-        )
+        return Ages(**self._do("ages", most=MOST_LEASES, states=LIVE_STATES))

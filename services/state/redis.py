@@ -9,7 +9,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from services.redis_address import RedisAddress, parse
+from services.redis_address import parse
 
 MAX_CONNECTIONS = 64
 """Per process. Callers wait for one rather than open more in a burst."""
@@ -43,13 +43,10 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS, retries: int = 
         "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
     }
     if address.sentinels:
-        return redis.Redis(connection_pool=_master_pool(address, options))
+        sentinel = Sentinel(address.sentinels, sentinel_kwargs=address.sentinel_options())
+        pool = _MasterPool(address.master, sentinel, db=address.db, **address.credentials, **options)
+        return redis.Redis(connection_pool=pool)
     return redis.Redis(connection_pool=redis.BlockingConnectionPool.from_url(url, **options))
-
-
-def _master_pool(address: RedisAddress, options: dict[str, Any]) -> redis.ConnectionPool:
-    sentinel = Sentinel(address.sentinels, sentinel_kwargs=address.sentinel_options())
-    return _MasterPool(address.master, sentinel, db=address.db, **address.credentials, **options)
 
 
 _REFUSALS = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "LOADING", "EXECABORT", "READONLY", "OOM")

@@ -11,7 +11,6 @@ import secrets
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from posixpath import normpath
-from typing import Any
 
 import redis
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -90,29 +89,20 @@ class Usage:
 class QuotaExceeded(Exception):
     """A submission that a tenant's quota has no room for; nothing was enqueued."""
 
-    def __init__(self, tenant: str, kind: str, limit: int, used: int, asked: int, wait_s: float | None):
-        self.tenant, self.kind, self.limit, self.used, self.asked = tenant, kind, limit, used, asked
-        self.wait_s = wait_s
+    def __init__(
+        self, tenant: str, *, kind: str, limit: int, used: int, asked: int, wait_ms: int | None = None
+    ) -> None:
+        """As `over_quota` of a script answers."""
+        self.wait_s = None if wait_ms is None else wait_ms / 1000
         """Seconds after which there may be room; None = never, for the call is larger than the quota."""
-        super().__init__(self._text())
-
-    @classmethod
-    def of(cls, over: dict[str, Any], tenant: str) -> QuotaExceeded:
-        """What `over_quota` of a script answered."""
-        wait_ms = over.pop("wait_ms", None)
-        return cls(tenant, **over, wait_s=None if wait_ms is None else wait_ms / 1000)
-
-    def _text(self) -> str:
-        what = {"live": "live rollouts", "rate": "rollouts a minute", "bytes": "bytes of requests"}[self.kind]
-        if self.wait_s is None:
-            return (
-                f"tenant {self.tenant!r} may have {self.limit} {what} and this call holds {self.asked}: send "
-                "smaller calls, or have the quota raised (`rollout tenants set`)"
-            )
-        used = f"has {self.used} of them left" if self.kind == "rate" else f"has {self.used}"
-        return (
-            f"tenant {self.tenant!r} may have {self.limit} {what}, {used}, and this call holds {self.asked}"
-        )
+        what = {"live": "live rollouts", "rate": "rollouts a minute", "bytes": "bytes of requests"}[kind]
+        may = f"tenant {tenant!r} may have {limit} {what}"
+        if wait_ms is None:
+            remedy = "send smaller calls, or have the quota raised (`rollout tenants set`)"
+            super().__init__(f"{may} and this call holds {asked}: {remedy}")
+        else:
+            has = f"has {used} of them left" if kind == "rate" else f"has {used}"
+            super().__init__(f"{may}, {has}, and this call holds {asked}")
 
 
 class TenantStore:

@@ -260,7 +260,7 @@ def test_stop_the_reaper_by_a_bad_record(target):
 def test_take_memory_by_thousands_of_errors(target):
     if target.control:
 
-        class Slow(nemo_gym._Open):
+        class Slow(nemo_gym.Open):
             verify_responses: list[dict]
 
         aggregate = nemo_gym.aggregate_metrics

@@ -12,7 +12,7 @@ import pytest
 
 from sandbox.client import TRUSTED_PYTHON
 from sandbox.connection import Address
-from sandbox.errors import SandboxError
+from sandbox.errors import SandboxError, SandboxTimeout
 from tests.attacks import attack
 from tests.attacks.conftest import PATIENCE_S
 from tests.helpers.blocking import exchange
@@ -127,7 +127,10 @@ def test_have_the_check_run_slowly_by_the_priority_of_the_server(target):
     target.client.write_file("slow.py", SLOW_DOWN)
     target.client.bash("python3 slow.py $PPID")
     assert before
-    return measured() != before
+    try:
+        return measured() != before
+    except SandboxTimeout:  # on a busy machine it may get no time at all
+        return True
 
 
 KEYS_THERE_ARE = """
@@ -176,7 +179,7 @@ def test_write_the_server_s_memory(target):
 
 FORKER = """
 import os, time
-ends = time.monotonic() + 20
+ends = time.monotonic() + 60  # earlier when its directory goes: then no heartbeat can be written
 if os.fork(): os._exit(0)
 os.setsid()
 while time.monotonic() < ends:

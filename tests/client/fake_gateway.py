@@ -224,7 +224,11 @@ class _Handler(BaseHTTPRequestHandler):
             live = [i for i in live if i in body["ids"]]
         for rollout_id in live:
             self.fake.finish(rollout_id, State.CANCELLED, None)
-        self.answer(200, {"cancelled": len(live), "already_ended": len(body.get("ids", live)) - len(live)})
+        asked = body.get("ids", live)
+        known = len(self.fake.rollouts.keys() & asked)
+        # As a gateway of before, which does not name what is unknown.
+        counts = {"already_ended": known - len(live), "unknown": len(asked) - known}
+        self.answer(200, {"cancelled": len(live), **counts})
 
     def completions(self, query: dict[str, str]) -> None:
         fake, cursor = self.fake, query.get("cursor", "0")

@@ -58,7 +58,10 @@ def test_submit_reads_tasks_and_writes_one_rollout_a_line(gateway, invoke, tmp_p
     assert len(lines) == 4
     assert {line["request"]["task"]["answer"] for line in lines} == {"3", "9"}
     assert all(line["request"]["tags"] == ["t"] for line in lines)
-    assert "4/4" in result.stderr and "4 completed, mean reward 1.000" in result.stderr
+    assert result.stderr.index("waits for 4 rollouts") < result.stderr.index(
+        "4/4"
+    )  # no word for minutes, else
+    assert "4 completed, mean reward 1.000" in result.stderr
 
 
 def test_submit_reads_whole_requests_from_stdin_and_writes_to_stdout(invoke):
@@ -148,6 +151,8 @@ def test_status_list_watch_and_cancel(gateway, invoke):
             child.send_signal(signal.SIGINT)
             assert child.wait(20) == 0
     assert "cancelled 0; 1 had ended" in invoke("cancel", "a").stdout
+    older = invoke("cancel", "a", "nobody", "noone")
+    assert older.exit_code == 1 and "there is no rollout for 2 of these ids; --group" in older.stderr
     assert "exactly one of them" in invoke("cancel").stderr
 
 
@@ -168,6 +173,8 @@ def test_backends_are_added_drained_and_removed(gateway, invoke):
     added = invoke("backends", "add", "http://h:1", "--id", "one", "--max-rollouts", "2")
     assert added.exit_code == 0, added.output
     assert gateway.backends["one"].max_rollouts == 2
+    wrong = invoke("backends", "add", "nonsense")
+    assert wrong.exit_code == 1 and "\nError: url: String should match" in wrong.stderr, wrong.stderr
     assert "one takes no new rollouts; 0 go on there" in invoke("backends", "drain", "one").stdout
     assert gateway.backends["one"].draining
     invoke("backends", "undrain", "one")

@@ -7,9 +7,13 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from rollout.client import ApiError, AsyncClient, Client, Unavailable, WaitTimeout
+from rollout.errors import problems_of
 from rollout.schema import Limits, ResultPage, RolloutRequest, State
+from rollout.schema.base import FieldError, Problem
+from rollout.schema.policy import PolicyRequest
 
 
 def request(**fields) -> RolloutRequest:
@@ -53,6 +57,20 @@ def test_a_refusal_names_the_field_and_the_message(gateway, client):
     assert caught.value.status == 400
     assert "POST /v1/rollouts: 400 invalid request" in str(caught.value)
     assert "requests.0.handler: String should have at least 1 character" in str(caught.value)
+
+
+def test_a_refusal_says_each_fault_once():
+    """The detail of a problem document is its first fault."""
+    errors = [FieldError(field="url", message="no server"), FieldError(field="n", message="too many")]
+    problem = Problem(title="Invalid request", status=400, detail="url: no server", errors=errors)
+    assert str(ApiError(400, problem)) == "400 Invalid request: url: no server\n  n: too many"
+
+
+def test_a_refusal_of_our_own_is_told_without_words_of_pydantic():
+    with pytest.raises(ValidationError) as caught:
+        PolicyRequest(version="step-7", path="here")
+    text = "path: 'here' is not an absolute path; backends do not share your directory"
+    assert problems_of(caught.value) == text
 
 
 def test_an_answer_that_is_no_problem_document_is_shown(gateway, client):
@@ -265,7 +283,8 @@ def test_cancel_and_its_bulk_form(gateway, client):
     gateway.finish_at_once = False
     client.submit([request(id=i) for i in "abc"])
     assert client.cancel("a")["state"] == "cancelled"
-    assert client.cancel_many(ids=["a", "b"]) == {"cancelled": 1, "already_ended": 1, "unknown": 0}
+    counts = {"cancelled": 1, "already_ended": 1, "unknown": 0}
+    assert client.cancel_many(ids=["a", "b"]) == {**counts, "unknown_ids": []}
     with pytest.raises(ValueError, match="one of ids, group_id and tag"):
         client.cancel_many(ids=["a"], tag="t")
 

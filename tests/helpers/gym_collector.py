@@ -1,6 +1,6 @@
 """NeMo Gym's own rollout collector, of one of its releases, in a process of its own.
 
-`make setup-trainer` lays the releases below `.local/nemo-gym`. They want packages of gigabytes (Ray, MLflow,
+`make setup-tests` lays the releases below `.local/nemo-gym`. They want packages of gigabytes (Ray, MLflow,
 W&B), of which a collector takes names alone, so names are what they get.
 """
 
@@ -43,7 +43,7 @@ class Collection:
         self, release: str, config: str, rows: list[dict[str, Any]], directory: Path, **options: Any
     ) -> None:
         if not (HOME / release).is_dir():
-            pytest.skip(f"there is no {HOME / release}: run `make setup-trainer`")
+            pytest.skip(f"there is no {HOME / release}: run `make setup-tests`")
         self._output = directory / f"{release}.jsonl"
         source = directory / f"{release}-input.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollout.schema import Backend
+from services.state.backends.store import BackendStore, placed
 
 
 def backend(name, **fields):
@@ -21,3 +22,17 @@ def home(placed):
 
 def loads(heap):
     return {backend.id: (backend.load, backend.live_rollouts) for backend in heap.list()}
+
+
+class Heap(BackendStore):
+    """Places one rollout at once, as a worker does many."""
+
+    def acquire(self, *rollout, **options):
+        return placed(*self.many([super().acquire(*rollout, **options)]))
+
+    def extend(self, *rollout, **options):
+        return placed(*self.many([super().extend(*rollout, **options)]))
+
+    def release(self, rollout):
+        (released,) = self.many([super().release(rollout)])
+        return released

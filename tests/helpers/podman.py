@@ -27,6 +27,9 @@ PROGRAMS = {
 }
 """The Debian package of each."""
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+FIXED = [Path(path) for path in ("/run/netns", "/run/runc", "/run/containers", "/var/lib/containers")]
+"""Directories that Podman makes and keeps whatever its configuration says; the first becomes a mount."""
+CGROUPS = Path("/sys/fs/cgroup")
 STEP_S = 540.0
 """For one command: the build of an image takes 100 s on two processors."""
 CONTAINERS_CONF = """\
@@ -36,6 +39,7 @@ default_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
+lock_type = "file"
 tmp_dir = "{directory}/tmp"
 image_copy_tmp_dir = "{directory}"
 [network]
@@ -82,6 +86,7 @@ class Podman:
             self.env[variable] = str(file)
         self._forwarding = FORWARDING.read_text()
         self._rules = _rules()
+        self._before = _traces()
 
     def __call__(self, *args: object, timeout_s: float = STEP_S) -> str:
         """What `podman` prints."""
@@ -149,8 +154,12 @@ class Podman:
                 lines.append(" ".join(process.cmdline()))
         return [line for line in lines if str(self.directory) in line]
 
+    def left(self) -> set[Path]:
+        """What Podman made outside its directory: mounts, directories, control groups."""
+        return _traces() - self._before
+
     def end(self) -> None:
-        """End and remove everything, also what Podman itself leaves: rules of the firewall, forwarding."""
+        """End and remove everything, also what Podman leaves: firewall rules, forwarding, directories."""
         with contextlib.suppress(PodmanError):
             self("system", "reset", "--force")
         shutil.rmtree(self.directory)
@@ -158,6 +167,19 @@ class Podman:
             kept = [line for line in _rules().splitlines() if "NETAVARK" not in line]
             subprocess.run(["iptables-restore"], input="\n".join([*kept, ""]), text=True, check=True)
             FORWARDING.write_text(self._forwarding)
+        for path in sorted(self.left(), reverse=True):
+            if f" {path} " in Path("/proc/self/mounts").read_text():
+                subprocess.run(["umount", path], check=True)
+            if CGROUPS in path.parents:
+                path.rmdir()
+            else:
+                shutil.rmtree(path)
+
+
+def _traces() -> set[Path]:
+    # Not `rglob`, which a group that ends meanwhile would stop.
+    groups = [Path(place) for place, *_ in os.walk(CGROUPS) if "libpod_parent" in Path(place).parts]
+    return {path for path in (*FIXED, *groups) if path.is_dir()}
 
 
 def _rules() -> str:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tests.helpers.llm_servers import DEMO_MODEL
 from workers.agent.codec import load_codec
@@ -36,21 +34,14 @@ class Plans:
         return f"plan:{name}"
 
 
-@cache
-def _tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(DEMO_MODEL))
-
-
 def play(prompt: list[int], call_number: int) -> list[int]:
     """All ids of the turn that is due, its stop id included; behind the last action an empty turn."""
-    codec, tokenizer = load_codec(str(DEMO_MODEL)), _tokenizer()
-    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    codec = load_codec(str(DEMO_MODEL))
+    text = codec._guard.decode(prompt)
     named = _NAME.search(text)
     if named is None:
         raise ValueError(f"the prompt names no plan: {text[-200:]!r}")
     path = Path(os.environ[VARIABLE]) / f"{named[1]}.json"
     actions = [Action.model_validate(data) for data in json.loads(path.read_text())]
     turn = text.count(_TURN) - 1
-    return encode(actions[turn] if turn < len(actions) else Action(), codec, tokenizer, prompt)
+    return encode(actions[turn] if turn < len(actions) else Action(), codec, prompt)

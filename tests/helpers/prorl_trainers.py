@@ -36,6 +36,8 @@ class Row:
     """Not learned from."""
     padded: bool
     """A copy of another one."""
+    score: float = 0.0
+    """What a fork of NeMo RL learns from: it takes an absent one for 0, and fails on null."""
 
 
 def ask(
@@ -67,6 +69,7 @@ def _fill(group: Group, spare: Answer | None) -> Answer | None:
     for answer in group:
         if not answer["messages"] and source is not None:
             answer |= {name: source[name] for name in ("messages", "resolved", "error", "finish")}
+            answer["score"] = source.get("score", 0.0)
             answer["is_padded"] = True
     return source
 
@@ -127,6 +130,7 @@ def nemo_rl_rows(groups: list[Group]) -> list[Row]:
                     resolved=answer["resolved"],
                     error=False,
                     padded=answer.get("is_padded", False),
+                    score=float(answer.get("score", 0.0)),
                 )
             )
     return rows

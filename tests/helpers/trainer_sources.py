@@ -1,6 +1,6 @@
 """Classes of trainers, taken out of their released source: their packages need GPUs and gigabytes to import.
 
-`make setup-trainer` lays the packages, without what they depend on, below `.local/trainers`.
+`make setup-tests` lays the packages, without what they depend on, below `.local/trainers`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def classes(path: str, names: Iterable[str], **more: object) -> types.ModuleType
     """
     source = SOURCES / path
     if not source.is_file():
-        pytest.skip(f"there is no {source}: run `make setup-trainer`")
+        pytest.skip(f"there is no {source}: run `make setup-tests`")
     kept = set(names)
     tree = ast.parse(source.read_text())
     tree.body = [node for node in tree.body if _is_future(node) or kept & _defined(node)]

@@ -12,6 +12,7 @@ from services.gateway.app import create_app
 from services.gateway.context import EXTENSION
 from services.settings import Settings
 from tests.helpers.described import SGLANG, describing
+from tests.helpers.heap import Heap
 from tests.helpers.keys import keyed
 from tests.helpers.llm_servers import free_port
 
@@ -26,7 +27,7 @@ def app(server):
 def store(app):
     """The heap behind the gateway, empty."""
     app.extensions[EXTENSION].redis.flushall()
-    return app.extensions[EXTENSION].backends
+    return Heap(app.extensions[EXTENSION].redis)
 
 
 @pytest.fixture

@@ -116,14 +116,18 @@ MORE = {
     ),
     "token_drift": BENCHMARKS("episodes of `token_drift`", short=("--count", "8"), long=()),
 }
+if BENCHMARKS:
+    KEYS["routing"] |= {"hit_rate_gap"}
+    KEYS["routing"] |= {f"turn_p95_ratio_to_{peer}" for peer in ("round_robin", "pinned_round_robin")}
 ZERO = {"leftovers", "ours_changed_share"}
 MAY_BE_ZERO = ZERO | {
+    "hit_rate_gap",
     "recovery_worst_s_over_lease_with_spare",
     "recovery_worst_s_over_lease_without_spare",
     "cpu_ms_over_equal_chain",
     "eval_overhead_s",
 }
-"""Or less, the last four: differences."""
+"""Or less, but for ZERO: differences."""
 TIMEOUT_S = 500
 """The longest takes a minute and a half on an idle machine."""
 

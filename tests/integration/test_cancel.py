@@ -73,6 +73,13 @@ def test_cancelling_twice_or_after_the_end_is_harmless_and_says_so(client):
     assert client.get(item.id).state is State.COMPLETED
 
 
+def test_ids_that_are_unknown_are_named_in_their_order(client):
+    (item,) = client.run([RolloutRequest(handler="noop")])
+    unknown = [f"nobody-{number}" for number in range(1500)]
+    done = client.cancel_many([*unknown[:700], item.id, *unknown[700:]])
+    assert done == {"cancelled": 0, "already_ended": 1, "unknown": 1500, "unknown_ids": unknown}
+
+
 def test_thousands_are_cancelled_together_by_a_message_for_hundreds_of_them(stack, client):
     """Those that run and those that wait; of a rollout no more than its script and its own end."""
     count, slots = 2000, 64

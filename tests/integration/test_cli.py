@@ -80,6 +80,8 @@ def test_what_is_read_has_its_ids_whole_and_speaks_json(stack, client, on_screen
         value = json.loads(call(*arguments, "--json").stdout)
         for name in ids:
             assert name in screen and name in json.dumps(value), (arguments, name, screen, value)
+        rows = call(*arguments).stdout.splitlines()
+        assert rows and not any(row.endswith((" ", "…")) for row in rows), (arguments, rows)
         if WIDE not in screen:
             lines = [line for line in screen.splitlines() if stack.url not in line]
             assert max(map(len, lines)) <= 80, (arguments, screen)
@@ -252,7 +254,7 @@ def test_fetch_writes_what_ends_first_first(stack, call, client, ended, tmp_path
 def test_a_pipe_has_each_row_on_one_line_in_the_characters_that_it_takes(stack, client, call, ended):
     status = {**client.status(), "queues": {f"init.a-node-of-the-cluster-{number}": 0 for number in range(9)}}
     code = "import json, sys; from rollout.cli import common, render; "
-    code += "common.show(render.status_view(json.loads(sys.argv[1])))"
+    code += "common.show_view(render.status_view(json.loads(sys.argv[1])))"
     rows = piped(sys.executable, "-c", code, json.dumps(status)).stdout.splitlines()
     assert any("cluster-0 0" in row and "cluster-8 0" in row for row in rows), rows
     assert max(map(len, rows)) < 1000

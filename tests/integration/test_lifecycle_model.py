@@ -26,11 +26,11 @@ from rollout.schema import Backend, RolloutRequest, Stage, State
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys as names
-from services.state.backends.store import BackendStore
 from services.state.redis import connect
 from services.state.rollouts.store import MAX_REQUEUE_S, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
 from tests.helpers.fair_model import FairOrder
+from tests.helpers.heap import Heap
 from tests.helpers.lifecycle_model import WAITS_FOR, Lifecycle
 from tests.helpers.long_forms import CHAOS
 
@@ -92,7 +92,7 @@ def store_of(client, server):
 def machine_of(server):
     """The state machine on a server; a class of its own, because hypothesis makes the instances."""
     client = connect(server.url)
-    store, backends = store_of(client, server), BackendStore(client)
+    store, backends = store_of(client, server), Heap(client)
     later = client.register_script(LATER)
 
     class Machine(RuleBasedStateMachine):

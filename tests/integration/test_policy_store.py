@@ -72,7 +72,7 @@ def test_the_same_request_is_one_update_and_another_is_refused_until_it_has_ende
     assert store.create(request, [BACKEND]) == (made, False)
     with pytest.raises(UpdateConflict, match=made.id):
         store.create(PolicyRequest(version="v2", path="/b"), [BACKEND])
-    done = end(store)
+    done = end(store, current=current_of("v1"))
     assert store.create(request, [BACKEND]) == (done, False)
     # One that failed is tried again.
     store.create(PolicyRequest(version="v2", path="/b"), [BACKEND])
@@ -131,6 +131,24 @@ def test_the_latest_versions_are_known_by_when_they_came_and_no_more(store, redi
     assert redis.zscore("policy:sequence", "new") == 1001 and redis.zscore("policy:sequence", "old0") is None
     assert (store.age("new"), store.age("old999")) == (0, 2)
     assert redis.exists("policy:active", "policy:lease") == 0
+
+
+def test_weights_are_forgotten_once_nobody_serves_or_brings_them(store, fleet):
+    store.create(PolicyRequest(version="v0"), [BACKEND])
+    with pytest.raises(UpdateConflict):
+        store.forget()
+    end(store, current=current_of("v0"))
+    assert store.forget() == ["a", "b", "c"] and fleet.wanted_version() == "v0"
+    fleet.set_version("a", "v1")
+    fleet.remove("b")
+    fleet.remove("c")
+    assert fleet.wanted_version() == "v0", "an engine that comes back must not sample from its own"
+    assert store.forget() == []
+    assert (store.current(), fleet.wanted_version()) == (None, None)
+    assert store.forget() == []
+    assert store.create(PolicyRequest(version="v0"), [BACKEND])[1], "what was forgotten is brought again"
+    fleet._redis.delete("policy:updates")
+    assert store.forget() == [] and not store.under_way(), "an update whose record is gone"
 
 
 class NoBackends:

@@ -144,8 +144,11 @@ def test_workers_that_died_long_ago_are_forgotten(server):
     server.client.zadd(
         keys.workers("run"), {"long ago": now - 100 * ALIVE_S - 1, "lately": now - ALIVE_S - 1}
     )
+    server.client.hset(keys.FLEET_SLOTS, mapping=dict.fromkeys(("long ago", "lately"), "{}"))
     fleet.announce("living", ["run"])
     assert server.client.zrange(keys.workers("run"), 0, -1) == ["lately", "living"]
+    there = {name for name in ("long ago", "lately") if server.client.hexists(keys.FLEET_SLOTS, name)}
+    assert there == {"lately"}
     assert fleet.alive()["run"] == ["living"]
 
 

@@ -58,7 +58,7 @@ def test_a_running_worker_is_given_fewer_slots_and_more_again_without_losing_wha
     # More than six where a slow machine lets the reaper ring again for those that wait.
     wait_until(lambda: stack.redis.client.llen("run") >= 6, PATIENCE_S, "six messages to stay in the queue")
     worker = next(row for row in FleetStore(connect(stack.redis.url)).workers() if row.name == RUN)
-    assert (worker.slots, worker.most_slots, worker.node, worker.stages) == (2, MOST, NODE, ("run",))
+    assert (worker.slots, worker.slots_limit, worker.node, worker.stages) == (2, MOST, NODE, ["run"])
 
     assert "5 slots" in set_slots(control, 5)["ok"]
     wait_for(ready=3, running=5)

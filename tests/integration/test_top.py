@@ -24,6 +24,7 @@ from tests.helpers.stack import NODE, ROOT, RedisServer, Stack, wait_until
 from tests.helpers.terminal import Terminal
 
 COMMAND = [sys.executable, "-m", "rollout.cli", "top"]
+FLOWER = "https://flower.some-node.of-the-cluster.example:25555/flower"
 ENDED = "\x1b[?1049l"
 """What puts the screen back that was there before."""
 
@@ -135,8 +136,15 @@ def test_once_and_json_are_for_scripts(stack, client):
 def bare(tmp_path_factory):
     """A gateway and its Redis, without workers, that may be ended and begun again."""
     directory = tmp_path_factory.mktemp("bare")
-    with Stack(directory, directory / "sandboxes", redis=RedisServer(directory)) as stack:
+    env = {"ROLLOUT_FLOWER_URL": FLOWER}
+    with Stack(directory, directory / "sandboxes", env, RedisServer(directory)) as stack:
         yield stack
+
+
+def test_the_address_of_flower_is_whole_in_a_narrow_terminal_and_in_a_pipe(bare, terminal):
+    terminal(bare.url, "--once", columns=80).await_text(rf"flower {FLOWER}\s")
+    lines = once(bare.url, env={"COLUMNS": "80"}).stdout.splitlines()
+    assert f"flower {FLOWER}" in lines and not any(line.endswith((" ", "…")) for line in lines)
 
 
 def test_it_waits_for_a_gateway_that_is_away_and_goes_on(bare, terminal):

@@ -195,7 +195,7 @@ def test_nemo_gym_takes_its_response_and_nemo_rl_a_row_without_a_turn(step, monk
         monkeypatch.setitem(sys.modules, name, MagicMock())
     sources = SOURCES if (SOURCES / "nemo_gym").is_dir() else GYM
     if not (sources / "nemo_gym").is_dir():
-        pytest.skip(f"there is no {sources}/nemo_gym: run `make setup-trainer`")
+        pytest.skip(f"there is no {sources}/nemo_gym: run `make setup-tests`")
     released = ModuleType("nemo_gym.openai_utils")
     monkeypatch.setitem(sys.modules, released.__name__, released)
     exec((sources / "nemo_gym/openai_utils.py").read_text(), vars(released))

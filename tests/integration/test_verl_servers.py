@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Optional
@@ -17,7 +20,7 @@ import httpx
 import pytest
 
 from rollout.adapters.base import step_of
-from rollout.client import ApiError
+from rollout.client import ApiError, Unavailable
 from rollout.integrations.verl import VerlServers
 from rollout.schema import RolloutRequest
 from tests.helpers.fake_engine import fake_engine
@@ -111,13 +114,70 @@ def test_after_the_run_other_backends_take_rollouts_again(client, addresses):
             servers.update(9)
             assert [step_of(version) for version in versions(client)] == [9], "of the trained weights alone"
         assert client.policy().current is None and versions(client) == {"default"}
-        killed = VerlServers(client, addresses).__enter__()
-        killed.update(10)
-        for name in killed.backends:
-            assert client.policy().current.version.endswith("-10")
-            client.remove_backend(name)  # as an operator does
-        assert versions(client) == {"default"}
         client.remove_backend(mine.id)
+
+
+def test_a_killed_run_s_weights_are_wanted_until_an_operator_forgets_them(client, stack, addresses):
+    forget = [sys.executable, "-m", "rollout.cli", "policy", "forget", "--url", stack.url]
+    killed = VerlServers(client, addresses).__enter__()
+    killed.update(10)
+    refused = subprocess.run(forget, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert re.search(r"verl-0, verl-1 serve the current\s+weights: update them", refused.stderr)
+    for name in killed.backends:
+        client.remove_backend(name)
+    with fake_engine() as other:
+        # Also a server of the run's that comes back without its weights.
+        mine = client.add_backend(other.url)
+        (early,) = client.submit(
+            RolloutRequest(handler="digits", task={"digits": 20}, limits={"max_turns": 1})
+        )
+        wait_until(lambda: client.get(early.id).state == "running", 60, "it to look for a backend")
+        time.sleep(1.0)
+        assert client.get(early.id).backend is None and client.policy().current.version.endswith("-10")
+        done = subprocess.run(forget, capture_output=True, text=True, check=True)
+        assert done.stdout == "no weights are current: backends of any weights take rollouts\n"
+        assert client.wait(early.id, 60).trajectory.policy_versions.count("default") > 0
+        client.forget_policy()  # again
+        client.remove_backend(mine.id)
+
+
+def test_a_run_that_another_has_followed_leaves_the_other_s_weights(client, engines):
+    with VerlServers(client, [engines[0].url], name="first") as first:
+        first.update(1)
+        with VerlServers(client, [engines[1].url], name="second") as second:
+            label = second.update(1).version
+            first.remove()
+            assert client.policy().current.version == label
+    assert client.policy().current is None
+
+
+def test_a_run_that_fails_at_once_forgets_the_weights_of_a_killed_one_of_its_name(client, addresses):
+    VerlServers(client, addresses).__enter__().update(3)
+    with pytest.raises(KeyboardInterrupt), VerlServers(client, addresses):
+        raise KeyboardInterrupt
+    assert client.policy().current is None
+
+
+def test_what_ended_a_run_is_not_hidden_by_its_end(client, addresses, monkeypatch, caplog):
+    def away():
+        raise Unavailable("away")
+
+    with pytest.raises(KeyboardInterrupt), VerlServers(client, addresses) as servers:
+        monkeypatch.setattr(client, "policy", away)
+        raise KeyboardInterrupt
+    assert "`rollout policy forget`: away" in caplog.text
+    servers.remove()  # again
+
+
+def test_weights_that_stay_after_a_run_are_told_with_the_remedy(client, engines, addresses, caplog):
+    with VerlServers(client, addresses[:1]) as servers:
+        version = servers.update(1).version
+        other = client.add_backend(engines[1].url)
+        client.update_policy(version, wait=60)
+    assert re.search(rf"`rollout policy forget`: .*{other.id} serve the current weights", caplog.text)
+    client.remove_backend(other.id)
+    client.forget_policy()
 
 
 def submitted(client) -> str:

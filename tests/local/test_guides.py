@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from deploy import screenshots
 from services.launch.local import Options, Stack
@@ -23,6 +26,43 @@ from tests.helpers.stack import ROOT
 
 TIMEOUT_S = 400
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
+SETUP = ROOT / "deploy" / "setup"
+[_setup] = re.findall(r"(?m)^EXTRAS=(.+)$", (SETUP / "python.sh").read_text())
+_more = re.findall(r"(?m)^ +(\w+)\) echo (\S+) ;;", (SETUP / "extras.sh").read_text())
+# The extras that each target of make installs, as its script says.
+EXTRAS = {"setup": _setup} | {f"setup-{name}": extras for name, extras in _more}
+# Has a process find nothing of these modules, as if they were not installed.
+HIDE = """
+import os
+from importlib.machinery import PathFinder
+
+hidden, find = os.environ.get("HIDDEN", "").split(), PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda _, name, *where: None if name in hidden else find(name, *where))
+"""
+
+
+def installed_by(targets: list[str]) -> set[str]:
+    """The distributions that these targets of make install, and all that those need."""
+    extras = ",".join(EXTRAS[target] for target in targets)
+    found, wanted = set(), [Requirement(f"rollout-service[{extras}]")]
+    for requirement in wanted:
+        try:
+            needs = [Requirement(line) for line in metadata.requires(requirement.name) or ()]
+        except metadata.PackageNotFoundError:
+            continue
+        found.add(canonicalize_name(requirement.name))
+        chosen = [{"extra": extra} for extra in ("", *requirement.extras)]
+        met = [need for need in needs if not need.marker or any(map(need.marker.evaluate, chosen))]
+        wanted += [need for need in met if need not in wanted]
+    return found
+
+
+def not_installed_by(targets: list[str]) -> str:
+    """The modules that only others install, but for plug-ins: pytest imports each that is listed."""
+    plugins = {canonicalize_name(point.dist.name) for point in metadata.entry_points(group="pytest11")}
+    hidden = installed_by(list(EXTRAS)) - installed_by(targets) - plugins
+    modules = metadata.packages_distributions().items()
+    return " ".join(module for module, names in modules if {*map(canonicalize_name, names)} <= hidden)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +92,23 @@ def started(checkout):
 
 @pytest.fixture(scope="module")
 def newcomer(checkout):
-    """The environment of one who has set nothing: how to import the copy is what `make setup` installs."""
+    """The environment of one who has set nothing: how to import the copy is what `make setup` installs.
+
+    What `make setup` does not install is not found until the page has told to install it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     # Sandboxes of `--local` are not in the directory of the account, which other tests may use.
     # Paths of sockets are short, so it is not in pytest's own directory.
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandboxes:
-        yield environment | {"PATH": path, "PYTHONPATH": str(checkout), "ROLLOUT_SANDBOX_DIR": sandboxes}
+        (checkout / "sitecustomize.py").write_text(HIDE)
+        hidden = not_installed_by(["setup"])
+        assert {"datasets", "pyarrow", "swebench", "trl"} <= {*hidden.split()}
+        yield environment | {
+            "PATH": path,
+            "PYTHONPATH": str(checkout),
+            "ROLLOUT_SANDBOX_DIR": sandboxes,
+            "HIDDEN": hidden,
+        }
         stop_host(Path(sandboxes))
 
 
@@ -74,13 +124,16 @@ def test_a_picture_shows_what_a_command_prints_and_asks_no_other_site(started, t
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_work_as_written(page, checkout, started, newcomer):
-    lines, texts = [], []
+    lines, texts, targets = [], [], ["setup"]
     for block in blocks(page):
         if block.mark == "file":
             lines.append(f"cat > {block.value} <<'END OF FILE'\n{block.text}END OF FILE\n")
         elif block.language == "bash" and not block.mark:
             lines.append(f"echo '== {block.where}' >&2\n{block.text}")
             texts.append(block.text)
+        elif told := [word for word in block.text.split() if word in EXTRAS]:
+            targets += told
+            lines.append(f"export HIDDEN='{not_installed_by(targets)}'")
     assert texts, "a page of which nothing is run is no guide"
     script = "set -euo pipefail\n" + "\n".join(lines)
     done = subprocess.run(

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 import time
 
@@ -49,6 +50,45 @@ def test_a_second_setup_does_nothing():
     assert time.monotonic() - begun < 10.0  # 0.1 s; anything that is installed takes longer
 
 
+def test_an_interpreter_that_was_named_once_is_used_again_until_another_is_named(tmp_path):
+    def chosen(**named):
+        environment = {"PATH": os.environ["PATH"], "ROLLOUT_HOME": str(tmp_path)} | named
+        script = f'. "{REPO}/deploy/setup/common.sh"; echo "$PYTHON"'
+        return subprocess.run(["bash", "-c", script], env=environment, text=True, capture_output=True).stdout
+
+    assert chosen() == "python3\n"
+    made_with = tmp_path / "venv" / "bin" / "python"
+    made_with.parent.mkdir(parents=True)
+    made_with.symlink_to(sys.executable)
+    assert chosen() == f"{made_with}\n"
+    assert chosen(PYTHON="python3.13") == "python3.13\n"
+    made_with.unlink()
+    made_with.symlink_to(tmp_path / "python of a machine that was upgraded")
+    assert chosen() == "python3\n"
+
+
+def test_an_environment_that_lost_the_checkout_gets_it_again(tmp_path):
+    """`pip install .` in it, meant for a trainer's, leaves a copy that finds no file of the checkout."""
+    calls, python = tmp_path / "calls", tmp_path / "venv" / "bin" / "python"
+    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    python.parent.mkdir(parents=True)
+    packages.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@" >>"$ROLLOUT_HOME/calls"\n')
+    python.chmod(0o755)
+    editable = packages / "__editable__.rollout_service-0.1.0.pth"
+    for lost, installs in ((False, 1), (False, 1), (True, 2)):
+        if lost:
+            editable.unlink()
+        subprocess.run(
+            [REPO / "deploy" / "setup" / "python.sh"],
+            env=os.environ | {"ROLLOUT_HOME": str(tmp_path), "PYTHON": sys.executable},
+            check=True,
+            capture_output=True,
+        )
+        assert calls.read_text().count(f"-e {REPO}") == installs
+        editable.touch()
+
+
 def clean(home, directory, *options):
     command = ["make", "-s", *options, "-f", str(REPO / "Makefile"), "clean"]
     environment = os.environ | {"ROLLOUT_HOME": str(home)}
@@ -82,6 +122,7 @@ def test_a_home_with_blanks_is_refused_before_anything_is_deleted(tmp_path, name
 SLOW = """
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ ! -e "$ROLLOUT_HOME/installed" ] || exit 0
+mktemp -d >"$ROLLOUT_HOME/made"
 echo "Collecting something with a name that is longer than a line of a terminal has room for, as pip does"
 sleep "$SLEEP"
 touch "$ROLLOUT_HOME/installed"
@@ -93,6 +134,7 @@ def set_up(tmp_path):
     """Start a set-up whose one step takes as long as it is told, in a terminal or in a pipe."""
     scripts, started = tmp_path / "deploy" / "setup", []
     scripts.mkdir(parents=True)
+    (tmp_path / "tmp").mkdir()
     for name in ("setup.sh", "common.sh"):
         shutil.copy(REPO / "deploy" / "setup" / name, scripts)
     (scripts / "python.sh").write_text(SLOW)
@@ -100,7 +142,12 @@ def set_up(tmp_path):
     def start(seconds, output=subprocess.PIPE):
         process = subprocess.Popen(
             [scripts / "setup.sh"],
-            env=os.environ | {"ROLLOUT_HOME": str(tmp_path / "home"), "SLEEP": str(seconds)},
+            env=os.environ
+            | {
+                "ROLLOUT_HOME": str(tmp_path / "home"),
+                "SLEEP": str(seconds),
+                "TMPDIR": str(tmp_path / "tmp"),
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -148,14 +195,15 @@ def sleeps():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_a_setup_with_all_it_runs_and_blames_no_step(set_up, number):
+def test_a_signal_stops_a_setup_with_all_it_runs_and_blames_no_step(set_up, number, tmp_path):
     process = set_up(MARKER)
     wait_until(sleeps, 30, "the step to be under way")
     os.killpg(process.pid, number)  # as a terminal does it
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
-    assert "setup: stopped. What is installed stays" in output and "FAILED" not in output, output
-    assert not sleeps()
+    assert "setup: stopped. What is installed stays" in output, output
+    assert "FAILED" not in output and "No such process" not in output, output
+    assert not sleeps() and not list((tmp_path / "tmp").iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollout.schema import State
 from services.launch import redis
-from services.launch.slurm.rundir import RunDir
+from services.launch.slurm.rundir import UP, RunDir
 from services.state.redis import connect
 from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
+from tests.helpers.stack import ROOT
 from tests.slurm.cluster import PATIENCE_S
 from tests.slurm.service import SlurmService, places
 
@@ -75,6 +79,14 @@ def wait_for_end(cluster, job):
     cluster.wait(lambda: job not in {row.id for row in cluster.squeue()}, f"job {job} ends", 3 * PATIENCE_S)
 
 
+def redis_servers(cluster):
+    servers = []
+    for process in (process for node in cluster.addresses for process in cluster.job_processes(node)):
+        with suppress(psutil.NoSuchProcess):  # it ended since
+            servers += [process] if process.name() in redis.SERVERS else []
+    return servers
+
+
 def require_nothing_on(cluster, node):
     cluster.wait_empty(node)
     assert cluster.left_in_tmp(node) == []
@@ -121,6 +133,7 @@ def test_a_drained_node_ends_its_rollouts_and_one_near_its_end_hands_them_back(s
     later = service.submit(HELD, gates)
     cancelled = next(id_ for id_, on in where.items() if on == members[drained])
     del where[cancelled]
+    service.submitted.remove(cancelled)
     with service.client as client:
         client.cancel(cancelled)
     wait_for_end(cluster, jobs[ending])
@@ -212,6 +225,9 @@ def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_r
     found = service.rollout("status")
     assert found.returncode == 0 and f"the Slurm service of {service.run_dir}" in found.stderr, found.stderr
     assert not any(name in found.stdout for name in members.values()), found.stdout
+    keys = service.rollout("keys", "list")
+    assert keys.returncode == 0 and " admin " in keys.stdout, keys.stderr
+    assert f": the Slurm service of {service.run_dir}" in keys.stderr, keys.stderr
     print(status.stdout, scale.stderr, said, found.stderr, found.stdout, sep="\n", flush=True)
     new = [job for job in cluster.squeue() if job.id not in {job.id for job in jobs}]
     assert ["head" in job.name for job in new] == [True]
@@ -224,18 +240,10 @@ def test_a_service_without_its_head_gets_it_back_by_up_and_keeps_its_nodes_and_r
 
 
 def test_a_head_asked_for_while_the_last_one_ends_begins_after_the_end_of_its_redis(service, cluster):
-    def servers():
-        return [
-            process
-            for node in cluster.addresses
-            for process in cluster.job_processes(node)
-            if process.name() in redis.SERVERS
-        ]
-
     gates, counts = service.gates(), []
     where = spread(service, gates, service.members().values())
     (head,) = [job for job in cluster.squeue() if "head" in job.name]
-    (first,) = servers()
+    (first,) = redis_servers(cluster)
     run = RunDir(service.run_dir)
     with (
         ThreadPoolExecutor() as pool,
@@ -248,7 +256,7 @@ def test_a_head_asked_for_while_the_last_one_ends_begins_after_the_end_of_its_re
         cluster.run("scancel", head.id)
         up = pool.submit(service.slurm, "up", "--timeout", str(3 * PATIENCE_S))
         while not up.done():
-            counts.append(len(servers()))
+            counts.append(len(redis_servers(cluster)))
             time.sleep(0.1)
     print(up.result(), flush=True)
     assert max(counts) == 1 and not first.is_running(), counts
@@ -334,3 +342,26 @@ def test_up_says_why_the_head_ends_at_once_and_does_not_wait_for_it(cluster):
     finally:
         service.slurm("down")
     assert cluster.squeue() == []
+
+
+def test_of_two_heads_submitted_by_hand_in_the_same_second_one_serves_and_the_other_says_so(cluster):
+    run = RunDir(cluster.directory / "by-hand")
+    run.make()
+    script = ROOT / "deploy" / "slurm" / "head.sbatch"
+    variables = f"ALL,ROLLOUT_PYTHON={sys.executable},PYTHONPATH={ROOT},ROLLOUT_SLURM_FLOWER=0"
+    command = ("sbatch", "--parsable", f"--export={variables}", f"--output={run.logs}/head-%j.log")
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(cluster.run, *command, str(script), str(run.path)) for _ in range(2)]
+        ids = [call.result().strip() for call in calls]
+    try:
+        cluster.wait(lambda: len(cluster.squeue()) == 1, "one of them ends")
+        cluster.wait(lambda: (head := run.head()) and head.state == UP, "the other one is up")
+        head = run.head()
+        (loser,) = set(ids) - {head.job}
+        said = (run.logs / f"head-{loser}.log").read_text()
+        assert f"job {head.job} is the head of {run.path} already" in said
+        assert len(redis_servers(cluster)) == 1 and run.data_holder() == (1, head.job)
+    finally:
+        cluster.run("scancel", *ids)
+        cluster.wait(lambda: cluster.squeue() == [], "both end")
+    assert run.data_holder() == (1, "")

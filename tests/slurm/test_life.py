@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -114,35 +115,80 @@ def test_a_job_that_is_cancelled_ends_at_once_and_does_not_queue_again(run_dir, 
     assert run_dir.requeued() == [] and run_dir.members() == []
 
 
-def test_a_head_takes_redis_data_only_when_the_job_that_has_it_has_ended(run_dir, tmp_path):
+@pytest.mark.parametrize("numbered", [True, False], ids=["", "by_the_first_release"])
+def test_a_head_takes_redis_data_only_when_the_job_that_has_it_has_ended(run_dir, tmp_path, numbered):
     listed, head = tmp_path / "jobs", HeadJob(run_dir, Place("n1", "7"))
 
     def has_it(state):
         listed.write_text(f"6|6|6|{state}|n9|None|1:00\n")
 
-    run_dir.take_data("6")
+    turn = 1 if numbered else 0
+    if numbered:
+        run_dir.take_data(turn, "6")
+    else:
+        run_dir.redis.mkdir()
+        run_dir.write_private(run_dir.redis / "job", "6\n")
+    (run_dir.redis / "job.1~").touch()  # of somebody's editor
     has_it("RUNNING")
     with pytest.raises(SlurmError, match=r"job 6 is the head of .* already"):
         head.run()
     has_it("COMPLETING")
     later(send, signal.SIGTERM)
     assert head.run() == 0
-    assert run_dir.data_job() == "6" and run_dir.head() is None and head.supervisor.parts == {}
+    assert run_dir.data_holder() == (turn, "6") and run_dir.head() is None and head.supervisor.parts == {}
     ended = threading.Timer(1.5, has_it, ["CANCELLED"])
     ended.start()
     head = HeadJob(run_dir, Place("n1", "8"))
     head._prepare()
-    assert not ended.is_alive() and run_dir.data_job() == "8"
+    assert not ended.is_alive() and run_dir.data_holder() == (turn + 1, "8")
+
+
+@pytest.mark.parametrize("before", ["", "6"])
+def test_of_heads_that_look_in_the_same_moment_one_takes_redis_data(run_dir, tmp_path, monkeypatch, before):
+    """Job 6 was killed; jobs 7 and 8 were submitted by hand, in the same second."""
+    (tmp_path / "jobs").write_text("7|7|7|RUNNING|n1|None|1:00\n8|8|8|RUNNING|n2|None|1:00\n")
+    if before:
+        run_dir.take_data(1, before)
+    both, look = threading.Barrier(2, timeout=BUSY_S), RunDir.data_holder
+    first = threading.local()
+
+    def look_together(self):
+        seen = look(self)
+        if not hasattr(first, "done"):
+            first.done = both.wait()
+        return seen
+
+    heads = [HeadJob(RunDir(run_dir.path), Place(node, job)) for node, job in (("n1", "7"), ("n2", "8"))]
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(RunDir, "data_holder", look_together)
+        errors = [call.exception() for call in [pool.submit(head._prepare) for head in heads]]
+    winner, loser = sorted(heads, key=lambda head: errors[heads.index(head)] is not None)
+    turn, job = run_dir.data_holder()
+    assert (turn, job) == (2 if before else 1, winner.place.job)
+    assert f"job {job} is the head of {run_dir.path} already" in str(errors[heads.index(loser)])
+    loser._end()
+    assert run_dir.data_holder() == (turn, job), "what it never had is not its to leave"
+    winner._end()
+    assert run_dir.data_holder() == (turn, "")
+
+
+def test_a_head_that_was_queued_again_takes_redis_data_anew(run_dir):
+    run_dir.take_data(1, "7")
+    head = HeadJob(run_dir, Place("n1", "7"))
+    head._prepare()
+    assert run_dir.data_holder() == (2, "7")
+    head._end()
+    assert run_dir.data_holder() == (2, "")
 
 
 def test_a_head_that_lives_shows_it_by_the_time_of_its_file(run_dir):
     head = HeadJob(run_dir, Place("n1", "7"))
     file = run_dir.path / "head.json"
-    for signs in (1, 0):  # not with each look
-        file.touch()
+    file.touch()
+    for _ in range(2):
         os.utime(file, (1, 1))
         head._tend()
-        assert (file.stat().st_mtime > 1) == signs
+        assert file.stat().st_mtime > 1
 
 
 def test_a_job_that_is_asked_to_end_does_so_within_its_grace_and_does_not_queue_again(run_dir):

@@ -173,6 +173,19 @@ def test_the_service_of_a_slurm_run_is_found_with_its_key(monkeypatch, tmp_path)
         Client()
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_the_clock_of_its_file_system_says_whether_a_slurm_head_lives(monkeypatch, tmp_path, hours):
+    slurm_run(tmp_path)
+    monkeypatch.setenv("ROLLOUT_SLURM_RUN", str(tmp_path))
+    now = time.time
+    monkeypatch.setattr("rollout.account.time.time", lambda: now() + 3600 * hours)
+    assert sent(Client()) == KEY, "only our own clock is wrong"
+    os.utime(tmp_path / "head.json", (now() - 200, now() - 200))
+    with pytest.raises(AddressError, match="no head that is up"):
+        Client()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["api.key", "head.json"]
+
+
 def test_a_slurm_service_that_runs_goes_before_a_local_one_that_ended(monkeypatch, tmp_path):
     announced("mine", "http://127.0.0.1:1", home=str(tmp_path / ".local"))
     slurm_run(tmp_path / ".local/slurm-run")

@@ -8,13 +8,11 @@ from functools import partial
 
 import pytest
 
-from rollout.schema import Blame, Limits, RolloutRequest
+from rollout.schema import Limits, RolloutRequest
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
-from tests.helpers.chat_formats import save
 from tests.helpers.scripted import Look, Said, ScriptedRouter, backend, loop
 from tests.helpers.stack import CHECKPOINT
 from workers.agent.codec import load_codec
-from workers.agent.formats import CodecError
 from workers.agent.loop import MAX_CHAINS, AgentLoop
 from workers.agent.parsing import MAX_DEPTH, Malformed, tool_call
 from workers.handlers.base import AgentHandler, Reward, RunContext
@@ -499,33 +497,3 @@ def test_a_compaction_that_gives_nothing_usable_ends_the_rollout(say, made):
     _, agent = played([say("3" * 500)], backend(max_model_len=200), reason="context_length", compact=compact)
     assert len(agent.trajectory.chains) == 1 and agent.trajectory.sampled_tokens
     assert any("compaction left" in line for line in agent.trajectory.warnings) == bool(made)
-
-
-# -- what a format cannot do ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "advertised", "reason"),
-    [
-        ("hermes", True, "the format leaves tools out of the prompt; .*`advertise_tools = False`"),
-        ("turns", False, "this model takes no tool answers: .*only user and model turns"),
-    ],
-)
-def test_tools_that_a_format_has_no_place_for_are_refused_before_anything_is_sampled(
-    tmp_path, family, advertised, reason
-):
-    tokenizer = str(save(family, tmp_path / "model"))
-    router = ScriptedRouter([], backend(id="b-7", tokenizer=tokenizer))
-    request = RolloutRequest(handler="scripted")
-    agent = AgentLoop(request, 0, router, (Look(),), advertise_tools=advertised)
-    with pytest.raises(CodecError, match=f"^backend b-7, tokenizer {tokenizer!r}: .*{reason}") as caught:
-        asyncio.run(agent.run(ASKED))
-    assert (caught.value.blame, caught.value.retry) == (Blame.INFRASTRUCTURE, False)
-    assert router.prompts == [] and agent.trajectory.chains == []
-
-
-def test_a_tokenizer_that_is_not_on_this_node_may_be_on_another():
-    router = ScriptedRouter([], backend(id="b-7", tokenizer="/nowhere/at/all"))
-    with pytest.raises(CodecError, match=r"^backend b-7, .*cannot be loaded on this node") as caught:
-        asyncio.run(loop(router).run(ASKED))
-    assert (caught.value.blame, caught.value.retry) == (Blame.INFRASTRUCTURE, True)

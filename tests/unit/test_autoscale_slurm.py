@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.schema.fleet import WorkerLoad
 from services.autoscale.policy import STAGES, NodeState
 from services.autoscale.scaler import SlurmNodes
 from services.launch import SlurmError
@@ -11,7 +12,6 @@ from services.launch.slurm.plan import UpOptions
 from services.launch.slurm.rundir import UP, Member, Submitted
 from services.launch.slurm.site import Site
 from services.launch.slurm.stack import SlurmStack
-from services.state.fleet import Worker
 from tests.helpers.slurm_commands import Commands
 
 SLOTS = {"init": 4, "run": 8, "eval": 4}
@@ -40,7 +40,14 @@ def stack(commands):
 def workers(**held):
     """Of n1 and n2, with so many rollouts in hand."""
     return [
-        Worker(f"{stage}@{node}", node, (stage,), SLOTS[stage], SLOTS[stage], held.get(node, 0))
+        WorkerLoad(
+            name=f"{stage}@{node}",
+            node=node,
+            stages=[stage],
+            slots=SLOTS[stage],
+            slots_limit=SLOTS[stage],
+            busy=held.get(node, 0),
+        )
         for node in ("n1-job12", "n2-job13")
         for stage in STAGES
     ]

@@ -450,7 +450,7 @@ def test_numbers_of_many_answers_leave_masked_ones_out():
         for task, reward in ((0, 1.0), (0, 0.0), (1, 0.0), (1, 0.0))
     ]
     rows.append({"_ng_task_index": 1, "reward": 0, "mask_sample": True, "_ng_failure_class": "sandbox"})
-    numbers = nemo_gym.aggregate(rows)
+    numbers = nemo_gym_answers.aggregate(rows)
     assert (
         numbers["agent_metrics"]
         | {
@@ -467,12 +467,12 @@ def test_numbers_of_many_answers_leave_masked_ones_out():
         (0, 0.5),
         (1, 0.0),
     ]
-    assert nemo_gym.aggregate([])["key_metrics"] == {}
+    assert nemo_gym_answers.aggregate([])["key_metrics"] == {}
 
 
 @pytest.mark.parametrize("task", ["²", "--5", "-", "9" * 5000, ""])
 def test_a_task_that_is_called_anything_keeps_its_name(task):
-    (group,) = nemo_gym.aggregate([{"_ng_task_index": task, "reward": 1.0}])["group_level_metrics"]
+    (group,) = nemo_gym_answers.aggregate([{"_ng_task_index": task, "reward": 1.0}])["group_level_metrics"]
     assert group["_ng_task_index"] == task
 
 
@@ -483,9 +483,9 @@ def test_a_task_that_is_called_anything_keeps_its_name(task):
 def test_what_cannot_be_summed_is_refused_by_its_row(number, place):
     row = {"reward": 1.0} | {place: number if place == "reward" else {"a": number}}
     with pytest.raises(ApiProblem, match=r"verify_responses\.1"):
-        nemo_gym.aggregate([{"reward": 1.0}, row])
+        nemo_gym_answers.aggregate([{"reward": 1.0}, row])
 
 
 def test_the_largest_numbers_of_many_rows_have_a_sum():
     rows = [{"reward": "1e150", "metrics": {"a": "1e150"}, "reward_components": {"a": -1e150}}] * 1000
-    assert "inf" not in json.dumps(nemo_gym.aggregate(rows)).lower()
+    assert "inf" not in json.dumps(nemo_gym_answers.aggregate(rows)).lower()

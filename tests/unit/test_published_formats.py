@@ -8,14 +8,16 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from openai_harmony import Role
 from renderers.base import MODEL_RENDERER_MAP
 
+from rollout.schema import Backend
 from rollout.trajectory import Message, TextPart, ToolCall, Trajectory
 from services.engines.base import Completion
 from tests.helpers.published import HERMES, MODELS, TOOLS, directory
 from tests.helpers.stack import ROOT
 from workers.agent import codec as codec_module
-from workers.agent.codec import load_codec
+from workers.agent.codec import load_codec, takeover_obstacle
 from workers.agent.formats import CodecError
 from workers.agent.guard import CUT
 from workers.agent.renderer_codec import HARMONY_DATE, renderer_codec
@@ -202,6 +204,12 @@ LOOK = '{"name": "look", "parameters": {"word": "ox"}}'
     ("name", "text"),
     [
         ("gpt-oss", LOOKS.removeprefix("<|start|>assistant").replace("functions.look", "look") + "<|call|>"),
+        (
+            "gpt-oss",
+            LOOKS.removeprefix("<|start|>assistant").replace("functions.look", "look") + "<|return|>",
+        ),
+        ("gpt-oss", f"{CHANNEL}<|end|>{LOOKS.replace('functions.look', 'look')}<|return|>"),
+        ("gpt-oss", " to=look<|channel|>commentary json<|message|>{}<|end|><|start|>assistant<|return|>"),
         ("gpt-oss", " to=python<|channel|>commentary<|message|>1 + 1<|call|>"),
         ("gpt-oss", "<|call|>"),
         ("Llama 3.1", f"{LOOK}; {LOOK}<|eot_id|>"),
@@ -225,12 +233,17 @@ def test_a_call_that_cannot_be_read_is_no_answer(formats, name, text):
     [
         ("Llama 3.1", f"<|python_tag|>{LOOK}<|eom_id|>"),
         ("gpt-oss", ' to=functions.look<|channel|>commentary json<|message|>{"word": "ox"}<|call|>'),
+        ("gpt-oss", ' to=functions.look<|channel|>commentary json<|message|>{"word": "ox"}<|return|>'),
+        ("gpt-oss", f"{CHANNEL}<|end|>{LOOKS}<|return|>"),
     ],
 )
 def test_a_call_is_read_in_each_form_that_the_model_knows(formats, name, text):
     codec = formats.of(name)
     (call,) = codec.parse(codec.render(ASKED, TOOLS), encode(codec, text)).message.tool_calls
     assert (call.name, call.arguments) == ("look", {"word": "ox"})
+    if name == "gpt-oss":
+        openai = codec._renderer._enc.parse_messages_from_completion_tokens
+        assert openai(encode(codec, text), Role.ASSISTANT)[-1].recipient == "functions.look"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +252,8 @@ def test_a_call_is_read_in_each_form_that_the_model_knows(formats, name, text):
         ("Llama 3.1", 'The name is {"name": "ox"}.<|eot_id|>'),
         ("Qwen3", '{"name": "ox"}<|im_end|>'),
         ("gpt-oss", '<|channel|>final<|message|>{"name": "ox"}<|return|>'),
+        ("gpt-oss", "<|channel|>final<|message|>An ox, to=look.<|return|>"),
+        ("gpt-oss", " to=user<|channel|>final<|message|>An ox.<|return|>"),
         ("gpt-oss", "An ox.<|return|>"),
     ],
 )
@@ -293,6 +308,13 @@ def test_the_format_of_a_directory_is_not_that_of_one_that_was_loaded_before(for
     (bare / "config.json").unlink()
     assert formats.of("Qwen3").name == "renderers/Qwen3Renderer"
     assert load_codec(str(bare)).name == "chat-template"
+    one, other = (
+        Backend(id=name, url="http://x", model="m", tokenizer=str(path), max_model_len=1024)
+        for name, path in (("one", directory("Qwen3", formats.root)), ("other", bare))
+    )
+    assert re.fullmatch(
+        r"backend other: its tokenizer Qwen3@\w+ is not Qwen3@\w+", takeover_obstacle(one, other)
+    )
 
 
 def test_prompts_of_gpt_oss_are_the_same_on_every_day(formats):

@@ -83,9 +83,9 @@ def test_lists_take_names_and_patterns_and_none_takes_all():
 
 
 def test_a_refusal_for_quota_says_what_is_left_and_what_to_do():
-    text = str(QuotaExceeded("a", "rate", 60, 3, 10, 7.0))
+    text = str(QuotaExceeded("a", kind="rate", limit=60, used=3, asked=10, wait_ms=7000))
     assert "60 rollouts a minute" in text and "3 of them left" in text and "holds 10" in text
-    assert "smaller calls" in str(QuotaExceeded("a", "live", 4, 0, 10, None))
+    assert "smaller calls" in str(QuotaExceeded("a", kind="live", limit=4, used=0, asked=10))
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ MAX_LOADED = 16
 """Tokenizers kept in memory; a large vocabulary takes 100 MB."""
 
 
-def _digest(tokenizer: Any, path: str) -> str:
-    """Name and digest of all that decides what text becomes: vocabulary, merges, normaliser, template."""
+def _digest(codec: Codec, tokenizer: Any, path: str) -> str:
+    """Name and digest of all that decides what text becomes: format, vocabulary, merges, template …"""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     body = json.loads(backend.to_str()) if backend is not None else sorted(tokenizer.get_vocab().items())
     if isinstance(body, dict):
         # State of calls, not of the tokenizer.
         body = {key: value for key, value in body.items() if key not in ("padding", "truncation")}
-    text = json.dumps([body, tokenizer.chat_template], sort_keys=True, default=str)
+    text = json.dumps([codec.name, body, tokenizer.chat_template], sort_keys=True, default=str)
     return f"{Path(path).name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -77,8 +78,8 @@ def load_codec(path: str) -> Codec:
             same = (
                 known
                 for known in _codecs.values()
-                if (known.name, known.digest, known.vocab_size, known.end_ids)
-                == (codec.name, codec.digest, codec.vocab_size, codec.end_ids)
+                if (known.digest, known.vocab_size, known.end_ids)
+                == (codec.digest, codec.vocab_size, codec.end_ids)
             )
             _codecs[path] = next(same, codec)
             if len(_codecs) > MAX_LOADED:
@@ -99,10 +100,9 @@ def _load(path: str) -> Codec:
             "`tokenizer` set to a path that the RUN workers see"
         ) from error
     guard = TokenizerGuard(tokenizer)
-    config = _model_config(path)
+    config, generation = _configs(path)
     codec = renderer_codec(guard, path, str(config.get("model_type") or "")) or TemplateCodec(guard)
-    codec.digest = _digest(tokenizer, path)
-    generation = _generation_config(path)
+    codec.digest = _digest(codec, tokenizer, path)
     # A model's output may have more rows than the tokenizer has ids, and a policy may sample them.
     rows = config.get("vocab_size")
     codec.vocab_size = max(len(tokenizer), rows if type(rows) is int else 0)
@@ -116,24 +116,16 @@ def _ids(value: Any) -> list[int]:
     return [entry for entry in (value if isinstance(value, list) else [value]) if type(entry) is int]
 
 
-def _model_config(path: str) -> dict[str, Any]:
-    """The text model's configuration beside the tokenizer; empty where there is none."""
-    from transformers import PretrainedConfig
+def _configs(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configurations of the text model and of generation beside the tokenizer; empty where there are none."""
+    from transformers import GenerationConfig, PretrainedConfig
 
-    try:
+    config: dict[str, Any] = {}
+    generation: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
         config, _ = PretrainedConfig.get_config_dict(path)
-    except (OSError, ValueError):
-        return {}
+    with suppress(OSError, ValueError):  # what engines end a turn at by themselves may stand there alone
+        generation = GenerationConfig.from_pretrained(path).to_dict()
     nested = config.get("text_config") or {}
     known = {name: value for name, value in nested.items() if value is not None and name != "model_type"}
-    return {**config, **known}
-
-
-def _generation_config(path: str) -> dict[str, Any]:
-    """What engines end a turn at by themselves may stand there alone; empty where there is none."""
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(path).to_dict()
-    except (OSError, ValueError):
-        return {}
+    return config | known, generation

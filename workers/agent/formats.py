@@ -39,7 +39,7 @@ class Codec(ABC):
     """Renders and parses one model's chat format."""
 
     digest: str = ""
-    """Name and a digest of tokenizer and template: rollouts with the same digest share token ids."""
+    """Name and a digest of format, tokenizer and template: rollouts with the same digest share token ids."""
     stop_token_ids: list[int]
     vocab_size: int | None = None
     """Rows of the model's output: an engine samples ids below it. None = not known."""
@@ -53,6 +53,10 @@ class Codec(ABC):
         """Why messages of a role cannot follow a turn."""
         self._obstacle: str | None = None
         """Why tools cannot be offered; empty = they can, None = not yet looked at."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of what a model might say; names of control tokens in it are these tokens."""
+        return self._guard.encode_as_is(text)
 
     @abstractmethod
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:

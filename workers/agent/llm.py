@@ -95,11 +95,9 @@ class EngineClient:
                 ) as response,
             ):
                 body = await _read(response.content, most)
-        except aiohttp.ClientError as error:  # before TimeoutError, which one of them is as well
-            raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
-        except TimeoutError:
-            raise BackendUnavailable(f"{where}: no answer within {timeout_s:g} s") from None
-        except OSError as error:
+        except (aiohttp.ClientError, OSError) as error:
+            if type(error) is TimeoutError:  # aiohttp has further ones
+                raise BackendUnavailable(f"{where}: no answer within {timeout_s:g} s") from None
             raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         if response.status >= 300:
             text = f"{where}: HTTP {response.status}: {body[:500].decode(errors='replace')}"
@@ -107,9 +105,8 @@ class EngineClient:
                 raise BackendUnavailable(text)
             raise ModelError(text)
         if len(body) > most:
-            raise BrokenCall(
-                f"{where}: the answer has more than {most} bytes, for {request.max_tokens} ids asked for"
-            )
+            asked = request.max_tokens
+            raise BrokenCall(f"{where}: the answer has more than {most} bytes, for {asked} ids asked for")
         try:
             return from_json(body)
         except ValueError as error:

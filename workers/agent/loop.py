@@ -50,10 +50,7 @@ class AgentLoop:
         self._repeated = 0
 
     async def run(
-        self,
-        messages: list[Message],
-        sandbox: SandboxClient | None = None,
-        compact: Compact | None = None,
+        self, messages: list[Message], sandbox: SandboxClient | None = None, compact: Compact | None = None
     ) -> FinishReason:
         """Turns from the given messages to the end; answers why it ended."""
         limits = self._request.limits

@@ -15,7 +15,6 @@ from typing import Any
 
 from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
-from services.state.scripts import request
 from workers.patience import ask, stopped
 
 MAX_BATCH = 256
@@ -63,15 +62,15 @@ class Placements:
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
         """See `BackendStore.acquire`."""
-        return placed(await self._ask(self._store.acquire_args(rollout_id, **options)))
+        return placed(await self._ask(self._store.acquire(rollout_id, **options)))
 
     async def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
         """See `BackendStore.extend`."""
-        return placed(await self._ask(self._store.extend_args(rollout_id, tokens, **options)))
+        return placed(await self._ask(self._store.extend(rollout_id, tokens, **options)))
 
     async def release(self, rollout_id: str) -> bool:
         """See `BackendStore.release`."""
-        return bool(await self._ask(request("release", rollout=rollout_id)))
+        return bool(await self._ask(self._store.release(rollout_id)))
 
     async def suspect(self, backend_id: str) -> None:
         """Have a backend probed at once, because a call to it failed."""

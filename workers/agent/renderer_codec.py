@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ _HARMONY_CHANNEL = "<|channel|>analysis<|message|>"
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _CALL_ENDS = ("<|call|>", "<|eom_id|>")
 """Tokens that end a turn only where the model calls something."""
+_TO_TOOL = re.compile(r"(?:^|[\s>])to=(?!assistant\b|user\b|all\b)[^\s<]")
+"""In a header of gpt-oss: a recipient other than those of an answer, or of a tool's result."""
 _CODE = "<|python_tag|>"
 """Llama begins some calls with it, and writes them as bare JSON."""
 
@@ -58,12 +61,13 @@ class RendererCodec(Codec):
         eos = guard.eos_token_id
         self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
         self._thought = guard.convert_tokens_to_ids("</think>")
-        self._cut = guard.encode_as_is(CUT)
+        self._cut = _as_text(guard.encode_as_is(CUT))
         harmony = renderer.config.name == HARMONY
         self._turn, self._channel = (
             guard.encode(text) if harmony else [] for text in (_HARMONY_TURN, _HARMONY_CHANNEL)
         )
         added = guard.get_added_vocab()
+        self._end = added.get("<|end|>")
         self._call_ends = {added.get(text) for text in _CALL_ENDS}
         self._code = added.get(_CODE)
         self._check_forging()
@@ -113,14 +117,7 @@ class RendererCodec(Codec):
         """Ids without the cuts, and the channel, that a renderer with an encoder of its own writes."""
         if self._channel and ids[-len(self._channel) :] == self._channel:
             ids = ids[: -len(self._channel)]
-        if self._cut[0] not in ids:
-            return ids
-        kept, at, length = [], 0, len(self._cut)
-        while at < len(ids):
-            cut = ids[at : at + length] == self._cut
-            kept += [] if cut else ids[at : at + 1]
-            at += length if cut else 1
-        return kept
+        return [*map(ord, _as_text(ids).replace(self._cut, ""))]
 
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         turn = self._parsed(prompt, sampled)
@@ -131,7 +128,7 @@ class RendererCodec(Codec):
 
     def _calls(self, sampled: list[int]) -> bool:
         """Whether a turn is meant as a call, whatever can be read of it."""
-        if sampled and sampled[-1] in self._call_ends:
+        if (sampled and sampled[-1] in self._call_ends) or (self._channel and self._names_tool(sampled)):
             return True
         if self._code is None:
             return False
@@ -139,10 +136,20 @@ class RendererCodec(Codec):
         at = text.find('{"name"')
         return text.startswith(_CODE) or at == 0 or (at > 0 and '"parameters"' in text[at:])
 
+    def _names_tool(self, sampled: list[int]) -> bool:
+        """Whether a header of gpt-oss says whom its message is for, as calls alone do."""
+        start, message = self._turn[0], self._channel[-1]
+        parts = (list(part) for is_start, part in groupby(sampled, start.__eq__) if not is_start)
+        headers = (part[: part.index(message)] for part in parts if message in part)
+        return any(_TO_TOOL.search(self._guard.decode(header)) for header in headers)
+
     def _parsed(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         # A header without a message is none: the library would drop the text.
         lead = self._turn if self._channel and self._channel[0] in sampled else []
         body = sampled[1:] if sampled and sampled[0] == self._code else sampled
+        if lead and body[-1] in self.stop_token_ids:
+            # Calls often end with <|return|>. OpenAI's parser reads them, the library as never closed.
+            body = [*body[:-1], self._end]
         try:
             parsed = self._renderer.parse_response([*lead, *body], prompt_ids=prompt)
         except Exception as error:
@@ -156,6 +163,11 @@ class RendererCodec(Codec):
             for call in parsed.tool_calls
         ]
         return parsed_turn(parsed.content or "", parsed.reasoning_content, attempts)
+
+
+def _as_text(ids: list[int]) -> str:
+    """Ids as characters, for what Python does with texts alone."""
+    return "".join(map(chr, ids))
 
 
 def renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> RendererCodec | None:
@@ -256,13 +268,9 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _agree(
-    codec: RendererCodec,
-    guard: TokenizerGuard,
-    config: Any,
-    chat: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
+    codec: RendererCodec, guard: TokenizerGuard, config: Any, chat: list[Any], tools: list[Any]
 ) -> bool:
     # What a renderer holds fixed, a template may take from the clock.
-    fixed = {name: getattr(config, name) for name in ("date_string",) if hasattr(config, name)}
+    fixed = {"date_string": config.date_string} if hasattr(config, "date_string") else {}
     ids = guard.apply_chat_template(chat, tools=tools or None, add_generation_prompt=True, **fixed)
     return codec.render_chat(chat, tools) == ids

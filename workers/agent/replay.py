@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +65,19 @@ def read_actions(path: Path) -> list[Action]:
     return actions
 
 
-def encode(action: Action, codec: Codec, tokenizer: Any, prompt: Sequence[int]) -> list[int]:
+def encode(action: Action, codec: Codec, prompt: Sequence[int]) -> list[int]:
     """The ids that a model would have sampled for this action, the stop id included.
 
     Raises:
         TaskError: The model's format reads something else in them.
     """
-    ids = [*tokenizer.encode(action.text, add_special_tokens=False), codec.stop_token_ids[0]]
+    ids = [*codec.encode(action.text), codec.stop_token_ids[0]]
     read = [(call.name, call.arguments) for call in codec.parse(list(prompt), ids).message.tool_calls]
     if action.tool_calls and read != [(call.name, call.arguments) for call in action.tool_calls]:
         raise TaskError(
             f"{codec.name} does not read these calls in {action.text!r}; write the turn as text of its format"
         )
     return ids
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
 
 
 class ReplayRouter:
@@ -114,8 +106,7 @@ class ReplayRouter:
     async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
         """The next action as a completion."""
         codec = await asyncio.to_thread(load_codec, self._path)
-        tokenizer = await asyncio.to_thread(_tokenizer, self._path)
-        ids = encode(next(self._actions, Action()), codec, tokenizer, request.prompt)
+        ids = encode(next(self._actions, Action()), codec, request.prompt)
         cut = len(ids) > request.max_tokens
         ids = ids[: request.max_tokens]
         return Completion(

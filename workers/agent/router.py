@@ -26,7 +26,7 @@ MAX_PAUSE_S = 5.0
 
 
 class Router(Protocol):
-    """What all model calls of one rollout go through."""
+    """What all model calls of one rollout go through: a `BackendRouter`, or what stands in for it."""
 
     backend: Backend | None
     """The one that serves it now."""
@@ -34,14 +34,9 @@ class Router(Protocol):
     """Says why a backend cannot continue the ids so far; None = it can. Set by the agent loop."""
     metrics: dict[str, float]
 
-    async def acquire(self, tokens: int = 1) -> Backend:
-        """See `BackendRouter.acquire`."""
-
-    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
-        """See `BackendRouter.generate`."""
-
-    async def release(self) -> None:
-        """See `BackendRouter.release`."""
+    async def acquire(self, tokens: int = 1) -> Backend: ...
+    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion: ...
+    async def release(self) -> None: ...
 
 
 class BackendRouter:
@@ -110,15 +105,12 @@ class BackendRouter:
     async def _ask_for_room(self) -> Placed:
         """Ask until the answer is not `full`, in order of arrival within this worker."""
         placements = self._placements
-        if not placements.line.locked():
-            placed = await self._ask()
-            if placed.word != "full":
-                return placed
+        if not placements.line.locked() and (placed := await self._ask()).word != "full":
+            return placed
         async with placements.line:
             while True:
                 placements.changed.clear()
-                placed = await self._ask()
-                if placed.word != "full":
+                if (placed := await self._ask()).word != "full":
                     return placed
                 await placements.change()
 
@@ -174,15 +166,14 @@ class BackendRouter:
                 failed = (*failed, backend.id)
                 await self._placements.suspect(backend.id)
                 continue
-            if isinstance(last, BrokenCall) and attempts >= MIN_ATTEMPTS:
-                raise self._unusable(attempts, last) from last
             # None: every backend has failed this turn or is down, so begin again with the pinned one.
             # Aborted: the engine lives and says so (a weight update); the prefix is cached there, so stay.
             failed = ()
             waited = self._placements.clock() - trouble_since
-            if waited >= self._wait_s and (backend is None or attempts >= MIN_ATTEMPTS):
-                if isinstance(last, BrokenCall):
-                    raise self._unusable(attempts, last) from last
+            over = waited >= self._wait_s and (backend is None or attempts >= MIN_ATTEMPTS)
+            if isinstance(last, BrokenCall) and (over or attempts >= MIN_ATTEMPTS):
+                raise ModelError(f"{attempts} answers could not be used; the last: {last}") from last
+            if over:
                 raise InfrastructureError(
                     f"no backend answered for {waited:.0f} s, {attempts} calls failed; the last: {last}"
                 ) from last
@@ -223,7 +214,8 @@ class BackendRouter:
                 raise self._lost()
             if placed.backend is None:
                 return None
-            why_not = await self._why_not(placed.backend)
+            same = self.backend is not None and self.backend.id == placed.backend.id
+            why_not = None if same or self.accepts is None else await self.accepts(placed.backend)
             if why_not is None:
                 return self._take(placed)
             log.warning(
@@ -234,20 +226,10 @@ class BackendRouter:
             )
             self._foreign = (*self._foreign, placed.backend.id)
 
-    async def _why_not(self, backend: Backend) -> str | None:
-        if self.accepts is None or (self.backend is not None and self.backend.id == backend.id):
-            return None
-        return await self.accepts(backend)
-
     def _take(self, placed: Placed) -> Backend:
         if placed.moved:
             self._count(f"moved_{placed.why}")
-            log.info(
-                "rollout moved",
-                rollout_id=self._rollout_id,
-                backend=placed.backend.id,
-                why=placed.why,
-            )
+            log.info("rollout moved", rollout_id=self._rollout_id, backend=placed.backend.id, why=placed.why)
         self.backend = placed.backend
         return placed.backend
 
@@ -257,13 +239,10 @@ class BackendRouter:
     def _lost(self) -> InfrastructureError:
         return InfrastructureError(f"rollout {self._rollout_id} is not this worker's any more")
 
-    @staticmethod
-    def _unusable(attempts: int, last: BrokenCall) -> ModelError:
-        return ModelError(f"{attempts} answers could not be used; the last: {last}")
-
     def _none_usable(self, why: str) -> InfrastructureError:
         version = f" of policy version {self._policy_version!r}" if self._policy_version else ""
         return InfrastructureError(
-            f"no LLM backend{version} was usable for {self._wait_s:g} s ({why or 'there is none'}); "
-            "register one with POST /v1/backends, or see GET /v1/backends for what ails them"
+            f"no LLM backend{version} was usable for {self._wait_s:g} s ({why or 'there is none'}); register "
+            "one with POST /v1/backends, or see GET /v1/backends for what ails them (`version`: it lacks the "
+            "current weights; where nobody can bring them any more, `rollout policy forget`)"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import redis
 
@@ -17,7 +18,7 @@ from services.state import keys
 from services.state.batches.store import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
 from services.state.tenants import QuotaExceeded, Tenant
 from workers.chores.base import Chore
-from workers.chores.filters import Decision, Filters
+from workers.chores.filters import Filters
 from workers.services import WorkerServices
 
 LATER_S = 2.0
@@ -112,10 +113,7 @@ class Batcher(Chore):
     def _cancel_late(self, piece: Starting) -> None:
         """The batch had ended before these rollouts were submitted, so its end could not cancel them."""
         group = self._store.group(piece.group_id)
-        if group is None:
-            return
-        batch = self._store.get(group.batch)
-        if self._is_given_up(batch):
+        if group is not None and self._is_given_up(batch := self._store.get(group.batch)):
             self._dispatcher.cancel_many(piece.rollout_ids, batch.tenant)
 
     def _is_given_up(self, batch: Batch) -> bool:
@@ -135,20 +133,12 @@ class Batcher(Chore):
         members = list(self._rollouts.get_many(group.rollout_ids, trajectory=False))
         decision = self.filters.decide(config, members)
         if batch.state.ended and config.carry == "none":
-            decision = Decision(Verdict.CANCELLED, "redundant", decision.scored, decision.dropped)
+            decision = replace(decision, verdict=Verdict.CANCELLED, reason="redundant")
         elif decision.verdict is Verdict.KEPT and self._is_stale(config, members):
-            decision = Decision(Verdict.FILTERED, "stale", decision.scored, decision.dropped)
-        state, batch_state = self._store.decide(
-            group_id, decision.verdict, decision.reason, decision.scored, decision.dropped
-        )
+            decision = replace(decision, verdict=Verdict.FILTERED, reason="stale")
+        state, batch_state = self._store.decide(group_id, **vars(decision))
         self.log.info(
-            "group " + state,
-            batch=group.batch,
-            group=group_id,
-            reason=decision.reason,
-            scored=decision.scored,
-            dropped=decision.dropped,
-            batch_state=batch_state,
+            "group " + state, batch=group.batch, group=group_id, batch_state=batch_state, **vars(decision)
         )
 
     def _is_stale(self, config: BatchRequest, members: list[Rollout]) -> bool:

@@ -56,11 +56,7 @@ def too_long(rollouts: Sequence[Rollout], share: float = 0.5) -> str | None:
     return "too_long" if cut_off > share * len(rollouts) else None
 
 
-BUILT_IN: dict[str, Filter] = {
-    "uniform_reward": uniform_reward,
-    "all_below": all_below,
-    "too_long": too_long,
-}
+BUILT_IN: dict[str, Filter] = {kind.__name__: kind for kind in (uniform_reward, all_below, too_long)}
 
 
 class Filters:
@@ -84,11 +80,10 @@ class Filters:
         A filter that is not here, or fails, keeps nobody waiting: the group fails with that as its reason.
         """
         scored = [rollout for rollout in rollouts if rollout.reward is not None and not rollout.drop]
-        dropped = len(rollouts) - len(scored)
+        counts = len(scored), len(rollouts) - len(scored)
         if len(scored) < config.scored_needed:
             cancelled = any(rollout.state is State.CANCELLED for rollout in rollouts)
-            reason = "cancelled" if cancelled else "too_few_scored"
-            return Decision(Verdict.FAILED, reason, len(scored), dropped)
+            return Decision(Verdict.FAILED, "cancelled" if cancelled else "too_few_scored", *counts)
         specs = config.filters
         if specs is None:
             specs = [FilterSpec(name="uniform_reward")] if config.n > 1 else []
@@ -98,8 +93,7 @@ class Filters:
                 reason = chosen(scored, **spec.options) if chosen else f"no filter {spec.name}"
             except Exception as error:
                 log.exception("filter failed", filter=spec.name)
-                return Decision(Verdict.FAILED, f"{spec.name}: {type(error).__name__}", len(scored), dropped)
+                return Decision(Verdict.FAILED, f"{spec.name}: {type(error).__name__}", *counts)
             if reason:
-                verdict = Verdict.FILTERED if chosen else Verdict.FAILED
-                return Decision(verdict, reason[:100], len(scored), dropped)
-        return Decision(Verdict.KEPT, None, len(scored), dropped)
+                return Decision(Verdict.FILTERED if chosen else Verdict.FAILED, reason[:100], *counts)
+        return Decision(Verdict.KEPT, None, *counts)

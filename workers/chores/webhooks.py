@@ -135,24 +135,23 @@ class Deliverer(Chore):
         while self._store.collect() == 500:
             pass
         busy = Counter(host for host, _ in list(self._under_way.values()))
-        wait: dict[str, float] = {}
+        wait: dict[float, list[str]] = {}
         for delivery in self._store.due(BATCH):
             if delivery.rollout_id in self._under_way:
                 continue
             host = urlsplit(delivery.url).netloc
             hold = self._receivers.get(host, _Receiver()).hold_until - time.monotonic()
             if hold > 0:
-                wait[delivery.rollout_id] = hold
+                wait.setdefault(hold, []).append(delivery.rollout_id)
             elif busy[host] >= AT_ONCE_PER_HOST:
-                wait[delivery.rollout_id] = self.interval_s
+                wait.setdefault(self.interval_s, []).append(delivery.rollout_id)
             elif len(self._under_way) < AT_ONCE:
                 busy[host] += 1
                 self._begin(delivery, host)
         if wait:
             # Out of the way of what is due to others.
             now = self._store.now()
-            for pause in set(wait.values()):
-                ids = [rollout_id for rollout_id, own in wait.items() if own == pause]
+            for pause, ids in wait.items():
                 self._store.postpone(ids, now + pause)
 
     def _begin(self, delivery: Delivery, host: str) -> None:
@@ -201,13 +200,8 @@ class Deliverer(Chore):
         await asyncio.to_thread(self._store.failed, delivery, now + pause)
 
     async def _give_up(self, delivery: Delivery, host: str) -> None:
-        self.log.warning(
-            "webhook given up",
-            id=delivery.rollout_id,
-            host=host,
-            tries=delivery.tries,
-            error=delivery.error,
-        )
+        fields = {"id": delivery.rollout_id, "host": host, "tries": delivery.tries}
+        self.log.warning("webhook given up", **fields, error=delivery.error)
         await asyncio.to_thread(self._store.give_up, delivery)
 
     def _secrets_for(self, delivery: Delivery, tenant: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import redis
 import structlog
@@ -44,10 +45,7 @@ class Call:
 
 
 def begin(
-    request: RolloutRequest,
-    job: str | None = None,
-    *,
-    before: Callable[[str], None] = lambda _: None,
+    request: RolloutRequest, job: str | None = None, *, before: Callable[[str], None] = lambda _: None
 ) -> Call:
     """Submit a rollout, or find the one that the job stands for.
 
@@ -99,10 +97,7 @@ def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
     if call.job is None:
         waiter().on_hangup = lambda: abandon(gate, call)
 
-    def ended() -> bool:
-        state = gate.rollouts.state(call.rollout_id, call.tenant)
-        return state is None or state.terminal
-
+    ended = partial(gate.rollouts.ended, call.rollout_id, call.tenant)
     try:
         over = gate.waiting.wait(ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id))
     except (ApiProblem, redis.RedisError):

@@ -11,8 +11,6 @@ from flask import Blueprint, Response, jsonify
 from kombu.exceptions import OperationalError
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
@@ -24,24 +22,9 @@ from rollout.datasets import user_text
 from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
 from rollout.schema.base import MAX_INT53
 from services.engines.address import root
-from services.gateway.compat import calls
-from services.gateway.compat.nemo_gym_answers import (
-    VERIFIED,
-    AggregateRequest,
-    aggregate,
-    answer,
-    failed,
-    response,
-)
-from services.gateway.compat.rows import (
-    HANDLERS,
-    as_instance_problem,
-    handler_of,
-    task_of,
-    there_are,
-    unpacked,
-    whole,
-)
+from services.gateway.compat import calls, rows
+from services.gateway.compat import nemo_gym_answers as answers
+from services.gateway.compat.rows import HANDLERS, Open
 from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
@@ -60,19 +43,13 @@ INFRASTRUCTURE = (429, 503)
 """Statuses of a refusal after which another attempt may do better."""
 
 
-class _Open(BaseModel):
-    """Unknown keys are kept: a row has whatever its data set has."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
-
 def _no_stream(stream: bool | None) -> bool | None:
     if stream:
         raise ValueError("answers are not streamed here: leave it out, and wait for the whole one")
     return stream
 
 
-class CreateParams(_Open):
+class CreateParams(Open):
     """What has an effect of a Responses request."""
 
     input: str | list[Any] = Field(default_factory=list)
@@ -101,11 +78,11 @@ class CreateParams(_Open):
 Index = Annotated[int, Field(ge=-MAX_INT53, le=MAX_INT53)]
 
 
-class AgentRef(_Open):
+class AgentRef(Open):
     name: str = Field(max_length=200)
 
 
-class RunRequest(_Open):
+class RunRequest(Open):
     """Body of `POST /run`: a whole row of a data set."""
 
     responses_create_params: CreateParams
@@ -155,11 +132,13 @@ def rollout_request(
         for name, value in row.model_extra.items()
         if name not in NOT_THE_TASK and not name.startswith("_ng_")
     }
-    metadata = whole(params.metadata or {})
+    metadata = rows.whole(params.metadata or {})
     instance = {**metadata, **fields}
     text = params.input if isinstance(params.input, str) else user_text(params.input)
     handler = _handler(row, instance, handlers, settings)
-    instance |= unpacked(handlers.get(handler), {name: metadata[name] for name in metadata.keys() - fields})
+    instance |= rows.unpacked(
+        handlers.get(handler), {name: metadata[name] for name in metadata.keys() - fields}
+    )
     # The problem of a published set goes before its wording as a request; a handler of yours gets both.
     if text and not (handler in HANDLERS.values() and {"problem", "question"} & instance.keys()):
         instance.setdefault("prompt", text)
@@ -173,7 +152,7 @@ def rollout_request(
     group = None if index is None else f"gym-{digest_of(index, handler, json.dumps(fields))}"
     return RolloutRequest(
         handler=handler,
-        task=task_of(handlers.get(handler), instance),
+        task=rows.task_of(handlers.get(handler), instance),
         group_id=group,
         sampling=sampling,
         tags=[TAG],
@@ -187,12 +166,12 @@ def _handler(
     agent = row.agent_ref.name if row.agent_ref else None
     for name in (row.handler, agent):
         if name and (name in handlers or name.lower() in more or name.lower() in HANDLERS):
-            return handler_of(name, handlers, more)
+            return rows.handler_of(name, handlers, more)
     if isinstance(source := instance.get("data_source"), str):
-        return handler_of(source, handlers, more)
+        return rows.handler_of(source, handlers, more)
     if "problem_statement" in instance:
-        return handler_of("swebench", handlers, more)
-    message = f"{agent!r} names no handler, and the row has no data_source; {there_are(handlers, more)}"
+        return rows.handler_of("swebench", handlers, more)
+    message = f"{agent!r} names no handler, and the row has no data_source; {rows.there_are(handlers, more)}"
     raise invalid("agent_ref.name", message)
 
 
@@ -200,7 +179,7 @@ def _handler(
 
 
 @blueprint.post("/run")
-@operation(answers={200: VERIFIED}, scope=Scope.SUBMIT)
+@operation(answers={200: answers.VERIFIED}, scope=Scope.SUBMIT)
 def run(body: RunRequest) -> Response:
     """NeMo Gym: submit the rollout of a row and answer when it has ended. Every failure is a row, too."""
     call = waiter().remember("call", lambda: _begin(body))
@@ -214,8 +193,8 @@ def run(body: RunRequest) -> Response:
         calls.abandon(gateway(), call)
         return jsonify(_refused(body, problem))
     except (redis.RedisError, OperationalError) as error:
-        return jsonify(failed(body.repeated(), "infrastructure", f"Redis does not answer: {error}"))
-    verified = answer(body.repeated(), rollout, gateway().tasks.handlers().get(rollout.handler))
+        return jsonify(answers.failed(body.repeated(), "infrastructure", f"Redis does not answer: {error}"))
+    verified = answers.answer(body.repeated(), rollout, gateway().tasks.handlers().get(rollout.handler))
     return jsonify(verified | {"replayed": replayed})
 
 
@@ -229,14 +208,14 @@ def responses(body: CreateParams) -> Response:
         raise call
     rollout, _ = calls.finish(call, replay_s=0.0)
     params = row.repeated()["responses_create_params"]
-    return jsonify(response(params, rollout, gateway().tasks.handlers().get(rollout.handler)))
+    return jsonify(answers.response(params, rollout, gateway().tasks.handlers().get(rollout.handler)))
 
 
 @blueprint.post("/aggregate_metrics")
 @operation(scope=Scope.READ)
-def aggregate_metrics(body: AggregateRequest) -> Response:
+def aggregate_metrics(body: answers.AggregateRequest) -> Response:
     """NeMo Gym: numbers of many answers of `/run`. Nothing is read but the body."""
-    return jsonify(aggregate(body.verify_responses))
+    return jsonify(answers.aggregate(body.verify_responses))
 
 
 def _begin(row: RunRequest) -> calls.Call | ApiProblem:
@@ -250,7 +229,7 @@ def _begin(row: RunRequest) -> calls.Call | ApiProblem:
         job = name and calls.key_of(API, name, digest_of(request.model_dump_json()))
         return calls.begin(request, job)
     except ApiProblem as problem:
-        return as_instance_problem(problem, "(row)")
+        return rows.as_instance_problem(problem, "(row)")
     except (redis.RedisError, OperationalError) as error:
         return ApiProblem(503, "Service unavailable", f"Redis does not answer: {error}")
 
@@ -278,4 +257,4 @@ def _check_policy(url: str) -> None:
 def _refused(row: RunRequest, problem: ApiProblem) -> dict[str, Any]:
     status = problem.problem.status
     why = "infrastructure" if status in INFRASTRUCTURE or status == 404 else "task"
-    return failed(row.repeated(), why, problem.problem.detail or problem.problem.title)
+    return answers.failed(row.repeated(), why, problem.problem.detail or problem.problem.title)

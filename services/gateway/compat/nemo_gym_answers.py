@@ -50,20 +50,15 @@ def answer(repeated: dict[str, Any], rollout: Rollout, info: HandlerInfo | None)
     Args:
         repeated: Fields of the row that the answer repeats, `responses_create_params` among them.
     """
+    flaw = _flaw(rollout)
     verified = repeated | {
         "response": response(repeated["responses_create_params"], rollout, info),
-        "reward": 0.0 if rollout.drop else rollout.reward or 0.0,
-        "reward_components": {} if rollout.drop else rollout.reward_components,
+        "reward": 0.0 if flaw else rollout.reward or 0.0,
+        "reward_components": {} if flaw else rollout.reward_components,
         "rollout_id": rollout.id,
         "metrics": rollout.metrics,
     }
-    if lack := lacking(rollout):
-        why = "infrastructure" if rollout.trajectory is None else "handler"
-        return verified | {"reward": 0.0, "reward_components": {}} | failure(repeated, why, lack)
-    if rollout.drop:
-        why = rollout.error.message if rollout.error else rollout.drop_reason or ""
-        verified |= failure(repeated, _class(rollout), why)
-    return verified
+    return verified | failure(repeated, *flaw) if flaw else verified
 
 
 def failed(repeated: dict[str, Any], why: str, message: str) -> dict[str, Any]:
@@ -85,10 +80,16 @@ def failure(repeated: dict[str, Any], why: str, message: str) -> dict[str, Any]:
     }
 
 
-def _class(rollout: Rollout) -> str:
+def _flaw(rollout: Rollout) -> tuple[str, str] | None:
+    """The class of the failure that makes it no sample, and a message; None = it is one."""
+    if lack := lacking(rollout):
+        return "infrastructure" if rollout.trajectory is None else "handler", lack
+    if not rollout.drop:
+        return None
     if rollout.error:
-        return rollout.error.blame.value
-    return "timeout" if rollout.state is State.TIMED_OUT else rollout.state.value
+        return rollout.error.blame.value, rollout.error.message
+    state = "timeout" if rollout.state is State.TIMED_OUT else rollout.state.value
+    return state, rollout.drop_reason or ""
 
 
 def response(params: dict[str, Any], rollout: Rollout, info: HandlerInfo | None) -> dict[str, Any]:

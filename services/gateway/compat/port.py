@@ -32,11 +32,14 @@ class Compat:
         port, tenant = settings.compat_port, settings.compat_tenant
         if not port:
             if tenant:
-                raise SettingsError(f"ROLLOUT_COMPAT_TENANT={tenant!r} has no port: set ROLLOUT_COMPAT_PORT")
+                raise SettingsError(
+                    f"ROLLOUT_COMPAT_TENANT={tenant!r} has no port: set ROLLOUT_COMPAT_PORT or --compat-port"
+                )
             return None
         if not tenant:
             raise SettingsError(
-                f"ROLLOUT_COMPAT_PORT={port} needs no key, so say whose it is: set ROLLOUT_COMPAT_TENANT"
+                f"ROLLOUT_COMPAT_PORT={port} needs no key, so say whose it is: set ROLLOUT_COMPAT_TENANT "
+                "or --compat-tenant"
             )
         try:
             check_name(tenant)

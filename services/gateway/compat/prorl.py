@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import structlog
 from flask import Blueprint, Response, jsonify
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, WithJsonSchema
 
 from rollout.schema import BackendRequest, HandlerInfo, Limits, RolloutRequest, SamplingParams, State
 from rollout.schema.base import MAX_INT53
@@ -18,7 +18,7 @@ from services.gateway import metrics
 from services.gateway.auth import caller
 from services.gateway.compat import calls
 from services.gateway.compat.prorl_result import RESULT, Ids, result
-from services.gateway.compat.rows import DEFAULT_SOURCE, as_instance_problem, handler_of, task_of
+from services.gateway.compat.rows import DEFAULT_SOURCE, Open, as_instance_problem, handler_of, task_of
 from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.gateway.problems import ApiProblem, from_validation, invalid
@@ -37,13 +37,8 @@ TAG = "api:prorl"
 """The tag of every rollout that came by `/process`."""
 NO_EFFECT = frozenset(
     {
-        "model",
-        "api_key",
-        "max_model_len",
-        "custom_tokenizer",
-        "native_tool_calling",
-        "ensure_thinking_end_properly",
-        "strict_loop_detector",
+        *("model", "api_key", "max_model_len", "custom_tokenizer", "native_tool_calling"),
+        *("ensure_thinking_end_properly", "strict_loop_detector"),
     }
 )
 """Sampling parameters that are known and change nothing here: backends say what they serve, and tokens are
@@ -74,13 +69,7 @@ Name = Annotated[Any, AfterValidator(_name), WithJsonSchema(_NAME)]
 JobId = Annotated[Name, AfterValidator(_not_empty), WithJsonSchema({**_NAME, "minLength": 1})]
 
 
-class _Open(BaseModel):
-    """Unknown keys are kept: they are no error."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
-
-class InstanceParams(_Open):
+class InstanceParams(Open):
     """What the service reads of an instance; the rest is the task."""
 
     data_source: Annotated[str, Field(max_length=200)] | None = None
@@ -89,7 +78,7 @@ class InstanceParams(_Open):
     trajectory_id: Name | None = None
 
 
-class ProrlSampling(_Open):
+class ProrlSampling(Open):
     """What has an effect of `sampling_params`; None = not given."""
 
     temperature: float | None = None
@@ -118,7 +107,7 @@ class ProrlSampling(_Open):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class ProcessRequest(_Open):
+class ProcessRequest(Open):
     """Body of `POST /process`."""
 
     instance: InstanceParams

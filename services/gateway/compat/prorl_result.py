@@ -23,6 +23,7 @@ RESULT = {
         "filter": {"type": "boolean"},
         "resolved": {"type": "boolean"},
         "reward": {"type": ["number", "null"]},
+        "score": {"type": "number"},
         "messages": {"type": "array", "items": {"type": "object"}},
         "replayed": {"type": "boolean"},
         "tools": {"type": "array", "items": {"type": "object"}},
@@ -43,6 +44,7 @@ def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids, replayed: bo
     trajectory = rollout.trajectory
     why = lacking(rollout)
     dropped = rollout.drop or why is not None
+    reward = None if dropped else rollout.reward
     reason = rollout.finish_reason
     names = rollout.request.metadata
     error = rollout.error
@@ -55,8 +57,10 @@ def result(rollout: Rollout, info: HandlerInfo | None, *, ids: Ids, replayed: bo
         "success": not dropped,
         "finish": not dropped and reason is FinishReason.STOP,
         "end_properly": not dropped and reason is not FinishReason.TIME_LIMIT and not _cut_off(rollout),
-        "resolved": not dropped and (rollout.reward or 0.0) > SUCCESS,
-        "reward": None if dropped else rollout.reward,
+        "resolved": (reward or 0.0) > SUCCESS,
+        "reward": reward,
+        # A fork of NeMo RL learns from it. It fails on a null, so there is none where there is no reward.
+        **({} if reward is None else {"score": reward}),
         "messages": _messages(rollout, ids),
         "replayed": replayed,
         "tools": info.tool_schemas if info else [],

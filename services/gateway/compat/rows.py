@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel, ConfigDict
 
 from rollout.schema import FieldError, HandlerInfo
 from services.gateway.bodies import read_json
@@ -31,6 +32,12 @@ HANDLERS = {
 """Data source → handler; `ROLLOUT_DATA_SOURCES` adds to it."""
 SERVICE_FIELDS = frozenset({"data_source", "data_kind", "instance_id", "trajectory_id"})
 """Fields of an instance that are the service's, and the task's only where its handler's schema names them."""
+
+
+class Open(BaseModel):
+    """Unknown keys are kept: a row has whatever its data set has."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 def handler_of(source: str, known: Mapping[str, Any], more: Mapping[str, str]) -> str:

@@ -18,9 +18,7 @@ blueprint = Blueprint("backends", __name__, url_prefix="/v1")
 
 DRAIN = DrainRequest()
 Force = Annotated[
-    Literal["true", "false"],
-    query("false: not while in use.", "true"),
-    WithJsonSchema({"type": "boolean"}),
+    Literal["true", "false"], query("false: not while in use.", "true"), WithJsonSchema({"type": "boolean"})
 ]
 
 

@@ -22,16 +22,21 @@ from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.http import Cursor, Limit, Tenant, Wait, operation, page_size, query
-from services.gateway.problems import ApiProblem, invalid, over_quota
+from services.gateway.problems import ApiProblem, invalid, respond
 from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.batches.store import BatchConflict, BatchEnded, BatchRuns, Decided, NoSuchBatch
 from services.state.requests import stored_form
 from services.state.results.stream import is_cursor
-from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("batches", __name__, url_prefix="/v1")
+
+
+@blueprint.errorhandler(NoSuchBatch)
+def _absent(error: NoSuchBatch) -> Response:
+    return respond(ApiProblem(404, "No such batch", str(error)).problem)
+
 
 MAX_GROUPS = 100
 """Groups of one page: each is up to 1,000 rollouts."""
@@ -78,8 +83,6 @@ def create(body: Annotated[BatchRequest, _few_prompts]) -> Batch:
         raise ApiProblem(409, "Id in use", str(error), [FieldError(field="id", message=str(error))]) from None
     except (NoSuchBatch, BatchRuns) as error:
         raise invalid("carry_from", str(error)) from None
-    except QuotaExceeded as error:
-        raise over_quota(error) from None
     return gate.batches.get(batch_id, tenant.name)
 
 
@@ -96,28 +99,18 @@ def list_batches(limit: Limit, tenant: Tenant) -> BatchList:
     return BatchList(batches=batches)
 
 
-def _get(batch_id: str, tenant: str | None) -> Batch:
-    try:
-        return gateway().batches.get(batch_id, tenant)
-    except NoSuchBatch as error:
-        raise _absent(error) from None
-
-
-def _absent(error: NoSuchBatch) -> ApiProblem:
-    return ApiProblem(404, "No such batch", str(error))
-
-
 @blueprint.get("/batches/<batch_id>")
 @operation(429)
 def get(batch_id: str, wait: Wait, tenant: Tenant) -> Batch:
     """One batch and its counters; with `wait`, answers when it has ended or when the wait is over."""
+    gate = gateway()
 
     def ended() -> bool:
-        return _get(batch_id, tenant).state.ended
+        return gate.batches.get(batch_id, tenant).state.ended
 
     if wait:
-        gateway().waiting.wait(ended, wait, Interest(batch_id=batch_id))
-    return _get(batch_id, tenant)
+        gate.waiting.wait(ended, wait, Interest(batch_id=batch_id))
+    return gate.batches.get(batch_id, tenant)
 
 
 @blueprint.get("/batches/<batch_id>/groups")
@@ -161,14 +154,11 @@ def groups(
                     (later if full else page).append(group)
         return bool(page) or batch.state.ended
 
-    try:
-        gate.waiting.wait(look, wait, Interest(batch_id=batch_id))
-    except NoSuchBatch as error:
-        raise _absent(error) from None
+    gate.waiting.wait(look, wait, Interest(batch_id=batch_id))
     if page and not batch.state.ended:
         # Its counters with these groups in them. Behind an empty page it must not have ended since: more
         # groups may have been decided until then.
-        batch = _get(batch_id, tenant)
+        batch = gate.batches.get(batch_id, tenant)
     answer = Answer()
     return answer.send(
         GroupPage(
@@ -209,16 +199,12 @@ def _groups(answer: Answer, page: Sequence[Decided], include: str) -> list[Group
 def extend(batch_id: str, body: Annotated[PromptsRequest, _few_prompts], tenant: Tenant) -> PromptsResponse:
     """More prompts for a batch that is not closed."""
     gate = gateway()
-    batch = _get(batch_id, tenant)
+    batch = gate.batches.get(batch_id, tenant)
     check_submission(body.prompts, "prompts", batch.n)
     prompts = [stored_form(prompt) for prompt in body.prompts]
     most = gate.tenants.get(batch.tenant).quota_bytes
     try:
         waiting = gate.batches.extend(batch_id, prompts, body.closed, tenant, body.id, most)
-    except QuotaExceeded as error:
-        raise over_quota(error) from None
-    except NoSuchBatch as error:
-        raise _absent(error) from None
     except BatchEnded as error:
         raise ApiProblem(409, "The batch takes no more prompts", str(error)) from None
     return PromptsResponse(waiting=waiting)
@@ -231,9 +217,6 @@ def extend(batch_id: str, body: Annotated[PromptsRequest, _few_prompts], tenant:
 def control(batch_id: str, action: str, tenant: Tenant) -> Batch:
     """Pause (start no more groups), resume, or cancel a batch. Twice is harmless."""
     store = gateway().batches
-    try:
-        if action == "cancel":
-            return store.cancel(batch_id, tenant)
-        return store.pause(batch_id, action == "pause", tenant)
-    except NoSuchBatch as error:
-        raise _absent(error) from None
+    if action == "cancel":
+        return store.cancel(batch_id, tenant)
+    return store.pause(batch_id, action == "pause", tenant)

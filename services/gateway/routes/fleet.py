@@ -13,7 +13,7 @@ from rollout.schema.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
 from services.gateway.context import gateway
 from services.gateway.http import operation
 from services.queues import EVAL, INIT, RUN, STAGES
-from services.state.fleet import NodeAdmission, Worker
+from services.state.fleet import NodeAdmission
 from services.state.observations import Ages, stage_totals
 
 blueprint = Blueprint("fleet", __name__, url_prefix="/v1")
@@ -31,17 +31,7 @@ def fleet() -> Fleet:
         at=time.time(),
         states=states,
         stages={stage: _stage(stage, workers, ended, ages, states) for stage in STAGES},
-        workers=[
-            WorkerLoad(
-                name=worker.name,
-                node=worker.node,
-                stages=list(worker.stages),
-                slots=worker.slots,
-                slots_limit=worker.most_slots,
-                busy=worker.held,
-            )
-            for worker in workers
-        ],
+        workers=workers,
         nodes=_nodes(workers, gate.fleet.nodes(), gate.fleet.admissions()),
         oldest_s=dict(ages.oldest),
         reaper_lag_s=ages.reaper_lag,
@@ -51,7 +41,7 @@ def fleet() -> Fleet:
 
 def _stage(
     stage: str,
-    workers: Sequence[Worker],
+    workers: Sequence[WorkerLoad],
     ended: Mapping[str, tuple[float, int]],
     ages: Ages,
     states: Mapping[str, int],
@@ -76,7 +66,7 @@ def _stage(
 
 
 def _nodes(
-    workers: Sequence[Worker],
+    workers: Sequence[WorkerLoad],
     hosts: Mapping[str, Mapping[str, Any]],
     admissions: Mapping[str, NodeAdmission],
 ) -> list[NodeLoad]:
@@ -87,7 +77,7 @@ def _nodes(
             node=name,
             stages=[stage for stage in STAGES if any(stage in worker.stages for worker in local)],
             slots=sum(worker.slots for worker in local),
-            busy=sum(worker.held for worker in local),
+            busy=sum(worker.busy for worker in local),
         )
         if host := hosts.get(name):
             node.sandboxes, node.warm = host.get("claimed", 0), host.get("warm", 0)

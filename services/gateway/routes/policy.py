@@ -38,6 +38,22 @@ def update(body: PolicyRequest) -> Response:
     return reply(made, 200 if made.state.ended else 202)
 
 
+@blueprint.delete("/policy")
+@operation(409, answers={204: None})
+def forget() -> Response:
+    """Forget the current weights, once no backend serves them: backends of any weights take rollouts then."""
+    try:
+        serving = gateway().policy.forget()
+    except UpdateConflict as error:
+        raise ApiProblem(409, "An update is under way", str(error)) from None
+    if serving:
+        there = ", ".join(serving)
+        raise ApiProblem(
+            409, "Weights in use", f"{there} serve the current weights: update them, or remove them first"
+        )
+    return Response(status=204)
+
+
 @blueprint.get("/policy/updates/<update_id>")
 @operation()
 def get(update_id: str, wait: Wait) -> PolicyUpdate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from flask import Blueprint, Response
@@ -9,6 +10,7 @@ from pydantic import Field
 
 from rollout import schema
 from rollout.schema import (
+    CancelResponse,
     FieldError,
     Rollout,
     RolloutId,
@@ -23,21 +25,11 @@ from services.dispatch import IdConflict
 from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
-from services.gateway.http import (
-    MAX_PAGE,
-    Include,
-    Limit,
-    Tag,
-    Tenant,
-    Wait,
-    operation,
-    query,
-)
-from services.gateway.problems import ApiProblem, invalid, over_quota
+from services.gateway.http import MAX_PAGE, Include, Limit, Tag, Tenant, Wait, operation, query
+from services.gateway.problems import ApiProblem, invalid
 from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
-from services.state.tenants import QuotaExceeded
 
 blueprint = Blueprint("rollouts", __name__, url_prefix="/v1")
 
@@ -73,8 +65,6 @@ def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
             if wrong & set(item.rollout_ids()[1])
         ]
         raise ApiProblem(409, "Id in use", f"{error}; nothing was enqueued", fields) from None
-    except QuotaExceeded as error:
-        raise over_quota(error) from None
     return SubmitResponse(rollouts=submitted)
 
 
@@ -88,12 +78,8 @@ def _absent(rollout_id: str) -> ApiProblem:
 def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Response:
     """One rollout; with `wait`, answers when it has ended or when the wait is over."""
     gate = gateway()
-
-    def ended() -> bool:
-        state = gate.rollouts.state(rollout_id, tenant)
-        return state is None or state.terminal
-
     if wait:
+        ended = partial(gate.rollouts.ended, rollout_id, tenant)
         gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id))
     answer = Answer()
     rollouts = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
@@ -119,14 +105,7 @@ def list_rollouts(
     rollouts: list[Rollout] = []
     more = True
     for _ in range(_SCAN_PAGES):
-        ids = store.ids(
-            state=state,
-            group_id=group_id,
-            tag=tag,
-            tenant=tenant,
-            offset=offset,
-            limit=limit,
-        )
+        ids = store.ids(state=state, group_id=group_id, tag=tag, tenant=tenant, offset=offset, limit=limit)
         more = len(ids) == limit
         by_id = {item.id: item for item in store.get_many(ids, trajectory=False, tenant=tenant)}
         # Looked at one by one: the cursor must not pass what did not fit into this page.
@@ -165,8 +144,8 @@ def cancel(rollout_id: str, tenant: Tenant) -> dict[str, Any]:
 
 @blueprint.post("/rollouts/cancel")
 @operation(scope=Scope.SUBMIT)
-def cancel_many(body: CancelRequest, tenant: Tenant) -> dict[str, Any]:
-    """Cancel by ids, group or tag."""
+def cancel_many(body: CancelRequest, tenant: Tenant) -> CancelResponse:
+    """Cancel by ids, group or tag; ids that are unknown are named."""
     if len(body.model_fields_set) != 1:
         raise invalid("(body)", "give exactly one of ids, group_id, tag")
     gate, ids = gateway(), body.ids
@@ -175,8 +154,9 @@ def cancel_many(body: CancelRequest, tenant: Tenant) -> dict[str, Any]:
             raise invalid("tenant", "name one tenant: groups and tags are each tenant's own")
         ids = gate.rollouts.ids(group_id=body.group_id, tag=body.tag, tenant=tenant, limit=10**9)
     words = [word for word, _ in gate.dispatcher.cancel_many(ids, tenant)]
-    return {
-        "cancelled": sum(word in ("cancelled", "cancelling") for word in words),
-        "already_ended": words.count("ended"),
-        "unknown": words.count("gone"),
-    }
+    return CancelResponse(
+        cancelled=words.count("cancelled") + words.count("cancelling"),
+        already_ended=words.count("ended"),
+        unknown=words.count("gone"),
+        unknown_ids=[name for name, word in zip(body.ids or (), words, strict=False) if word == "gone"],
+    )

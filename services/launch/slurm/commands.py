@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -22,13 +23,12 @@ from rollout.errors import RolloutError
 from services.launch import SlurmError, StackError, paths
 from services.launch.parts import STAGES
 from services.launch.slurm import plan, site
-from services.launch.slurm.plan import ENGINE, NODE, Engines, UpOptions
+from services.launch.slurm.plan import ENGINE, MOST_NODES, NODE, Engines, UpOptions
 from services.launch.slurm.rundir import RunDir
 from services.launch.slurm.stack import DOWN_GRACE_S, DRAIN_GRACE_S, SlurmStack
-from services.launch.slurm.view import Status, job_views, status_of
+from services.launch.slurm.view import Status, look, status_of
 from services.settings import SettingsError
 
-out = Console()
 MOST_DRAINED = 5
 """Nodes that were drained of which `status` tells, the latest."""
 STAGE_COUNT = re.compile(r"(init|run|eval)=([+-]?)(\d{1,4})")
@@ -66,17 +66,13 @@ def slurm() -> None:
 
 
 @slurm.command()
-@click.option(
-    "--nodes", type=click.IntRange(0, plan.MOST_NODES), help="[default: 1, or all of the allocation]"
-)
+@click.option("--nodes", type=click.IntRange(0, MOST_NODES), help="[default: 1, or all of the allocation]")
 @click.option("--slots-init", type=click.IntRange(1), help="Rollouts at once in INIT, a node. [default: 16]")
 @click.option("--slots-run", type=click.IntRange(1), help="… in RUN. [default: ROLLOUT_WORKER_SLOTS or 64]")
 @click.option("--slots-eval", type=click.IntRange(1), help="… in EVAL. [default: 16]")
 @click.option("--engine-nodes", type=click.IntRange(0), default=0, help="Nodes that carry LLM servers.")
 @click.option("--engine-model", help="Model that `vllm serve` serves.")
-@click.option(
-    "--engine-gpus", type=click.IntRange(0), default=1, show_default=True, help="GPUs of one server."
-)
+@click.option("--engine-gpus", type=click.IntRange(0), default=1, help="GPUs of one server. [default: 1]")
 @click.option("--engine-command", help="Instead of `vllm serve`; {model} {host} {port} {gpus} are filled in.")
 @click.option("--partition", help="Partition of every job; by role in the site file.")
 @click.option("--account", help="Account of every job.")
@@ -93,9 +89,7 @@ def slurm() -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Where Redis keeps its append-only file. [default: in the run directory]",
 )
-@click.option(
-    "--renew", is_flag=True, help="At their time limit jobs go back to the queue instead of ending."
-)
+@click.option("--renew", is_flag=True, help="At their time limit jobs queue again instead of ending.")
 @click.option("--one-job", is_flag=True, help="One job that carries everything; the head on its first node.")
 @click.option(
     "--attach/--no-attach",
@@ -104,23 +98,18 @@ def slurm() -> None:
 )
 @click.option("--no-flower", is_flag=True)
 @click.option("--wait/--no-wait", default=True, help="Wait until rollouts can be worked on. [default: wait]")
-@click.option("--timeout", type=click.FloatRange(0), help="Seconds to wait. [default: any]")
+@click.option("--timeout", type=click.FloatRange(0), default=math.inf, help="Seconds to wait. [default: any]")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and change nothing.")
 @run_option
 def up(
-    site_file: Path | None,
-    wait: bool,
-    timeout: float | None,
-    dry_run: bool,
-    run_dir: Path | None,
-    **asked: Any,
+    site_file: Path | None, wait: bool, timeout: float, dry_run: bool, run_dir: Path | None, **asked: Any
 ) -> None:
     """Submit the service: one head job, and an array of node jobs that join it."""
     with _guarded():
         where = site.load(site_file or site.default_path(paths.home()))
         options = _options(**asked)
         stack = _stack(run_dir)
-        if dry_run and (again := stack.head_alone(job_views(stack.run), where, options)):
+        if dry_run and (again := stack.head_alone(look(stack.run), where, options)):
             click.echo(shlex.join(again.command))
             return
         if dry_run:
@@ -201,18 +190,15 @@ def status(as_json: bool, run_dir: Path | None) -> None:
 def _show_status(status: Status) -> None:
     if status.head_job is None:
         gone = "the head is gone" if status.jobs else "no service runs"
-        out.print(f"{gone}; run directory {status.run_dir}")
+        click.echo(f"{gone}; run directory {status.run_dir}")
     elif status.head is None or status.head.job != status.head_job.raw_id:
-        out.print(
-            f"head: job {status.head_job.id} is {status.head_job.state.lower()} ({status.head_job.reason})"
-        )
+        job = status.head_job
+        click.echo(f"head: job {job.id} is {job.state.lower()} ({job.reason})")
     else:
-        head = status.head
-        out.print(
-            f"head: {head.state} on {head.node}, job {head.job}, {status.head_job.left} left, {head.url}"
-        )
+        head, left = status.head, status.head_job.left
+        click.echo(f"head: {head.state} on {head.node}, job {head.job}, {left} left, {head.url}")
         if status.trouble:
-            out.print(f"[yellow]the gateway does not answer:[/] {escape(status.trouble)}")
+            click.secho(f"the gateway does not answer: {status.trouble}", fg="yellow")
     table = Table("job", "role", "node", "state", "left", "what", box=None)
     for view in status.jobs:
         member = view.member
@@ -224,19 +210,19 @@ def _show_status(status: Status) -> None:
         place = member.node if member else view.job.nodes
         table.add_row(*map(escape, (view.job.id, view.role, place, state, view.job.left, what)))
     if status.jobs:
-        out.print(table)
+        Console().print(table)
     if status.lost:
-        out.print(f"did not end in order: {', '.join(status.lost)}")
+        click.echo(f"did not end in order: {', '.join(status.lost)}")
     for drained in status.drained[-MOST_DRAINED:]:
-        out.print(escape(drained))
+        click.echo(drained)
     if status.service:
         depths = status.service["queues"].items()
         queues = ", ".join(f"{node_shown(name)} {depth}" for name, depth in depths)
         live = ", ".join(f"{name} {count}" for name, count in status.service["states"].items() if count)
-        out.print(f"rollouts: {live or 'none'}\nqueues: {queues or 'empty'}")
+        click.echo(f"rollouts: {live or 'none'}\nqueues: {queues or 'empty'}")
         for backend in status.service["backends"]:
             health = "healthy" if backend["healthy"] else f"not healthy: {backend['error']}"
-            out.print(escape(f"backend {backend['id']} {backend['url']}: {backend['model']}, {health}"))
+            click.echo(f"backend {backend['id']} {backend['url']}: {backend['model']}, {health}")
 
 
 def _short(sandbox: str) -> str:
@@ -245,14 +231,14 @@ def _short(sandbox: str) -> str:
 
 
 @slurm.command()
-@click.option("--nodes", type=click.IntRange(0, plan.MOST_NODES), help="Nodes that carry all stages.")
-@click.option("--engines", type=click.IntRange(0, plan.MOST_NODES), help="Nodes that carry LLM servers.")
+@click.option("--nodes", type=click.IntRange(0, MOST_NODES), help="Nodes that carry all stages.")
+@click.option("--engines", type=click.IntRange(0, MOST_NODES), help="Nodes that carry LLM servers.")
 @click.option(
     "--stage",
     "stages",
     multiple=True,
     metavar="STAGE=[+-]N",
-    help="Jobs of one stage, for rollouts without a sandbox.",
+    help="Jobs of a stage, if no sandbox is used.",
 )
 @click.option("--grace", type=click.FloatRange(0), default=DRAIN_GRACE_S, show_default=True, help=grace_help)
 @run_option
@@ -260,14 +246,10 @@ def scale(
     nodes: int | None, engines: int | None, stages: tuple[str, ...], grace: float, run_dir: Path | None
 ) -> None:
     """Have so many nodes: submit more, or drain some."""
-    changes: list[tuple[str, int, str, list[str], str]] = []
-    if nodes is not None:
-        changes.append(("nodes", nodes, "", list(STAGES), NODE))
-    if engines is not None:
-        changes.append(("engines", engines, "", list(STAGES), ENGINE))
+    all_stages = (("nodes", nodes, NODE), ("engines", engines, ENGINE))
+    changes = [(name, count, "", list(STAGES), role) for name, count, role in all_stages if count is not None]
     for text in stages:
-        match = STAGE_COUNT.fullmatch(text)
-        if match is None:
+        if (match := STAGE_COUNT.fullmatch(text)) is None:
             raise click.UsageError(f"--stage {text}: write run=4, run=+2 or eval=-1")
         changes.append((f"{match[1]} jobs", int(match[3]), match[2], [match[1]], NODE))
     if not changes:

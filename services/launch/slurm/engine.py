@@ -64,11 +64,7 @@ class EngineJob(MemberJob):
         self._publish()
 
     def _why_not(self, url: str) -> str | None:
-        """Why a server cannot be used yet; None = it can.
-
-        Raises:
-            Interrupted: The job is to end.
-        """
+        """Why a server cannot be used yet; None = it can. Interrupted when the job is to end."""
         if not self._is_wanted():
             raise Interrupted
         return answers(f"{url}/health")
@@ -81,8 +77,7 @@ class EngineJob(MemberJob):
 
     def _register(self) -> None:
         """Have the gateway know every server of ours; again when a head came back without its data."""
-        head = self._head()
-        if head is None:
+        if (head := self._head()) is None:
             return
         try:
             with self._client(head) as client:
@@ -110,8 +105,7 @@ class EngineJob(MemberJob):
 
     def _is_drained(self) -> bool:
         """No new rollouts on our servers, and none left that has its calls here."""
-        head = self._head()
-        if head is None:
+        if (head := self._head()) is None:
             return True
         try:
             with self._client(head) as client:
@@ -128,13 +122,11 @@ class EngineJob(MemberJob):
         """Off the list, so that no rollout begins a call here; those under way move at their next call."""
         if self.member.backends:
             with self._going_on():
-                self._unregister()
+                if head := self._head():
+                    self._unregister(head)
         self.supervisor.stop_all(STOP_S)
 
-    def _unregister(self) -> None:
-        head = self._head()
-        if head is None:
-            return
+    def _unregister(self, head: Head) -> None:
         with self._client(head) as client:
             for name in self._urls:
                 try:
@@ -180,9 +172,7 @@ def server_command(environ: os._Environ[str] | dict[str, str], host: str, port: 
     template = environ.get("ROLLOUT_SLURM_ENGINE_COMMAND") or VLLM
     model = environ.get("ROLLOUT_SLURM_ENGINE_MODEL", "")
     if "{model}" in template and not model:
-        raise SlurmError(
-            "ROLLOUT_SLURM_ENGINE_MODEL is not set: which model shall be served? (--engine-model)"
-        )
+        raise SlurmError("ROLLOUT_SLURM_ENGINE_MODEL is not set: name a model to serve (--engine-model)")
     values = {"model": model, "host": host, "port": port, "gpus": max(1, gpus), "python": sys.executable}
     try:
         return [word.format(**values) for word in shlex.split(template)]

@@ -14,6 +14,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -34,8 +35,6 @@ from services.state.tenants import DEFAULT_TENANT
 
 log = structlog.get_logger("slurm")
 
-SIGN_S = 30.0
-"""Between two signs of life; clients take an address without one for that of a head that was killed."""
 LAST_S = 95.0
 """For nodes to hand back before their time limit: of the 120 s that `#SBATCH --signal` gives."""
 STOP_S = 8.0
@@ -53,54 +52,45 @@ class HeadJob(ServiceJob):
     def __init__(self, run: RunDir, place: Place) -> None:
         super().__init__(run, place, HEAD, run.logs / f"{HEAD}-{place.job}")
         self._taken: set[int] = set()
-        self._signed = 0.0
+        self._turn = 0
+        """At which this life of the job took Redis' data; 0 = it has not."""
 
     def _prepare(self) -> None:
         """Take Redis' data, once the job that has it has ended: two servers would lose what both write."""
         waits_for = ""
-        while (other := self.run_dir.data_job()) not in (None, self.place.job):
-            states = {job.state for job in scheduler.jobs([other]) if job.raw_id == other and not job.ended}
+        while self.supervisor.signal is None and self._asked() is None:
+            turn, other = self.run_dir.data_holder()
+            jobs = scheduler.jobs({other} - {"", self.place.job})
+            states = {job.state for job in jobs if job.raw_id == other and not job.ended}
             if "RUNNING" in states:  # this one was submitted by hand
                 raise SlurmError(
                     f"job {other} is the head of {self.run_dir.path} already; `rollout slurm down` ends it"
                 )
-            if not states - {"PENDING"}:  # to begin again, so its earlier life has ended
-                break
-            if waits_for != other:
+            # One that is pending begins again, so its earlier life has ended.
+            if states <= {"PENDING"} and self.run_dir.take_data(turn + 1, self.place.job):
+                self._turn = turn + 1
+                return
+            if states and waits_for != other:
                 log.info("an earlier head still ends", job=other)
                 waits_for = other
             self.supervisor.pause(LOOK_S)
-            if self.supervisor.signal is not None or self._asked() is not None:
-                return
-        self.run_dir.take_data(self.place.job)
 
     def _start(self) -> None:
-        if self.run_dir.data_job() != self.place.job:
+        if not self._turn:
             raise Interrupted
         before = self.run_dir.head()
         address = places.address(self.place.node)
         base = self._environment()
         redis_port, redis_tls = self._start_redis(address, before, base)
-        head = Head(
-            job=self.place.job,
-            node=self.place.node,
-            address=address,
-            state=STARTING,
-            url=f"http://{_host(address)}:{self._port(address, _port_of(before), settings().gateway_port)}",
-            flower_url="",
-            redis_port=redis_port,
-            redis_tls=redis_tls,
-        )
+        port = self._port(address, before and urlsplit(before.url).port, settings().gateway_port)
+        url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+        head = Head(self.place.job, self.place.node, address, STARTING, url, "", redis_port, redis_tls)
         env = base | {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
         self._make_key(env["ROLLOUT_REDIS_URL"])
         self.run_dir.write_head(head)
         flower_env = self._start_flower(env)
-        gateway = self._spawn(
-            parts.gateway(),
-            env
-            | flower_env
-            | {"ROLLOUT_GATEWAY_HOST": address, "ROLLOUT_GATEWAY_PORT": head.url.rpartition(":")[2]},
-        )
+        listen = {"ROLLOUT_GATEWAY_HOST": address, "ROLLOUT_GATEWAY_PORT": str(port)}
+        gateway = self._spawn(parts.gateway(), env | flower_env | listen)
         self.supervisor.wait_for(gateway, lambda: answers(f"{head.url}/health"))
         head = replace(head, state=UP, flower_url=flower_env.get(flower.URL_VARIABLE, ""))
         self.run_dir.write_head(head)
@@ -153,9 +143,8 @@ class HeadJob(ServiceJob):
         return {flower.URL_VARIABLE: f"http://127.0.0.1:{port}"}
 
     def _tend(self) -> None:
-        if time.monotonic() - self._signed >= SIGN_S:
-            self.run_dir.sign_head()
-            self._signed = time.monotonic()
+        # A sign of life: clients take an address without it for that of a head that was killed.
+        os.utime(self.run_dir.path / "head.json")
 
     def _drain(self, asked: float | None) -> None:
         """The nodes hand back first. Their limits are as near as ours, as a rule."""
@@ -173,22 +162,13 @@ class HeadJob(ServiceJob):
     def _end(self) -> None:
         """Redis last: whoever still writes shall be able to."""
         self.supervisor.stop(["gateway", "flower"], STOP_S)
-        if any(part.alive for part in self.supervisor.stop(["redis"], REDIS_STOP_S)):
+        if any(part.alive for part in self.supervisor.stop(["redis"], REDIS_STOP_S)) or not self._turn:
             return  # nothing ends it, and it may still write: the next head waits for the end of the job
         head = self.run_dir.head()
         if head is not None and head.job == self.place.job:
             self.run_dir.write_head(replace(head, state=DOWN))
-        if self.run_dir.data_job() == self.place.job:
-            self.run_dir.leave_data()
+        self.run_dir.leave_data(self._turn)
         log.info("the head has ended in order")
-
-
-def _host(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
-def _port_of(head: Head | None) -> int | None:
-    return int(head.url.rpartition(":")[2]) if head else None
 
 
 def make_certificate(directory: Path, address: str, server: Path) -> tuple[Path, Path] | None:
@@ -206,16 +186,12 @@ def make_certificate(directory: Path, address: str, server: Path) -> tuple[Path,
         reason = f"{server} was built without TLS"
     else:
         key, certificate = directory / "tls.key", directory / "tls.crt"
-        drafts = [path.with_suffix(path.suffix + ".new") for path in (key, certificate)]
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
-            draft.touch(mode=0o600)
+        draft = directory / "tls.new"
         command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650"
         names = ["-subj", "/CN=rollout", "-addext", f"subjectAltName=IP:{address}"]
-        files = ["-keyout", str(drafts[0]), "-out", str(drafts[1])]
+        files = ["-keyout", str(key), "-out", str(draft)]
         subprocess.run([*command.split(), *names, *files], check=True, capture_output=True, timeout=OPENSSL_S)
-        for draft, path in zip(drafts, (key, certificate), strict=True):
-            draft.replace(path)
+        draft.replace(certificate)  # nodes read it; the key is its Redis' alone
         return certificate, key
     log.warning(
         "Redis is without TLS: who takes its port while it is away is told its password", reason=reason

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import redis
 import structlog
+from celery import Celery
 from kombu.exceptions import OperationalError
 
 from rollout.schema import State
@@ -70,11 +71,7 @@ class NodeJob(MemberJob):
             self._check_sandbox()
 
     def _wait_for_head(self) -> Head:
-        """Wait, for as long as the job lasts, until the head answers.
-
-        Raises:
-            Interrupted: The job is to end.
-        """
+        """Wait until the head answers; Interrupted when the job is to end."""
         last_reason = ""
         while self.supervisor.signal is None and self._is_wanted():
             head = self.run_dir.head()
@@ -116,27 +113,20 @@ class NodeJob(MemberJob):
         works, verdict = check.verdict(CHECK_S)
         if self._check is None:  # ended by `_stop`
             return
-        if works:
-            self.member.sandbox = verdict
-            log.info("sandboxes work", sandbox=verdict)
-        else:
-            self.member.sandbox = f"{NO_SANDBOX}: {verdict}"
-            log.error(self.member.sandbox)
+        self.member.sandbox = verdict if works else f"{NO_SANDBOX}: {verdict}"
+        (log.info if works else log.error)("looked for sandboxes", found=self.member.sandbox)
         self._publish()
 
     def _tend(self) -> None:
+        """Follow a head that came back elsewhere. Rollouts in hand are taken from their workers when their
+        leases run out."""
         super()._tend()
         head = self.run_dir.head()
-        if head is not None and head.state != DOWN and self.run_dir.redis_url(head) != self._url:
-            self._follow(head)
-
-    def _follow(self, head: Head) -> None:
-        """The head came back elsewhere. Rollouts in hand are taken from their workers when their leases run
-        out."""
-        if ping(self.run_dir.redis_url(head)) is None:
+        url = self.run_dir.redis_url(head) if head is not None and head.state != DOWN else self._url
+        if url != self._url and ping(url) is None:
             log.warning("the head has moved: the workers start anew", node=head.node, address=head.address)
             self.supervisor.stop_all(MOVE_S)
-            self._start_workers(self.run_dir.redis_url(head))
+            self._start_workers(url)
 
     # -- end ---------------------------------------------------------------------------------
 
@@ -151,41 +141,33 @@ class NodeJob(MemberJob):
 
     def _is_drained(self) -> bool:
         try:
-            self._take_only_own()
-            # What INIT has in hand goes on to this node's own queues, or back.
-            init_lived, self._init_lives = self._init_lives, self.supervisor.lives(INIT_FLEET)
-            if init_lived and not self._init_lives:
-                self._note_rollouts()  # it may have taken more. Looks at all that are live, so not each time
-            idle = not self._init_lives and self._is_idle()
+            with make_celery(self._settings()) as app:
+                self._take_only_own(app)
+                # What INIT has in hand goes on to this node's own queues, or back.
+                init_lived, self._init_lives = self._init_lives, self.supervisor.lives(INIT_FLEET)
+                if init_lived and not self._init_lives:  # it may have taken more
+                    self._note_rollouts()
+                idle = not self._init_lives and self._is_idle(app)
             self._idle_looks = self._idle_looks + 1 if idle else 0
         except (redis.RedisError, OperationalError, OSError) as error:
             log.warning("Redis does not answer; the drain goes on", error=str(error))
         return self._idle_looks >= IDLE_LOOKS
 
-    def _take_only_own(self) -> None:
+    def _take_only_own(self, app: Celery) -> None:
         """Have RUN and EVAL serve only those whose sandboxes are here. Again and again: a worker may start
         anew."""
-        app = make_celery(self._settings())
-        try:
-            for stage in (RUN, EVAL):
-                if stage in self.stages:
-                    app.control.cancel_consumer(stage, destination=[f"{stage}@{self.place.name}"])
-        finally:
-            app.close()
+        for stage in {RUN, EVAL}.intersection(self.stages):
+            app.control.cancel_consumer(stage, destination=[f"{stage}@{self.place.name}"])
 
-    def _is_idle(self) -> bool:
+    def _is_idle(self, app: Celery) -> bool:
         """Whether no rollout of this node is in a worker's hands or waits for one."""
-        settings = self._settings()
         names = [f"{stage}@{self.place.name}" for stage in (RUN, EVAL) if stage in self.stages]
-        app = make_celery(settings)
-        try:
-            # With a limit it returns when all have answered; without, always after the whole time.
-            inspect = app.control.inspect(destination=names, timeout=ANSWER_S, limit=len(names))
-            active = inspect.active() or {} if names else {}
-        finally:
-            app.close()
+        # With a limit it returns when all have answered; without, always after the whole time.
+        inspect = app.control.inspect(destination=names, timeout=ANSWER_S, limit=len(names))
+        active = inspect.active() or {} if names else {}
         if set(active) != set(names) or any(active.values()):
             return False
+        settings = self._settings()
         with connect(settings.redis_url, max_connections=2) as client:
             waiting = sum(client.llen(queue_for(stage, self.place.name)) for stage in (RUN, EVAL))
             return waiting + RolloutStore(client, settings).ahead(self.place.name)[0] == 0

@@ -26,20 +26,7 @@ from services.launch.slurm import scheduler
 
 log = structlog.get_logger("slurm")
 
-LEAKS = (
-    "SLURM",
-    "SBATCH",
-    "SRUN_",
-    "SALLOC",
-    "PMI",
-    "PMIX",
-    "OMPI_",
-    "ORTE_",
-    "PRTE_",
-    "PRRTE_",
-    "MPI_",
-    "I_MPI_",
-)
+LEAKS = ("SLURM", "SBATCH", "SRUN_", "SALLOC", "PMI", "OMPI_", "ORTE_", "PRTE_", "PRRTE_", "MPI_", "I_MPI_")
 """How variables begin that belong to the job and not to what runs in it. A program in a sandbox that finds
 them takes itself for a task of the job: MPI programs hang, srun starts in the wrong allocation."""
 SOCKET_ROOM = 24
@@ -84,7 +71,7 @@ class Place:
         if os.environ.get("ROLLOUT_SLURM_RENEW") == "1" and not self.step:
             log.info("the time limit is near: back to the queue")
             try:
-                scheduler.requeue(self.job)
+                scheduler.call(["scontrol", "requeue", self.job])
             except SlurmError as error:
                 # When it works it ends this job at once, and the command with it.
                 log.warning("whether the job is queued again shows in squeue", error=str(error))
@@ -164,8 +151,7 @@ class Scratch:
             The names of the directories that were cleared.
         """
         cleared = []
-        if _host_was_here(self.path):
-            _end_host(self.path)
+        if _end_host(self.path):
             cleared.append(self.path.name)
         for path in self.root.glob(f"{self._prefix}*"):
             if path == self.path or path.is_symlink() or path.lstat().st_uid != os.geteuid():
@@ -199,20 +185,17 @@ def _hold(directory: Path) -> IO[str] | None:
     return lock
 
 
-def _host_was_here(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("host.sock", "records"))
-
-
-def _end_host(directory: Path) -> None:
+def _end_host(directory: Path) -> bool:
     """End a sandbox host and its sandboxes; one that was killed is started once more, for it knows what to
-    end."""
-    if not _host_was_here(directory):
-        return
+    end. Whether there was one."""
+    if not any((directory / name).exists() for name in ("host.sock", "records")):
+        return False
     try:
         ensure_host(directory)
         asyncio.run(HostClient(directory).stop())
     except SandboxError as error:
         log.warning("a sandbox host did not stop in order", directory=str(directory), error=str(error))
+    return True
 
 
 def _remove(directory: Path) -> None:

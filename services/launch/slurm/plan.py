@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec import convert
+
 from services.launch import SlurmError, paths
 from services.launch.parts import STAGES, slots_of
 from services.launch.slurm import site
@@ -25,16 +27,9 @@ _WITH_VARIABLES = re.compile(r"[\w/.+:@%=,-]*(\$\w+[\w/.+:@%=,-]*)+")
 MOST_NODES = 1000
 """Of one call; the default of Slurm's MaxArraySize is 1001."""
 _NOT_PASSED_ON = {
-    "ROLLOUT_URL",
-    "ROLLOUT_API_KEY",
-    "ROLLOUT_NODE",
-    "ROLLOUT_GATEWAY_HOST",
-    "ROLLOUT_SANDBOX_DIR",
-    "ROLLOUT_STACK",
-    "ROLLOUT_SANDBOX_STACK",
-    "ROLLOUT_FLOWER_URL",
-    "ROLLOUT_FLOWER_AUTH_FILE",
-    "ROLLOUT_FLOWER_DB",
+    *("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_NODE", "ROLLOUT_GATEWAY_HOST", "ROLLOUT_SANDBOX_DIR"),
+    *("ROLLOUT_STACK", "ROLLOUT_SANDBOX_STACK"),
+    *("ROLLOUT_FLOWER_URL", "ROLLOUT_FLOWER_AUTH_FILE", "ROLLOUT_FLOWER_DB"),
 }
 """Variables of the caller that mean something else on a node, or that no job needs."""
 
@@ -83,10 +78,7 @@ class UpOptions:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> tuple[UpOptions, Site]:
-        up = data["up"]
-        engines = Engines(**up["engines"]) if up["engines"] else None
-        where = data["site"] | {"modules": tuple(data["site"]["modules"])}
-        return UpOptions(**(up | {"engines": engines})), Site(**where)
+        return convert(data["up"], UpOptions), convert(data["site"], Site)
 
     def slots_of(self, stage: str) -> int:
         return slots_of(stage, self.slots)

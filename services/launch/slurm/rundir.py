@@ -10,7 +10,8 @@ members/         NODE-jobID.json: what runs there
 control/         NODE-jobID.json, head.json: what they are asked to do; NODE-jobID.drained: what became of the
                  rollouts there; of a job that carries everything JOB.ends: its time limit is near,
                  ROLE-JOB….step: exit status of a step, empty while it runs
-redis/           configuration with the password, append-only file; job: whose head has that file
+redis/           configuration with the password, append-only file; job.N: whose head was the Nth to take that
+                 file, "" once it has left it
 api.key          key of the scope admin                        (0600)
 flower.auth      user:password of Flower                       (0600)
 logs/            JOB's own output, and NODE-jobID/PART.log
@@ -160,10 +161,6 @@ class RunDir:
     def write_head(self, head: Head) -> None:
         self._write("head.json", asdict(head))
 
-    def sign_head(self) -> None:
-        """Show by the time of its file that the head lives."""
-        os.utime(self.path / "head.json")
-
     def redis_url(self, head: Head) -> str:
         """Address of Redis with its password.
 
@@ -177,17 +174,27 @@ class RunDir:
         certificate = self.redis / "tls.crt" if head.redis_tls else None
         return url_of(head.address, head.redis_port, self.redis_password(), certificate)
 
-    def data_job(self) -> str | None:
-        """The job whose head has Redis' data, until it has ended in order; it may have been killed since."""
-        path = self.redis / "job"
-        return path.read_text().strip() if path.exists() else None
+    def data_holder(self) -> tuple[int, str]:
+        """How often Redis' data was taken, and the job that has it; "" once that job's head has left it.
 
-    def take_data(self, job: str) -> None:
+        The job may have been killed since.
+        """
+        suffixes = (path.suffix[1:] for path in self.redis.glob("job.*"))
+        turn = max((int(suffix) for suffix in suffixes if suffix.isdecimal()), default=0)
+        if not turn and (before := self.redis / "job").exists():  # a head of release 0.1.0 may still have it
+            return 0, before.read_text().strip()
+        return turn, self._read(f"redis/job.{turn}") or ""
+
+    def take_data(self, turn: int, job: str) -> bool:
+        """Take Redis' data at this turn, which one job alone can; whether it was this one.
+
+        No turn comes twice, so its file stays: a listing of the directory that is out of date does no harm.
+        """
         self.redis.mkdir(mode=0o700, exist_ok=True)
-        self.write_private(self.redis / "job", job + "\n")
+        return self._create(self.redis / f"job.{turn}", json.dumps(job))
 
-    def leave_data(self) -> None:
-        (self.redis / "job").unlink(missing_ok=True)
+    def leave_data(self, turn: int) -> None:
+        self._write(f"redis/job.{turn}", "")
 
     def redis_password(self) -> str:
         """The password of Redis, made at the first call: a head that comes back keeps it."""
@@ -199,11 +206,7 @@ class RunDir:
 
     def _secret(self, path: Path, make: Callable[[], str]) -> str:
         if not path.exists():
-            draft = self._draft(path, make() + "\n")
-            # Whoever is first wins, and nobody sees half of it.
-            with suppress(FileExistsError):
-                os.link(draft, path)
-            draft.unlink()
+            self._create(path, make() + "\n")
         return path.read_text().strip()
 
     # -- members -----------------------------------------------------------------------------
@@ -258,11 +261,8 @@ class RunDir:
 
     def forget_life(self) -> None:
         """What was submitted has ended: nothing holds any more of what it said or was asked."""
-        for member in self.members():
-            self.forget_member(member.name)
-        self.forget_member("head")
-        for path in (self.path / "control").iterdir():
-            if path.suffix in (".step", ".drained"):
+        for directory in ("members", "control"):
+            for path in (self.path / directory).glob("[!.]*"):  # not what somebody is writing
                 path.unlink(missing_ok=True)
         self.write_submitted([])
 
@@ -285,6 +285,16 @@ class RunDir:
     def write_private(self, path: Path, text: str) -> None:
         """Write a file that only its owner can read, as a whole."""
         self._draft(path, text).replace(path)
+
+    def _create(self, path: Path, text: str) -> bool:
+        """Write such a file where there is none. Of several who try one alone does; whether it was us."""
+        draft = self._draft(path, text)
+        with suppress(FileExistsError):
+            os.link(draft, path)
+        # NFS may say "it exists" where it did the same call twice, but it counts the links (open(2), O_EXCL).
+        first = draft.stat().st_nlink == 2
+        draft.unlink()
+        return first
 
     def _draft(self, path: Path, text: str) -> Path:
         draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")

@@ -139,28 +139,18 @@ def jobs(base_ids: Iterable[str]) -> list[Job]:
     return [job for job in known if job.base_id in ids or job.het_id in ids]
 
 
-def cancel(ids: Iterable[str]) -> None:
-    """End jobs; TERM, then KILL after the site's KillWait. One that has ended is fine."""
-    _scancel(ids, [])
+def cancel(ids: Iterable[str], *options: str) -> None:
+    """End jobs; TERM, then KILL after the site's KillWait. One that has ended is fine.
 
-
-def signal_script(ids: Iterable[str], name: str) -> None:
-    """Send a signal to the script of jobs and to nothing else in them."""
-    _scancel(ids, ["--batch", f"--signal={name}"])
-
-
-def _scancel(ids: Iterable[str], options: list[str]) -> None:
+    Args:
+        options: Of scancel, such as one that sends a signal instead.
+    """
     if jobs := list(ids):
         try:
             call(["scancel", *options, *jobs])
         except SlurmError as error:
             if not any(sign in str(error) for sign in GONE):
                 raise
-
-
-def requeue(job: str) -> None:
-    """Have a running job end and wait in the queue again."""
-    call(["scontrol", "requeue", job])
 
 
 def node_address(node: str) -> str | None:

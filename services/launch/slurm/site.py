@@ -122,14 +122,8 @@ def parse(data: dict[str, Any]) -> Site:
     check_options("sbatch", sbatch)
     for role, options in roles.items():
         check_options(f"sbatch.{role}", options)
-    return Site(
-        scratch,
-        images,
-        tuple(modules),
-        {name: str(value) for name, value in variables.items()},
-        sbatch,
-        roles,
-    )
+    environment = {name: str(value) for name, value in variables.items()}
+    return Site(scratch, images, tuple(modules), environment, sbatch, roles)
 
 
 def check_options(place: str, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from services.launch import SlurmError
 from services.launch.parts import STAGES
@@ -20,10 +22,9 @@ from services.launch.slurm.view import (
     LAST_LINES,
     Failure,
     JobView,
+    Look,
     Status,
     headless,
-    is_headless,
-    job_views,
     look,
     missing,
     status_of,
@@ -43,6 +44,7 @@ GONE_LOOKS = 3
 MOST_TOLD = 3
 """Failures of which the log is shown; none whose log ends as an earlier one: a hundred nodes fail alike."""
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class SlurmStack:
@@ -67,11 +69,12 @@ class SlurmStack:
         Returns:
             How many nodes must be there before rollouts can be worked on: 1, or 0 where none was asked for.
         """
-        views = self._wait_ends()
-        if again := self.head_alone(views, where, options):
+        self._wait_ends()
+        seen = look(self.run)
+        if again := self.head_alone(seen, where, options):
             self.run.forget_member(HEAD)  # it may have been asked to end
             self._submit(again)
-            return min(1, sum(view.role == NODE for view in views))
+            return min(1, sum(view.role == NODE for view in seen.views))
         self.run.make()
         self.run.forget_life()
         self.run.write_private(self.run.environment, plan.environment(self.run, where, options))
@@ -89,37 +92,26 @@ class SlurmStack:
             raise
         return min(1, options.nodes)
 
-    def _wait_ends(self) -> list[JobView]:
-        """What waits or runs, once no head still ends, whose Redis may write, nor all of a service.
+    def _wait_ends(self) -> None:
+        """Until no head still ends, whose Redis may write, nor all of a service."""
 
-        Raises:
-            SlurmError: It takes too long.
-        """
-        deadline = 0.0
-        while True:
-            views = job_views(self.run)
+        def ending() -> list[JobView]:
+            views = look(self.run).views
             active = any(view.job.active for view in views)
-            ending = [view for view in views if not view.job.active and (view.role == HEAD or not active)]
-            if not ending:
-                return views
-            if not deadline:
-                self.say(f"waiting for what still ends: {_names(ending)}")
-                deadline = time.monotonic() + END_S
-            if time.monotonic() > deadline:
-                raise SlurmError(f"not ended yet: {_names(ending)}; see `scontrol show job`, then ask again")
-            time.sleep(POLL_S)
+            return [view for view in views if not view.job.active and (view.role == HEAD or not active)]
 
-    def head_alone(self, views: list[JobView], where: Site, asked: UpOptions) -> Submission | None:
+        if first := ending():
+            self.say(f"waiting for what still ends: {_names(first)}")
+        if late := _wait_while(ending, END_S):
+            raise SlurmError(f"not ended yet: {_names(late)}; see `scontrol show job`, then ask again")
+
+    def head_alone(self, seen: Look, where: Site, asked: UpOptions) -> Submission | None:
         """What `up` submits where only the head is gone; None where nothing runs. Options of sbatch that are
-        given now win; what nodes read when they start stays as it is.
-
-        Raises:
-            SlurmError: The service has a head.
-        """
-        if not any(view.job.active for view in views):
+        given now win; what nodes read when they start stays as it is. SlurmError if there is a head."""
+        if not any(view.job.active for view in seen.views):
             return None
-        if not is_headless(views):
-            ids = ", ".join(sorted({view.job.base_id for view in views}))
+        if not headless(self.run, seen):
+            ids = ", ".join(sorted({view.job.base_id for view in seen.views}))
             raise SlurmError(
                 f"a service runs already from {self.run.path} (jobs {ids}): "
                 "`rollout slurm status` shows it, `scale` changes it, `down` ends it"
@@ -162,17 +154,16 @@ class SlurmStack:
         self.run.write_submitted([Submitted(job, ALLOCATION, attached=True)])
         self.say(f"begun in allocation {job}")
 
-    def wait(self, timeout_s: float | None = None, nodes: int = 1) -> Head:
+    def wait(self, timeout_s: float = math.inf, nodes: int = 1) -> Head:
         """Wait until the gateway answers and rollouts can be worked on.
 
         Args:
-            timeout_s: None = for as long as it takes; a queue may be long.
             nodes: How many nodes must be there.
 
         Raises:
             SlurmError: Nothing can come of it, for the head or all nodes have ended; or the time is over.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         last_lacking, looks_without = "", 0
         while True:
             status = status_of(self.run)
@@ -190,7 +181,7 @@ class SlurmStack:
             if lacking != last_lacking:
                 self.say(lacking)
                 last_lacking = lacking
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise SlurmError(
                     f"not up after {timeout_s:.0f} s: {lacking}. "
                     "The jobs stay; `rollout slurm down` ends them"
@@ -240,11 +231,11 @@ class SlurmStack:
 
     # -- scale -------------------------------------------------------------------------------
 
-    def active(self, role: str, stages: list[str], views: list[JobView] | None = None) -> list[JobView]:
-        """Jobs of a kind that wait or run and were not asked to end; of `views`, else Slurm is asked."""
+    def active(self, role: str, stages: list[str]) -> list[JobView]:
+        """Jobs of a kind that wait or run and were not asked to end."""
         return [
             view
-            for view in (job_views(self.run) if views is None else views)
+            for view in look(self.run).views
             if view.role == role
             and (role != NODE or view.stages == stages)
             and view.job.active
@@ -280,7 +271,7 @@ class SlurmStack:
         if words := headless(self.run, seen):
             # New nodes would wait for nobody, and drained ones have nobody to hand back to.
             raise SlurmError(words)
-        active = self.active(role, stages, seen.views)
+        active = self.active(role, stages)
         change = target - len(active)
         if change > 0:
             options, where = self.saved()
@@ -290,16 +281,12 @@ class SlurmStack:
                 raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
             self._submit(plan.submission(self.run, where, options, role, change, tuple(stages)))
         elif change < 0:
-            held = held or {}
-            # Waiting ones cost nothing to drop.
-            active.sort(
-                key=lambda view: (
-                    not view.job.pending,
-                    held.get(view.member.name if view.member else "", 0),
-                    -int(view.job.raw_id),
-                )
-            )
-            self._drain(active[:-change], grace_s)
+
+            def cost(view: JobView) -> tuple[bool, int, int]:  # nothing of one that waits
+                busy = (held or {}).get(view.member.name, 0) if view.member else 0
+                return not view.job.pending, busy, -int(view.job.raw_id)
+
+            self._drain(sorted(active, key=cost)[:-change], grace_s)
         return change
 
     # -- drain -------------------------------------------------------------------------------
@@ -314,14 +301,12 @@ class SlurmStack:
         Returns:
             Those that were asked.
         """
-        views = [view for view in job_views(self.run) if view.role != HEAD]
-        chosen: list[JobView] = []
-        for name in names:
-            meant = [view for view in views if name in view.names]
-            if not meant:
-                known = ", ".join(sorted(view.shown for view in views)) or "none"
-                raise SlurmError(f"no job of the service is on {name!r}; there are: {known}")
-            chosen += [view for view in meant if view not in chosen]
+        views = [view for view in look(self.run).views if view.role != HEAD]
+        asked = set(names)
+        if strangers := asked.difference(*(view.names for view in views)):
+            known = ", ".join(sorted(view.shown for view in views)) or "none"
+            raise SlurmError(f"no job of the service is on {min(strangers)!r}; there are: {known}")
+        chosen = [view for view in views if view.names & asked]
         self._drain(chosen, grace_s)
         if wait and (late := self._wait_gone(chosen, grace_s + END_S)):
             raise SlurmError(f"not ended yet: {_names(late)}; see `rollout slurm status`")
@@ -337,9 +322,8 @@ class SlurmStack:
                 self.run.ask_to_drain(view.member.name, grace_s)
                 self.say(f"draining {view.member.node} (job {view.job.id})")
         # Only to wake them: over a network file system the file itself may take a while to be seen.
-        scheduler.signal_script(
-            (view.job.id for view in views if view.member and view.job.running and not view.step), "USR1"
-        )
+        running = (view.job.id for view in views if view.member and view.job.running and not view.step)
+        scheduler.cancel(running, "--batch", "--signal=USR1")
 
     def _tell_drained(self, views: list[JobView]) -> None:
         """What became of the rollouts of these nodes, of which one that was killed says nothing."""
@@ -351,12 +335,7 @@ class SlurmStack:
     def _wait_gone(self, views: list[JobView], timeout_s: float) -> list[JobView]:
         """Wait until these have ended; those that have not in time."""
         names = {view.name for view in views}
-        deadline = time.monotonic() + timeout_s
-        while late := [view for view in job_views(self.run) if view.name in names]:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S)
-        return late
+        return _wait_while(lambda: [view for view in look(self.run).views if view.name in names], timeout_s)
 
     # -- down --------------------------------------------------------------------------------
 
@@ -370,7 +349,7 @@ class SlurmStack:
         Returns:
             What was ended.
         """
-        views = job_views(self.run)
+        views = look(self.run).views
         members = [view for view in views if view.role != HEAD]
         self._drain(members, grace_s)
         if late := self._wait_gone(members, grace_s + END_S):
@@ -392,14 +371,10 @@ class SlurmStack:
         scheduler.cancel(
             view.job.id for view in heads if not view.step or (view.job.pending and not view.attached)
         )
-        steps = [view for view in heads if view.step and not view.job.pending]
-        if not steps:
-            return
-        deadline = time.monotonic() + END_S
-        while (head := self.run.head()) is not None and head.state != DOWN and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        # Its script ends with its last step, if nothing went wrong.
-        scheduler.cancel(view.job.id for view in self._wait_gone(steps, END_S) if not view.attached)
+        if steps := [view for view in heads if view.step and not view.job.pending]:
+            _wait_while(lambda: (head := self.run.head()) is not None and head.state != DOWN, END_S)
+            # Its script ends with its last step, if nothing went wrong.
+            scheduler.cancel(view.job.id for view in self._wait_gone(steps, END_S) if not view.attached)
 
     def _delete(self) -> None:
         options = self.run.options()
@@ -407,6 +382,14 @@ class SlurmStack:
         shutil.rmtree(self.run.path, ignore_errors=True)
         if data:
             self.say(f"Redis' data is in {data}/rollout-redis-{self.run.service}, which is yours to delete")
+
+
+def _wait_while(late: Callable[[], T], timeout_s: float) -> T:
+    """Look again and again until nothing is late, or the time is over; what was seen last."""
+    deadline = time.monotonic() + timeout_s
+    while (seen := late()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return seen
 
 
 def _names(views: list[JobView]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollout.account import now_at
 from rollout.client import Client, RolloutError
 from services.launch import paths
 from services.launch.parts import STAGES
@@ -146,33 +146,18 @@ class Look(NamedTuple):
     views: list[JobView]
     """What waits, runs or still ends."""
 
+    def record_of(self, job: Job) -> Submitted:
+        return self.submitted.get(job.base_id) or self.submitted[job.het_id]
+
 
 def look(run: RunDir) -> Look:
-    """Ask Slurm.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
+    """Ask Slurm; SlurmError if it does not answer."""
     submitted = {record.id: record for record in run.submitted()}
-    jobs = scheduler.jobs(submitted)
-    return Look(submitted, jobs, _views(run, submitted, jobs))
-
-
-def job_views(run: RunDir) -> list[JobView]:
-    """Everything of the service that waits, runs or still ends.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
-    return look(run).views
-
-
-def _views(run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job]) -> list[JobView]:
-    members, views = run.members(), []
-    for job in jobs:
-        if job.ended:
-            continue
-        record = _record_of(job, submitted)
+    views: list[JobView] = []
+    seen = Look(submitted, scheduler.jobs(submitted), views)
+    members = run.members()
+    for job in (job for job in seen.jobs if not job.ended):
+        record = seen.record_of(job)
         own = [member for member in members if member.job == job.raw_id]
         if record.role != ALLOCATION:
             member = next((member for member in own if member.node == job.nodes), None)
@@ -186,34 +171,24 @@ def _views(run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job]) -> 
                 views += [
                     JobView(job, member.role, member.stages, member, True, record.attached) for member in own
                 ]
-    return views
-
-
-def _record_of(job: Job, submitted: Mapping[str, Submitted]) -> Submitted:
-    return submitted.get(job.base_id) or submitted[job.het_id]
+    return seen
 
 
 def status_of(run: RunDir) -> Status:
-    """What runs, as Slurm, the members and the gateway have it.
-
-    Raises:
-        SlurmError: Slurm does not answer.
-    """
+    """What runs, as Slurm, the members and the gateway have it; SlurmError if Slurm does not answer."""
     seen = look(run)
-    submitted, jobs, views = seen
-    head_job = next((view.job for view in views if view.role == HEAD and view.job.active), None)
+    head_job = next((view.job for view in seen.views if view.role == HEAD and view.job.active), None)
     head = run.head()
-    members = [view.member for view in views if view.member]
-    living = {member.name for member in members}
+    living = {view.member.name for view in seen.views if view.member}
     status = Status(
         str(run.path),
         head,
         head_job,
-        [view for view in views if view.role != HEAD],
+        [view for view in seen.views if view.role != HEAD],
         lost=[f"{member.node} (job {member.job})" for member in run.members() if member.name not in living],
         drained=[*run.drained().values()],
-        failures=_failures(run, submitted, jobs, members),
-        gone=_gone(run, submitted, views),
+        failures=_failures(run, seen),
+        gone=_gone(run, seen),
     )
     if head is not None and head.state == UP and head_job is not None and head.job == head_job.raw_id:
         try:
@@ -232,32 +207,22 @@ def command(run: RunDir, words: str) -> str:
     return f"    rollout slurm {words}{where}"
 
 
-def is_headless(views: list[JobView]) -> bool:
-    """Whether nodes or engines wait or run, and no head."""
-    roles = {view.role for view in views if view.job.active and (view.role == HEAD or not view.step)}
-    return bool(roles) and HEAD not in roles
-
-
 def headless(run: RunDir, seen: Look) -> str:
     """Of a service whose nodes have no head: how it ended, when, and last the command that brings it back;
     "" = it has one, or nothing runs."""
-    submitted, jobs, views = seen
-    if not is_headless(views):
+    roles = {view.role for view in seen.views if view.job.active and (view.role == HEAD or not view.step)}
+    if not roles or HEAD in roles:
         return ""
-    heads = [job for job in jobs if _record_of(job, submitted).role in (HEAD, ALLOCATION)]
-    how = "Slurm has forgotten its job"
-    if heads:
+    how, heard = "Slurm has forgotten its job", "it never came up"
+    if heads := [job for job in seen.jobs if seen.record_of(job).role in (HEAD, ALLOCATION)]:
         job = max(heads, key=lambda job: int(job.raw_id))
         how = f"job {job.id} {_HOW.get(job.state, job.state.lower())} on {job.nodes or 'no node'}"
-    # Redis writes to its file as long as anybody uses it.
-    signs = [run.path / "head.json", *run.redis.rglob("*"), *run.logs.glob(f"{HEAD}-*/*")]
-    at = max((path.stat().st_mtime for path in signs if path.exists()), default=None)
-    heard = "it never came up"
-    if at:
-        ago = timedelta(seconds=round(time.time() - at))
+    if (file := run.path / "head.json").exists():
+        at = file.stat().st_mtime
+        ago = timedelta(seconds=max(0, round(now_at(run.path) - at)))
         heard = f"last heard of at {time.strftime('%X', time.localtime(at))}, {ago} ago"
-    nodes = sorted(view.shown for view in views if view.role != HEAD and view.job.running)
-    pending = sum(view.job.pending for view in views)
+    nodes = sorted(view.shown for view in seen.views if view.role != HEAD and view.job.running)
+    pending = sum(view.job.pending for view in seen.views)
     waiting = f"; {pending} jobs wait" if pending else ""
     return (
         f"The head is gone: {how}, {heard}.\n"
@@ -281,23 +246,19 @@ def _advice(run: RunDir, status: Status, seen: Look) -> str:
     return ""
 
 
-def _failures(
-    run: RunDir, submitted: Mapping[str, Submitted], jobs: list[Job], members: list[Member]
-) -> list[Failure]:
+def _failures(run: RunDir, seen: Look) -> list[Failure]:
     """Jobs that ended otherwise than in order while Slurm remembers them, steps, and programs of jobs that
     keep ending."""
     failures = []
-    for job in jobs:
+    for job in seen.jobs:
         if job.ended and job.leads and job.state not in _IN_ORDER:
-            role = _record_of(job, submitted).role
+            role = seen.record_of(job).role
             how, log = _HOW.get(job.state, job.state.lower()), run.logs / f"{role}-{job.raw_id}.log"
             failures.append(Failure(f"{role} job {job.id}", role, job.nodes, how, str(log), job.id))
-    for record in submitted.values():
-        for step in run.steps(record.id) if record.role == ALLOCATION else ():
-            if step.status:
-                how = f"failed ({ended(step.status)})"
-                failures.append(Failure(step.name, step.role, step.node, how, str(step.log)))
-    for member in members:
+    for step in (step for job in seen.submitted for step in run.steps(job) if step.status):
+        how = f"failed ({ended(step.status)})"
+        failures.append(Failure(step.name, step.role, step.node, how, str(step.log)))
+    for member in (view.member for view in seen.views if view.member):
         for part, how in member.failing.items():
             what = f"{part} of {member.role} job {member.job}"
             log = part_log(run.logs / member.name, part)
@@ -305,16 +266,15 @@ def _failures(
     return failures
 
 
-def _gone(run: RunDir, submitted: Mapping[str, Submitted], views: list[JobView]) -> list[str]:
-    expected = {record.role for record in submitted.values() if record.role != ALLOCATION}
-    living = {view.role for view in views if not view.step}
-    for record in submitted.values():
-        if record.role == ALLOCATION:
-            steps = run.steps(record.id)
-            expected |= {HEAD, *(step.role for step in steps)}
-            if any(view.step for view in views):
-                # Its script notes its steps when it begins.
-                living |= {step.role for step in steps if step.status is None} if steps else {HEAD}
+def _gone(run: RunDir, seen: Look) -> list[str]:
+    expected = {record.role for record in seen.submitted.values()}
+    living = {view.role for view in seen.views if not view.step}
+    if ALLOCATION in expected:
+        steps = [step for job in seen.submitted for step in run.steps(job)]
+        expected = expected - {ALLOCATION} | {HEAD, *(step.role for step in steps)}
+        if any(view.step for view in seen.views):
+            # Its script notes its steps when it begins.
+            living |= {step.role for step in steps if step.status is None} if steps else {HEAD}
     return sorted(expected - living)
 
 
@@ -344,9 +304,8 @@ def missing(run: RunDir, status: Status, nodes: int) -> str:
 def _reason(job: Job) -> str:
     if job.reason in ("None", ""):
         return "not looked at yet"
-    more = _REASONS.get(job.reason) or (
-        "a limit of your account or QOS" if job.reason.startswith(("QOS", "Assoc", "MaxJobs")) else ""
-    )
+    limit = job.reason.startswith(("QOS", "Assoc", "MaxJobs")) and "a limit of your account or QOS"
+    more = _REASONS.get(job.reason) or limit
     return f"{job.reason}, {more}" if more else job.reason
 
 

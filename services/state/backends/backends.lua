@@ -32,20 +32,6 @@ function operations.put(ask)
   return fresh
 end
 
--- Weights that no backend has any more and that nobody can load: rollouts would wait for them for ever.
-local function forget_lost_policy()
-  local raw = redis.call('GET', KEY.POLICY_CURRENT)
-  local policy = raw and cjson.decode(raw).policy
-  if not policy or policy.path ~= cjson.null or policy.version ~= redis.call('GET', KEY.BACKEND_VERSION) then
-    return
-  end
-  for _, backend in ipairs(redis.call('HKEYS', KEY.BACKENDS)) do
-    if redis.call('HGET', KEY.backend(backend), 'version') == policy.version then return end
-  end
-  redis.call('DEL', KEY.BACKEND_VERSION, KEY.POLICY_CURRENT)
-  tell_waiting()
-end
-
 function operations.remove(ask)
   -- Its pins go with it: released later, they would be taken off a backend added again by that name.
   local pins = redis.call('HGETALL', KEY.BACKEND_PINS)
@@ -55,9 +41,7 @@ function operations.remove(ask)
   redis.call('ZREM', KEY.BACKEND_LOAD, ask.backend)
   redis.call('ZREM', KEY.BACKEND_CHOSEN, ask.backend)
   redis.call('DEL', KEY.backend(ask.backend))
-  local known = redis.call('HDEL', KEY.BACKENDS, ask.backend) == 1
-  forget_lost_policy()
-  return known
+  return redis.call('HDEL', KEY.BACKENDS, ask.backend) == 1
 end
 
 local ENDS_AN_ABSENCE = {error = true, rejected = true, draining = true}

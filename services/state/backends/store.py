@@ -19,15 +19,8 @@ from services.state import keys
 from services.state.scripts import Operations, request
 
 _LIVE_FIELDS = {
-    "healthy",
-    "reachable",
-    "error",
-    "draining",
-    "paused",
-    "live_rollouts",
-    "load",
-    "stats",
-    "policy_version",
+    *("healthy", "reachable", "error", "draining", "paused"),
+    *("live_rollouts", "load", "stats", "policy_version"),
 }
 """Of `Backend`: kept apart from its description, because they change."""
 
@@ -116,11 +109,7 @@ class BackendStore:
         return self.get(backend.id) or backend
 
     def remove(self, backend_id: str) -> bool:
-        """Forget a backend. Its rollouts move to others at their next call. False: there was none.
-
-        With the last one that has the current weights these are forgotten, too, where nobody could load them
-        again, because the policy has no path: backends of any version take rollouts then.
-        """
+        """Forget a backend. Its rollouts move to others at their next call. False: there was none."""
         return self._do("remove", backend=backend_id)
 
     def get(self, backend_id: str) -> Backend | None:
@@ -211,26 +200,8 @@ class BackendStore:
 
     # -- rollouts ----------------------------------------------------------------------------
 
-    def acquire(self, rollout_id: str, **options: Any) -> Placed:
-        """The rollout's backend: the pinned one, else its group's, else the least loaded that may take it.
-
-        Args and answer: see `acquire_args`.
-        """
-        return placed(self._place.send(self.acquire_args(rollout_id, **options)))
-
-    def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
-        """Set what a rollout reserves, before each call; the answer may be another backend.
-
-        Args and answer: see `extend_args`.
-        """
-        return placed(self._place.send(self.extend_args(rollout_id, tokens, **options)))
-
-    def release(self, rollout_id: str) -> bool:
-        """Give the rollout's reservation back. False: there was none."""
-        return self._place("release", rollout=rollout_id)
-
-    def acquire_args(self, rollout_id: str, *, group: str | None = None, **options: Any) -> list[Any]:
-        """`acquire`, so that `many` can do several in a round trip.
+    def acquire(self, rollout_id: str, *, group: str | None = None, **options: Any) -> list[Any]:
+        """For `many`: the pinned backend, else the group's, else the least loaded that may take the rollout.
 
         Args:
             group: Rollouts that share a prompt; they share a backend until it is loaded.
@@ -245,8 +216,8 @@ class BackendStore:
         more = {"group": group or "-", "admit": admit, "group_slack": policy.group_slack}
         return self._call("acquire", rollout_id, more, **options)
 
-    def extend_args(self, rollout_id: str, tokens: int, **options: Any) -> list[Any]:
-        """`extend`, so that `many` can do several in a round trip.
+    def extend(self, rollout_id: str, tokens: int, **options: Any) -> list[Any]:
+        """For `many`: set what a rollout reserves, before each call; the answer may be another backend.
 
         A rollout under way is never refused for want of room. It moves when its backend is gone, unhealthy or
         excluded, and when that one is over its capacity while another has room. Without a place to move to
@@ -254,7 +225,7 @@ class BackendStore:
 
         Args:
             tokens: Context now, the call's own room included.
-            options: `fence`, `policy_version` and `exclude`, as for `acquire_args`.
+            options: `fence`, `policy_version` and `exclude`, as for `acquire`.
         """
         policy = self._policy
         more = {
@@ -264,6 +235,10 @@ class BackendStore:
             "spill_gap": policy.spill_gap,
         }
         return self._call("extend", rollout_id, more, tokens=tokens, **options)
+
+    def release(self, rollout_id: str) -> list[Any]:
+        """For `many`: give the rollout's reservation back. False: there was none."""
+        return request("release", rollout=rollout_id)
 
     def _call(
         self,

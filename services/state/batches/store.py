@@ -161,7 +161,7 @@ class BatchStore:
             most_bytes=quota_bytes,
         )
         if answer["word"] == "over":
-            raise QuotaExceeded.of(answer["over"], tenant)
+            raise QuotaExceeded(tenant, **answer["over"])
         if answer["word"] == "conflict":
             raise BatchConflict(f"batch {batch_id!r} is there with another body, or is somebody else's")
         if source is not None:
@@ -201,7 +201,7 @@ class BatchStore:
         )
         word = answer["word"]
         if word == "over":
-            raise QuotaExceeded.of(answer["over"], owner)
+            raise QuotaExceeded(owner, **answer["over"])
         if word == "closed":
             raise BatchEnded(f"batch {batch_id} is closed: it was to take no more prompts")
         if word != "ok":
@@ -296,11 +296,6 @@ class BatchStore:
             for entry, fields in entries
             if "group" in fields
         ]
-
-    def tail(self, batch_id: str) -> str:
-        """The cursor after everything so far."""
-        last = self._redis.xrevrange(keys.batch_events(batch_id), count=1)
-        return last[0][0] if last else "0"
 
     def group(self, group_id: str) -> GroupRecord | None:
         """One group."""

@@ -1,3 +1,4 @@
+-- needs: backends/pins
 -- Weight updates: at most one under way, worked on by the holder of a lease. What the holder writes is
 -- refused once the lease is another's, so a worker that was thought dead cannot undo its successor's work.
 
@@ -8,7 +9,9 @@ function operations.create(ask)
   local raw = latest and redis.call('HGET', KEY.POLICY_UPDATES, latest)
   if raw then
     local known = cjson.decode(raw)
-    if known.identity == ask.identity and (active or known.update.state == 'done') then
+    -- Weights that were forgotten since are to be brought again.
+    local serves = known.update.state == 'done' and redis.call('EXISTS', KEY.POLICY_CURRENT) == 1
+    if known.identity == ask.identity and (active or serves) then
       return {word = 'same', record = raw}
     end
     if active then return {word = 'busy', record = raw} end
@@ -24,6 +27,25 @@ function operations.create(ask)
   redis.call('LPUSH', KEY.POLICY_BELL, ask.id)
   redis.call('LTRIM', KEY.POLICY_BELL, 0, 0)
   return {word = 'created', record = ask.record}
+end
+
+-- Backends of any weights take rollouts from now on, unless there is an update under way (`record`), or `backends`
+-- have the current ones.
+function operations.forget()
+  local active, version = redis.call('GET', KEY.POLICY_ACTIVE), redis.call('GET', KEY.BACKEND_VERSION)
+  local record = active and redis.call('HGET', KEY.POLICY_UPDATES, active)
+  if record then return {record = record} end
+  local serving = {}
+  for _, backend in ipairs(redis.call('HKEYS', KEY.BACKENDS)) do
+    if version and redis.call('HGET', KEY.backend(backend), 'version') == version then
+      serving[#serving + 1] = backend
+    end
+  end
+  if not serving[1] then
+    redis.call('DEL', KEY.BACKEND_VERSION, KEY.POLICY_CURRENT, KEY.POLICY_ACTIVE)
+    tell_waiting()
+  end
+  return {backends = serving}
 end
 
 -- {token, id, record}; false: the lease is another's

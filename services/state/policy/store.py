@@ -18,14 +18,7 @@ from pydantic import BaseModel
 from redis.exceptions import LockError
 from redis.lock import Lock
 
-from rollout.policy import (
-    BackendUpdate,
-    Policy,
-    PolicyRequest,
-    PolicyStatus,
-    PolicyUpdate,
-    UpdateState,
-)
+from rollout.policy import BackendUpdate, Policy, PolicyRequest, PolicyStatus, PolicyUpdate, UpdateState
 from rollout.schema import Backend, new_id
 from services.state import keys
 from services.state.scripts import Operations
@@ -168,6 +161,20 @@ class PolicyStore:
         """The current policy; None until an update has succeeded."""
         raw = self._redis.get(keys.POLICY_CURRENT)
         return Current.model_validate_json(raw) if raw else None
+
+    def forget(self) -> list[str]:
+        """Have backends of any weights take rollouts, because nobody can bring the current ones any more.
+
+        Returns:
+            The backends that have those; if there are any, nothing was forgotten.
+
+        Raises:
+            UpdateConflict: An update is under way.
+        """
+        answer = self._do("forget")
+        if "record" in answer:
+            raise UpdateConflict(Record.model_validate_json(answer["record"]).update)
+        return sorted(answer["backends"])
 
     def age(self, version: str) -> int:
         """How many times the weights changed after that version came; one never seen is older than all."""

@@ -12,13 +12,7 @@ import structlog
 from pydantic_core import from_json
 
 from rollout import arrays
-from rollout.schema import (
-    ErrorInfo,
-    Rollout,
-    RolloutRequest,
-    SandboxRecord,
-    State,
-)
+from rollout.schema import ErrorInfo, Rollout, RolloutRequest, SandboxRecord, State
 from services.state import keys
 from services.state.requests import first_line
 from services.state.rollouts import payloads
@@ -87,6 +81,11 @@ class RolloutReader:
         """Only the state: the cheap question. With a tenant, None for another one's rollout."""
         value, owner = self._redis.hmget(keys.record(rollout_id), "state", "tenant")
         return State(value) if value and tenant in (None, owner) else None
+
+    def ended(self, rollout_id: str, tenant: str | None = None) -> bool:
+        """Whether nothing more becomes of it; also where there is none, or it is another tenant's."""
+        state = self.state(rollout_id, tenant)
+        return state is None or state.terminal
 
     def get_many(
         self, rollout_ids: Iterable[str], *, trajectory: bool = True, tenant: str | None = None
@@ -192,11 +191,10 @@ class RolloutReader:
         group_id: str | None = None,
         tag: str | None = None,
         tenant: str | None = DEFAULT_TENANT,
-        newest_first: bool = True,
         offset: int = 0,
         limit: int = 100,
     ) -> list[str]:
-        """Ids by time of creation, by one index: the group's, else the tag's, else the state's, else the
+        """Ids, the newest first, by one index: the group's, else the tag's, else the state's, else the
         tenant's.
 
         The index of a state holds every tenant's. With `tenant=None`, all tenants', there is none by group
@@ -211,7 +209,7 @@ class RolloutReader:
             name = keys.by_state(state)
         else:
             name = keys.CREATED if tenant is None else keys.by_tenant(tenant)
-        return self._redis.zrange(name, offset, offset + limit - 1, desc=newest_first)
+        return self._redis.zrange(name, offset, offset + limit - 1, desc=True)
 
     def on_node(self, node: str) -> list[str]:
         """Ids of the rollouts that a node's workers hold, or whose sandboxes are there. Looks at all that are

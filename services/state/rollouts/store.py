@@ -204,7 +204,7 @@ class RolloutStore(RolloutReader):
             ],
         )
         if "over" in answer:
-            raise QuotaExceeded.of(answer["over"], tenant.name)
+            raise QuotaExceeded(tenant.name, **answer["over"])
         return list(answer["words"])
 
     def claim(

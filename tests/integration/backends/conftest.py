@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.settings import Settings
-from services.state.backends.store import BackendStore
 from services.state.rollouts.store import RolloutStore
+from tests.helpers.heap import Heap
 from tests.integration.conftest import emptied
 
 client = emptied
@@ -14,7 +14,7 @@ client = emptied
 
 @pytest.fixture
 def heap(client):
-    return BackendStore(client)
+    return Heap(client)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from services.state import keys
 from services.state.backends.store import BackendStore
 from services.state.redis import connect
 from services.state.rollouts.store import Finish
-from tests.helpers.heap import home, loads, put
+from tests.helpers.heap import Heap, home, loads, put
 from tests.helpers.stack import RedisServer
 
 
@@ -163,7 +163,7 @@ def test_a_description_put_again_keeps_load_and_drain_and_forgets_the_error(heap
 def test_calls_that_share_a_round_trip_survive_a_redis_that_forgot_the_script(heap, client):
     put(heap, "a")
     client.script_flush()
-    replies = heap.many([heap.acquire_args(f"r{n}") for n in range(3)])
+    replies = heap.many([BackendStore.acquire(heap, f"r{n}") for n in range(3)])
     assert [reply["word"] for reply in replies] == ["ok"] * 3 and loads(heap) == {"a": (3.0, 3)}
 
 
@@ -182,7 +182,7 @@ class HeapMachine(RuleBasedStateMachine):
         super().__init__()
         client = connect(self.server.url)
         client.flushall()
-        self.heap = BackendStore(client)
+        self.heap = Heap(client)
         self.pins: dict[str, tuple[str, int]] = {}
         self.known: set[str] = set()
         self.closed: set[str] = set()

@@ -10,7 +10,7 @@ import pytest
 
 from services.state import keys
 from services.state.backends.store import BackendStore, PlacementPolicy
-from tests.helpers.heap import home, loads, put
+from tests.helpers.heap import Heap, home, loads, put
 
 # -- spreading ---------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def test_the_score_is_the_reserved_context_and_the_least_loaded_backend_is_chose
 
 
 def test_rollouts_can_be_counted_instead_of_their_tokens(client):
-    heap = BackendStore(client, PlacementPolicy(weigh="rollouts"))
+    heap = Heap(client, PlacementPolicy(weigh="rollouts"))
     put(heap, "a", "b", capacity_tokens=10)
     chosen = [home(heap.acquire(f"r{n}", tokens=random.randrange(1, 10**6))) for n in range(10)]
     heap.extend("r0", 10**6)
@@ -58,7 +58,7 @@ def test_among_equals_the_least_recently_chosen_is_taken(heap, count):
 
 
 def test_group_mates_share_a_backend_until_it_is_loaded(client):
-    heap = BackendStore(client, PlacementPolicy(group_slack=3.0))
+    heap = Heap(client, PlacementPolicy(group_slack=3.0))
     put(heap, "a", "b")
     chosen = [home(heap.acquire(f"r{n}", tokens=100, group="g")) for n in range(8)]
     assert chosen[:4] == [chosen[0]] * 4, "while it is at most three such rollouts above the other"
@@ -194,7 +194,7 @@ def messages(channel, count):
 
 
 def test_new_rollouts_wait_while_the_reservations_fill_the_caches(client):
-    heap = BackendStore(client, PlacementPolicy(admit=1.0))
+    heap = Heap(client, PlacementPolicy(admit=1.0))
     put(heap, "a", "b", capacity_tokens=1000)
     for n in range(4):
         assert heap.acquire(f"r{n}", tokens=500).word == "ok"
@@ -222,7 +222,7 @@ ROOM = {
 
 @pytest.mark.parametrize("event", ROOM)
 def test_those_who_wait_are_told_of_room_and_nobody_else_is(client, event):
-    heap = BackendStore(client, PlacementPolicy(admit=1.0, spill_to=2.0, spill_gap=0))
+    heap = Heap(client, PlacementPolicy(admit=1.0, spill_to=2.0, spill_gap=0))
     put(heap, "a", capacity_tokens=1000)
     for n in range(2):
         heap.acquire(f"r{n}", tokens=500)
@@ -255,7 +255,7 @@ def test_a_cap_on_rollouts_holds_whatever_they_weigh(heap):
 
 
 def test_a_rollout_moves_from_a_full_backend_to_one_with_room(client):
-    heap = BackendStore(client, PlacementPolicy(admit=1.0))
+    heap = Heap(client, PlacementPolicy(admit=1.0))
     put(heap, "a", capacity_tokens=1000)
     for n in range(4):
         heap.acquire(f"r{n}", tokens=200)
@@ -274,7 +274,7 @@ def test_a_rollout_moves_from_a_full_backend_to_one_with_room(client):
 def test_a_rollout_leaves_a_full_backend_for_one_with_more_than_the_gap_of_rollouts_fewer(
     client, fewer, paused, moves
 ):
-    heap = BackendStore(client, PlacementPolicy(spill_at=1.0, spill_to=0.85, spill_gap=2))
+    heap = Heap(client, PlacementPolicy(spill_at=1.0, spill_to=0.85, spill_gap=2))
     put(heap, "a", capacity_tokens=1000)
     for n in range(4):
         heap.acquire(f"r{n}", tokens=100)

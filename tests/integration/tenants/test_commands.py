@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from click.testing import CliRunner
 
+from rollout import account
 from services.key_commands import keys as keys_command
 from services.key_commands import tenants as tenants_command
-from services.launch.redis import Choice, own_url, prepare
+from services.launch.redis import Choice, ping, prepare
+from services.launch.slurm.rundir import DOWN, UP, Head, RunDir
 from services.state import keys as names
 from tests.helpers.stack import Process, free_port, redis_binary, wait_until
 from tests.helpers.tenants import run
@@ -54,15 +60,79 @@ def test_a_key_made_elsewhere_can_be_given(world):
     assert "secret-stuff" not in refused.output and "is no key" in refused.output
 
 
-def test_the_commands_find_the_redis_of_a_running_stack(tmp_path):
-    assert own_url(tmp_path) is None
+@pytest.fixture
+def away_from_home(monkeypatch, tmp_path):
+    """No service is found but what a test announces."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("ROLLOUT_HOME", str(tmp_path / "home"))
+    for name in ("ROLLOUT_URL", "ROLLOUT_REDIS_URL", "ROLLOUT_SLURM_RUN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def own_redis(tmp_path):
+    """A Redis as a stack or a head starts it: its address, with a password."""
     chosen = prepare(Choice("ours", binary=Path(redis_binary())), tmp_path / "redis", free_port())
-    assert own_url(tmp_path) is None  # it does not run
     process = Process("redis", chosen.command, tmp_path)
-    try:
-        wait_until(lambda: own_url(tmp_path) == chosen.url, 30, "Redis to answer", process)
-    finally:
-        process.stop()
+    wait_until(lambda: ping(chosen.url) is None, 30, "Redis to answer", process)
+    yield chosen.url
+    process.stop()
+
+
+def announced(url: str, redis: str, **fields) -> None:
+    service = account.Service(url, "rlt_key", account.boot(), time.time(), redis=redis, **fields)
+    account.announce(hashlib.sha256(url.encode()).hexdigest(), service)
+
+
+def listed(**env):
+    return CliRunner().invoke(keys_command, ["list"], env=env)
+
+
+def test_they_speak_to_the_redis_of_the_service_that_other_commands_find(
+    away_from_home, own_redis, tmp_path, monkeypatch
+):
+    """As that of `up --state-dir`, which no directory leads to."""
+    gateway = f"http://127.0.0.1:{free_port()}"
+    announced(gateway, own_redis, home=str(tmp_path / "home"))
+    done = listed()
+    assert done.exit_code == 0 and "every call" in done.stdout
+    assert f"***@{own_redis.partition('@')[2]}: the service of {tmp_path / 'home'}" in done.stderr
+    assert own_redis.partition("@")[0] not in done.stderr
+    assert listed(ROLLOUT_URL=gateway).exit_code == 0
+
+    elsewhere = listed(ROLLOUT_URL="http://gateway.example:8080")
+    assert elsewhere.exit_code == 1 and "Error: no Redis is named, nor known" in elsewhere.stderr
+    assert "(http://gateway.example:8080: from ROLLOUT_URL)" in elsewhere.stderr
+    assert "secret" not in listed(ROLLOUT_URL="https://me:secret@gateway.example").output
+    broken = listed(ROLLOUT_URL="http://gateway.example:99999")
+    assert broken.exit_code == 1 and "ROLLOUT_URL is no address" in broken.stderr
+    monkeypatch.setattr(account, "other_owners", lambda place: {65534})
+    stranger = listed(ROLLOUT_URL=gateway)
+    assert stranger.exit_code == 1 and "user 65534 listens at 127.0.0.1" in stranger.stderr
+
+
+def test_a_stack_of_an_older_release_needs_its_redis_named(away_from_home, tmp_path):
+    announced("http://127.0.0.1:1", "", home=str(tmp_path / "home"))
+    refused = listed()
+    assert refused.exit_code == 1 and "Error: no Redis is named" in refused.stderr
+
+
+def test_they_speak_to_the_redis_of_a_slurm_run(away_from_home, own_redis, tmp_path):
+    run_dir = RunDir(tmp_path / "slurm-run")
+    run_dir.make()
+    place = urlsplit(own_redis)
+    run_dir.redis.mkdir(mode=0o700)
+    run_dir.write_private(run_dir.redis / "password", f"{place.password}\n")
+    head = Head("12", "n1", "127.0.0.1", UP, f"http://10.9.8.7:{free_port()}", "", place.port)
+    run_dir.write_head(head)
+    done = listed(ROLLOUT_SLURM_RUN=str(run_dir.path))
+    assert done.exit_code == 0 and f": the Slurm service of {run_dir.path}" in done.stderr, done.output
+    run_dir.write_head(replace(head, redis_port=None))
+    done = listed(ROLLOUT_SLURM_RUN=str(run_dir.path))
+    assert done.exit_code == 1 and "uses a Redis of yours: set ROLLOUT_REDIS_URL" in done.stderr
+    run_dir.write_head(replace(head, state=DOWN))
+    done = listed(ROLLOUT_SLURM_RUN=str(run_dir.path))
+    assert done.exit_code == 1 and "its service has no head that is up" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def test_another_tenant_s_rollouts_do_not_exist(world):
     for body in ({"ids": mine}, {"group_id": "g"}, {"tag": "t"}):
         done = world.post("/v1/rollouts/cancel", "b", body).json
         assert done["cancelled"] == 0 and done["unknown"] == len(body.get("ids", ()))
+        assert done["unknown_ids"] == body.get("ids", [])
     for query in ("", "?group_id=g", "?tag=t", "?state=queued"):
         assert world.get(f"/v1/rollouts{query}", "b").json == {"rollouts": [], "cursor": None}
         assert len(world.get(f"/v1/rollouts{query}", "a").json["rollouts"]) == 2

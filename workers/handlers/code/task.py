@@ -126,19 +126,13 @@ def _json(value: Any, field: str) -> Any:
 
 
 def _from_input_output(tests: Any) -> dict[str, Any]:
-    if not isinstance(tests, dict) or not isinstance(tests.get("inputs"), list):
+    inputs, outputs = map(tests.get, ("inputs", "outputs")) if isinstance(tests, dict) else (None, None)
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise ValueError("input_output needs `inputs` and `outputs`, lists of the same length")
-    inputs, outputs = tests["inputs"], tests.get("outputs")
-    if not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("input_output needs `inputs` and `outputs`, lists of the same length")
+    pairs = zip(inputs, outputs, strict=True)
     if fn_name := tests.get("fn_name"):
-        return {"fn_name": fn_name, "tests": [_call(*pair) for pair in zip(inputs, outputs, strict=True)]}
-    return {
-        "tests": [
-            {"stdin": _lines(given), "stdout": _lines(expected)}
-            for given, expected in zip(inputs, outputs, strict=True)
-        ]
-    }
+        return {"fn_name": fn_name, "tests": [_call(*pair) for pair in pairs]}
+    return {"tests": [{"stdin": _lines(given), "stdout": _lines(expected)} for given, expected in pairs]}
 
 
 def _lines(text: Any) -> str:
@@ -154,10 +148,8 @@ def _call(given: Any, expected: Any) -> dict[str, Any]:
 def _from_columns(column: Any) -> list[dict[str, Any]]:
     if not column:
         return []
-    return [
-        {"stdin": given, "stdout": expected}
-        for given, expected in zip(column["input"], column["output"], strict=True)
-    ]
+    pairs = zip(column["input"], column["output"], strict=True)
+    return [{"stdin": given, "stdout": expected} for given, expected in pairs]
 
 
 def _live_code_bench(row: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:

@@ -70,11 +70,8 @@ def falsify(files: TestFiles, fail_to_pass: Sequence[str], others: Sequence[str]
         names[name] = [(path, node) for path, _, node in definitions]
         for path, _, node in definitions:
             nodes_of.setdefault(path, {}).setdefault(node, name in fail_to_pass)
-    sources = {}
-    for path, nodes in nodes_of.items():
-        text = _changed(files.files[path], nodes)
-        if text is not None:
-            sources[path] = text
+    changed = {path: _changed(files.files[path], nodes) for path, nodes in nodes_of.items()}
+    sources = {path: text for path, text in changed.items() if text is not None}
     must_fail = [name for name, nodes in names.items() if all(path in sources for path, _ in nodes)]
     return Falsified(sources, must_fail)
 
@@ -93,8 +90,8 @@ def _changed(file: TestFile, nodes: dict[ast.AST, bool]) -> str | None:
     edits: list[_Edit] = []
     for node, runs in nodes.items():
         edits += _foreign(file, node) if runs and _can_run(node) else [_stopped(file, node)]
-    # As `ast` counts: lines end with \n, \r\n or \r, columns are bytes of UTF-8.
-    lines = [line.encode() for line in file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    # As `ast` counts, columns are bytes of UTF-8.
+    lines = [line.encode() for line in file.lines]
     for edit in sorted(edits, key=lambda edit: edit.begin, reverse=True):
         (first, begin), (last, end) = edit.begin, edit.end
         if first > len(lines):
@@ -114,16 +111,13 @@ def _stopped(file: TestFile, node: Function) -> _Edit:
     """The test ends with a failure before it does anything."""
     body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
     if not body:  # nothing but a docstring
-        last = node.body[0]
-        assert last.end_lineno is not None and last.end_col_offset is not None
-        place = (last.end_lineno, last.end_col_offset)
+        place = _end(node.body[0])
         return _Edit(place, place, f"; {_failure(file, node, one_line=True)}; return")
     first = body[0]
     line = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", []))])
-    before = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")[line - 1].encode()
+    before = file.lines[line - 1].encode()
     column = len(before) - len(before.lstrip())
-    alone = line < first.lineno or column == first.col_offset
-    if not alone:
+    if line == first.lineno and column != first.col_offset:  # behind something else
         place = (line, first.col_offset)
         return _Edit(place, place, f"{_failure(file, node, one_line=True)}; return; ")
     indent = before[:column].decode()
@@ -135,7 +129,7 @@ def _foreign(file: TestFile, node: Function) -> list[_Edit]:
     """The test runs, compares with what nobody can know, and fails at its end."""
     edits = []
     variables = _variables(node)
-    lines = file.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    lines = file.lines
     for statement in _statements(node.body):
         if (sides := _compared(statement)) is None:
             continue
@@ -151,16 +145,16 @@ def _foreign(file: TestFile, node: Function) -> list[_Edit]:
             # Who looks it up among the test's variables finds the other value, too.
             indent = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
             text = f"{expected.id} = {value}\n{indent}{text}"
-        assert statement.end_lineno is not None and statement.end_col_offset is not None
-        begin = (statement.lineno, statement.col_offset)
-        edits.append(_Edit(begin, (statement.end_lineno, statement.end_col_offset), text))
+        edits.append(_Edit((statement.lineno, statement.col_offset), _end(statement), text))
     last = node.body[-1]
-    assert last.end_lineno is not None
     indent = lines[last.lineno - 1].encode()[: last.col_offset].decode()
-    place = (last.end_lineno + 1, 0)
-    failure = _failure(file, node, one_line=True)
-    edits.append(_Edit(place, place, f"{indent}{failure}\n"))
-    return edits
+    place = (_end(last)[0] + 1, 0)
+    return [*edits, _Edit(place, place, f"{indent}{_failure(file, node, one_line=True)}\n")]
+
+
+def _end(node: ast.stmt) -> tuple[int, int]:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return node.end_lineno, node.end_col_offset
 
 
 def _variables(node: Function) -> set[str]:

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from rollout.image_names import local_name
 from rollout.schema import Blame
 from rollout.trajectory import FinishReason, Message
 from sandbox.client import SandboxClient
@@ -19,7 +20,6 @@ from workers.errors import TaskError
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.handlers.packages import require
 from workers.handlers.swe.evaluation import Judgement, judge
-from workers.handlers.swe.images import local_name
 from workers.handlers.swe.patches import note_base, take_patch
 from workers.handlers.swe.placing import check_test_patch
 from workers.handlers.swe.repository import hide_future, prepare

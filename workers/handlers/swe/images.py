@@ -12,8 +12,6 @@ from rollout.image_names import local_name
 from sandbox.errors import ImageError
 from workers.handlers.swe.rows import SweTask
 
-__all__ = ["images_of", "local_name"]
-
 
 def images_of(dataset: Path) -> Iterator[tuple[str, str]]:
     """Name and docker reference of each image that the rows of a dataset need, each once.

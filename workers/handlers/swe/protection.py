@@ -20,53 +20,21 @@ from collections.abc import Collection, Sequence
 
 TEST_DIRECTORIES = {"test", "tests", "r2e_tests"}
 MACHINERY = {
-    ".coveragerc",
-    ".pytest.ini",
-    ".pytest.toml",
-    "conftest.py",
-    "noxfile.py",
-    "pyproject.toml",
-    "pytest.ini",
-    "pytest.toml",
-    "setup.cfg",
-    "setup.py",
-    "sitecustomize.py",
-    "tox.ini",
+    *(".coveragerc", ".pytest.ini", ".pytest.toml", "conftest.py", "noxfile.py", "pyproject.toml"),
+    *("pytest.ini", "pytest.toml", "setup.cfg", "setup.py", "sitecustomize.py", "tox.ini"),
     "usercustomize.py",
 }
 METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
 LEFT_BEHIND = {
-    ".DS_Store",
-    ".coverage",
-    ".hypothesis",
-    ".ipynb_checkpoints",
-    ".mypy_cache",
-    ".pytest_cache",
-    ".ruff_cache",
-    ".tox",
-    ".venv",
-    "__pycache__",
-    "node_modules",
+    *(".DS_Store", ".coverage", ".hypothesis", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache"),
+    *(".ruff_cache", ".tox", ".venv", "__pycache__", "node_modules"),
 }
 LEFT_BEHIND_ENDINGS = (".orig", ".pyc", ".pyo", ".rej")
 IMPORT_ROOTS = ("", "src/", "lib/")
 """Directories of a repository that tests have on Python's path."""
 RUNNERS = {
-    "_pytest",
-    "attr",
-    "coverage",
-    "exceptiongroup",
-    "iniconfig",
-    "packaging",
-    "pip",
-    "pkg_resources",
-    "pluggy",
-    "py",
-    "pytest",
-    "rollout_recorder",
-    "setuptools",
-    "tomli",
-    "xdist",
+    *("_pytest", "attr", "coverage", "exceptiongroup", "iniconfig", "packaging", "pip", "pkg_resources"),
+    *("pluggy", "py", "pytest", "rollout_recorder", "setuptools", "tomli", "xdist"),
 }
 SHADOWED = RUNNERS | sys.stdlib_module_names | {"distutils", "imp", "asyncore", "asynchat", "smtpd"}
 

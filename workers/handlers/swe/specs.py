@@ -76,20 +76,10 @@ R2E_PARSER = "r2e"
 """For rows of R2E-Gym, whose results are not read by a parser of swebench."""
 
 CUTTING_PARSERS = {
-    "parse_log_pytest",
-    "parse_log_pytest_options",
-    "parse_log_astroid",
-    "parse_log_flask",
-    "parse_log_marshmallow",
-    "parse_log_matplotlib",
-    "parse_log_pvlib",
-    "parse_log_pydicom",
-    "parse_log_pylint",
-    "parse_log_pyvista",
-    "parse_log_requests",
-    "parse_log_seaborn",
-    "parse_log_sqlfluff",
-    "parse_log_xarray",
+    *(PYTEST_PARSER, "parse_log_pytest_options", "parse_log_astroid", "parse_log_flask"),
+    *("parse_log_marshmallow", "parse_log_matplotlib", "parse_log_pvlib", "parse_log_pydicom"),
+    *("parse_log_pylint", "parse_log_pyvista", "parse_log_requests", "parse_log_seaborn"),
+    *("parse_log_sqlfluff", "parse_log_xarray"),
 }
 """Parsers that end a test's name at its first blank."""
 

@@ -44,6 +44,11 @@ class TestFile:
     all_expected: bool = False
     """The module as a whole is marked."""
 
+    @property
+    def lines(self) -> list[str]:
+        """As `ast` counts them: they end with \\n, \\r\\n or \\r."""
+        return self.source.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
 
 def read(source: str) -> TestFile | None:
     """What is in a file; None if it is no Python of this version's grammar."""
