@@ -63,31 +63,48 @@ class Launcher:
         """Start `argv` behind a mount, in a session of its own, once something was sent to `stdin`. Blocks.
 
         Raises:
-            SandboxStartError: The process did not answer; it and what it may have started were ended. It is
-                started anew for the next one.
+            SandboxStartError: The process did not answer, or it and its successor ended. What they may have
+                started was ended as well. It is started anew for the next one.
         """
+        request = json.dumps({"mount": list(mount), "argv": list(argv), "env": env}).encode()
+        try:
+            try:
+                started = self._ask(request, stdin)
+            except (EOFError, ConnectionError):
+                # It was killed, perhaps too lately to be seen. What it had begun waited for `stdin` and is
+                # ended with it, so that asking another does nothing twice.
+                self.close()
+                started = self._ask(request, stdin)
+        except (EOFError, OSError, ValueError) as error:
+            self.close()
+            raise SandboxStartError(f"the launcher of containers does not answer: {error}") from error
+        self._started = [child for child in self._started if child.returncode is None]
+        self._started.append(started)
+        return started
+
+    def _ask(self, request: bytes, stdin: socket.socket) -> Started:
+        """Have a launcher that runs start what `request` says. Raises EOFError when it ended instead."""
         if self._process is None or self._process.poll() is not None:
             self._begin()
         assert self._connection is not None
-        request = json.dumps({"mount": list(mount), "argv": list(argv), "env": env}).encode()
         out, err = os.pipe(), os.pipe()
         try:
             socket.send_fds(self._connection, [request], [stdin.fileno(), out[1], err[1]])
-            pid = int(self._connection.recv(32))
+            reply = self._connection.recv(32)
+            if not reply:
+                raise EOFError("it has ended")
+            pid = int(reply)
             if pid <= 0:
                 raise ValueError(f"its clone failed ({pid})")
             self._connection.settimeout(ANSWER_S)
-        except (OSError, ValueError) as error:
+        except BaseException:
             os.close(out[0])
             os.close(err[0])
-            self.close()
-            raise SandboxStartError(f"the launcher of containers does not answer: {error}") from error
+            raise
         finally:
             os.close(out[1])
             os.close(err[1])
-        self._started = [child for child in self._started if child.returncode is None]
-        self._started.append(Started(pid, out[0], err[0]))
-        return self._started[-1]
+        return Started(pid, out[0], err[0])
 
     def close(self) -> None:
         """End it, and what it has started that nobody knows of; the rest runs on."""

@@ -140,6 +140,34 @@ def test_what_others_wait_for_runs_on_when_it_does_not_answer(tmp_path, monkeypa
     assert os.waitpid(started.pid, 0)[0] == started.pid
 
 
+def test_one_that_ends_while_it_is_asked_is_asked_again(tmp_path):
+    """As one that was killed and still looked alive: before it took the request, and after its clone."""
+    for place in ("if not text", ANSWER):
+        flag = tmp_path / str(len(place))
+        once = f"not os.path.exists({str(flag)!r}) and (os.mkdir({str(flag)!r}), os.abort())"
+        dying = SCRIPT.replace(place, f"{place} or {once}" if place != ANSWER else f"{once} or {place}")
+        assert dying != SCRIPT
+        before = set(processes.children(os.getpid()))
+        launcher = launcher_of(dying)
+        near_end, far_end = socket.socketpair()
+        with near_end, far_end:
+            started = start(launcher, tmp_path / f"{flag.name}-of", far_end)
+            near_end.send(b"x")
+            with started.stdout:
+                assert started.stdout.read() == b"ran\n"
+        assert os.waitpid(started.pid, 0)[0] == started.pid
+        launcher.close()
+        assert set(processes.children(os.getpid())) == before
+
+
+def test_two_that_end_are_an_error(tmp_path):
+    launcher = launcher_of("pass")
+    near_end, far_end = socket.socketpair()
+    ended = r"does not answer: (it has ended|.*[Cc]onnection|.*pipe)"
+    with near_end, far_end, pytest.raises(SandboxStartError, match=ended):
+        start(launcher, tmp_path, far_end)
+
+
 def test_nothing_runs_before_its_pid_is_known(tmp_path):
     launcher = launcher_of(SCRIPT)
     near_end, far_end = socket.socketpair()
