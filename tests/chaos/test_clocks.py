@@ -40,7 +40,6 @@ def chaos(tmp_path_factory, clock):
             stop_host(Path(sandboxes))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("jump_s", [HOURS_S, -HOURS_S], ids=["forward", "back"])
 def test_a_jump_of_redis_clock_costs_live_rollouts_nothing(chaos, clock, jump_s):
     """Past every lease and every deadline: those in the workers' hands, and those that wait."""
@@ -61,7 +60,6 @@ def test_a_jump_of_redis_clock_costs_live_rollouts_nothing(chaos, clock, jump_s)
         assert (item.state, item.attempt, item.error) == (State.COMPLETED, 1, None), item
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_dies_after_the_clock_went_back_is_missed_as_soon(chaos, clock):
     """Its leases were times of the clock as it was, hours ahead of now."""
     ids, gates = chaos.submit_up_to("run", EACH)
@@ -75,7 +73,6 @@ def test_a_worker_that_dies_after_the_clock_went_back_is_missed_as_soon(chaos, c
     assert {chaos.client.get(rollout_id, include="summary").state for rollout_id in ids} == {State.COMPLETED}
 
 
-@pytest.mark.timeout(300)
 def test_the_clock_of_a_node_does_not_matter(chaos, tmp_path_factory):
     behind = WrongClock(tmp_path_factory.mktemp("behind"))
     behind.set(-40)

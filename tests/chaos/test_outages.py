@@ -50,7 +50,6 @@ def require_unharmed(chaos, at_work):
         assert (item.state, item.attempt, item.error, item.reward) == (State.COMPLETED, 1, None, 1.0), item
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("away_s", AWAY_S)
 def test_redis_away_costs_live_rollouts_nothing(chaos, at_work, away_s):
     """Half of the rollouts go on from stage to stage while it is away, and must write that."""
@@ -63,7 +62,6 @@ def test_redis_away_costs_live_rollouts_nothing(chaos, at_work, away_s):
     require_unharmed(chaos, at_work)
 
 
-@pytest.mark.timeout(400)
 def test_a_redis_that_stands_still_costs_live_rollouts_nothing(chaos, at_work):
     """Others are on their way from stage to stage as it stops."""
     at_work["on their way"] = chaos.submit(5 * EACH), chaos.gates()
@@ -78,7 +76,6 @@ def test_a_redis_that_stands_still_costs_live_rollouts_nothing(chaos, at_work):
     require_unharmed(chaos, at_work)
 
 
-@pytest.mark.timeout(400)
 def test_sandboxes_and_model_calls_go_on_through_an_outage(chaos, embedded):
     """What uses Redis within a stage: the note of a sandbox in INIT, placement before each turn, …"""
     chaos.client.add_backend(embedded.url)

@@ -16,7 +16,6 @@ REAL = CHAOS("rollouts of the soak with sandboxes and a model", short=40, long=5
 """With leases of 30 s."""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "form",
     [("--rollouts", str(ROLLOUTS), "--every", "1"), ("--rollouts", str(REAL), "--real", "--every", "2")],

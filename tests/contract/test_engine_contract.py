@@ -29,8 +29,6 @@ LONG = 1900
 TRIES = 10
 GREEDY_AND_WARM = (0.0, 0.7, 1.0, 1.6)
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module", params=["generate", "completions"])
 def described(request, backend):

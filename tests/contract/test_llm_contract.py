@@ -22,8 +22,6 @@ LONG = 1900
 WHOLE = 400
 """Tokens of one that still runs when something is done to it, and comes to its end."""
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def run(backend, coroutine):
     """Run `coroutine(client)` against the backend."""

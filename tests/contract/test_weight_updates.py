@@ -17,8 +17,6 @@ from tests.helpers.llm_servers import DEMO_MODEL
 from tests.helpers.stack import wait_until
 from workers.exchange import Exchange
 
-pytestmark = pytest.mark.timeout(180)
-
 PROMPT = [18, 22, 311, 220, 23, 20]
 LONG = {"embedded": 900, "vllm": 1900}
 """Tokens of a call that shall still run when the weights change, by engine: seconds of it."""

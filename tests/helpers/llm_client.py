@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-TIMEOUT = aiohttp.ClientTimeout(total=60)
+TIMEOUT = aiohttp.ClientTimeout(total=240)
 """Seconds; no single request of these tests comes near it unless something hangs."""
 
 

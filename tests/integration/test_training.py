@@ -76,7 +76,6 @@ def decided(batch) -> int:
     return batch.kept + batch.filtered + batch.failed + batch.cancelled
 
 
-@pytest.mark.timeout(600)
 def test_steps_with_a_trainer_killed_between_lose_no_group_and_keep_log_probs_exact(stack, tmp_path):
     out = tmp_path / "run"
     sizes = ["--algorithm", "grpo", "--groups", str(GROUPS), "--n", str(N)]
@@ -132,7 +131,6 @@ def test_steps_with_a_trainer_killed_between_lose_no_group_and_keep_log_probs_ex
     assert {row["scored"] for row in rows} == {GROUPS * N}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("algorithm", "sizes"),
     [("dapo", ("--groups", "1", "--n", "4")), ("ppo", ("--groups", "4"))],
@@ -158,7 +156,6 @@ def test_a_run_refuses_to_go_on_with_other_settings(stack, tmp_path):
         module.Trainer(args, stack.client)
 
 
-@pytest.mark.timeout(300)
 def test_trl_trains_on_our_rollouts_with_log_probs_that_are_its_own(stack, tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed: run `make setup-trainer`")
     module = load("train_trl")

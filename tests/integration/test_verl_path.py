@@ -86,7 +86,6 @@ def own_logprobs(model, row):
 
 
 @TRAINING.only
-@pytest.mark.timeout(600)
 def test_the_guide_s_path_trains_the_demo_model_with_each_step_s_weights_under_its_label(
     stack, agent_loop, tmp_path
 ):

@@ -24,7 +24,7 @@ from tests.helpers.pages import GUIDES, blocks
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import ROOT
 
-TIMEOUT_S = 400
+TIMEOUT_S = 800
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 SETUP = ROOT / "deploy" / "setup"
 [_setup] = re.findall(r"(?m)^EXTRAS=(.+)$", (SETUP / "python.sh").read_text())
