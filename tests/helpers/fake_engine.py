@@ -39,7 +39,7 @@ from tests.helpers.llm_servers import DEMO_MODEL, LLMServer, running_server
 
 EXIT_OF_THE_DEAD = 70
 MAX_BODY = 64 * 2**20
-START_TIMEOUT = 60.0
+START_TIMEOUT = 240.0
 
 Reply = tuple[int, Any]
 """Status and JSON body; None = an empty body, a str = text, a `Raw` = as it is."""

@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "examples" / "demo_model" / "checkpoint"
 VLLM_HOME = Path(os.environ.get("ROLLOUT_HOME", ROOT / ".local")) / "vllm"
 
-EMBEDDED_START_TIMEOUT = 60.0
-VLLM_START_TIMEOUT = 180.0
-"""Seconds; ten times what an idle machine needs, for a busy one."""
+EMBEDDED_START_TIMEOUT = 240.0
+VLLM_START_TIMEOUT = 480.0
+"""Seconds; ten times what an idle machine needs: a slow host beside five other test processes took 130."""
 STOP_TIMEOUT = 15.0
 
 _PR_SET_PDEATHSIG = 1
