@@ -15,7 +15,7 @@ from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_ho
 from tests.sandbox.conftest import why_not
 
 CONTROL = "control"
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """How long an answer may take on a slow machine before a test gives up."""
 
 

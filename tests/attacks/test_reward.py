@@ -66,7 +66,7 @@ class Checked(AgentHandler[AnyTask]):
 
     async def evaluate(self, ctx: EvalContext[AnyTask]) -> Reward:
         async with ctx.sandboxes.fresh(ctx, image=self.image, workspace_of=ctx.sandbox) as box:
-            result = await box.exec(["bash", "-c", "grep -q solved done.txt"], timeout=60)
+            result = await box.exec(["bash", "-c", "grep -q solved done.txt"], timeout=240)
         return Reward(float(result.exit_code == 0))
 
 
@@ -74,7 +74,7 @@ class Typed(Checked):
     """The same check as it was: typed into the agent's shell."""
 
     async def evaluate(self, ctx: EvalContext[AnyTask]) -> Reward:
-        result = await ctx.sandbox.bash("grep -q solved done.txt", timeout=60)
+        result = await ctx.sandbox.bash("grep -q solved done.txt", timeout=240)
         return Reward(float(result.exit_code == 0))
 
 
@@ -82,7 +82,7 @@ class Alongside(Checked):
     """The same program, but in the sandbox whose programs the agent may have replaced."""
 
     async def evaluate(self, ctx: EvalContext[AnyTask]) -> Reward:
-        result = await ctx.sandbox.exec(["bash", "-c", "grep -q solved done.txt"], timeout=60)
+        result = await ctx.sandbox.exec(["bash", "-c", "grep -q solved done.txt"], timeout=240)
         return Reward(float(result.exit_code == 0))
 
 
@@ -223,7 +223,7 @@ def scored(target: Service, function: str, payload: Any = None) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -240,7 +240,7 @@ def main() -> int:
                 if options.real:
                     chaos.slots = {stage: parts.slots_of(stage, {}) for stage in STAGES}
                 chaos.start_stages()
-                wait_until(lambda: "noop" in _handlers(chaos), 60, "the handlers to be announced")
+                wait_until(lambda: "noop" in _handlers(chaos), 120, "the handlers to be announced")
                 backend = Backend(chaos) if options.real else None
                 every = options.every or (REAL_EVERY_S if options.real else EVERY_S)
                 soak = Soak(chaos, options.rollouts, every, options.faults, options.seed, backend)

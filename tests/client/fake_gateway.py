@@ -69,7 +69,7 @@ class FakeGateway:
         self.server.server_close()
 
     def finish(self, rollout_id: str, state: State = State.COMPLETED, reward: float | None = 1.0) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while rollout_id not in self.rollouts and time.monotonic() < deadline:
             time.sleep(0.01)  # a timer of a test is quicker than the client, on a busy machine
         with self.lock:

@@ -102,7 +102,7 @@ def test_ctrl_c_cancels_what_was_submitted(gateway):
     child = subprocess.Popen(command, text=True, **pipes)
     child.stdin.write('{"handler": "calculator", "n": 3}\n')
     child.stdin.close()
-    wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 3, 30, "it to wait")
+    wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 3, 120, "it to wait")
     child.send_signal(signal.SIGINT)
     assert child.wait(20) == 130
     assert "cancelled 3; 0 had ended" in child.stderr.read()
@@ -144,7 +144,7 @@ def test_status_list_watch_and_cancel(gateway, invoke):
         watcher = [sys.executable, "-m", "rollout.cli", "watch", "--seconds", "60", "--url", gateway.url]
         gateway.calls.clear()
         with subprocess.Popen([*watcher, *options], text=True, stdout=subprocess.PIPE) as child:
-            wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 2, 30, "it to look")
+            wait_until(lambda: gateway.calls.count(("GET", "/v1/results")) >= 2, 120, "it to look")
             gateway.rollouts.pop("b", None)
             invoke("submit", "-", stdin='{"handler": "calculator", "id": "b"}\n')
             assert text in child.stdout.readline()

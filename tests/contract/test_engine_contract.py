@@ -39,7 +39,7 @@ def described(request, backend):
 @pytest.fixture(scope="module")
 def version(backend):
     """The label of its weights; tests of other modules may have left another than the first."""
-    return httpx.get(f"{backend.url}/weight_info", timeout=60).json()["weight_version"]
+    return httpx.get(f"{backend.url}/weight_info", timeout=240).json()["weight_version"]
 
 
 def complete(described, *, prompt=PROMPT, temperature=1.0, max_tokens=24, seed=None, **sampling):
@@ -58,7 +58,7 @@ def scored(described, token_ids):
     """Log-probs of given ids, as a weight update asks for them."""
     engine = engine_of(described)
     call = engine.score(token_ids)
-    answer = httpx.post(described.url + call.path, json=call.body, timeout=120)
+    answer = httpx.post(described.url + call.path, json=call.body, timeout=240)
     assert answer.status_code == 200, answer.text
     return engine.read_score(answer.json(), token_ids)
 
@@ -120,7 +120,7 @@ def test_scores_of_a_reply_are_the_log_probs_it_was_sampled_with(described):
 def test_log_probs_of_a_prompt_come_in_vllms_shape_from_both(backend):
     params = {"max_tokens": 1, "prompt_logprobs": 2, "temperature": 0.5, "detokenize": False}
     body = {"token_ids": PROMPT, "sampling_params": params}
-    answer = httpx.post(f"{backend.url}/inference/v1/generate", json=body, timeout=120).json()
+    answer = httpx.post(f"{backend.url}/inference/v1/generate", json=body, timeout=240).json()
     first, *rest = answer["prompt_logprobs"]
     assert first is None and len(rest) == len(PROMPT) - 1
     expected = llm_reference.logprobs(DEMO_MODEL, PROMPT[:1], PROMPT[1:])
@@ -141,17 +141,17 @@ def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
 
     def attempt():
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, described.url + call.path, json=call.body, timeout=120)
+            answer = pool.submit(httpx.post, described.url + call.path, json=call.body, timeout=240)
             wait_until(
                 lambda: answer.done() or stats.read_stats(described, 60).running,
                 100,
                 "the call to be worked on",
             )
             try:
-                httpx.post(f"{described.url}/pause", params={"mode": "abort"}, timeout=60).raise_for_status()
+                httpx.post(f"{described.url}/pause", params={"mode": "abort"}, timeout=240).raise_for_status()
                 wait([answer], 10)  # one that came after the pause has to wait for the end of it
             finally:
-                httpx.post(f"{described.url}/resume", timeout=60).raise_for_status()
+                httpx.post(f"{described.url}/resume", timeout=240).raise_for_status()
             return answer.result()
 
     for _ in range(TRIES):  # a fast engine can be through with it before the pause
@@ -165,7 +165,7 @@ def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):
 def test_scores_follow_the_weights_though_the_prefix_is_cached(described, backend, other_weights):
     def load(path):
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-        httpx.post(f"{backend.url}/collective_rpc", json=body, timeout=120).raise_for_status()
+        httpx.post(f"{backend.url}/collective_rpc", json=body, timeout=240).raise_for_status()
 
     complete(described, prompt=LONG_PROMPT, max_tokens=1)
     before = scored(described, LONG_PROMPT)
@@ -174,7 +174,7 @@ def test_scores_follow_the_weights_though_the_prefix_is_cached(described, backen
         after = scored(described, LONG_PROMPT)
     finally:
         load(DEMO_MODEL)
-        httpx.post(f"{backend.url}/reset_prefix_cache", timeout=60)
+        httpx.post(f"{backend.url}/reset_prefix_cache", timeout=240)
     expected = llm_reference.logprobs(other_weights, LONG_PROMPT[:1], LONG_PROMPT[1:])
     assert after == pytest.approx(expected, abs=TOLERANCE)
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
@@ -199,6 +199,6 @@ def test_a_probe_tells_load_and_prefix_cache(described, version):
         return now if prompts_counted and now.cached_tokens >= before.cached_tokens + hits else None
 
     # vLLM refreshes its metrics behind its answers, also behind those to calls before these two.
-    after = wait_until(counted, 60, "the prompt tokens, and the second time the cached ones, to be counted")
+    after = wait_until(counted, 120, "the prompt tokens, and the second time the cached ones, to be counted")
     assert math.isfinite(after.at) and after.cached_ratio <= 1
     assert stats.current_version(described, timeout_s=30) == version

@@ -21,7 +21,7 @@ PROMPT = [18, 22, 311, 220, 23, 20]
 LONG = {"embedded": 900, "vllm": 1900}
 """Tokens of a call that shall still run when the weights change, by engine: seconds of it."""
 TOLERANCE = 1e-3
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Target:
@@ -42,15 +42,15 @@ class Target:
     def call(self, answers: list[dict], tokens: int, **sampling) -> None:
         params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False, **sampling}
         body = {"token_ids": PROMPT, "sampling_params": params, "cache_salt": "exchange"}
-        answer = httpx.post(f"{self.url}/inference/v1/generate", json=body, timeout=120)
+        answer = httpx.post(f"{self.url}/inference/v1/generate", json=body, timeout=240)
         answers.append(answer.raise_for_status().json()["choices"][0])
 
     def generated(self) -> float:
-        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=240).text.splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:generation_tokens_total"))
 
     def paused(self) -> bool:
-        return httpx.get(f"{self.url}/is_paused", timeout=60).json()["is_paused"]
+        return httpx.get(f"{self.url}/is_paused", timeout=240).json()["is_paused"]
 
 
 @pytest.fixture(scope="module")

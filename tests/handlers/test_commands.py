@@ -38,7 +38,7 @@ def test_the_skeletons_own_test_passes(written):
 
 def test_the_skeleton_keeps_to_the_rules_of_style(written):
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "100", "."]
-    done = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -30,7 +30,7 @@ def started_gateway(
     process = Process(name, argv, stack.directory, {**stack.env, **env})
     process.url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: healthy(process.url), 60, "the gateway", process)
+        wait_until(lambda: healthy(process.url), 120, "the gateway", process)
         yield process
     finally:
         process.stop()

@@ -41,7 +41,7 @@ def keyed(app: Flask) -> FlaskClient:
     return client
 
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """For an answer; `httpx` has five seconds, which a gateway beside other tests may take to begin with one."""
 
 

@@ -29,7 +29,7 @@ class Recorder:
 @contextmanager
 def recorder(target: str) -> Iterator[Recorder]:
     """Serve on a free loopback port until the block ends."""
-    upstream = httpx.Client(base_url=target, timeout=120)
+    upstream = httpx.Client(base_url=target, timeout=240)
     state = Recorder("")
 
     class Proxy(BaseHTTPRequestHandler):

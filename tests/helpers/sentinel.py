@@ -26,7 +26,7 @@ class RedisGroup:
         self.sentinels = [self._sentinel(number, first) for number in range(3)]
         ports = ",".join(f"127.0.0.1:{port}" for port, _ in self.sentinels)
         self.url = f"sentinel://{ports}/{MASTER_NAME}/0?password={PASSWORD}"
-        wait_until(self._settled, 60, "the Sentinels to know each other and the replica")
+        wait_until(self._settled, 120, "the Sentinels to know each other and the replica")
         self.client = connect(self.url)
 
     def _server(self, name: str, *more: str) -> int:

@@ -135,7 +135,7 @@ class RedisServer(Process):
         super().__init__("redis", [*argv, "--dir", str(directory)], directory, env)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = redis.from_url(self.url, decode_responses=True)
-        wait_until(self._answers, 60, "Redis to answer", self)
+        wait_until(self._answers, 120, "Redis to answer", self)
 
     def crash(self) -> None:
         """SIGKILL, at a moment at which everything that it has answered is with the kernel.

@@ -67,7 +67,7 @@ class Terminal:
         else:
             os.kill(self.process.pid, number)
         # A full pty would hold it up.
-        wait_until(lambda: [self.read(), self.process.poll()][1] is not None, 60, "it to end")
+        wait_until(lambda: [self.read(), self.process.poll()][1] is not None, 120, "it to end")
         self.read()
         return self.process.returncode
 
@@ -82,7 +82,7 @@ def shown(command, columns=80, **options):
     """What a command that ends by itself writes to a terminal, standard error too, and its exit status."""
     screen = Terminal(command, columns=columns, **options)
     try:
-        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "the command to end")
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 120, "the command to end")
         return screen.text().replace("\r\n", "\n"), screen.process.returncode
     finally:
         screen.close()

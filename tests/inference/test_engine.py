@@ -199,19 +199,19 @@ def test_sigterm_answers_running_requests_and_ends_the_server(monkeypatch):
 
     def generate():
         body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}
-        reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=30)
+        reply = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=240)
         choices.append(reply.json()["choices"][0])
 
     def sampled():
-        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+        lines = httpx.get(f"{url}/metrics", timeout=240).text.splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:generation_tokens_total"))
 
     def ask():
-        wait_until(lambda: healthy(url), 60, "the server")  # before, the signal would end this process
+        wait_until(lambda: healthy(url), 120, "the server")  # before, the signal would end this process
         asking = threading.Thread(target=generate)
         asking.start()
         with suppress(TimeoutError, httpx.HTTPError):  # it must end all the same
-            wait_until(sampled, 60, "the request to run")
+            wait_until(sampled, 120, "the request to run")
         if not ended.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
         asking.join()

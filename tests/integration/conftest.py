@@ -26,7 +26,7 @@ def stack(tmp_path_factory, embedded):
                 stack.start_workers({stage: stage for stage in ("init", "run", "eval")})
                 stack.client.add_backend(embedded.url)
                 yield stack
-                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 30, "all sandboxes to be gone")
+                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
         finally:
             stop_host(Path(sandbox_dir))
 

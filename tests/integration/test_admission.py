@@ -32,7 +32,7 @@ from workers.held import CANCEL, SHUTDOWN
 from workers.process import WorkerProcess
 
 AHEAD = 4
-PATIENCE_S = 60
+PATIENCE_S = 120
 LIVE = ("queued", "initializing", "ready", "running", "evaluating")
 
 

@@ -18,7 +18,7 @@ SOON_S = 1.0
 
 
 def get(stack, path, **params):
-    return http.get(stack.url + path, params=params, timeout=70)
+    return http.get(stack.url + path, params=params, timeout=240)
 
 
 def test_a_long_poll_answers_when_the_rollout_ends_and_not_later(stack, client):
@@ -33,7 +33,7 @@ def test_completions_come_in_the_order_of_completion_and_a_cursor_repeats(stack,
     (fast,) = client.run([RolloutRequest(handler="noop", tags=["order"])])
     (middle,) = client.run([RolloutRequest(handler="noop")])
     client.cancel(slow.id)
-    client.wait(slow.id, timeout=60)
+    client.wait(slow.id, timeout=240)
     every = ResultPage.model_validate(get(stack, "/v1/results", cursor=cursor).json())
     assert [item.id for item in every.rollouts] == [fast.id, middle.id, slow.id]
     tagged = get(stack, "/v1/results", cursor=cursor, tag="order").json()
@@ -104,7 +104,7 @@ def test_metrics_count_what_happened(stack, client):
     assert value('rollout_rollouts{state="completed"}') == before + 3
     assert value('rollout_workers{stage="run"}') == 1
     # What waited for long was rung for again, and such a bell may still be there.
-    wait_until(lambda: value('rollout_queue_depth{queue="init"}') == 0, 30, "an empty queue")
+    wait_until(lambda: value('rollout_queue_depth{queue="init"}') == 0, 120, "an empty queue")
     assert value('rollout_stage_runs_total{stage="eval"}') >= 3
     assert value('rollout_gateway_requests_total{method="POST",route="/v1/rollouts",status="202"}') >= 1
 
@@ -115,7 +115,7 @@ def test_metrics_tell_of_the_sandboxes_of_each_node(stack, client):
 
     before = started()
     client.run([RolloutRequest(handler="in_tool", task={"command": "true"})])
-    wait_until(lambda: started() > before, 30, "the node's sandboxes to be counted")
+    wait_until(lambda: started() > before, 120, "the node's sandboxes to be counted")
 
 
 def test_the_openapi_document_has_every_route_and_no_other(stack):

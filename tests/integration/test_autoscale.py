@@ -26,7 +26,7 @@ from services.state.rollouts.store import Finish, RolloutStore
 from tests.helpers.keys import http
 from tests.helpers.stack import NODE, wait_until
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 GOAL = Goal(wait_s=10.0, spare=0.0, hold_s=100.0)
 PER_NODE = {"init": 4, "run": 8, "eval": 4}
 

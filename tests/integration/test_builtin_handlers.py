@@ -61,7 +61,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 stack.start_worker("init,run,eval", "all")
                 stack.client.add_backend(engine.url)
                 yield Service(stack, plans)
-                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 60, "all sandboxes to be gone")
+                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
         finally:
             stop_host(Path(sandbox_dir))
 
@@ -172,4 +172,4 @@ def test_a_cancel_while_tests_run_ends_the_fresh_sandbox_too(service):
     wait_until(judging, 120, "EVAL has its sandbox")
     client.cancel(rollout_id)
     assert client.get(rollout_id, wait=60).state is State.CANCELLED
-    wait_until(lambda: host.list() == [], 60, "both sandboxes are gone")
+    wait_until(lambda: host.list() == [], 120, "both sandboxes are gone")

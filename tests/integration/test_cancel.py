@@ -16,7 +16,7 @@ from tests.helpers.stack import wait_until
 
 SOON_S, BUSY_S = 1.0, 30.0
 """At an idle service, and beside other tests."""
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def in_state(client, rollout_id, state):
@@ -28,7 +28,7 @@ def test_cancel_of_a_running_tool_ends_it_at_once_and_kills_its_sandbox(stack, c
     in_state(client, new.id, State.RUNNING)
     with in_time(SOON_S, BUSY_S):
         client.cancel(new.id)
-        item = client.wait(new.id, timeout=60)
+        item = client.wait(new.id, timeout=240)
     assert item.state is State.CANCELLED and item.drop and item.reward is None
     wait_until(lambda: leftovers(stack.sandbox_dir) == [], PATIENCE_S, "the sandbox to be gone")
 
@@ -49,7 +49,7 @@ def test_cancel_in_a_model_call_ends_it_at_once_and_in_the_engine_too(client, em
         wait_until(lambda: at_work() == 1, PATIENCE_S, "the call to reach the engine")
         with in_time(SOON_S, BUSY_S):
             client.cancel(new.id)
-            assert client.wait(new.id, timeout=60).state is State.CANCELLED
+            assert client.wait(new.id, timeout=240).state is State.CANCELLED
         wait_until(lambda: at_work() == 0, PATIENCE_S, "the engine to drop the call")
         assert client.backends()[0].load == 0.0
     finally:
@@ -63,7 +63,7 @@ def test_cancel_reaches_every_stage(stack, client, stage):
     in_state(client, new.id, state)
     with in_time(SOON_S, BUSY_S):
         client.cancel(new.id)
-        assert client.wait(new.id, timeout=60).state is State.CANCELLED
+        assert client.wait(new.id, timeout=240).state is State.CANCELLED
 
 
 def test_cancelling_twice_or_after_the_end_is_harmless_and_says_so(client):
@@ -86,14 +86,14 @@ def test_thousands_are_cancelled_together_by_a_message_for_hundreds_of_them(stac
     request = RolloutRequest(handler="noop", task={"run_s": 600.0}, tags=["t-many"], n=100)
     for _ in range(count // 100):
         client.submit(request)
-    wait_until(lambda: client.status()["states"]["running"] >= slots, 60, "all slots to be taken")
+    wait_until(lambda: client.status()["states"]["running"] >= slots, 120, "all slots to be taken")
     with stack.redis.client.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe(keys.CANCEL_CHANNEL)
         channel.get_message(timeout=5.0)
         live = [state for state in State if not state.terminal]
         with in_time(SOON_S, BUSY_S):
             assert client.cancel_many(tag="t-many")["cancelled"] == count
-            wait_until(lambda: not any(client.status()["states"][state] for state in live), 60, "all to end")
+            wait_until(lambda: not any(client.status()["states"][state] for state in live), 120, "all to end")
         messages = []
         while message := channel.get_message(timeout=1.0):
             messages.append(message["data"].split())

@@ -56,7 +56,7 @@ def on_screen(stack):
 def ended(stack):
     """A group of two rollouts that ended, whose ids are wider than the terminal."""
     client = stack.client
-    rollouts = client.run([RolloutRequest(handler="noop", id=WIDE, n=2, tags=["cli"])], timeout=60)
+    rollouts = client.run([RolloutRequest(handler="noop", id=WIDE, n=2, tags=["cli"])], timeout=240)
     assert {rollout.state for rollout in rollouts} == {State.COMPLETED}
     return [rollout.id for rollout in rollouts]
 
@@ -243,9 +243,9 @@ def test_fetch_writes_what_ends_first_first(stack, call, client, ended, tmp_path
     command = [*ROLLOUT, "fetch", held.id, ended[0], held.id, "-o", str(target), "--url", stack.url]
     screen = Terminal(command, columns=80)
     try:
-        wait_until(lambda: target.exists() and target.read_text(), 60, "the second")
+        wait_until(lambda: target.exists() and target.read_text(), 120, "the second")
         client.cancel(held.id)
-        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "it to end")
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 120, "it to end")
     finally:
         client.cancel(held.id)
         screen.close()
@@ -269,7 +269,7 @@ def test_a_pipe_has_each_row_on_one_line_in_the_characters_that_it_takes(stack, 
 def test_a_reading_command_whose_output_takes_nothing_says_so(stack, option):
     command = [*ROLLOUT, "status", "--url", stack.url, *option]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
     assert done.returncode == 1
     assert done.stderr == "Error: standard output cannot be written: No space left on device\n"
 
@@ -290,9 +290,9 @@ def test_submit_names_what_goes_on_when_the_gateway_stays_away(stack, client, tm
     command = [sys.executable, "-c", code, "submit", str(tasks), "--handler", "noop", "--tag", "away"]
     screen = Terminal([*command, "--url", stack.url, "-o", str(tmp_path / "out")], columns=80)
     try:
-        wait_until(lambda: len(client.list(state="running", tag="away").rollouts) == 2, 60, "both to run")
+        wait_until(lambda: len(client.list(state="running", tag="away").rollouts) == 2, 120, "both to run")
         stack.gateway.stop()
-        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "it to give up")
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 120, "it to give up")
         text = screen.text()
     finally:
         screen.close()
@@ -317,11 +317,11 @@ def submitting(stack, directory, tag) -> Terminal:
 def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, client, tmp_path):
     screen = submitting(stack, tmp_path, "ctrl-c")
     try:
-        wait_until(lambda: client.list(state="running", tag="ctrl-c").rollouts, 60, "it to run")
+        wait_until(lambda: client.list(state="running", tag="ctrl-c").rollouts, 120, "it to run")
         os.write(screen.master, b"\x03")
         screen.await_text(r"Cancel the 1 rollouts not ended\?")
         os.write(screen.master, b"n\n")
-        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 60, "it to end")
+        wait_until(lambda: [screen.read(), screen.process.poll()][1] is not None, 120, "it to end")
         text = screen.text()
     finally:
         screen.close()
@@ -335,7 +335,7 @@ def test_who_does_not_cancel_at_ctrl_c_is_told_how_to_fetch_the_rest(stack, clie
 def test_a_cancel_that_fails_at_ctrl_c_names_what_goes_on(stack, client, tmp_path):
     screen = submitting(stack, tmp_path, "cut-off")
     try:
-        wait_until(lambda: client.list(state="running", tag="cut-off").rollouts, 60, "it to run")
+        wait_until(lambda: client.list(state="running", tag="cut-off").rollouts, 120, "it to run")
         stack.gateway.stop()
         os.write(screen.master, b"\x03")
         screen.await_text(r"Cancel the 1 rollouts not ended\?")

@@ -24,7 +24,7 @@ def test_the_handler_of_the_guide_runs_as_written(stack, client, tmp_path):
     stop_all(process for process in stack.processes if process.name == "init")
     worker = stack.start_worker("init,run,eval", "docs", env=env)
     try:
-        wait_until(lambda: "shell_task" in {info.name for info in client.handlers()}, 30, "the handler")
+        wait_until(lambda: "shell_task" in {info.name for info in client.handlers()}, 120, "the handler")
         task = {"instruction": "1 plus 1", "setup": "touch done.txt", "check": "test -f done.txt"}
         request = {"handler": "shell_task", "limits": {"max_turns": 2}, "sampling": {"max_tokens": 64}}
         done = client.run(

@@ -19,7 +19,7 @@ from tests.helpers.stack import Stack, wait_until
 from workers import events
 
 COUNT = 40
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 class Watcher:

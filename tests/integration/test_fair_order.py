@@ -151,7 +151,7 @@ def test_waiting_lifts_a_rollout_above_a_higher_priority(server):
     world = World(server, priority_step_s=0.05)
     (old,) = world.submit("a")
     rank = world.redis.zscore(keys.fair_waiting("a"), old)
-    wait_until(lambda: world.redis.time()[0] * 1000 > rank + 1500, 30, "the time that nine steps are worth")
+    wait_until(lambda: world.redis.time()[0] * 1000 > rank + 1500, 120, "the time that nine steps are worth")
     newer = world.submit("a", 2, priority=9)
     (least,) = world.submit("a")
     assert world.order(4) == [old, *newer, least]

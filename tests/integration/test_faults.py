@@ -94,7 +94,7 @@ def test_the_same_id_with_the_same_body_is_the_same_rollout(client):
     request = RolloutRequest(handler="noop", id=new_id(), task={"reward": 0.5})
     assert client.submit(request)[0].created is True
     assert client.submit(request)[0].created is False
-    done = client.wait(request.id, timeout=20)
+    done = client.wait(request.id, timeout=240)
     assert done.reward == 0.5
     again = client.submit(request)[0]
     assert (again.created, again.state) == (False, State.COMPLETED)
@@ -119,7 +119,7 @@ def test_a_handler_that_raises_fails_the_rollout_with_its_traceback(stack, clien
     assert (item.error.blame, item.error.stage) == ("handler", stage)
     assert "_go_wrong" in item.error.traceback or how == "cancel"
     assert item.reward is None and item.drop and item.drop_reason
-    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 30, "the sandbox to be gone")
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "the sandbox to be gone")
 
 
 @pytest.mark.parametrize("stage", ["init", "eval"])
@@ -151,7 +151,7 @@ def test_a_sandbox_that_dies_under_the_agent_is_no_reward_of_zero(stack, client)
                 kill_from_outside(box["pid"])
         return client.get(submitted.id).state is State.FAILED
 
-    wait_until(kill_or_end, 60, "the rollout to fail")
+    wait_until(kill_or_end, 120, "the rollout to fail")
     item = client.get(submitted.id)
     assert item.attempt == 2 and len(killed) == 2
     assert item.error.blame == "sandbox" and item.reward is None and item.drop
@@ -186,7 +186,7 @@ def test_an_agent_that_overruns_its_limits_is_scored_and_has_no_second_attempt(s
 
 
 def test_without_a_fitting_backend_a_rollout_fails_as_infrastructure(client, unplaced):
-    item = client.wait(unplaced, timeout=120)
+    item = client.wait(unplaced, timeout=240)
     assert item.state is State.FAILED and item.attempt == 2
     assert item.error.blame == "infrastructure" and "step-999" in item.error.message
     assert item.reward is None and item.drop

@@ -21,8 +21,8 @@ def test_a_worker_started_by_hand_joins_and_takes_work(stack, client):
     worker = stack.start("byhand", run_worker("byhand"), {"ROLLOUT_PRELOAD_TOKENIZERS": "1"})
     maps = Path(f"/proc/{worker.pid}/maps")
     try:
-        wait_until(lambda: "/tokenizers" in maps.read_text(), 60, "tokenizers", worker)
-        wait_until(lambda: f"byhand@{NODE}" in client.status()["workers"]["run"], 30, "it to join", worker)
+        wait_until(lambda: "/tokenizers" in maps.read_text(), 120, "tokenizers", worker)
+        wait_until(lambda: f"byhand@{NODE}" in client.status()["workers"]["run"], 120, "it to join", worker)
         # More than the other worker carries at once, should it be the quicker one.
         done = client.run([RolloutRequest(handler="noop", task={"run_s": 1.0}) for _ in range(80)])
     finally:

@@ -25,12 +25,12 @@ class Monitor:
         self.env = flower.environment(self.auth_file, directory / "flower.db")
         self.url = f"http://127.0.0.1:{self.port}"
         self.user = tuple(flower.credentials(self.auth_file)[0].split(":", 1))
-        self.http = httpx.Client(base_url=self.url, auth=self.user, timeout=20)
+        self.http = httpx.Client(base_url=self.url, auth=self.user, timeout=240)
         self.start()
 
     def start(self):
         self.process = self.stack.start("flower", flower.command(self.port), self.env)
-        wait_until(lambda: self.answer("/healthcheck"), 60, "Flower", self.process)
+        wait_until(lambda: self.answer("/healthcheck"), 120, "Flower", self.process)
 
     def answer(self, path, **params):
         try:
@@ -73,7 +73,7 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
     def workers():
         return monitor.json("/api/workers", refresh="true")
 
-    wait_until(lambda: names <= set(workers()), 60, "Flower to see the fleets", monitor.process)
+    wait_until(lambda: names <= set(workers()), 120, "Flower to see the fleets", monitor.process)
     fleets = workers()
     queues = {name: {queue["name"] for queue in fleets[name]["active_queues"]} for name in names}
     assert queues[f"init@{NODE}"] == {"init"}
@@ -102,10 +102,10 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
         (task,) = tasks_of(monitor, slow.id).values() or [{}]
         return task.get("state") == state and task
 
-    wait_until(lambda: claimed("CLAIMED"), 60, "the task that claimed it")
+    wait_until(lambda: claimed("CLAIMED"), 120, "the task that claimed it")
     assert claimed("CLAIMED")["args"] == f"noop {slow.id} attempt 1"
     client.cancel(slow.id)
-    wait_until(lambda: claimed("STOPPED"), 60, "the end of its chain")
+    wait_until(lambda: claimed("STOPPED"), 120, "the end of its chain")
     assert claimed("STOPPED")["result"] == "cancelled"
 
     monitor.process.stop(60)  # it writes what it has seen
@@ -116,8 +116,8 @@ def test_it_shows_the_fleets_and_whose_each_task_is_and_keeps_that_over_a_restar
 
 def test_pages_and_api_want_the_password_that_no_command_line_shows(monitor):
     for path in ("/tasks", "/workers", "/api/tasks", "/broker"):
-        assert httpx.get(monitor.url + path, timeout=60).status_code == 401, path
-        guess = httpx.get(monitor.url + path, auth=(monitor.user[0], "guess"), timeout=60)
+        assert httpx.get(monitor.url + path, timeout=240).status_code == 401, path
+        guess = httpx.get(monitor.url + path, auth=(monitor.user[0], "guess"), timeout=240)
         assert guess.status_code == 401, path
     assert monitor.answer("/tasks")
     shown = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(monitor.process.pid)], capture_output=True)
@@ -129,7 +129,7 @@ def test_beyond_loopback_it_does_not_start_without_a_password(stack):
     for name in (flower.AUTH_VARIABLE, "FLOWER_BASIC_AUTH"):
         env.pop(name, None)
     argv = flower.command(free_port(), "0.0.0.0")
-    ended = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode != 0
     assert "address 0.0.0.0 is open to other machines and there is no password" in ended.stderr
 

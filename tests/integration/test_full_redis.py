@@ -86,7 +86,7 @@ def fill(client):
         except redis.OutOfMemoryError:
             return True
 
-    wait_until(full, 20, "Redis to be full")
+    wait_until(full, 120, "Redis to be full")
 
 
 def test_the_reaper_is_elected_sweeps_and_ends_what_is_over_though_redis_is_full(client, store, server):

@@ -20,7 +20,7 @@ from tests.helpers.stack import Stack, free_port, healthy, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 HEAD_S = 10.0
 HALVES = {
     "line": b"GET /v1/sta",

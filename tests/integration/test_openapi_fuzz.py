@@ -72,7 +72,7 @@ def test_every_answer_is_documented_and_none_is_a_server_error(gateway, method, 
     @given(case=cases)
     def ask(case):
         tame(case)
-        answer = case.call(base_url=stack.url, timeout=60, headers=HEADERS)
+        answer = case.call(base_url=stack.url, timeout=240, headers=HEADERS)
         assert answer.status_code in documented, f"{answer.status_code} is not documented: {answer.text}"
         assert answer.status_code < 500 or path == "/ready", answer.text
         case.validate_response(

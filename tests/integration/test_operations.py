@@ -40,7 +40,7 @@ def run(block, tmp_path, **variables):
         path = f"{tool.parent}:{path}"
     env = {**os.environ, "PATH": path, **{name: str(value) for name, value in variables.items()}}
     argv = ["bash", "-euo", "pipefail", "-c", BLOCKS[block]]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -82,7 +82,7 @@ def test_a_backup_of_a_running_redis_brings_back_every_rollout_of_its_time(tmp_p
         assert store.get(later) is None
         assert store.counts()["failed"] == 1
         # Nobody has what was under way: its lease runs out, and it is tried again.
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while store.get(held).state is not State.QUEUED:
             assert time.monotonic() < deadline
             store.overdue()

@@ -16,7 +16,7 @@ from workers.agent.router import BackendRouter
 
 ROLLOUT = "rollout-1"
 CALL = SampleRequest("c", [1, 2, 3], max_tokens=3, seed=1)
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 @pytest.fixture

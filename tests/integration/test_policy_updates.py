@@ -59,17 +59,17 @@ class Fleet:
         return Canary(**{**fields, "logprobs": [value + shift for value in fields["logprobs"]]})
 
     def ask(self, name: str, route: str, **query) -> dict:
-        return httpx.get(self.engines[name].url + route, params=query, timeout=30).json()
+        return httpx.get(self.engines[name].url + route, params=query, timeout=240).json()
 
     def tell(self, name: str, route: str, body: dict | None = None, **query) -> None:
-        answer = httpx.post(self.engines[name].url + route, json=body, params=query, timeout=60)
+        answer = httpx.post(self.engines[name].url + route, json=body, params=query, timeout=240)
         answer.raise_for_status()
 
     def calls(self, gauge: str) -> int:
         """Calls `running` or `waiting`, over all engines."""
         total = 0.0
         for server in self.engines.values():
-            lines = httpx.get(server.url + "/metrics", timeout=30).text.splitlines()
+            lines = httpx.get(server.url + "/metrics", timeout=240).text.splitlines()
             total += sum(float(x.split()[-1]) for x in lines if x.startswith(f"vllm:num_requests_{gauge}"))
         return int(total)
 

@@ -57,7 +57,7 @@ def test_cancel_of_a_queued_rollout_ends_it_without_a_worker(spare):
     assert leftovers(spare.sandbox_dir) != []
     answer = spare.client.cancel(new.id)
     assert answer["state"] == "cancelled" and not answer["cancelling"]
-    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "the sandbox to be gone")
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 120, "the sandbox to be gone")
 
 
 def test_a_lost_message_is_sent_again(spare, run_worker, tmp_path):
@@ -83,7 +83,7 @@ def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare, run_worker)
     item = spare.client.wait(new.id, timeout=PATIENCE_S)
     assert item.state is State.COMPLETED and item.attempt == 2 and item.reward == 1.0
     assert [event.state for event in item.timeline].count(State.RUNNING) == 2
-    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "both sandboxes to be gone")
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 120, "both sandboxes to be gone")
 
 
 def test_a_stopping_worker_hands_its_rollouts_back(spare, run_worker, tmp_path):
@@ -110,4 +110,4 @@ def test_a_killed_sandbox_host_costs_no_attempt(spare, run_worker):
     item = spare.client.wait(new.id, PATIENCE_S)
     assert (item.state, item.attempt, item.reward) == (State.COMPLETED, 1, 1.0)
     assert host.stats()["adopted"] == 1
-    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 30, "the sandbox to be gone")
+    wait_until(lambda: leftovers(spare.sandbox_dir) == [], 120, "the sandbox to be gone")

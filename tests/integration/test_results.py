@@ -35,17 +35,17 @@ def client(gateway):
 def run(client, number, tag):
     """Ids of rollouts that have ended, in the order of their completion."""
     cursor = client.completions("$").cursor
-    client.run([RolloutRequest(handler="noop", n=number, tags=[tag])], timeout=120)
+    client.run([RolloutRequest(handler="noop", n=number, tags=[tag])], timeout=240)
     return [item.id for item in client.completions(cursor, tag=tag).rollouts]
 
 
 @contextmanager
 def events(url, **options):
     """The stream's lines, decoded; closed at the end."""
-    with httpx.Client(timeout=60, headers=HEADERS) as http:
+    with httpx.Client(timeout=240, headers=HEADERS) as http:
         request = http.build_request("GET", f"{url}/v1/results/stream", **options)
         # The gateway finds out with the next heartbeat that an earlier test's stream was left.
-        response = wait_until(lambda: _opened(http, request), 60, "a free stream")
+        response = wait_until(lambda: _opened(http, request), 120, "a free stream")
         try:
             assert response.status_code == 200, response.read()
             yield response.iter_lines()
@@ -103,7 +103,7 @@ def test_a_silent_stream_sends_comments(gateway):
 def test_one_stream_too_many_is_refused_and_one_that_was_left_makes_room(gateway, client):
     with events(gateway) as first, events(gateway) as second:
         assert next(first) and next(second)
-        refused = http.get(f"{gateway}/v1/results/stream", timeout=60)
+        refused = http.get(f"{gateway}/v1/results/stream", timeout=240)
         assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
         assert "ROLLOUT_SSE_STREAMS" in refused.json()["detail"]
         assert client.completions("$").rollouts == [], "other requests are answered"
@@ -113,16 +113,16 @@ def test_one_stream_too_many_is_refused_and_one_that_was_left_makes_room(gateway
         assert next(stream).id == ids[0]
 
     def room():
-        with http.stream("GET", f"{gateway}/v1/results/stream", timeout=60) as response:
+        with http.stream("GET", f"{gateway}/v1/results/stream", timeout=240) as response:
             return response.status_code == 200
 
-    wait_until(room, 60, "a stream that was left to make room")
+    wait_until(room, 120, "a stream that was left to make room")
 
 
 @pytest.mark.parametrize("header, params", [("x", {}), ("1-2-3", {}), (None, {"cursor": "-1"})])
 def test_a_bad_place_to_begin_is_refused(gateway, header, params):
     headers = {"Last-Event-ID": header} if header else {}
-    answer = http.get(f"{gateway}/v1/results/stream", params=params, headers=headers, timeout=60)
+    answer = http.get(f"{gateway}/v1/results/stream", params=params, headers=headers, timeout=240)
     assert answer.status_code == 400
     assert answer.json()["errors"][0]["field"] == ("Last-Event-ID" if header else "cursor")
 
@@ -151,7 +151,7 @@ def test_the_client_ends_following_when_its_time_is_over(client):
 
 
 def test_acknowledging_frees_the_trajectory_where_the_setting_says_so_and_keeps_the_rest(client):
-    done = client.run([RolloutRequest(handler="noop", n=2)], timeout=120)
+    done = client.run([RolloutRequest(handler="noop", n=2)], timeout=240)
     (live,) = client.submit(RolloutRequest(handler="noop", task={"run_s": 60}))
     counts = client.ack([done[0].id, done[0].id, live.id, "nobody"])
     assert counts.model_dump() == {
@@ -162,11 +162,11 @@ def test_acknowledging_frees_the_trajectory_where_the_setting_says_so_and_keeps_
     }
     assert client.get(done[0].id).acknowledged_at and client.get(done[1].id).acknowledged_at is None
     client.cancel(live.id)
-    assert client.wait(live.id, timeout=60).state is State.CANCELLED
+    assert client.wait(live.id, timeout=240).state is State.CANCELLED
 
 
 def test_an_acknowledgement_of_nothing_is_refused(gateway):
-    answer = http.post(f"{gateway}/v1/rollouts/ack", json={"ids": []}, timeout=60)
+    answer = http.post(f"{gateway}/v1/rollouts/ack", json={"ids": []}, timeout=240)
     assert answer.status_code == 400 and answer.json()["errors"][0]["field"] == "ids"
 
 
@@ -192,7 +192,7 @@ def test_a_large_answer_is_compressed_for_those_who_accept_it(gateway, client):
 
 
 def test_metrics_tell_what_became_of_results(gateway, client):
-    text = http.get(f"{gateway}/metrics", timeout=60).text
+    text = http.get(f"{gateway}/metrics", timeout=240).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["rollout_results_acknowledged_total"]) >= 1
     assert float(values["rollout_completions"]) >= 100

@@ -173,7 +173,7 @@ def test_beyond_the_limit_of_bytes_acknowledged_ones_go_first_then_the_oldest_an
 def test_results_past_their_retention_leave_the_account(client):
     store, results = stores(client, retention_s=0.2)
     rollout_id = ended(store)
-    wait_until(lambda: store.get(rollout_id) is None, 30, "the record to expire")
+    wait_until(lambda: store.get(rollout_id) is None, 120, "the record to expire")
     results.sweep()
     assert results.stored_bytes() == 0
     assert client.hlen(keys.RESULTS_SIZES) == client.zcard(keys.RESULTS_ENDED) == 0

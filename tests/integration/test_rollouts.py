@@ -69,8 +69,8 @@ def test_many_rollouts_at_once_all_end_and_leave_nothing(stack, client):
     states = client.status()["states"]
     assert all(states[state] == 0 for state in State if not state.terminal)
     # A message that the reaper has sent again is dropped by whoever takes it.
-    wait_until(lambda: not any(client.status()["queues"].values()), 60, "the queues to be empty")
-    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 60, "what a lost lease has left to be gone")
+    wait_until(lambda: not any(client.status()["queues"].values()), 120, "the queues to be empty")
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "what a lost lease has left to be gone")
 
 
 @contextmanager
@@ -253,4 +253,4 @@ def test_the_deadline_ends_a_rollout_wherever_it_is(stack, client):
     assert item.state is State.TIMED_OUT and item.drop and item.reward is None
     assert item.error.blame == "timeout"
     assert item.finished_at - item.created_at < 6
-    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 30, "the sandbox to be gone")
+    wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "the sandbox to be gone")

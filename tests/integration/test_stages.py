@@ -378,7 +378,7 @@ def test_a_worker_that_stops_hands_back_what_it_holds_and_leaves_the_list(server
     _, held = worker.holds(worker.submit())
     stopping = threading.Thread(target=worker.process.stop)
     stopping.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while held.reason is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert held.reason == SHUTDOWN and stopping.is_alive(), "its lease is kept until the hand-back is written"

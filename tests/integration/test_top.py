@@ -48,7 +48,7 @@ def once(url, *options, env=None):
         [*COMMAND, "--url", url, "--once", "--interval", "1", *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "200", **(env or {})},
     )
@@ -164,7 +164,7 @@ def test_it_waits_for_a_gateway_that_is_away_and_goes_on(bare, terminal):
         frame = screen.text(mark).rpartition("rollout 0.")[2]
         return "no live worker of stage eval" in frame and "does not answer" not in frame
 
-    wait_until(fine, 60, "it to go on")
+    wait_until(fine, 120, "it to go on")
     assert screen.end() == 0
 
 
@@ -208,14 +208,14 @@ def test_a_key_shows_its_own_tenant_and_an_admin_s_all(bare, terminal):
                 return False
 
     try:
-        wait_until(asks, 30, "the gateway to read the keys")
+        wait_until(asks, 120, "the gateway to read the keys")
         result = once(bare.url, "--json", env={"ROLLOUT_API_KEY": reader})
         assert json.loads(result.stdout)["tenant"] == "team-a", result.stderr
         result = once(bare.url, "--json", env={"ROLLOUT_API_KEY": admin})
         assert json.loads(result.stdout)["tenant"] == "*", result.stderr
         screen = terminal(bare.url, env={"ROLLOUT_API_KEY": "rlt_000000000000_" + "0" * 64})
         screen.await_text(r"401")
-        wait_until(lambda: screen.process.poll() == 1, 60, "a wrong key to end it")
+        wait_until(lambda: screen.process.poll() == 1, 120, "a wrong key to end it")
         assert "Traceback" not in screen.text()
     finally:
         bare.redis.client.delete("api_keys", "access:version")

@@ -103,7 +103,7 @@ def test_pages_of_completions_are_the_same_over_both_wires(stack, as_json, done)
 def groups(stack):
     """Those of a batch, as they were decided."""
     request = BatchRequest(prompts=[question(limits={"max_turns": 1})] * 6, n=2, groups=6, filters=[])
-    groups = list(stack.client.batch(request, timeout=120))
+    groups = list(stack.client.batch(request, timeout=240))
     assert len(groups) == 6 and all(member.trajectory for group in groups for member in group.rollouts)
     return groups
 
@@ -146,7 +146,7 @@ def test_readers_that_hang_up_within_an_answer_cost_the_gateway_nothing(stack, d
     keep(large, len(large))
     for _ in range(Settings().gateway_threads + 20):
         url = f"{stack.url}/v1/rollouts/{done.id}"
-        with http.stream("GET", url, headers=MSGPACK, timeout=60) as answer:
+        with http.stream("GET", url, headers=MSGPACK, timeout=240) as answer:
             assert int(answer.headers["content-length"]) > len(large)
             next(answer.iter_raw(1))
     assert len(stack.client.get(done.id, include="arrays").arrays.prompt_ids) == 4_000_000

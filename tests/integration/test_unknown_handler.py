@@ -23,7 +23,7 @@ def stack(tmp_path_factory):
             with Stack(tmp_path_factory.mktemp("stack"), Path(sandboxes)) as stack:
                 stack.start_worker("run,eval", env={"ROLLOUT_HANDLERS": NEW})
                 wait_until(
-                    lambda: "gated" in {info.name for info in stack.client.handlers()}, 60, "the handler"
+                    lambda: "gated" in {info.name for info in stack.client.handlers()}, 120, "the handler"
                 )
                 yield stack
         finally:
@@ -39,7 +39,7 @@ def test_a_rollout_goes_on_to_a_worker_that_knows_its_handler_without_using_up_a
     # In the middle of an upgrade: the new RUN and EVAL workers are there, of INIT an old one.
     old = stack.start_worker("init", "old")
     rollout_id = submit(stack)
-    wait_until(lambda: "no handler 'gated'" in old.log.read_text(), 60, "the old worker to meet it", old)
+    wait_until(lambda: "no handler 'gated'" in old.log.read_text(), 120, "the old worker to meet it", old)
     assert not stack.client.get(rollout_id, include="summary").state.terminal
     new = stack.start_worker("init", "new", env={"ROLLOUT_HANDLERS": NEW})
     done = stack.client.wait(rollout_id, 60)

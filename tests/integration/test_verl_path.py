@@ -139,7 +139,7 @@ def test_the_guide_s_path_trains_the_demo_model_with_each_step_s_weights_under_i
             model.save_pretrained(path)
             transformers.AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(path)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            httpx.post(f"{engine.url}/collective_rpc", json=body, timeout=60).raise_for_status()
+            httpx.post(f"{engine.url}/collective_rpc", json=body, timeout=240).raise_for_status()
             servers.update(step + 1)
     assert max(gaps) < MAX_GAP, "weights and labels are not in step"
     assert len(set(rewards)) > 1 and max(rewards) > 0, rewards

@@ -132,7 +132,7 @@ def test_a_killed_run_s_weights_are_wanted_until_an_operator_forgets_them(client
         (early,) = client.submit(
             RolloutRequest(handler="digits", task={"digits": 20}, limits={"max_turns": 1})
         )
-        wait_until(lambda: client.get(early.id).state == "running", 60, "it to look for a backend")
+        wait_until(lambda: client.get(early.id).state == "running", 120, "it to look for a backend")
         time.sleep(1.0)
         assert client.get(early.id).backend is None and client.policy().current.version.endswith("-10")
         done = subprocess.run(forget, capture_output=True, text=True, check=True)
@@ -183,7 +183,7 @@ def test_weights_that_stay_after_a_run_are_told_with_the_remedy(client, engines,
 def submitted(client) -> str:
     """Id of a rollout that has begun, on an engine that hangs."""
     (accepted,) = client.submit(RolloutRequest(handler="digits", task={"digits": 20}))
-    wait_until(lambda: client.backend("verl-0").live_rollouts, 60, "a rollout to be placed")
+    wait_until(lambda: client.backend("verl-0").live_rollouts, 120, "a rollout to be placed")
     return accepted.id
 
 
@@ -243,7 +243,7 @@ def test_without_a_worker_that_brings_labels_the_step_says_so(client, stack, add
                 servers.update(1)
         finally:
             os.killpg(worker.pid, signal.SIGCONT)
-        wait_until(lambda: client.policy().update is None, 60, "the update to end")
+        wait_until(lambda: client.policy().update is None, 120, "the update to end")
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_a_session_that_verl_gives_up_leaves_no_rollout_behind(client, agent_loo
     async def given_up():
         session = asyncio.create_task(run(20))
         await asyncio.to_thread(
-            wait_until, lambda: client.backend("verl-0").live_rollouts, 60, "a rollout to be placed"
+            wait_until, lambda: client.backend("verl-0").live_rollouts, 120, "a rollout to be placed"
         )
         session.cancel()
         await asyncio.wait([session])
@@ -302,7 +302,7 @@ def test_a_session_that_verl_gives_up_leaves_no_rollout_behind(client, agent_loo
         servers.update(5)
         httpx.post(f"{engine.url}/fault", json={"kind": "hang"})
         asyncio.run(given_up())
-        wait_until(lambda: client.backend("verl-0").live_rollouts == 0, 60, "the rollout to end")
+        wait_until(lambda: client.backend("verl-0").live_rollouts == 0, 120, "the rollout to end")
         assert client.list(state="cancelled", limit=1).rollouts[0].group_id == "7d0c"
 
 

@@ -67,7 +67,7 @@ def archived(archive_dir):
 def run(client, url, **fields):
     """A rollout that has ended and has a webhook."""
     hook = Webhook(url=url, include=fields.pop("include", "summary"))
-    (done,) = client.run([RolloutRequest(handler="noop", webhook=hook, **fields)], timeout=120)
+    (done,) = client.run([RolloutRequest(handler="noop", webhook=hook, **fields)], timeout=240)
     return done
 
 
@@ -82,17 +82,17 @@ def test_a_worker_that_is_shut_down_by_command_ends_and_leaves_the_list(stack, a
         control.shutdown(destination=[name])
         return worker.popen.poll() is not None
 
-    wait_until(ended, 60, "the worker to end")
+    wait_until(ended, 120, "the worker to end")
     assert name not in stack.redis.client.zrange("workers:eval", 0, -1)
 
 
 def given_up(gateway):
-    return {row["id"]: row for row in http.get(f"{gateway}/v1/webhooks", timeout=60).json()["failures"]}
+    return {row["id"]: row for row in http.get(f"{gateway}/v1/webhooks", timeout=240).json()["failures"]}
 
 
 def test_each_rollout_of_a_group_is_announced_with_a_signature_that_holds(client, receiver):
     hook = Webhook(url=f"{receiver.url}/group")
-    done = client.run([RolloutRequest(handler="noop", n=3, webhook=hook)], timeout=120)
+    done = client.run([RolloutRequest(handler="noop", n=3, webhook=hook)], timeout=240)
     wait_until(lambda: len(receiver.at("/group")) >= 3, 120, "three webhooks")
     events = [verify_webhook(call.body, call.headers, SECRET) for call in receiver.at("/group")]
     assert {item.id for item in events} == {item.id for item in done}
@@ -120,7 +120,7 @@ def test_what_fails_too_often_is_given_up_shown_and_sent_again_when_asked(client
     done = run(client, f"{receiver.url}/fail/2")
     failure = wait_until(lambda: given_up(gateway).get(done.id), 120, "the webhook to be given up")
     assert (failure["tries"], failure["error"]) == (2, "HTTP 500")
-    again = http.post(f"{gateway}/v1/webhooks/redeliver", json={"ids": [done.id, "nobody"]}, timeout=60)
+    again = http.post(f"{gateway}/v1/webhooks/redeliver", json={"ids": [done.id, "nobody"]}, timeout=240)
     assert again.json() == {"redelivering": 1}
     wait_until(lambda: len(receiver.at("/fail/2")) == 3, 120, "the webhook after that")
 
@@ -147,7 +147,7 @@ def test_some_are_given_up_uncalled_or_after_as_many_tries(
 
 def test_an_address_that_is_not_allowed_is_refused_at_submission(client, gateway):
     body = {"handler": "noop", "webhook": {"url": "http://10.0.0.1/x"}}
-    refused = http.post(f"{gateway}/v1/rollouts", json=body, timeout=60)
+    refused = http.post(f"{gateway}/v1/rollouts", json=body, timeout=240)
     assert refused.status_code == 400
     assert refused.json()["errors"][0]["field"] == "webhook.url"
     assert "ROLLOUT_WEBHOOK_ALLOW" in refused.json()["detail"]
@@ -181,7 +181,7 @@ def test_a_deliverer_killed_in_the_middle_of_a_try_loses_no_webhook_and_nothing_
     before = len(receiver.at("/hang"))
     successor = stack.start_worker("eval", "webhooks-2", env=worker_env(archive_dir))
     try:
-        ended = {item.id for item in client.stream([rollout.id for rollout in new], timeout=120)}
+        ended = {item.id for item in client.stream([rollout.id for rollout in new], timeout=240)}
         wait_until(
             lambda: len(receiver.at("/hang")) > before, 120, "the try of the next deliverer", successor
         )

@@ -143,7 +143,7 @@ def test_rollouts_from_outside_run_in_apptainer_and_flower_shows_them(project, c
 
     def stages() -> set[str]:
         query = {"search": done[0].id}
-        answer = httpx.get(f"{project.flower}/api/tasks", params=query, auth=project.flower_user, timeout=20)
+        answer = httpx.get(f"{project.flower}/api/tasks", params=query, auth=project.flower_user, timeout=240)
         return {task["name"] for task in answer.json().values()}
 
     names = {"rollout.init", "rollout.run", "rollout.evaluate"}

@@ -118,7 +118,7 @@ class Compose:
                 program = f"import os, redis; redis.Redis({options}).ping()"
                 command = [sys.executable, "-c", program]
         env = self.environment(SERVICES[name])
-        return subprocess.run(command, cwd=REPO, env=env, capture_output=True, timeout=60).returncode == 0
+        return subprocess.run(command, cwd=REPO, env=env, capture_output=True, timeout=240).returncode == 0
 
     def fulfilled(self, name: str, condition: str) -> bool:
         process = self.processes.get(name)
@@ -197,7 +197,7 @@ def test_a_rollout_goes_through_everything_that_the_file_starts(compose):
 
     def tasks():
         asked = {"search": done[0].id}
-        answer = httpx.get(f"{flower}/api/tasks", params=asked, auth=user, timeout=20).json()
+        answer = httpx.get(f"{flower}/api/tasks", params=asked, auth=user, timeout=240).json()
         return {(task["name"], task["args"]) for task in answer.values()}
 
     # INIT's was sent before anybody knew the node.

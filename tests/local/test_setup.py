@@ -175,7 +175,7 @@ def test_a_setup_tells_what_it_does_and_a_second_one_whom_it_waits_for(set_up):
         with in_time(10.0, 20.0):
             line = first.stdout.readline()
         assert re.fullmatch(r"setup: python +\d+ s  Collecting something with .*…\n", line), line
-    assert re.match(r"setup: python +1\d s\n", first.communicate(timeout=60)[0]) and first.returncode == 0
+    assert re.match(r"setup: python +1\d s\n", first.communicate(timeout=240)[0]) and first.returncode == 0
     assert second.wait(60) == 0
     drawn = os.read(controller, 1 << 16).decode()
     assert f"setup: python: waits for another set-up: process {first.pid} of " in drawn, drawn
@@ -197,9 +197,9 @@ def sleeps():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_a_setup_with_all_it_runs_and_blames_no_step(set_up, number, tmp_path):
     process = set_up(MARKER)
-    wait_until(sleeps, 30, "the step to be under way")
+    wait_until(sleeps, 120, "the step to be under way")
     os.killpg(process.pid, number)  # as a terminal does it
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert "setup: stopped. What is installed stays" in output, output
     assert "FAILED" not in output and "No such process" not in output, output
@@ -212,7 +212,7 @@ def test_a_setup_whose_output_nobody_reads_any_more_is_stopped_as_well(set_up, n
     controller, terminal = pty.openpty()
     process = set_up(MARKER, subprocess.PIPE if number == signal.SIGINT else terminal)
     os.close(terminal)
-    wait_until(sleeps, 30, "the step to be under way")
+    wait_until(sleeps, 120, "the step to be under way")
     os.close(controller)
     if process.stdout is not None:
         process.stdout.close()
@@ -223,20 +223,20 @@ def test_a_setup_whose_output_nobody_reads_any_more_is_stopped_as_well(set_up, n
 
 def test_a_setup_that_was_killed_goes_on_without_telling(set_up):
     process = set_up(MARKER)
-    wait_until(sleeps, 30, "the step to be under way")
+    wait_until(sleeps, 120, "the step to be under way")
     children = psutil.Process(process.pid).children()
     (step,) = [child for child in children if os.getpgid(child.pid) == child.pid]
     (reporter,) = [child for child in children if child != step]
     process.kill()
     process.wait()
     try:
-        wait_until(lambda: not reporter.is_running(), 30, "the report to end")
+        wait_until(lambda: not reporter.is_running(), 120, "the report to end")
     finally:
         os.killpg(step.pid, signal.SIGKILL)
 
 
 def test_a_step_that_fails_is_named_with_the_end_of_its_log(set_up):
-    output, _ = set_up("for ever").communicate(timeout=30)
+    output, _ = set_up("for ever").communicate(timeout=240)
     assert re.search(
         r"setup: python FAILED\. The end of .*setup-python\.log:\nCollecting .*\nsleep: inv", output
     )

@@ -64,7 +64,7 @@ def _command_line(pid: int) -> str:
 
 
 def assert_gone(state: Path, info: SandboxInfo, pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while alive := [pid for pid in pids if processes.start_time(pid) is not None]:
         assert time.monotonic() < deadline, f"processes {alive} are left"
         time.sleep(0.01)

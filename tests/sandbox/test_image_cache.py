@@ -23,7 +23,7 @@ from sandbox.images import ImageStore, cache
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 MB = 10**6
-PATIENCE_S = 60  # how long a test waits for another process; a busy machine needs a part of it
+PATIENCE_S = 120  # how long a test waits for another process; a busy machine needs a part of it
 
 for program in ("mksquashfs", "unsquashfs"):
     if shutil.which(program, path=paths.tool_path()) is None:

@@ -54,7 +54,7 @@ def host(pool, spec) -> SyncHostClient:
 
 def warm(host: SyncHostClient, count: int) -> None:
     """Wait until so many are ready."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (ready := host.stats()["warm"]) != count:
         assert time.monotonic() < deadline, f"{ready} warm sandboxes instead of {count}"
         time.sleep(0.02)
@@ -227,10 +227,10 @@ def test_warm_ones_that_nobody_asks_for_are_ended_by_the_host(pool, spec, state)
         host.keep_warm(spec, 2)
         return host.stats()["warm"] == 2
 
-    wait_until(asked_for, 60, "two warm sandboxes")
+    wait_until(asked_for, 120, "two warm sandboxes")
     ids = [path.name for path in (state / "scratch").iterdir()]
     warm(host, 0)
-    wait_until(lambda: not list((state / "scratch").iterdir()), 60, "what they wrote to be gone")
+    wait_until(lambda: not list((state / "scratch").iterdir()), 120, "what they wrote to be gone")
     assert not any(processes.with_variable("ROLLOUT_SANDBOX_ID", name) for name in ids)
 
 

@@ -114,7 +114,7 @@ def test_a_full_disk_of_the_node_ends_all_whose_files_it_may_have_cut(small_disk
             client.bash("head -c 200M /dev/zero >large", 30)
     finally:
         os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (host.fate(greedy.id) and host.fate(neighbour.id)):
         assert time.monotonic() < deadline, "nobody was ended"
         time.sleep(0.1)

@@ -67,7 +67,7 @@ def ask(box, operation, **arguments):
 
 def until(condition):
     """Wait for what must come true."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in a minute"
         time.sleep(0.01)

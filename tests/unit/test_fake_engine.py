@@ -312,7 +312,7 @@ def server():
 
 
 def test_the_server_says_what_it_is_and_does_as_it_is_told(server):
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=240) as http:
         (card,) = http.get("/v1/models").json()["data"]
         assert (card["id"], card["max_model_len"]) == ("fake", 32768)
         assert http.post(GENERATE, json={}).status_code == 400
@@ -333,25 +333,25 @@ def test_the_server_says_what_it_is_and_does_as_it_is_told(server):
 
 def test_closing_the_connection_cancels_the_call(server):
     def reached(state):
-        calls = httpx.get(f"{server.url}/calls", timeout=60).json()
+        calls = httpx.get(f"{server.url}/calls", timeout=240).json()
         return any((record["call_id"], record["state"]) == ("left", state) for record in calls)
 
     async def leave():
         async with session(server.url) as http:
             body = generate_body(tokens(9), request_id="left", max_tokens=5)
             task = asyncio.create_task(http.post(GENERATE, json=body))
-            await asyncio.to_thread(wait_until, lambda: reached("running"), 60, "the call to begin")
+            await asyncio.to_thread(wait_until, lambda: reached("running"), 120, "the call to begin")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     fault = {"kind": "hang", "calls": 1}
-    httpx.post(f"{server.url}/fault", json=fault, timeout=60).raise_for_status()
+    httpx.post(f"{server.url}/fault", json=fault, timeout=240).raise_for_status()
     asyncio.run(leave())
-    wait_until(lambda: reached("cancelled"), 60, "the call to be cancelled")
+    wait_until(lambda: reached("cancelled"), 120, "the call to be cancelled")
 
 
 def test_half_answers_are_seen_as_such(server):
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=240) as http:
         body = generate_body(tokens(10), max_tokens=5)
         http.post("/fault", json={"kind": "truncated", "calls": 1}).raise_for_status()
         half = http.post(GENERATE, json=body)
@@ -367,8 +367,8 @@ def test_half_answers_are_seen_as_such(server):
 def test_a_server_that_dies_in_the_middle_of_a_call_leaves_its_client_without_an_answer():
     with fake_engine() as server:
         fault = {"kind": "die", "tokens": 10}
-        httpx.post(f"{server.url}/fault", json=fault, timeout=60).raise_for_status()
+        httpx.post(f"{server.url}/fault", json=fault, timeout=240).raise_for_status()
         with pytest.raises(httpx.RemoteProtocolError):
-            httpx.post(f"{server.url}{GENERATE}", json=generate_body(tokens(9), max_tokens=100), timeout=60)
+            httpx.post(f"{server.url}{GENERATE}", json=generate_body(tokens(9), max_tokens=100), timeout=240)
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{server.url}/health", timeout=60)
+            httpx.get(f"{server.url}/health", timeout=240)

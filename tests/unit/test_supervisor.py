@@ -186,11 +186,11 @@ def test_a_part_that_ends_is_started_anew_and_ends_with_its_children(watched, tm
         watched.look()
         return (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip()
 
-    grandchild = psutil.Process(int(wait_until(has_a_child, 60, "the part to be started anew")))
+    grandchild = psutil.Process(int(wait_until(has_a_child, 120, "the part to be started anew")))
     assert (part.restarts, part.exit, part.away) == (1, 3, False)
     watched.stop_all(10.0)
     assert not watched.parts and (tmp_path / "lives").read_text() == "life\nlife\n"
-    wait_until(lambda: not is_alive(grandchild), 60, "the child to be gone")
+    wait_until(lambda: not is_alive(grandchild), 120, "the child to be gone")
 
 
 def test_a_part_that_keeps_ending_is_told_until_it_lives(watched, tmp_path, monkeypatch):
@@ -201,14 +201,14 @@ def test_a_part_that_keeps_ending_is_told_until_it_lives(watched, tmp_path, monk
         watched.look()
         return watched.failing().get("part", "").startswith("signal 9, 2 times")
 
-    wait_until(fails, 60, "it to be told")
+    wait_until(fails, 120, "it to be told")
     (tmp_path / "mended").touch()
 
     def lives():
         watched.look()
         return child.alive and Path(f"/proc/{child.pid}/comm").read_text().strip() == "sleep"
 
-    wait_until(lives, 60, "it to live")
+    wait_until(lives, 120, "it to live")
     assert watched.failing()  # it has not settled
     child.begun -= 2 * supervisor.SETTLED_S
     assert watched.failing() == {}
@@ -216,7 +216,7 @@ def test_a_part_that_keeps_ending_is_told_until_it_lives(watched, tmp_path, monk
 
 def test_a_part_that_does_not_start_is_reported_with_the_end_of_its_log(watched):
     child = watched.start(Part("redis", ["bash", "-c", "echo no space left; exit 1"]), os.environ)
-    wait_until(lambda: not child.alive, 60, "it to end")
+    wait_until(lambda: not child.alive, 120, "it to end")
     with pytest.raises(SlurmError, match=r"(?s)redis ended. The end of .*redis.log:\nno space left"):
         watched.wait_for(child, lambda: "nothing answers")
 

@@ -177,7 +177,7 @@ def outcomes(directory: Path, sources: dict[str, str]) -> dict[str, str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     lines = [line.split(" ") for line in done.stdout.splitlines()]
     return {line[1]: line[0] for line in lines if line[0] in ("PASSED", "FAILED", "XFAIL", "ERROR")}

@@ -145,7 +145,7 @@ def recorded(directory: Path, source: str) -> object:
             "PYTHONPATH": str(directory),
         },
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
     assert not (directory / "key").exists()
     outcomes = directory / "outcomes"

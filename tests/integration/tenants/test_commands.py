@@ -74,7 +74,7 @@ def own_redis(tmp_path):
     """A Redis as a stack or a head starts it: its address, with a password."""
     chosen = prepare(Choice("ours", binary=Path(redis_binary())), tmp_path / "redis", free_port())
     process = Process("redis", chosen.command, tmp_path)
-    wait_until(lambda: ping(chosen.url) is None, 30, "Redis to answer", process)
+    wait_until(lambda: ping(chosen.url) is None, 120, "Redis to answer", process)
     yield chosen.url
     process.stop()
 

@@ -34,7 +34,7 @@ def test_a_key_reaches_no_log_no_record_and_no_sandbox(tmp_path):
                     assert _refused(nobody)
                 with Client(stack.url, api_key=text) as client:
                     # The gateway has read the keys before there was this one.
-                    wait_until(lambda: not _refused(client), 30, "the gateway to read the keys again")
+                    wait_until(lambda: not _refused(client), 120, "the gateway to read the keys again")
                     task = {"command": LOOK_FOR_KEYS}
                     noop, looked = client.run(
                         [RolloutRequest(handler="noop"), RolloutRequest(handler="in_tool", task=task)]

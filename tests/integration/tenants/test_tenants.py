@@ -151,7 +151,7 @@ def test_the_compatible_routes_keep_tenants_apart(world):
     answers = []
     job = threading.Thread(target=lambda: answers.append(world.post("/process", "a", body)), daemon=True)
     job.start()
-    wait_until(lambda: world.get("/status", "a").json["pending_jobs"] == 1, 60, "the job")
+    wait_until(lambda: world.get("/status", "a").json["pending_jobs"] == 1, 120, "the job")
     assert world.get("/status", "b").json["pending_jobs"] == 0
     assert world.post("/cancel", "b", {"job_id": "j"}).json["status"] == "unknown"
     assert world.post("/stop", "b").json["cancelled"] == 0

@@ -10,7 +10,7 @@ import pytest
 from services.gateway.context import EXTENSION
 from tests.helpers.stack import wait_until
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 WAIT = "wait=30&include=summary"
 
 
