@@ -15,7 +15,7 @@ from rollout.client import Client, Unavailable
 from rollout.schema import Trajectory
 from tests.helpers.rollouts import chain, ended, sampled
 
-STALL_S = 5.0
+STALL_S = 20.0
 CHANCE = random.Random(0)
 IDS = [CHANCE.randrange(2**31) for _ in range(150_000)]
 LARGE = Trajectory(chains=[chain([1, 2], sampled(IDS, [-CHANCE.random() for _ in IDS]))])

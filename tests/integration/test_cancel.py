@@ -14,7 +14,7 @@ from tests.helpers.idle import in_time
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
 
-SOON_S, BUSY_S = 1.0, 30.0
+SOON_S, BUSY_S = 1.0, 60.0
 """At an idle service, and beside other tests."""
 PATIENCE_S = 120
 

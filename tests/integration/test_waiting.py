@@ -97,7 +97,7 @@ def test_many_that_wait_leave_the_gateway_to_others(usual):
         announced = lambda: all(third.encode() in waiters.received[k] for k in streams)  # noqa: E731
         assert waiters.read_until(announced, PATIENCE_S), "a stream goes on where it was parked"
         assert not any(waiters.received[: POLLS + CURSORS]), "nobody else was woken"
-        with in_time(SOON_S, 15):
+        with in_time(SOON_S, 60):
             end(usual, "many")
             assert waiters.read_answers(PATIENCE_S)
         assert waiters.statuses() == [200] * len(paths)
@@ -152,7 +152,7 @@ def test_a_connection_serves_on_after_its_wait_and_a_request_sent_early_is_not_l
 def test_who_waits_is_answered_when_the_wait_is_over(usual):
     (rollout_id,) = submitted(usual, 1, "over")
     began = time.monotonic()
-    with in_time(0.4 + SOON_S, 20), wait_at(usual, [f"/v1/rollouts/{rollout_id}?wait=0.4"] * 30) as waiters:
+    with in_time(0.4 + SOON_S, 60), wait_at(usual, [f"/v1/rollouts/{rollout_id}?wait=0.4"] * 30) as waiters:
         assert waiters.read_answers(PATIENCE_S)
         assert min(waiters.answered_at) - began >= 0.4
         assert all(b'"queued"' in answer for answer in waiters.received)

@@ -45,9 +45,8 @@ def test_a_second_setup_does_nothing():
     if not (REPO / ".local" / "venv" / ".rollout-stamp").is_file():
         pytest.skip("this checkout was not set up by `make setup`")
     subprocess.run(["make", "setup"], cwd=REPO, check=True, capture_output=True)
-    begun = time.monotonic()
-    subprocess.run(["make", "setup"], cwd=REPO, check=True, capture_output=True)
-    assert time.monotonic() - begun < 10.0  # 0.1 s; anything that is installed takes longer
+    with in_time(10.0, 30.0):  # 0.1 s; anything that is installed takes longer
+        subprocess.run(["make", "setup"], cwd=REPO, check=True, capture_output=True)
 
 
 def test_an_interpreter_that_was_named_once_is_used_again_until_another_is_named(tmp_path):
@@ -172,7 +171,7 @@ def test_a_setup_tells_what_it_does_and_a_second_one_whom_it_waits_for(set_up):
     second = set_up(11, terminal)
     os.close(terminal)
     for _ in range(2):
-        with in_time(10.0, 20.0):
+        with in_time(10.0, 60.0):
             line = first.stdout.readline()
         assert re.fullmatch(r"setup: python +\d+ s  Collecting something with .*…\n", line), line
     assert re.match(r"setup: python +1\d s\n", first.communicate(timeout=240)[0]) and first.returncode == 0

@@ -35,7 +35,7 @@ from services.launch.supervisor import MARK, Part, marked
 from tests.helpers.idle import in_time
 from tests.helpers.stack import wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 ROLLOUT = [sys.executable, "-m", "rollout.cli"]
 
 
@@ -44,7 +44,7 @@ def rollout(*args: str, env: dict[str, str] | None = None) -> subprocess.Complet
     # Seconds of a processor for each start of a RUN worker; most stacks here see no tokenizer.
     clean["ROLLOUT_PRELOAD_TOKENIZERS"] = "0"
     return subprocess.run(
-        [*ROLLOUT, *args], capture_output=True, text=True, timeout=200, env={**clean, **(env or {})}
+        [*ROLLOUT, *args], capture_output=True, text=True, timeout=500, env={**clean, **(env or {})}
     )
 
 
@@ -197,7 +197,6 @@ def test_a_second_up_is_refused(first):
     assert len(first.record.live) == 7
 
 
-@pytest.mark.timeout(900)
 def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(first):
     """The shell that ran `up` is gone: `subprocess.run` has waited for it."""
     before = first.record
@@ -292,7 +291,6 @@ def test_what_was_killed_all_at_once_is_swept_by_the_next_up(first, second):
         assert done.state is State.COMPLETED
 
 
-@pytest.mark.timeout(600)
 def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_foreground(second):
     with Client(second.url, retry_for=60) as client:
         # RUN has room for one: the others wait with their sandboxes.
@@ -416,7 +414,7 @@ def test_options_that_cannot_be_are_refused(state):
 def lines(child: subprocess.Popen) -> Iterator[str]:
     """What it says; nobody sits before a screen where nothing happens."""
     while True:
-        with in_time(10.0, 60.0):
+        with in_time(10.0, 120.0):
             line = child.stdout.readline()
         if not line:
             return
@@ -433,7 +431,7 @@ def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp
         cwd=REPO,
     )
     shown, told = "", lines(child)
-    with in_time(60.0, 180.0):
+    with in_time(60.0, 400.0):
         while "→ execute_bash echo" not in shown and (line := next(told, "")):
             shown += line
     shown += "".join(told)

@@ -17,7 +17,7 @@ def repair() -> Any:
         yield module
 
 
-@pytest.mark.timeout(20, func_only=True)
+@pytest.mark.timeout(60, func_only=True)
 def test_neither_a_pipe_nor_what_has_no_end_holds_it_up(repair, monkeypatch, tmp_path):
     path = tmp_path / "ld.so.preload"
     monkeypatch.setattr(repair, "PRELOAD", str(path))
