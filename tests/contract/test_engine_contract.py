@@ -49,7 +49,7 @@ def complete(described, *, prompt=PROMPT, temperature=1.0, max_tokens=24, seed=N
         async with session() as http:
             params = SamplingParams(temperature=temperature, **sampling)
             request = SampleRequest("call-1", prompt, max_tokens, params, seed, cache_salt="v0")
-            return await EngineClient(http, described).generate(request, timeout_s=120)
+            return await EngineClient(http, described).generate(request, timeout_s=240)
 
     return asyncio.run(main())
 
@@ -186,14 +186,14 @@ def test_what_an_engine_refuses_is_the_models_error_and_no_reason_to_go_elsewher
 
 
 def test_a_probe_tells_load_and_prefix_cache(described, version):
-    before = stats.probe(described, timeout_s=30)
+    before = stats.probe(described, timeout_s=240)
     assert 0 <= before.kv_usage <= 1
     assert before.cached_tokens <= before.prompt_tokens
     for _ in range(2):
         complete(described, prompt=LONG_PROMPT, max_tokens=1)
 
     def counted():
-        now = stats.probe(described, timeout_s=30)
+        now = stats.probe(described, timeout_s=240)
         hits = 256 if described.engine == "vllm" else 0
         prompts_counted = now.prompt_tokens >= before.prompt_tokens + 2 * len(LONG_PROMPT)
         return now if prompts_counted and now.cached_tokens >= before.cached_tokens + hits else None
@@ -201,4 +201,4 @@ def test_a_probe_tells_load_and_prefix_cache(described, version):
     # vLLM refreshes its metrics behind its answers, also behind those to calls before these two.
     after = wait_until(counted, 120, "the prompt tokens, and the second time the cached ones, to be counted")
     assert math.isfinite(after.at) and after.cached_ratio <= 1
-    assert stats.current_version(described, timeout_s=30) == version
+    assert stats.current_version(described, timeout_s=240) == version

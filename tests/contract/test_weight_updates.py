@@ -35,7 +35,7 @@ class Target:
 
     def exchange(self, version: str, path, **options):
         """Exchange the weights; the answer is what became of it."""
-        request = PolicyRequest(version=version, path=path and str(path), **{"timeout_s": 60, **options})
+        request = PolicyRequest(version=version, path=path and str(path), **{"timeout_s": 240, **options})
         backend = self.store.get("it")
         return Exchange(self.store, backend, request).run(lambda _: None)
 

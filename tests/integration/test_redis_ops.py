@@ -212,7 +212,7 @@ def flood(url, count, **fields):
     acknowledged: list[str] = []
 
     def submit():
-        with Client(url, retry_for=90) as mine:
+        with Client(url, retry_for=240) as mine:
             for _ in range(count // 10):
                 request = RolloutRequest(handler="noop", n=10, task={"reward": 1.0, "run_s": 0.05}, **fields)
                 acknowledged.extend(rollout.id for rollout in mine.submit(request))
@@ -222,9 +222,9 @@ def flood(url, count, **fields):
     return acknowledged, thread
 
 
-def wait_for_all(stack, ids, timeout_s=120):
+def wait_for_all(stack, ids, timeout_s=240):
     """Until all have ended; then each must be in the stream of results once."""
-    with Client(stack.url, retry_for=90) as mine:
+    with Client(stack.url, retry_for=240) as mine:
         ended = list(mine.stream(ids=ids, timeout=timeout_s))
     assert sorted(rollout.id for rollout in ended) == sorted(ids)
     return ended

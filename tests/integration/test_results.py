@@ -129,7 +129,7 @@ def test_a_bad_place_to_begin_is_refused(gateway, header, params):
 
 def test_the_client_follows_the_stream_through_the_death_of_the_gateway(stack):
     port = free_port()
-    with Client(f"http://127.0.0.1:{port}", retry_for=120) as client:
+    with Client(f"http://127.0.0.1:{port}", retry_for=240) as client:
         with started_gateway(stack, "gateway-mortal", port, ENV) as mortal:
             first = run(client, 3, "sse-death")
             following = client.stream_completions(tag="sse-death")

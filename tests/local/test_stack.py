@@ -203,7 +203,7 @@ def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(first):
     groups = ("gateway", "init fleet", "eval fleet", "flower"), ("run fleet", "backend"), ("redis",)
     names = sorted(name for group in groups for name in group)
     assert sorted(part.name for part in before.parts) == names
-    with Client(before.url, retry_for=60) as client:
+    with Client(before.url, retry_for=240) as client:
         kept = client.run([RolloutRequest(handler="noop")], timeout=240)[0].id
         for group in groups:
             first.kill(*group)
@@ -275,7 +275,7 @@ def test_a_port_that_was_not_the_usual_one_is_kept(first, second):
 
 
 def test_what_was_killed_all_at_once_is_swept_by_the_next_up(first, second):
-    with Client(second.url, retry_for=60) as client:
+    with Client(second.url, retry_for=240) as client:
         (held,) = client.submit([RolloutRequest(handler="in_tool")])
         wait_until(lambda: client.get(held.id).state is State.RUNNING, 120, "a rollout with a sandbox")
         lost = second.record
@@ -292,7 +292,7 @@ def test_what_was_killed_all_at_once_is_swept_by_the_next_up(first, second):
 
 
 def test_down_and_up_cost_a_rollout_with_a_sandbox_no_attempt_and_ctrl_c_ends_a_foreground(second):
-    with Client(second.url, retry_for=60) as client:
+    with Client(second.url, retry_for=240) as client:
         # RUN has room for one: the others wait with their sandboxes.
         ids = [item.id for item in client.submit([RolloutRequest(handler="in_tool", n=3)])]
 
