@@ -21,7 +21,7 @@ PROMPT = [18, 22, 311, 220, 23, 20]
 LONG = {"embedded": 900, "vllm": 1900}
 """Tokens of a call that shall still run when the weights change, by engine: seconds of it."""
 TOLERANCE = 1e-3
-PATIENCE_S = 120
+PATIENCE_S = 240
 
 
 class Target:
