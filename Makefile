@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 TRAINERS_TEST := TRAINERS_LONG=1 $(BIN)/python -m pytest tests/integration/test_trainer_releases.py -s
 # Most tests wait for something, so more processes than the two processors of CI make them faster.
-PYTEST_PROCESSES ?= 6
+PYTEST_PROCESSES ?= 4
 # Images of containers often set it; each of a hundred short-lived processes would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 

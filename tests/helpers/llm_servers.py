@@ -29,8 +29,8 @@ DEMO_MODEL = ROOT / "examples" / "demo_model" / "checkpoint"
 VLLM_HOME = Path(os.environ.get("ROLLOUT_HOME", ROOT / ".local")) / "vllm"
 
 EMBEDDED_START_TIMEOUT = 240.0
-VLLM_START_TIMEOUT = 480.0
-"""Seconds; ten times what an idle machine needs: a slow host beside five other test processes took 130."""
+VLLM_START_TIMEOUT = 900.0
+"""Seconds. vLLM takes 45 s of an idle machine, and minutes beside the other processes of a slow run."""
 STOP_TIMEOUT = 15.0
 
 _PR_SET_PDEATHSIG = 1
