@@ -18,7 +18,7 @@ _PIECE = 1 << 16
 
 
 class BoundlessAnswer(requests.ConnectionError):
-    """An answer had more bytes, or took longer, than anything honest does."""
+    """An answer had more bytes than anything honest does, or came packed."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
         options: Of `requests`, such as `json` and `params`.
 
     Raises:
-        BoundlessAnswer: It is too long, or comes too slowly.
+        BoundlessAnswer: It is too long.
+        requests.ReadTimeout: It comes too slowly, in whole or in part.
         requests.RequestException: As the library has it.
     """
     ends = time.monotonic() + timeout_s
@@ -77,7 +78,7 @@ def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
                     if len(body) > MOST_BYTES:
                         raise BoundlessAnswer(f"the answer has more than {MOST_BYTES} bytes")
                     if time.monotonic() > ends:
-                        raise BoundlessAnswer(f"the answer took longer than {timeout_s:g} s")
+                        raise requests.ReadTimeout(f"the answer took longer than {timeout_s:g} s")
             except urllib3.exceptions.ReadTimeoutError as error:
                 raise requests.ReadTimeout(str(error)) from error
             except urllib3.exceptions.HTTPError as error:

@@ -163,7 +163,10 @@ def test_counts_that_cannot_be_are_not_told(value):
     assert (counts.running, counts.waiting, counts.kv_usage) == (None, 2, 1.0)
 
 
-def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch):
+@pytest.fixture
+def dripping():
+    """The address of a server whose answers come a byte at a time."""
+
     class Dripping(socketserver.BaseRequestHandler):
         def handle(self):
             self.request.recv(65536)
@@ -178,9 +181,21 @@ def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(monkeypatch)
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        backend = described(SGLANG).model_copy(update={"url": f"http://127.0.0.1:{server.server_address[1]}"})
-        began = time.monotonic()
-        with pytest.raises(stats.ProbeError, match="longer than"):
-            stats.probe(backend, 3.0)
-        assert time.monotonic() - began < 20
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+def test_a_health_answer_that_comes_a_byte_at_a_time_ends_the_probe(dripping):
+    backend = described(SGLANG).model_copy(update={"url": dripping})
+    began = time.monotonic()
+    with pytest.raises(stats.ProbeError, match="longer than"):
+        stats.probe(backend, 3.0)
+    assert time.monotonic() - began < 20
+
+
+def test_settings_that_come_a_byte_at_a_time_come_too_late(dripping, monkeypatch):
+    # Behind an @ it is the other server's address; what stands before is a name of a user.
+    monkeypatch.setattr("services.engines.describe.SERVER_INFO", (f"@{dripping.removeprefix('http://')}/x",))
+    monkeypatch.setattr("services.engines.describe.INFO_TIMEOUT_S", 0.5)
+    backend = described(PLAIN)
+    assert (backend.capacity_tokens, backend.logprobs_mode, backend.tokenizer) == (None, None, "/models/m")
