@@ -66,7 +66,7 @@ def status(state_dir: Path | None, as_json: bool) -> None:
             info["id"], info["owner"], info["runtime"], str(info["pid"]), str(info["warm"]), seconds_left
         )
     if sandboxes:
-        Console().print(table)
+        Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe a row is a line
 
 
 @sandbox_host.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from sandbox.images import ImageStore
 from sandbox.images import build as building
 from sandbox.images.cache import size_text
 
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 10_000)  # in a pipe a row is a line, whole
 err = Console(stderr=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 
@@ -179,8 +180,8 @@ def list_(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(state))
         return
-    columns = ("name", "kind", "size", Column("content", overflow="fold"), "unpacked here", "last used")
-    table = Table(*columns, box=None, pad_edge=False)
+    columns = (Column("name", overflow="fold"), "kind", "size", Column("content", overflow="fold"))
+    table = Table(*columns, "unpacked here", "last used", box=None, pad_edge=False)
     for image in state["images"]:
         trees = image["unpacked"]
         table.add_row(

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from rollout.client import KEY_VARIABLE, Client
 from rollout.errors import RolloutError
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL
+from tests.helpers.http_server import Server
 from tests.helpers.stack import free_port
 
 
@@ -55,7 +56,7 @@ class Catcher:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Server(Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

@@ -88,13 +88,16 @@ def expose(path: Path, name: Path) -> None:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[tuple[SyncHostClient, Path]]:
-    """A host whose operator is careless: all of /tmp may be bound, and the image cache."""
-    shared = new_state()
+    """A host whose operator is careless: what holds its directory may be bound, and the image cache."""
+    ground = new_state()
+    ground.chmod(0o755)
+    shared = ground / "shared"
+    shared.mkdir()
     shared.chmod(0o777)
-    with private_host(ROLLOUT_SANDBOX_BINDS=f"/tmp:rw,{paths.image_cache()}:rw") as host:
+    with private_host(ground / "s", ROLLOUT_SANDBOX_BINDS=f"{ground}:rw,{paths.image_cache()}:rw") as host:
         expose(host.state / "host.sock", shared / "host.sock")
         yield host, shared
-    shutil.rmtree(shared)
+    shutil.rmtree(ground)
 
 
 @pytest.fixture(params=["apptainer", "bubblewrap", CONTROL])

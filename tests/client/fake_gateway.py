@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -26,6 +26,7 @@ from rollout.schema import (
     State,
     SubmitRequest,
 )
+from tests.helpers.http_server import Server
 from tests.helpers.rollouts import ended
 
 EMPTY_PAGE = GroupPage(
@@ -58,8 +59,7 @@ class FakeGateway:
         class Handler(_Handler):
             fake = gateway
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = Server(Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         return self

@@ -7,6 +7,7 @@ import re
 import httpx
 import pytest
 
+from rollout.http import LONG_POLL_S
 from rollout.schema import RolloutRequest, State
 from services.state import keys
 from services.state.rollouts.store import CANCEL_AT_ONCE
@@ -14,8 +15,8 @@ from tests.helpers.idle import in_time
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
 
-SOON_S, BUSY_S = 1.0, 60.0
-"""At an idle service, and beside other tests."""
+SOON_S, BUSY_S = 1.0, LONG_POLL_S - 1
+"""At an idle service, and beside other tests: who is not woken asks again after a long poll."""
 PATIENCE_S = 120
 
 

@@ -206,9 +206,9 @@ def test_a_device_that_takes_nothing_is_one_message_and_the_ids_are_kept(stack, 
 
 @pytest.mark.parametrize("in_terminal", [True, False])
 def test_a_gateway_that_is_away_at_the_start_is_told_of_soon(tasks, in_terminal):
-    """In the two seconds that a person waits; starting Python comes on top."""
+    """In the two seconds that a person waits; starting Python comes on top. Work would wait for 30 s."""
     submit = [*ROLLOUT, "submit", tasks, "--handler", "noop", "--url", f"http://127.0.0.1:{free_port()}"]
-    with in_time(15, 60):
+    with in_time(15, 25):
         text, status = shown(submit) if in_terminal else ((done := piped(*submit)).stderr, done.returncode)
     assert status == 1 and "Is the gateway up?" in text, text
     assert "go on" not in text and "rollout-ids" not in text

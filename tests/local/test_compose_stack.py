@@ -174,7 +174,6 @@ def compose(tmp_path_factory):
         assert leftovers(Path(sandboxes)) == []
 
 
-@pytest.mark.timeout(400)
 def test_a_rollout_goes_through_everything_that_the_file_starts(compose):
     url = f"http://127.0.0.1:{compose.ports['gateway']}"
     with Client(url, api_key=compose.secrets["ROLLOUT_API_KEY"]) as client:

@@ -212,6 +212,8 @@ LOOK = '{"name": "look", "parameters": {"word": "ox"}}'
         ("gpt-oss", " to=look<|channel|>commentary json<|message|>{}<|end|><|start|>assistant<|return|>"),
         ("gpt-oss", " to=python<|channel|>commentary<|message|>1 + 1<|call|>"),
         ("gpt-oss", "<|call|>"),
+        ("gpt-oss", "<|channel|>commentary to=user.look json<|message|>{}<|return|>"),
+        ("gpt-oss", "<|channel|>commentary to=all-files json<|message|>{}<|return|>"),
         ("Llama 3.1", f"{LOOK}; {LOOK}<|eot_id|>"),
         ("Llama 3.1", f"I look it up. {LOOK}<|eot_id|>"),
         ("Llama 3.1", f"{LOOK[:-2]}<|eot_id|>"),
@@ -254,6 +256,7 @@ def test_a_call_is_read_in_each_form_that_the_model_knows(formats, name, text):
         ("gpt-oss", '<|channel|>final<|message|>{"name": "ox"}<|return|>'),
         ("gpt-oss", "<|channel|>final<|message|>An ox, to=look.<|return|>"),
         ("gpt-oss", " to=user<|channel|>final<|message|>An ox.<|return|>"),
+        ("gpt-oss", "<|channel|>final to=human<|message|>An ox.<|return|>"),
         ("gpt-oss", "An ox.<|return|>"),
     ],
 )

@@ -32,7 +32,8 @@ _HARMONY_CHANNEL = "<|channel|>analysis<|message|>"
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _CALL_ENDS = ("<|call|>", "<|eom_id|>")
 """Tokens that end a turn only where the model calls something."""
-_TO_TOOL = re.compile(r"(?:^|[\s>])to=(?!assistant\b|user\b|all\b)[^\s<]")
+_FINAL = "<|channel|>final"
+_TO_TOOL = re.compile(r"(?:^|[\s>])to=(?!(?:assistant|user|all)(?:[\s<]|$))[^\s<]")
 """In a header of gpt-oss: a recipient other than those of an answer, or of a tool's result."""
 _CODE = "<|python_tag|>"
 """Llama begins some calls with it, and writes them as bare JSON."""
@@ -137,11 +138,11 @@ class RendererCodec(Codec):
         return text.startswith(_CODE) or at == 0 or (at > 0 and '"parameters"' in text[at:])
 
     def _names_tool(self, sampled: list[int]) -> bool:
-        """Whether a header of gpt-oss says whom its message is for, as calls alone do."""
+        """Whether a header of gpt-oss says whom its message is for, as calls do; `final` is an answer."""
         start, message = self._turn[0], self._channel[-1]
         parts = (list(part) for is_start, part in groupby(sampled, start.__eq__) if not is_start)
-        headers = (part[: part.index(message)] for part in parts if message in part)
-        return any(_TO_TOOL.search(self._guard.decode(header)) for header in headers)
+        headers = (self._guard.decode(part[: part.index(message)]) for part in parts if message in part)
+        return any(_TO_TOOL.search(header) and _FINAL not in header for header in headers)
 
     def _parsed(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         # A header without a message is none: the library would drop the text.

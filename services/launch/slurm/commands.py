@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollout.cli.common import node_shown
+from rollout.cli.common import node_shown, show_view
 from rollout.errors import RolloutError
 from services.launch import SlurmError, StackError, paths
 from services.launch.parts import STAGES
@@ -210,7 +209,7 @@ def _show_status(status: Status) -> None:
         place = member.node if member else view.job.nodes
         table.add_row(*map(escape, (view.job.id, view.role, place, state, view.job.left, what)))
     if status.jobs:
-        Console().print(table)
+        show_view(table)
     if status.lost:
         click.echo(f"did not end in order: {', '.join(status.lost)}")
     for drained in status.drained[-MOST_DRAINED:]:

@@ -1,6 +1,6 @@
 """Tools that a model may call; the names are those that published agents and their data use."""
 
-from workers.agent.tools.base import Arguments, Observation, Tool, ToolContext, by_name
+from workers.agent.tools.base import Arguments, Observation, Tool, ToolContext, by_name, sandbox_of
 from workers.agent.tools.bash import BashArgs, ExecuteBash
 from workers.agent.tools.editor import StrReplaceEditor
 from workers.agent.tools.finish import Finish, Think
@@ -18,4 +18,5 @@ __all__ = [
     "Tool",
     "ToolContext",
     "by_name",
+    "sandbox_of",
 ]
