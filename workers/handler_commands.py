@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cli import render, url_option
-from rollout.cli.common import Column, Sheet, connect, json_option, show_view
+from rollout.cli.common import Column, ReadingGroup, Sheet, connect, json_option, show_view
 from rollout.cli.tasks import IN_FLIGHT, Tasks, dataset_options, submit_all
 from rollout.schema import BackendRequest, HandlerInfo, Rollout
 from services.engines.describe import DescribeError, describe
@@ -31,18 +31,15 @@ out = Console()
 err = Console(stderr=True)
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def handlers(ctx: click.Context) -> None:
+@click.group(cls=ReadingGroup)
+def handlers() -> None:
     """List the handlers of the workers, or begin one of your own. Without a command: list them."""
-    if ctx.invoked_subcommand is None:
-        ctx.invoke(list_handlers)
 
 
 @handlers.command("list")
 @json_option
 @url_option
-def list_handlers(as_json: bool = False, url: str | None = None) -> None:
+def list_handlers(as_json: bool, url: str | None) -> None:
     """Show what the workers announced."""
     with connect(url) as client:
         infos = client.handlers()

@@ -7,7 +7,17 @@ from typing import Any
 import click
 
 from rollout.cli import render
-from rollout.cli.common import completed, connect, err, json_option, out, show_view, url_option, valid
+from rollout.cli.common import (
+    ReadingGroup,
+    completed,
+    connect,
+    err,
+    json_option,
+    out,
+    show_view,
+    url_option,
+    valid,
+)
 
 backend_id = click.argument(
     "backend_id",
@@ -16,18 +26,15 @@ backend_id = click.argument(
 )
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def backends(ctx: click.Context) -> None:
+@click.group(cls=ReadingGroup)
+def backends() -> None:
     """List, add, drain and remove LLM servers. Without a command: list them."""
-    if ctx.invoked_subcommand is None:
-        ctx.invoke(list_backends)
 
 
 @backends.command("list")
 @json_option
 @url_option
-def list_backends(as_json: bool = False, url: str | None = None) -> None:
+def list_backends(as_json: bool, url: str | None) -> None:
     """Show each backend with its load, its health and the weights it serves."""
     with connect(url) as client:
         servers = client.backends()

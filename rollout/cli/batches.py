@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from rollout.cli import render
-from rollout.cli.common import completed, connect, json_option, show_view, url_option
+from rollout.cli.common import ReadingGroup, completed, connect, json_option, show_view, url_option
 
 batch_id = click.argument(
     "batch_id",
@@ -18,19 +18,16 @@ batch_id = click.argument(
 )
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def batches(ctx: click.Context) -> None:
+@click.group(cls=ReadingGroup)
+def batches() -> None:
     """Look at batches, pause, resume and cancel them. Without a command: list them."""
-    if ctx.invoked_subcommand is None:
-        ctx.invoke(list_batches)
 
 
 @batches.command("list")
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True)
 @json_option
 @url_option
-def list_batches(limit: int = 20, as_json: bool = False, url: str | None = None) -> None:
+def list_batches(limit: int, as_json: bool, url: str | None) -> None:
     """Show the newest batches with their counters."""
     with connect(url) as client:
         newest = client.batches.list(limit)

@@ -57,6 +57,19 @@ def connect(url: str | None, retry_for: float = PATIENCE_S, **options: Any) -> C
     return client
 
 
+class ReadingGroup(click.Group):
+    """Commands of which `list`, or else `show`, is what the group does by itself, with that one's options."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, invoke_without_command=True, **options)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        asks_help = args[:1] and args[0] in ctx.help_option_names
+        if not ctx.resilient_parsing and not asks_help and (not args or args[0].startswith("-")):
+            args = ["list" if "list" in self.commands else "show", *args]
+        return super().parse_args(ctx, args)
+
+
 @contextmanager
 def valid() -> Iterator[None]:
     """What the user gave makes a request, or one message says why not."""

@@ -7,22 +7,28 @@ from typing import IO, Any
 import click
 
 from rollout.cli import render
-from rollout.cli.common import WORK_PATIENCE_S, connect, json_option, out, show_view, url_option, valid
+from rollout.cli.common import (
+    WORK_PATIENCE_S,
+    ReadingGroup,
+    connect,
+    json_option,
+    out,
+    show_view,
+    url_option,
+    valid,
+)
 from rollout.schema import Canary, LoraAdapter, UpdateState
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def policy(ctx: click.Context) -> None:
+@click.group(cls=ReadingGroup)
+def policy() -> None:
     """Show the weights in use, or bring new ones. Without a command: show them."""
-    if ctx.invoked_subcommand is None:
-        ctx.invoke(show_policy)
 
 
 @policy.command("show")
 @json_option
 @url_option
-def show_policy(as_json: bool = False, url: str | None = None) -> None:
+def show_policy(as_json: bool, url: str | None) -> None:
     """Show the current policy and the latest updates."""
     with connect(url) as client:
         status = client.policy()

@@ -19,6 +19,7 @@ from docs.make_tables import commands
 from rollout import cli
 from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
+from tests.client.fake_gateway import FakeGateway
 from tests.helpers.idle import in_time
 from tests.helpers.rollouts import chain, sampled
 from tests.helpers.stack import free_port, wait_until
@@ -214,12 +215,26 @@ def test_the_help_of_each_command_has_an_example_that_it_understands():
         words = shlex.split(example)[1:]
         arguments = words[len(path.split()) - 1 :]
         assert example.startswith(path)
-        if isinstance(command, click.Group):
+        if isinstance(command, click.Group) and not arguments[0].startswith("-"):
             command = command.get_command(click.Context(command), arguments.pop(0))
         # What the files are named that it reads is not looked at.
         command.make_context(example, arguments, resilient_parsing=True)
         shown = CliRunner().invoke(cli.main, [*path.split()[1:], "--help"], terminal_width=80)
         assert example in shown.stdout, shown.output
+    for name in cli.main.list_commands(click.Context(cli.main)):
+        shown = CliRunner().invoke(cli.main, [name, "--help"], terminal_width=80)
+        assert f"Example:  rollout {name}" in shown.stdout, shown.output
+
+
+@pytest.mark.parametrize("group", ["backends", "batches", "handlers", "policy"])
+def test_a_group_takes_the_options_of_what_it_does_without_a_command(group, monkeypatch):
+    monkeypatch.setattr("rollout.http.DEFAULT_URL", f"http://127.0.0.1:{free_port()}")
+    with FakeGateway() as gateway:
+        done = CliRunner().invoke(cli.main, [group, "--json", "--url", gateway.url])
+    asked = {"policy": "/v1/policy"}.get(group, f"/v1/{group}")
+    assert [path for _, path in gateway.calls] == [asked], done.output
+    shown = CliRunner().invoke(cli.main, [group, "--help"])
+    assert "list" in shown.stdout or "show" in shown.stdout
 
 
 @pytest.mark.parametrize("arguments", [("show", "a"), ("backends",), ("policy",)])

@@ -205,7 +205,10 @@ def words(node: ast.expr | None, known: dict[str, ast.expr]) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%(?:\.\d)?[sdrfg]", "…", node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(words(part, {}) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(
+            words(getattr(part, "value", part) if isinstance(part, ast.FormattedValue) else part, known)
+            for part in node.values
+        )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return words(node.left, known) + words(node.right, known)
     return words(known[node.id], {}) if isinstance(node, ast.Name) and node.id in known else "…"
@@ -217,7 +220,8 @@ def message(call: ast.Call, known: dict[str, ast.expr]) -> str:
     texts += [words(word.value, known) for word in call.keywords if word.arg in ("detail", "message")]
     status = str(call.args[0].value) + " " if call.args and isinstance(call.args[0], ast.Constant) else ""
     said = ": ".join(text for text in texts if text.strip("… :"))
-    return (status if status.strip().isdigit() else "") + " ".join(said.split())
+    said = re.sub("…{2,}", "…", " ".join(said.split()))
+    return (status if status.strip().isdigit() else "") + said
 
 
 class _Errors(ast.NodeVisitor):
@@ -275,7 +279,7 @@ def errors() -> Iterator[tuple[str, str, str, bool]]:
 
 def group_of(place: str, name: str, raises: bool) -> Group | None:
     """Where the page has an error that a file makes; None = nowhere."""
-    if raises and name in PYTHON - OWN and name not in BY_NAME:
+    if raises and (not name or (name in PYTHON - OWN and name not in BY_NAME)):
         return next((group for prefix, group in PLACES if place.startswith(prefix)), None)
     return BY_NAME.get(name)
 

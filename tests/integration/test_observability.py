@@ -274,6 +274,11 @@ def test_the_dashboard_is_what_its_script_makes_and_asks_for_nothing_else(server
     used = {name for query in queries for name in re.findall(r"\brollout_\w+", query)}
     assert used and used - names == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    at_top = [panel["type"] for panel in board["panels"] if panel["gridPos"]["y"] <= 1]
+    assert at_top.count("stat") == 8, "a first row of single figures"
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"source", "node", "handler"}
+    for figure in ("rollout_reward", "rollout_turns", "rollout_rollouts"):
+        assert any(name.startswith(figure) for name in used), figure
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists(server):

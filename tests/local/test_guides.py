@@ -11,7 +11,9 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -31,6 +33,12 @@ SETUP = ROOT / "deploy" / "setup"
 _more = re.findall(r"(?m)^ +(\w+)\) echo (\S+) ;;", (SETUP / "extras.sh").read_text())
 # The extras that each target of make installs, as its script says.
 EXTRAS = {"setup": _setup} | {f"setup-{name}": extras for name, extras in _more}
+# A line that each of these pages shows on standard output: commands may end with 0 and have done nothing.
+PRINTS = {
+    "README": [r"^(0|1)\.0 \[\d+, "],
+    "your-own-loop": [r"\d"],
+    "swe-qwen3-8b-verl": [r"reward +1\.0"],
+}
 # Has a process find nothing of these modules, as if they were not installed.
 HIDE = """
 import os
@@ -83,9 +91,10 @@ def started(checkout):
     """What `make up` starts there, on a free port; clients find it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLOUT_HOME", str(checkout / ".local"))
-        stack = Stack(checkout / ".local" / "run", print)
+        lines = []
+        stack = Stack(checkout / ".local" / "run", lambda line: lines.append(click.unstyle(line)))
         try:
-            yield stack.up(Options(stack.dir, port=free_port()))
+            yield SimpleNamespace(record=stack.up(Options(stack.dir, port=free_port())), lines=lines)
         finally:
             stack.down()
 
@@ -114,11 +123,11 @@ def newcomer(checkout):
 
 def test_a_picture_shows_what_a_command_prints_and_asks_no_other_site(started, tmp_path, monkeypatch):
     monkeypatch.setattr(screenshots, "IMAGES", tmp_path)
-    screenshots.terminal("status", ["status", "--url", started.url], os.environ)
+    screenshots.terminal("status", ["status", "--url", started.record.url], os.environ)
     picture = (tmp_path / "status.svg").read_text()
     texts = re.findall(r"<text [^>]*>([^<]*)</text>", picture)
     shown = html.unescape("".join(texts)).replace("\xa0", " ")
-    assert "rollout status" in shown and str(started.flower_url) in shown
+    assert "rollout status" in shown and str(started.record.flower_url) in shown
     assert re.findall(r"""(?:url\(|href=|src=)["']?(https?:[^)"']+)""", picture) == []
 
 
@@ -146,3 +155,17 @@ def test_the_commands_of_a_page_work_as_written(page, checkout, started, newcome
         check=False,
     )
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
+    for pattern in PRINTS.get(page.stem, ()):
+        assert re.search(pattern, done.stdout, re.MULTILINE), (pattern, done.stdout[-4000:])
+
+
+def test_readme_shows_what_up_prints(started):
+    """Line by line, but for times, ports and what machines differ in."""
+    block = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("redis "))
+    shown = block.text.partition("up after ")[0].splitlines()
+    assert [_shape(line) for line in shown] == [_shape(line) for line in started.lines]
+
+
+def _shape(line: str) -> str:
+    """The first word of a step and what it says up to its first comma, without numbers and paths."""
+    return re.sub(r"\S*/\S*|\d[\d.]*", "N", line.split(",")[0])

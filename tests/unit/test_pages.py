@@ -89,7 +89,7 @@ def test_whatever_the_product_raises_has_its_messages_on_the_page():
     [
         "send Content-Type: application/json",
         "it cannot be stored: it holds a value that JSON has no form for",
-        "of requests, has … of them left, and this call holds …",
+        "tenant … may have … …, …, and this call holds …",
         "does not end in a number; name versions so, or pass step_of=",
         "did not reach all servers",
         "arrays need NumPy",

@@ -226,8 +226,8 @@ def headless(run: RunDir, seen: Look) -> str:
     waiting = f"; {pending} jobs wait" if pending else ""
     return (
         f"The head is gone: {how}, {heard}.\n"
-        f"Up without it: {', '.join(nodes) or 'nothing'}{waiting}. They keep what they hold.\n"
-        "This submits a head alone, which goes on with the data, and they join it:\n"
+        f"Up without it: {', '.join(nodes) or 'nothing'}{waiting}. They keep their rollouts and wait.\n"
+        "This command starts a new head with the same data; the nodes connect to it by themselves:\n"
         f"{command(run, 'up')}"
     )
 
