@@ -66,8 +66,13 @@ class ReadingGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         asks_help = args[:1] and args[0] in ctx.help_option_names
         if not ctx.resilient_parsing and not asks_help and (not args or args[0].startswith("-")):
-            args = ["list" if "list" in self.commands else "show", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+    @property
+    def default(self) -> str:
+        """The command that the group is without one."""
+        return "list" if "list" in self.commands else "show"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from rollout.cli import main
+from rollout.cli.common import ReadingGroup
 from tests.helpers.stack import ROOT
 
 GUIDES = (ROOT / "README.md", ROOT / "docs" / "verl.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
@@ -70,6 +71,8 @@ def documented(words: list[str]) -> tuple[click.Command, list[str]]:
         if following is None:
             break
         command, words = following, words[1:]
+    if isinstance(command, ReadingGroup) and words:
+        command = command.commands[command.default]
     return command, words
 
 

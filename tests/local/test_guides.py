@@ -163,7 +163,9 @@ def test_readme_shows_what_up_prints(started):
     """Line by line, but for times, ports and what machines differ in."""
     block = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("redis "))
     shown = block.text.partition("up after ")[0].splitlines()
-    assert [_shape(line) for line in shown] == [_shape(line) for line in started.lines]
+    assert [_shape(line) for line in shown] == [
+        _shape(line) for line in started.lines if "still starts" not in line
+    ]
 
 
 def _shape(line: str) -> str:
