@@ -77,9 +77,10 @@ screenshots: setup ## take the pictures of docs/img anew: terminals, and Flower 
 	@$(BIN)/python -m deploy.screenshots
 
 idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else
-	@TEST_IDLE=1 $(BIN)/python -m pytest -k "cancel or long_poll or many_that_wait or who_waits_is or demo_shows" \
+	@TEST_IDLE=1 $(BIN)/python -m pytest \
+	  -k "cancel or long_poll or many_that_wait or who_waits_is or demo_shows or told_of_soon or three_seconds or setup_tells" \
 	  tests/integration/test_cancel.py tests/integration/test_api.py tests/integration/test_waiting.py \
-	  tests/local/test_stack.py
+	  tests/integration/test_cli.py tests/client/test_cli.py tests/local/test_stack.py tests/local/test_setup.py
 
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes

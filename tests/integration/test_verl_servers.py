@@ -28,6 +28,9 @@ from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import ROOT, Stack, free_port, wait_until
 from tests.helpers.trainer_sources import classes, imported
 
+SHORT = {"max_tokens": 200}
+"""What is not said to be short fills the context: 17 s, at an engine's pace."""
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
@@ -62,7 +65,7 @@ def client(stack):
 def versions(client, n=4) -> set[str]:
     """What new rollouts are labelled with."""
     rollouts = client.run(
-        [RolloutRequest(handler="digits", task={"digits": 20}, n=n, limits={"max_turns": 1})]
+        [RolloutRequest(handler="digits", task={"digits": 20}, n=n, limits={"max_turns": 1}, sampling=SHORT)]
     )
     assert all(rollout.reward == 0.5 for rollout in rollouts), rollouts
     return {v for one in rollouts for v in one.trajectory.policy_versions if v is not None}
@@ -130,7 +133,7 @@ def test_a_killed_run_s_weights_are_wanted_until_an_operator_forgets_them(client
         # Also a server of the run's that comes back without its weights.
         mine = client.add_backend(other.url)
         (early,) = client.submit(
-            RolloutRequest(handler="digits", task={"digits": 20}, limits={"max_turns": 1})
+            RolloutRequest(handler="digits", task={"digits": 20}, limits={"max_turns": 1}, sampling=SHORT)
         )
         wait_until(lambda: client.get(early.id).state == "running", 120, "it to look for a backend")
         time.sleep(1.0)
