@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -154,11 +154,12 @@ def services() -> list[Service]:
             f"{place} belongs to, or can be written by, somebody else, so nothing there is believed: delete "
             "it, or give the key as api_key or ROLLOUT_API_KEY"
         )
-    announced = []
+    announced, names = [], {field.name for field in fields(Service)}
     for path in place.glob("*.json"):
         text = read_private(path)
-        with suppress(ValueError, TypeError):  # half a file, or another version's
-            announced.append(Service(**json.loads(text or "")))
+        with suppress(ValueError, TypeError, AttributeError):  # half a file, or another version's
+            told = json.loads(text or "").items()
+            announced.append(Service(**{name: value for name, value in told if name in names}))
     running = [service for service in announced if service.boot == now]
     return sorted(running, key=lambda service: service.started, reverse=True)
 
@@ -317,14 +318,14 @@ def _listening() -> Iterator[tuple[int, Address, int]]:
             if name == "tcp":
                 raise
             continue
-        for fields in map(str.split, lines):
-            if fields[3] != _LISTENING:
+        for columns in map(str.split, lines):
+            if columns[3] != _LISTENING:
                 continue
-            digits, _, port = fields[1].partition(":")
+            digits, _, port = columns[1].partition(":")
             # The kernel prints words of four bytes in the order of the machine.
             words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
             packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-            yield int(fields[7]), _plain(ip_address(packed)), int(port, 16)
+            yield int(columns[7]), _plain(ip_address(packed)), int(port, 16)
 
 
 class Owned:

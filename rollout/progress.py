@@ -43,7 +43,7 @@ class Meter(_Bar):
         self._told = time.monotonic()
         self.states: Counter[str] = Counter()
         self.rewards: list[float] = []
-        if not self.console.is_terminal:  # where the first word may be minutes away
+        if total and not self.console.is_terminal:  # where the first word may be minutes away
             self.console.print(f"waits for {total} rollouts", highlight=False)
 
     def add(self, rollout: Rollout) -> None:

@@ -103,8 +103,10 @@ def _redis() -> tuple[str, str]:
     try:
         gateway, origin = default_address()
         meant, service = f"{without_password(gateway)}: {origin}", service_at(gateway)
-    except ApiKeyError:
-        raise
+    except ApiKeyError as error:
+        raise click.ClickException(
+            f"{error}. Or give Redis' address as --redis or {REDIS_VARIABLE}"
+        ) from error
     except ValueError as error:
         meant, service = str(error) if isinstance(error, AddressError) else "ROLLOUT_URL is no address", None
     url = service.redis if isinstance(service, Service) else ""

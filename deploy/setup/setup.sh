@@ -224,7 +224,8 @@ work() {
 export SETUP_PID=$$ UNDER_WAY TMPDIR
 UNDER_WAY="$(mktemp -d -p "$LOG_DIR")"
 # A pip that is stopped leaves gigabytes of packages where it unpacked them.
-TMPDIR="$(mktemp -d "${TMPDIR:-/tmp}/rollout-setup-XXXXXX")"
+[ -d "${TMPDIR:-}" ] || TMPDIR=/tmp # that of a job which has ended is gone
+TMPDIR="$(mktemp -d "$TMPDIR/rollout-setup-XXXXXX")"
 chmod 711 "$TMPDIR" # mmdebstrap goes through it as another user
 set -m # a process group of its own, which a signal to us ends as a whole
 work "$@" </dev/null &

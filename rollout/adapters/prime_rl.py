@@ -81,7 +81,7 @@ def _nodes(chain: Chain, first: int) -> list[dict[str, Any]]:
         if segment.messages:
             add(waiting, [_message(message) for message in segment.messages], segment.sampled)
             waiting = []
-    if waiting:  # a call that was cut off before it said anything
+    if any(segment.token_ids for segment in waiting):  # a call that was cut off before it said anything
         add(waiting, [{"role": "assistant", "content": ""}], True)
     return nodes
 

@@ -27,6 +27,8 @@ _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d{1,5})"
 """As verl's `LLMServerManager.get_addresses` has them: host and port."""
 _NOT_FOUND = 404
 _POLL_S = 0.2
+_SETTLE_S = 10.0
+"""For an update under way to see that its servers are gone; a worker takes about one second."""
 
 
 class VerlServers:
@@ -170,19 +172,24 @@ class VerlServers:
 
     def remove(self) -> None:
         """Take all servers out of the service, and with them the run's weights: any take rollouts then."""
-        if not self._backends:
-            return
         for backend in [*self._backends]:
             self._remove(backend)
         try:
-            current = self._client.policy().current
+            status, deadline = self._client.policy(), time.monotonic() + _SETTLE_S
+            # An update that was begun fails now, and then the weights before it are wanted again.
+            while status.update and self._is_mine(status.update.version) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                status = self._client.policy()
             # Also those of a killed run of this name, whose servers these have replaced.
-            mine = rf"{re.escape(self._name)}-[0-9a-f]{{8}}-\d+"
-            if current is not None and re.fullmatch(mine, current.version):
+            if status.current is not None and self._is_mine(status.current.version):
                 self._client.forget_policy()
         except RolloutError as error:
             # The run is over; what ended it must not be hidden by this.
             log.warning("other backends may get no rollouts before `rollout policy forget`: %s", error)
+
+    def _is_mine(self, version: str) -> bool:
+        """Whether a run of this name brought that version."""
+        return re.fullmatch(rf"{re.escape(self._name)}-[0-9a-f]{{8}}-\d+", version) is not None
 
     def _remove(self, backend: str) -> None:
         try:

@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import requests
 
+from rollout import account
 from rollout.schema import Stage
 from services import flower as monitor
 from services.engines.address import ask, text_of
@@ -30,8 +32,11 @@ def slots_of(stage: str, chosen: Mapping[str, int | None]) -> int:
 
 
 def closed_to_sandboxes(env: Mapping[str, str], directory: Path) -> str:
-    """`ROLLOUT_SANDBOX_CLOSED` with one directory more: it holds keys, logs and Redis' data."""
-    return ":".join(filter(None, [env.get("ROLLOUT_SANDBOX_CLOSED"), str(directory)]))
+    """`ROLLOUT_SANDBOX_CLOSED` with what holds keys and Redis' data: ours, and the account's services."""
+    places = [env.get("ROLLOUT_SANDBOX_CLOSED"), str(directory)]
+    with suppress(RuntimeError):  # an account without a home announces nothing
+        places.append(str(account.directory().absolute()))
+    return ":".join(filter(None, places))
 
 
 def gateway() -> Part:

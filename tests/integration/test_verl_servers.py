@@ -162,6 +162,27 @@ def test_a_run_that_fails_at_once_forgets_the_weights_of_a_killed_one_of_its_nam
     assert client.policy().current is None
 
 
+def test_a_run_whose_server_is_refused_forgets_the_weights_of_a_killed_one(client, engines, addresses):
+    """What that one left is removed first, so nobody else would."""
+    VerlServers(client, addresses[:1]).__enter__().update(3)
+    with pytest.raises(ApiError), VerlServers(client, [f"127.0.0.1:{free_port()}"]):
+        pass
+    assert client.policy().current is None
+
+
+def test_a_run_that_ends_during_an_update_leaves_no_weights_wanted(client, addresses):
+    """The update fails afterwards, and brings back the wish for those before it."""
+    with VerlServers(client, addresses) as servers:
+        before = servers.update(1).version
+        client.update_policy(before[:-1] + "2", mode="abort", backends=servers.backends, wait=0)
+    status = client.policy()
+    assert status.update is None and status.current is None
+    with fake_engine() as other:
+        mine = client.add_backend(other.url)
+        assert versions(client) == {"default"}
+        client.remove_backend(mine.id)
+
+
 def test_what_ended_a_run_is_not_hidden_by_its_end(client, addresses, monkeypatch, caplog):
     def away():
         raise Unavailable("away")

@@ -57,6 +57,13 @@ def test_address_and_key_of_the_running_service_are_found_together(listener):
         assert client.base_url.endswith(str(listener)) and sent(client) == KEY
 
 
+def test_what_a_newer_release_adds_to_a_service_hides_it_from_nobody(listener):
+    url = f"http://127.0.0.1:{listener}"
+    path = announced("a", url)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "green"}))
+    assert [service.url for service in account.services()] == [url]
+
+
 def test_arguments_and_environment_go_first(listener, monkeypatch):
     url = f"http://127.0.0.1:{listener}"
     announced("a", url)
