@@ -171,4 +171,4 @@ def test_readme_shows_what_up_prints(started):
 
 def _shape(line: str) -> str:
     """The first word of a step and what it says up to its first comma, without numbers and paths."""
-    return re.sub(r"\S*/\S*|\d[\d.]*", "N", line.split(",")[0])
+    return " ".join(re.sub(r"\S*/\S*|\d[\d.]*", "N", line.split(",")[0]).split())
