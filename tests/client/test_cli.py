@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -14,9 +15,11 @@ from importlib.metadata import EntryPoint
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from docs.make_tables import commands
 from rollout import cli
+from rollout.progress import Meter
 from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.client.fake_gateway import FakeGateway
@@ -231,10 +234,16 @@ def test_a_group_takes_the_options_of_what_it_does_without_a_command(group, monk
     monkeypatch.setattr("rollout.http.DEFAULT_URL", f"http://127.0.0.1:{free_port()}")
     with FakeGateway() as gateway:
         done = CliRunner().invoke(cli.main, [group, "--json", "--url", gateway.url])
-    asked = {"policy": "/v1/policy"}.get(group, f"/v1/{group}")
-    assert [path for _, path in gateway.calls] == [asked], done.output
+    assert [path for _, path in gateway.calls] == [f"/v1/{group}"], done.output
     shown = CliRunner().invoke(cli.main, [group, "--help"])
-    assert "list" in shown.stdout or "show" in shown.stdout
+    assert f"Usage: main {group} [OPTIONS] [COMMAND]" in shown.stdout, "of the group, not of its list"
+
+
+def test_who_does_not_know_how_many_rollouts_come_says_nothing_of_their_number():
+    for total, told in ((None, ""), (2, "waits for 2 rollouts\n")):
+        lines = io.StringIO()
+        Meter(total, Console(file=lines))
+        assert lines.getvalue() == told
 
 
 @pytest.mark.parametrize("arguments", [("show", "a"), ("backends",), ("policy",)])

@@ -71,7 +71,7 @@ def documented(words: list[str]) -> tuple[click.Command, list[str]]:
         if following is None:
             break
         command, words = following, words[1:]
-    if isinstance(command, ReadingGroup) and words:
+    if isinstance(command, ReadingGroup) and words and words[0].startswith("-"):
         command = command.commands[command.default]
     return command, words
 

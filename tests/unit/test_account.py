@@ -6,12 +6,14 @@ import json
 import os
 import socket
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from rollout import account
 from rollout.client import KEY_VARIABLE, URL_VARIABLE, AddressError, ApiKeyError, AsyncClient, Client
+from services.launch.parts import closed_to_sandboxes
 
 KEY, OTHER = "rlt_mine", "rlt_other"
 NOBODY = "http://127.0.0.1:9"
@@ -62,6 +64,11 @@ def test_what_a_newer_release_adds_to_a_service_hides_it_from_nobody(listener):
     path = announced("a", url)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "green"}))
     assert [service.url for service in account.services()] == [url]
+
+
+def test_sandboxes_are_shown_nothing_of_the_files_of_services():
+    closed = closed_to_sandboxes({"ROLLOUT_SANDBOX_CLOSED": "/mine"}, Path("/run"))
+    assert closed.split(":") == ["/mine", "/run", str(account.directory())]
 
 
 def test_arguments_and_environment_go_first(listener, monkeypatch):
