@@ -35,7 +35,7 @@ __all__ = [
     "__version__",
     "verify_webhook",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str):

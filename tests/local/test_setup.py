@@ -74,7 +74,7 @@ def test_an_environment_that_lost_the_checkout_gets_it_again(tmp_path):
     packages.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$@" >>"$ROLLOUT_HOME/calls"\n')
     python.chmod(0o755)
-    editable = packages / "__editable__.rollout_service-0.1.0.pth"
+    editable = packages / "__editable__.rollout_service-0.2.0.pth"
     for lost, installs in ((False, 1), (False, 1), (True, 2)):
         if lost:
             editable.unlink()
