@@ -87,7 +87,7 @@ class ChainRecord(Struct, frozen=True):
 
     def fill(self, segments: list[dict[str, Any]]) -> None:
         """Put ids and log-probs back into the segments of a document."""
-        ids, logprobs = _unpacked("i", self.ids), _unpacked(_LOGPROB[self.width], self.logprobs)
+        ids, logprobs = unpack_ids(self.ids), unpack_logprobs(self.logprobs, self.width)
         at, first = 0, self.prompt_tokens
         for segment, (tokens, version) in zip(segments, self.runs, strict=True):
             segment["token_ids"] = ids[at : at + tokens]
@@ -167,14 +167,36 @@ def _chain_record(chain: Chain, versions: dict[str | None, int]) -> ChainRecord:
             raise WireError(f"a sampled segment of {tokens} tokens does not have as many log-probs")
         runs.append((tokens, versions.setdefault(segment.policy_version, len(versions))))
         logprobs += segment.logprobs
+    return ChainRecord(pack_ids(ids), *pack_logprobs(logprobs), runs)
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """Token ids as int32, little-endian.
+
+    Raises:
+        WireError: One does not fit into 32 bits.
+    """
     try:
-        packed_ids = _packed(array("i", ids))
+        return _packed(array("i", ids))
     except OverflowError as error:
         raise WireError(f"a token id does not fit into 32 bits: {error}") from error
+
+
+def unpack_ids(raw: bytes) -> list[int]:
+    """What `pack_ids` packed."""
+    return _unpacked("i", raw)
+
+
+def pack_logprobs(logprobs: list[float]) -> tuple[bytes, Literal[4, 8]]:
+    """Log-probs as float32 where that is exact, else as float64; and the bytes of each."""
     single = array("f", logprobs)
-    width = 4 if single.tolist() == logprobs else 8
-    packed_logprobs = _packed(single if width == 4 else array("d", logprobs))
-    return ChainRecord(packed_ids, packed_logprobs, width, runs)
+    exact = single.tolist() == logprobs
+    return (_packed(single), 4) if exact else (_packed(array("d", logprobs)), 8)
+
+
+def unpack_logprobs(raw: bytes, width: Literal[4, 8]) -> list[float]:
+    """What `pack_logprobs` packed."""
+    return _unpacked(_LOGPROB[width], raw)
 
 
 def _packed(numbers: array) -> bytes:

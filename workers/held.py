@@ -24,6 +24,8 @@ class Held:
     task: asyncio.Task[Any] | None = None
     reason: str | None = None
     """Set once it is to be interrupted."""
+    leaving: bool = False
+    """Whether RUN is to leave this worker at its next turn, for another one to go on with it."""
     decided: bool = False
     """Whether its outcome is known: what is left is to clean up, and nothing may throw the outcome away."""
 

@@ -30,6 +30,7 @@ from workers.agent.llm import session
 from workers.agent.placement import Placements, PromptSizes
 from workers.agent.replay import Action, ReplayRouter
 from workers.agent.router import BackendRouter, Router
+from workers.agent.turns import TurnLog
 from workers.evaluate import evaluate
 from workers.handlers.base import AgentHandler
 from workers.held import Held
@@ -147,6 +148,9 @@ class _Episode:
 
     def router(self, claim: Claim) -> Router:
         return self._runner.model.router(claim, self._http)
+
+    def turn_log(self, claim: Claim, held: Held) -> TurnLog:
+        return TurnLog(held=held)
 
     def tenant(self, name: str) -> Tenant:
         return Tenant(name=name)

@@ -35,6 +35,10 @@ START_PATIENCE_S = 60.0
 """How long Redis may take to answer when a worker starts; then it ends, and who started it hears of it."""
 OVERDUE_SLACK_S = 2.0
 """The slack between our clock and Redis'."""
+LEAVE_LOOK_S = 0.5
+"""Between two looks of a stopping worker for one that goes on with its rollouts."""
+LEAVE_BEFORE_S = 5.0
+"""So long before the end of the grace RUN leaves a stopping worker at its next turn, whoever comes for it."""
 CLOSE_S = 2.0
 """How long a stopping worker takes to let go of its connections."""
 BEAT_AGAIN_S = 0.5
@@ -88,10 +92,25 @@ class WorkerProcess:
         self.loop.run_forever()
 
     def stop(self) -> None:
-        """Wait for the rollouts in hand, then hand the rest back; called once, when Celery warms down."""
+        """Wait for the rollouts in hand, then hand the rest over; called once, when Celery warms down.
+
+        RUN leaves at its next turn where another worker of the node can go on with it, else shortly before
+        the grace is over: so no model call is cut off.
+        """
         if self.stopping.is_set():
             return
-        self._wait_until_idle(self.settings.shutdown_grace_s)
+        self.services.slots = 0  # in what it announces: others need not count on this one
+        with suppress(redis.RedisError):
+            self.services.announce()
+        grace_s = self.settings.shutdown_grace_s
+        ends_at = time.monotonic() + grace_s
+        while not self._wait_until_idle(min(LEAVE_LOOK_S, ends_at - time.monotonic())):
+            rest_s = ends_at - time.monotonic()
+            if rest_s <= 0:
+                break
+            if rest_s < min(LEAVE_BEFORE_S, grace_s / 2) or self._has_successor():
+                for held in list(self._held.values()):
+                    held.leaving = True
         with self._lock:
             self._hands_back = True
             in_hand = list(self._held.values())
@@ -110,10 +129,22 @@ class WorkerProcess:
             with suppress(TimeoutError):  # a handler blocks the loop
                 asyncio.run_coroutine_threadsafe(self.services.close(), self.loop).result(CLOSE_S)
 
-    def _wait_until_idle(self, seconds: float) -> None:
+    def _has_successor(self) -> bool:
+        """Whether another worker takes RUN of this node."""
+        with suppress(redis.RedisError):
+            node = self.settings.node
+            return any(
+                worker.node == node and worker.slots and Stage.RUN in worker.stages
+                for worker in self.services.fleet.workers()
+            )
+        return False
+
+    def _wait_until_idle(self, seconds: float) -> bool:
+        """Whether nothing is in hand, at the latest after so long."""
         deadline = time.monotonic() + seconds
         while (self._held or self._claims) and time.monotonic() < deadline:
             time.sleep(0.05)
+        return not (self._held or self._claims)
 
     # -- rollouts in hand --------------------------------------------------------------------
 

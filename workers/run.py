@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from rollout.schema import State
 from rollout.trajectory import FinishReason, Trajectory
-from sandbox.errors import SandboxError
+from sandbox.client import SandboxClient
+from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.store import Finish
 from workers.agent.loop import AgentLoop
+from workers.agent.turns import TurnLog
 from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError
 from workers.handlers.base import RunContext, check_artifacts
+from workers.held import SHUTDOWN
 from workers.patience import time_limit
 from workers.stage import StageRun, consult, failed, outcome_fields
 
@@ -25,20 +29,34 @@ async def run_turns(run: StageRun) -> Finish:
     claim = run.claim
     handler = run.handler
     router = run.services.router(claim)
-    agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools)
+    log = run.services.turn_log(claim, run.held)
+    agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools, log)
     agent.metrics.update(claim.metrics)
-    ctx = run.context(RunContext, metrics=agent.metrics, artifacts=agent.trajectory.artifacts, agent=agent)
+    more = {"metrics": agent.metrics, "artifacts": agent.trajectory.artifacts, "agent": agent}
+    ctx = run.context(RunContext, spent_s=log.spent_before_s, **more)
+    if ctx.sandbox is not None and not await _follow(run, ctx.sandbox, log):
+        return Finish("handback")
     fields: dict[str, str] = {}
     reason = FinishReason.ERROR
+    keeps = False
     try:
         if handler.uses_model:
             # Before the clock starts: waiting for room on a backend is waiting in a queue.
             await router.acquire(run.services.prompts.expected(handler.name, claim.request.task))
-        async with time_limit(claim.request.limits.run_timeout_s, StageTimeout, "run_timeout_s"):
+        log.begin()
+        limit = claim.request.limits.run_timeout_s - log.spent_before_s
+        async with time_limit(limit, StageTimeout, "run_timeout_s"):
             reason = FinishReason(await handler.run(ctx))
+        log.settle()
         check_artifacts(ctx.artifacts, handler.name)
     except StageTimeout:
         reason = FinishReason.TIME_LIMIT
+    except asyncio.CancelledError:
+        # The backend keeps the prefix for whoever goes on.
+        keeps = run.held.reason == SHUTDOWN and run.can_pass_on
+        if keeps:
+            await log.flush()
+        raise
     except Exception as raised:
         error, answer = await consult(handler.on_run_error, ctx, raised)
         if isinstance(error, SandboxError):
@@ -62,7 +80,8 @@ async def run_turns(run: StageRun) -> Finish:
             fields["backend"] = router.backend.id
         run.services.prompts.seen(handler.name, agent.trajectory)
         agent.metrics.update(router.metrics)
-        await router.release()
+        if not keeps:
+            await router.release()
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
     if handler.uses_model and "error" not in fields and not agent.trajectory.sampled_tokens:
@@ -82,6 +101,26 @@ async def run_turns(run: StageRun) -> Finish:
         | fields,
         agent.trajectory,
     )
+
+
+async def _follow(run: StageRun, sandbox: SandboxClient, log: TurnLog) -> bool:
+    """Have the log follow what is done in the sandbox; False: it went with a service that ended in order.
+
+    Raises:
+        StageError: It is gone otherwise, or not where the log is.
+    """
+    try:
+        await log.follow(sandbox)
+    except SandboxError as error:
+        await sandbox.close()
+        fault = await run.blame(error)
+        # What the agent has brought about is met again where the next tool is called, and scored.
+        if isinstance(fault, AgentFault) or (run.claim.handed and isinstance(error, SandboxGone)):
+            return isinstance(fault, AgentFault)
+        raise fault from error
+    if log.turns:
+        run.log.info("goes on with RUN of another worker", turn=log.turns + 1)
+    return True
 
 
 def unsampled(reason: FinishReason, trajectory: Trajectory) -> StageError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 import redis
@@ -19,9 +21,11 @@ from services.state.policy.store import PolicyStore
 from services.state.redis import connect
 from services.state.rollouts.store import Claim, RolloutStore
 from services.state.tenants import TenantStore
+from services.state.turns.store import TurnStore
 from workers.agent.llm import session
 from workers.agent.placement import Placements, PromptSizes
 from workers.agent.router import BackendRouter
+from workers.agent.turns import TurnLog
 from workers.handlers.registry import Registry
 from workers.held import Held
 from workers.metrics import WorkerMetrics
@@ -62,6 +66,7 @@ class WorkerServices:
         self.handler, self.tenant, self.note = self.handlers.get, self.tenants.get, self.store.note
         self.host = HostClient()
         self.placements = Placements(self.backends)
+        self._turns = TurnStore(self.redis)
         self.prompts = PromptSizes()
         self.metrics = WorkerMetrics(self.held.values)
         self._http: aiohttp.ClientSession | None = None
@@ -95,6 +100,15 @@ class WorkerServices:
             policy_version=claim.request.policy_version,
             wait_s=self.settings.backend_wait_s,
         )
+
+    def turn_log(self, claim: Claim, held: Held) -> TurnLog:
+        """Where RUN writes its turns; made on the event loop."""
+
+        async def write(at: int, entries: Sequence[bytes]) -> dict[str, Any]:
+            call = self._turns.append(claim.rollout_id, claim.attempt, claim.fence, at, entries)
+            return await self.placements.send(call)
+
+        return TurnLog(claim.turns, write, held)
 
     def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
         """The other nodes that do INIT now, and those of them that have not tried to start this rollout.

@@ -20,6 +20,7 @@ from sandbox.spec import Fate
 from services.state.rollouts.store import ABSENT, Claim, Finish
 from workers.agent.placement import PromptSizes
 from workers.agent.router import Router
+from workers.agent.turns import TurnLog
 from workers.errors import (
     AgentFault,
     DeadlinePassed,
@@ -39,6 +40,7 @@ from workers.sandboxes import Sandboxes, SandboxServices
 log = structlog.get_logger("stage")
 
 CLEANUP_S = 20.0
+PASSED_ON = "passed on"
 BACK = ("handback", "elsewhere")
 """Outcomes that give a rollout back as it is."""
 FATE_S = 5.0
@@ -60,6 +62,7 @@ class StageServices(SandboxServices, Protocol):
 
     def handler(self, name: str) -> AgentHandler[Any]: ...
     def router(self, claim: Claim) -> Router: ...
+    def turn_log(self, claim: Claim, held: Held) -> TurnLog: ...
     def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]: ...
 
 
@@ -91,6 +94,14 @@ class StageRun:
             UnknownHandler: This worker does not carry it.
         """
         return self.services.handler(self.claim.request.handler)
+
+    @property
+    def can_pass_on(self) -> bool:
+        """Whether another worker can go on with the stage at the turn that it has reached."""
+        try:
+            return self.claim.stage is Stage.RUN and Stage.RUN in self.handler.repeats
+        except UnknownHandler:
+            return False
 
     def context(self, kind: type[C], **more: Any) -> C:
         """What the handler gets in this stage.
@@ -192,7 +203,7 @@ def interrupted(run: StageRun) -> Finish | None:
         info = describe(DeadlinePassed("the deadline of the rollout passed"), run.claim.stage)
         return Finish(State.TIMED_OUT, error_fields(info) | {"finish_reason": FinishReason.TIME_LIMIT.value})
     if reason == SHUTDOWN:
-        return Finish("handback")
+        return Finish(PASSED_ON if run.can_pass_on else "handback")
     return None
 
 
@@ -227,7 +238,7 @@ async def clean_up(run: StageRun, outcome: Finish | None) -> None:
     """Release what the next stage does not need."""
     # An EVAL that is handed back is done again on the same sandbox.
     again = BACK if run.claim.stage is Stage.EVAL else ()
-    if outcome is None or outcome.next not in (State.READY, State.EVALUATING, *again):
+    if outcome is None or outcome.next not in (State.READY, State.EVALUATING, PASSED_ON, *again):
         await run.clean_up()
 
 

@@ -115,6 +115,8 @@ def _claim(process: WorkerProcess, stage: Stage, ref: Ref | None) -> Claim | str
 
 def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) -> Ref:
     held = run.held
+    if run.claim.stage is Stage.INIT and run.claim.left_on:
+        _clear_away(process, run)
     try:
         try:
             outcome = process.run(held, work(run, body))
@@ -137,12 +139,23 @@ def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) ->
     return _after(process, task, run, entered, outcome)
 
 
+def _clear_away(process: WorkerProcess, run: StageRun) -> None:
+    """End what the lost INIT of this attempt has left, here before another one is begun."""
+    claim = run.claim
+    if claim.left_on == process.settings.node:
+        asyncio.run_coroutine_threadsafe(run.sandboxes.release(), process.loop).result(CLEANUP_S)
+    else:
+        process.services.dispatcher.clean_up(claim.rollout_id, claim.left_on, claim.attempt)
+
+
 def _after(process: WorkerProcess, task: Task, run: StageRun, entered: str, outcome: Finish | None) -> Ref:
     """Go on with the chain, or end it and tidy up."""
     claim = run.claim
     if entered in (State.READY, State.EVALUATING) and outcome.next == entered:
         return _ref(claim, process.settings.node if run.has_sandbox else None)
-    if entered == LOST:
+    if entered == State.RUNNING:
+        process.services.dispatcher.send(Stage.RUN, _ref(claim, claim.node))
+    elif entered == LOST:
         run.log.warning("outcome refused: the rollout is not ours any more")
     elif outcome.next in BACK and outcome.delay_s is None and entered in (State.QUEUED, State.EVALUATING):
         stage = Stage.INIT if entered == State.QUEUED else Stage.EVAL

@@ -252,6 +252,8 @@ class Rollout(BaseModel):
     state: State
     attempt: int
     """Starts from INIT so far, this one included."""
+    resumed: int = 0
+    """How often a worker went on with what another one, lost or stopped, had begun."""
     request: RolloutRequest
     reward: float | None = None
     """None until scored, and whenever `drop` is set."""
@@ -364,6 +366,8 @@ class HandlerInfo(BaseModel):
     uses_model: bool = True
     image: str | None = None
     """Image of its sandbox; None = the deployment's default, or the `image` of the task where it has one."""
+    repeatable: list[Stage] = Field(default_factory=list)
+    """Stages that a worker goes on with, in the same attempt, when another one was lost in them."""
     tools: list[str] = Field(default_factory=list)
     tool_schemas: list[dict[str, Any]] = Field(default_factory=list)
     """Those that the prompt describes, in the format of chat completions."""

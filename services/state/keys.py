@@ -21,6 +21,12 @@ def trajectory(rollout_id: str) -> str:
     return f"rollout:{{{rollout_id}}}:trajectory"
 
 
+def turns(rollout_id: str, attempt: int) -> str:
+    """List: the turn log of an attempt in RUN, in the form that `turns/entries.py` says. At RUN's end the
+    trajectory takes its place; else it expires some time after the rollout's deadline."""
+    return f"rollout:{{{rollout_id}}}:turns:{attempt}"
+
+
 def request(tenant: str, digest: str) -> str:
     """Hash: a request of the tenant by the digest of its body: the `body` (JSON), kept once for all rollouts
     that were submitted with it, and how many of them are `live`."""
@@ -59,6 +65,13 @@ DUE = "rollouts:due"
 """Sorted set: when somebody must look at a rollout (ms)."""
 SUSPECTS = "rollouts:suspects"
 """Hash: worker → the rollout that it carries alone among those that saw several workers end."""
+
+
+def unproven(worker: str) -> str:
+    """Set: rollouts that a worker claimed which had seen another worker end since their last turn."""
+    return f"rollouts:unproven:{worker}"
+
+
 JUMP = "rollouts:jump"
 """Hash: the last jump of Redis' clock by which times were moved (token, ms, since when submissions are
 right already, whether it is done), and the ms of all of them."""

@@ -146,21 +146,30 @@ class Operations:
 
         Others are served between them.
         """
-        replies = self._send(requests)
-        # A Redis that was restarted has forgotten the scripts, and has done none of these.
-        missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]
-        if missing:
-            for operation in {requests[i][0] for i in missing}:
-                self._client.script_load(self._script(operation).script)
-            for i, reply in zip(missing, self._send([requests[i] for i in missing]), strict=True):
-                replies[i] = reply
-        return [reply if isinstance(reply, Exception) else from_json(reply) for reply in replies]
+        return send_many(self._client, [(self, args) for args in requests])
 
-    def _send(self, requests: list[list[Any]]) -> list[Any]:
-        with self._client.pipeline(transaction=False) as pipe:
-            for args in requests:
-                pipe.evalsha(self._script(args[0]).sha, 0, *args)
-            return pipe.execute(raise_on_error=False)
+
+Call = tuple[Operations, list[Any]]
+
+
+def send_many(client: redis.Redis, calls: list[Call]) -> list[Any]:
+    """As `Operations.many`, for operations of several files."""
+    replies = _send(client, calls)
+    # A Redis that was restarted has forgotten the scripts, and has done none of these.
+    missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]
+    if missing:
+        for script in {calls[i][0]._script(calls[i][1][0]) for i in missing}:
+            client.script_load(script.script)
+        for i, reply in zip(missing, _send(client, [calls[i] for i in missing]), strict=True):
+            replies[i] = reply
+    return [reply if isinstance(reply, Exception) else from_json(reply) for reply in replies]
+
+
+def _send(client: redis.Redis, calls: list[Call]) -> list[Any]:
+    with client.pipeline(transaction=False) as pipe:
+        for operations, args in calls:
+            pipe.evalsha(operations._script(args[0]).sha, 0, *args)
+        return pipe.execute(raise_on_error=False)
 
 
 def request(operation: str, *blobs: bytes | str, **ask: Any) -> list[Any]:

@@ -6,15 +6,18 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 
+from rollout.arrays import unpack_ids
 from rollout.schema import Backend, RolloutRequest, SamplingParams, new_id
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from sandbox.client import SandboxClient
 from services.engines.base import Completion, SampleRequest
+from services.state.turns.entries import Appended, Begun, Sampled, from_json
 from workers.agent.codec import CodecError, load_codec, takeover_obstacle
 from workers.agent.parsing import Malformed, ParsedTurn
 from workers.agent.router import Router
 from workers.agent.tokens import TokenBuffer, fit
 from workers.agent.tools import Observation, Tool, ToolContext, by_name
+from workers.agent.turns import RunDiverged, TurnLog
 
 Compact = Callable[[Trajectory], Awaitable[list[Message] | None]]
 """Makes new messages of a history that fills the context; None = the rollout ends there."""
@@ -37,12 +40,15 @@ class AgentLoop:
         router: Router,
         tools: Sequence[Tool] = (),
         advertise_tools: bool = True,
+        log: TurnLog | None = None,
     ) -> None:
+        """`log`: where turns are written, and read again that a former worker made; None = nowhere."""
         self.trajectory = Trajectory()
         self.metrics: dict[str, float] = {}
         self._request = request
         self._index = index
         self._router = router
+        self._log = log or TurnLog()
         self._tools = by_name(tools)
         self._advertised = [tool.spec() for tool in tools] if advertise_tools else []
         self._malformed_in_row = 0
@@ -90,17 +96,31 @@ class AgentLoop:
         """Take a backend and render the prompt.
 
         Raises:
-            InfrastructureError: There is no backend.
+            InfrastructureError: There is no backend, or it cannot go on with what a former one began.
             CodecError: Its model's tokenizer or chat format cannot be used, or not with these tools.
         """
         backend = await self._router.acquire()
+        before = self._log.take(Begun)
+        if before is not None:
+            # The router asks, before the next call, whether the one that it has can take over from this one.
+            backend = self._router.backend = Backend.model_validate_json(before.backend)
         try:
             self._codec = await asyncio.to_thread(load_codec, backend.tokenizer)
             if self._tools:
                 await asyncio.to_thread(self._codec.check_tools, bool(self._advertised))
-            ids = self._codec.render(messages, self._advertised)
+            if before is None:
+                ids = self._codec.render(messages, self._advertised)
+            else:
+                messages, ids = from_json(before.messages), unpack_ids(before.ids)
         except CodecError as error:
             raise type(error)(f"backend {backend.id}, tokenizer {backend.tokenizer!r}: {error}") from error
+        if before is None:
+            described = backend.model_dump_json(exclude_defaults=True)
+            self._log.add_begun(ids, messages, backend=described, tokenizer=self._codec.digest)
+        elif before.tokenizer != self._codec.digest:
+            raise RunDiverged(
+                f"the turns so far are of tokenizer {before.tokenizer}, here is {self._codec.digest}"
+            )
         self._backend = backend
         self._cache_salt = backend.policy_version
         self._max_model_len = backend.max_model_len
@@ -126,26 +146,50 @@ class AgentLoop:
         max_tokens = self.budget if max_tokens is None else max_tokens
         if max_tokens <= 0:
             raise ValueError(f"no room for a turn ({self._room()[1]}): look at `budget` before a query")
-        turn_number = self.trajectory.turns
-        request = SampleRequest(
-            call_id=new_id(),
-            prompt=self._buffer.ids,
-            max_tokens=max_tokens,
-            sampling=self._request.sampling,
-            seed=self._seed(turn_number),
-            stop_token_ids=frozenset(self._codec.stop_token_ids),
-            cache_salt=self._cache_salt,
-            end_ids=self._codec.end_ids,
-            vocab_size=self._codec.vocab_size,
-        )
-        completion = await self._router.generate(request, self._request.limits.call_timeout_s)
-        self._note_takeover(turn_number + 1)
-        turn = self._buffer.add_sampled(completion)
+        if before := self._log.take(Sampled):
+            completion = before.completion
+            turn = ParsedTurn.of(Message.model_validate_json(before.message), before.malformed)
+            if before.backend:
+                self._router.backend = Backend.model_validate_json(before.backend)
+            self._note_takeover()
+        else:
+            self._log.settle()
+            await self._log.pause()
+            completion = await self._sample(max_tokens)
+            turn = self._codec.parse(self._buffer.ids, completion.token_ids)
+            moved = self._note_takeover()
+            described = self._backend.model_dump_json(exclude_defaults=True) if moved else ""
+            self._log.add_sampled(completion, turn, backend=described)
+            # Before anybody acts on it.
+            await self._log.flush()
+        self._buffer.add_sampled(completion, turn)
         self._count("model_calls")
         self._count("sampled_tokens", len(completion.token_ids))
         if completion.cached_tokens is not None:
             self._count("cached_prompt_tokens", completion.cached_tokens)
         return turn, completion
+
+    async def _sample(self, max_tokens: int) -> Completion:
+        request = SampleRequest(
+            call_id=new_id(),
+            prompt=self._buffer.ids,
+            max_tokens=max_tokens,
+            sampling=self._request.sampling,
+            seed=self._seed(self.trajectory.turns),
+            stop_token_ids=frozenset(self._codec.stop_token_ids),
+            cache_salt=self._cache_salt,
+            end_ids=self._codec.end_ids,
+            vocab_size=self._codec.vocab_size,
+        )
+        # What the tools answered is written with the round trip in which the router asks for its place.
+        writing = self._log.flush_soon()
+        try:
+            completion = await self._router.generate(request, self._request.limits.call_timeout_s)
+        except BaseException:
+            writing.cancel()
+            raise
+        await writing
+        return completion
 
     async def act(self, turn: ParsedTurn, sandbox: SandboxClient | None) -> list[Observation]:
         """Run the calls of a turn in order; one observation each, up to the one that ends the rollout.
@@ -155,23 +199,28 @@ class AgentLoop:
         any_fine = len(turn.malformed) < len(turn.attempts)
         self._malformed_in_row = 0 if any_fine else self._malformed_in_row + 1
         self._count("malformed_calls", len(turn.malformed))
-        context = ToolContext(sandbox=sandbox, timeout_s=self._request.limits.tool_timeout_s)
         observations: list[Observation] = []
-        for attempt in turn.attempts:
-            observations.append(await self._answer(attempt, context))
-            if observations[-1].finished:
+        for place, attempt in enumerate(turn.attempts):
+            if isinstance(attempt, ToolCall):
+                self._count("tool_calls" if attempt.name in self._tools else "unknown_tool_calls")
+            observation = self._log.take_answer(place)
+            if observation is None:
+                with self._log.call():
+                    observation = await self._answer(attempt, sandbox)
+                self._log.add_answer(observation)
+            observations.append(observation)
+            if observation.finished:
                 break
         return observations
 
-    async def _answer(self, attempt: ToolCall | Malformed, context: ToolContext) -> Observation:
+    async def _answer(self, attempt: ToolCall | Malformed, sandbox: SandboxClient | None) -> Observation:
         if isinstance(attempt, Malformed):
             return Observation(f"Error: malformed tool call ({attempt.reason})")
         tool = self._tools.get(attempt.name)
         if tool is None:
             known = ", ".join(dict.fromkeys(tool.name for tool in self._tools.values())) or "none"
-            self._count("unknown_tool_calls")
             return Observation(f"Error: no tool {attempt.name!r}; there are: {known}")
-        self._count("tool_calls")
+        context = ToolContext(sandbox, self._request.limits.tool_timeout_s, attempt.id)
         return await tool(attempt.arguments, context)
 
     def _repeats(self, turn: ParsedTurn, observations: list[Observation]) -> bool:
@@ -211,19 +260,30 @@ class AgentLoop:
         Raises:
             CodecError: The chat format cannot take them without rewriting what is there.
         """
+        if before := self._log.take(Appended):
+            messages, ids, cut = from_json(before.messages), unpack_ids(before.ids), before.cut
+        else:
+            messages, ids, cut = self._fitting(messages)
+            self._log.add_appended(ids, messages, cut)
+        if not ids:
+            self.trajectory.unread = messages
+            return False
+        if cut:
+            self._count("truncated_observations")
+        self._buffer.add_observations(messages, ids)
+        return True
+
+    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int], bool]:
+        """Messages and their ids as the context has room for them, none where it has none; whether they are cut."""
         room = self._max_model_len - len(self._buffer.ids)
         ids = self._buffer.bridge(messages)
         free = min(self._turn_room, room // 2)
         if len(ids) > room - free:
-            cut = fit(messages, self._buffer.bridge, room - free)
-            if cut is not None:
-                messages, ids = cut
-                self._count("truncated_observations")
-            elif len(ids) >= room:
-                self.trajectory.unread = messages
-                return False
-        self._buffer.add_observations(messages, ids)
-        return True
+            if cut := fit(messages, self._buffer.bridge, room - free):
+                return *cut, True
+            if len(ids) >= room:
+                return messages, [], False
+        return messages, ids, False
 
     # -- a new chain -------------------------------------------------------------------------
 
@@ -237,6 +297,12 @@ class AgentLoop:
     async def _start_over(self, compact: Compact) -> bool:
         """Go on from what the handler makes of the history, in a new chain; False: there is none."""
         trajectory = self.trajectory
+        if self._log.repeats:
+            before = self._log.peek(Begun) and self._log.take(Begun)
+            if before:
+                self._buffer.start(from_json(before.messages), unpack_ids(before.ids))
+                self._count("compactions")
+            return before is not None
         if len(trajectory.chains) >= MAX_CHAINS:
             self._warn(f"the context was compacted {MAX_CHAINS - 1} times, which is the limit")
             return False
@@ -250,6 +316,7 @@ class AgentLoop:
                 f"with {self._turn_room} free for a turn"
             )
             return False
+        self._log.add_begun(ids, messages)
         self._buffer.start(messages, ids)
         self._count("compactions")
         return True
@@ -299,14 +366,15 @@ class AgentLoop:
         if line not in self.trajectory.warnings:
             self.trajectory.warnings.append(line)
 
-    def _note_takeover(self, call: int) -> None:
-        """Another backend may have answered than the one before."""
+    def _note_takeover(self) -> bool:
+        """Whether another backend has answered than the one before."""
         backend = self._router.backend
         if backend is None or backend.id == self._backend.id:
-            return
-        if line := takeover_warning(self._backend, backend, call):
+            return False
+        if line := takeover_warning(self._backend, backend, self.trajectory.turns + 1):
             self._warn(line)
         self._backend, self._max_model_len = backend, backend.max_model_len
+        return True
 
 
 def logprob_warnings(sampling: SamplingParams, mode: str | None) -> list[str]:

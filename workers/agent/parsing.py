@@ -45,6 +45,20 @@ class ParsedTurn:
         """One line for each tool call that could not be parsed."""
         return [attempt.reason for attempt in self.attempts if isinstance(attempt, Malformed)]
 
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """Place among the attempts, and reason, of those that could not be parsed."""
+        attempts = enumerate(self.attempts)
+        return [(place, attempt.reason) for place, attempt in attempts if isinstance(attempt, Malformed)]
+
+    @classmethod
+    def of(cls, message: Message, places: list[tuple[int, str]]) -> ParsedTurn:
+        """The turn of a message and these `places`."""
+        attempts: list[ToolCall | Malformed] = list(message.tool_calls)
+        for place, reason in places:
+            attempts.insert(place, Malformed(reason))
+        return cls(message, attempts)
+
 
 def parsed_turn(content: str, reasoning: str | None, attempts: list[ToolCall | Malformed]) -> ParsedTurn:
     """The turn as a message with its well-formed calls."""

@@ -13,8 +13,11 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
+import redis
+
 from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
+from services.state.scripts import Call
 from workers.patience import ask, stopped
 
 MAX_BATCH = 256
@@ -52,7 +55,7 @@ class Placements:
 
     def __init__(self, store: BackendStore) -> None:
         self._store = store
-        self._queue: list[tuple[list[Any], asyncio.Future[Any]]] = []
+        self._queue: list[tuple[list[Any] | Call, asyncio.Future[Any]]] = []
         self._flushing: asyncio.Task[None] | None = None
         self.line = asyncio.Lock()
         """Held by the rollout that has waited longest for room: a large one must not starve."""
@@ -71,6 +74,14 @@ class Placements:
     async def release(self, rollout_id: str) -> bool:
         """See `BackendStore.release`."""
         return bool(await self._ask(self._store.release(rollout_id)))
+
+    async def send(self, call: Call) -> Any:
+        """Another store's call, in one round trip with the placements that are asked for meanwhile."""
+        try:
+            return await self._ask(call)
+        except redis.RedisError:
+            # A Redis that is full is waited for here.
+            return await ask(call[0].send, call[1])
 
     async def suspect(self, backend_id: str) -> None:
         """Have a backend probed at once, because a call to it failed."""
@@ -122,9 +133,9 @@ class Placements:
 
     # -- round trips -------------------------------------------------------------------------
 
-    async def _ask(self, args: list[Any]) -> Any:
+    async def _ask(self, call: list[Any] | Call) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._queue.append((args, answer))
+        self._queue.append((call, answer))
         if self._flushing is None or self._flushing.done():
             # In no rollout's context: it serves many.
             self._flushing = asyncio.create_task(self._flush(), context=Context())
@@ -136,7 +147,7 @@ class Placements:
             batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
             began = time.monotonic()
             try:
-                replies = await ask(self._store.many, [args for args, _ in batch])
+                replies = await ask(self._store.many, [call for call, _ in batch])
             except Exception as error:
                 replies = [error] * len(batch)
             if (taken := time.monotonic() - began) > OUTAGE_S:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rollout.trajectory import Chain, Message, Segment, TextPart, Trajectory
 from services.engines.base import Completion
+from services.state.turns.entries import sampled_segments
 from workers.agent.formats import Codec
 from workers.agent.parsing import ParsedTurn
 
@@ -52,29 +53,15 @@ class TokenBuffer:
         self._trajectory.chains.append(self._next)
         self._trajectory.unread, self._next = [], None
 
-    def add_sampled(self, completion: Completion) -> ParsedTurn:
-        """Append what a call sampled, exactly as it was returned, and parse it."""
-        turn = self._codec.parse(self._ids, completion.token_ids)
-        segments = [
-            Segment(
-                role="assistant",
-                token_ids=completion.token_ids[start:end],
-                sampled=True,
-                logprobs=completion.logprobs[start:end],
-                policy_version=version,
-                call_id=completion.call_id,
-            )
-            for version, start, end in completion.spans
-        ]
-        segments[-1].finish_reason = completion.finish_reason
-        segments[-1].routed_experts = completion.routed_experts
-        segments[-1].messages = [turn.message]
+    def add_sampled(self, completion: Completion, turn: ParsedTurn | None = None) -> ParsedTurn:
+        """Append what a call sampled, exactly as it was returned, and parse it unless that was done."""
+        turn = turn or self._codec.parse(self._ids, completion.token_ids)
         if self._next is not None:
             self._begin()
         if self._pending is not None:
             self.chain.append(self._pending)
             self._pending, self._trajectory.unread = None, []
-        for segment in segments:
+        for segment in sampled_segments(completion, turn.message):
             self.chain.append(segment)
         self._prompt_len = len(self._ids)
         self._ids = self._ids + completion.token_ids

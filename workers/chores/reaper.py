@@ -143,6 +143,8 @@ class Reaper(Chore):
             if item.node:
                 self._dispatcher.clean_up(item.rollout_id, item.node, item.attempt)
             return
+        if item.action == "resume":
+            bound.warning("worker lost: another one goes on with the rollout", stage=item.stage)
         if item.action == "restart":
             bound.warning("worker lost: rollout restarts from INIT")
             if item.node:

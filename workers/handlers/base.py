@@ -7,7 +7,7 @@ let the model call tools in it; most handlers write a task model, a prompt and `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollout.schema import HandlerInfo, Rollout, RolloutRequest
+from rollout.schema import HandlerInfo, Rollout, RolloutRequest, Stage
 from rollout.schema import Limits as RolloutLimits
 from rollout.summary import summarize
 from rollout.trajectory import FinishReason, Message, Trajectory
@@ -28,6 +28,10 @@ from workers.sandboxes import Sandboxes
 
 MAX_ARTIFACT_BYTES = 4 << 20
 """Of all artifacts of a rollout together, which are kept in Redis with its trajectory."""
+
+
+EVERY_STAGE = tuple(Stage)
+"""For `AgentHandler.repeatable`."""
 
 
 class AnyTask(BaseModel):
@@ -86,6 +90,8 @@ class InitContext(Context[TaskT]):
 class RunContext(Context[TaskT]):
     agent: AgentLoop = None  # type: ignore[assignment]
     """Drives turns of model and tools, and owns the trajectory."""
+    spent_s: float = 0.0
+    """Seconds of `limits.run_timeout_s` that workers before this one have used up."""
 
 
 @dataclass
@@ -121,6 +127,16 @@ class AgentHandler(ABC, Generic[TaskT]):
     """Network of the sandbox: `none` or `host`."""
     limits: ClassVar[Limits] = Limits()
     """What the sandbox may use; what is left open is the node's default."""
+    repeatable: ClassVar[Collection[Stage]] = ()
+    """Stages that another worker may take up, in the same attempt, when one was lost in them. INIT and EVAL are
+    done again; of RUN, method `run` is called again and gets what it got, up to the turn that was reached. A
+    `run` that is the default may always be."""
+
+    @property
+    def repeats(self) -> set[Stage]:
+        """`repeatable`, and RUN where it is the default."""
+        default = type(self).run is AgentHandler.run
+        return {Stage(stage) for stage in self.repeatable} | ({Stage.RUN} if default else set())
 
     async def init(self, ctx: InitContext[TaskT]) -> None:
         """INIT: make everything ready that RUN needs. Default: boot the sandbox, if one is used."""
@@ -191,6 +207,7 @@ class AgentHandler(ABC, Generic[TaskT]):
             uses_sandbox=self.uses_sandbox,
             uses_model=self.uses_model,
             image=self.image,
+            repeatable=[stage for stage in Stage if stage in self.repeats],
             tools=[tool.name for tool in self.tools],
             tool_schemas=[tool.spec() for tool in self.tools] if self.advertise_tools else [],
         )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from rollout.trajectory import Message
 from workers.agent.tools import ExecuteBash
-from workers.handlers.base import AgentHandler, EvalContext, Reward
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, Reward
 
 _INTEGER = re.compile(r"-?\d+")
 
@@ -24,6 +24,7 @@ class Calculator(AgentHandler[CalculatorTask]):
     """Arithmetic by bash: reward 1 when the last message is the right number."""
 
     name = "calculator"
+    repeatable = EVERY_STAGE
     Task = CalculatorTask
     tools = (ExecuteBash(),)
     # The demo model was trained on the call's format; a description would be longer than its task.

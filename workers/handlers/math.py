@@ -10,7 +10,7 @@ from rollout.trajectory import Message
 from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish, Think
 from workers.errors import TaskError
 from workers.handlers.answers import boxed_answer
-from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.fields import Answers, Problem, RowTask, tell_of_rows, with_problem_and_answer
 from workers.handlers.packages import require
 from workers.scoring import score_or_blame
@@ -39,6 +39,7 @@ class Math(AgentHandler[MathTask]):
     """Mathematics without tools: reward 1 when the last boxed answer is right."""
 
     name = "math"
+    repeatable = EVERY_STAGE
     Task = MathTask
 
     async def init(self, ctx: InitContext[MathTask]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 from pydantic import BaseModel, Field
 
 from rollout.trajectory import FinishReason
-from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 
 
 class NoopTask(BaseModel):
@@ -25,6 +25,7 @@ class Noop(AgentHandler[NoopTask]):
     name = "noop"
     Task = NoopTask
     uses_model = False
+    repeatable = EVERY_STAGE
 
     async def init(self, ctx: InitContext[NoopTask]) -> None:
         if ctx.task.init_s:

@@ -11,7 +11,15 @@ from rollout.trajectory import FinishReason, Message
 from workers.agent.tools import Finish
 from workers.errors import InfrastructureError, TaskError
 from workers.handlers.answers import finish_message, last_words
-from workers.handlers.base import AgentHandler, Context, EvalContext, InitContext, Reward, RunContext
+from workers.handlers.base import (
+    EVERY_STAGE,
+    AgentHandler,
+    Context,
+    EvalContext,
+    InitContext,
+    Reward,
+    RunContext,
+)
 from workers.handlers.fields import JsonObject, Problem, RowTask, object_of, with_problem_and_answer
 from workers.handlers.packages import require
 from workers.scoring import score, score_or_blame
@@ -86,6 +94,7 @@ class ReasoningGym(AgentHandler[ReasoningGymTask]):
     """A puzzle of reasoning-gym: the reward is the score of the package's own scorer."""
 
     name = "reasoning_gym"
+    repeatable = EVERY_STAGE
     Task = ReasoningGymTask
     tools = (Finish(),)
     advertise_tools = False

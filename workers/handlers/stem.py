@@ -14,7 +14,7 @@ from services.settings import settings
 from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish, Think, Tool
 from workers.errors import TaskError
 from workers.handlers.answers import boxed_answer, declared, last_words
-from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.fields import (
     Answers,
     Problem,
@@ -135,6 +135,7 @@ class Stem(AgentHandler[StemTask]):
     """Science without tools: a choice, a quantity, words or a set; reward 1 when it is right."""
 
     name = "stem"
+    repeatable = EVERY_STAGE
     Task = StemTask
 
     async def init(self, ctx: InitContext[StemTask]) -> None:

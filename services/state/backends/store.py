@@ -16,7 +16,7 @@ import redis
 
 from rollout.schema import Backend, BackendStats
 from services.state import keys
-from services.state.scripts import Operations, request
+from services.state.scripts import Call, Operations, request, send_many
 
 _LIVE_FIELDS = {
     *("healthy", "reachable", "error", "draining", "paused"),
@@ -261,9 +261,11 @@ class BackendStore:
             **more,
         )
 
-    def many(self, calls: list[list[Any]]) -> list[Any]:
-        """Answers to several of these calls in one round trip, in order (see `placed`)."""
-        return self._place.many(calls)
+    def many(self, calls: list[list[Any] | Call]) -> list[Any]:
+        """Answers to several of these calls, and to others', in one round trip, in order (see `placed`)."""
+        return send_many(
+            self._redis, [call if isinstance(call, tuple) else (self._place, call) for call in calls]
+        )
 
     # -- upkeep ------------------------------------------------------------------------------
 

@@ -298,6 +298,7 @@ def rollout_of(
         tenant=record.get("tenant", DEFAULT_TENANT),
         state=State(record["state"]),
         attempt=int(record["attempt"]),
+        resumed=int(record.get("resumed") or 0),
         request=request,
         reward=float(record["reward"]) if record.get("reward") else None,
         reward_components=_numbers(record.get("reward_components")),

@@ -5,6 +5,9 @@
 local TERMINAL = {completed = true, failed = true, cancelled = true, timed_out = true}
 local WAITS_FOR = {queued = 'init', ready = 'run', evaluating = 'eval'}
 local STAGE_IN = {initializing = 'init', running = 'run', evaluating = 'eval'}
+-- Owner of a rollout in RUN that waits for a worker to take it over. Releases before the turn log know of no such
+-- wait: to them somebody holds it, and they let it be until its lease runs out.
+local NOBODY = '-'
 
 local function field(id, name) return redis.call('HGET', KEY.record(id), name) or nil end
 
@@ -26,6 +29,12 @@ local function write(id, fields)
 end
 
 local function forget(id, ...) redis.call('HDEL', KEY.record(id), ...) end
+
+-- The stage that a rollout waits for, if nobody holds it.
+local function awaited(r)
+  if r.owner == NOBODY then return STAGE_IN[r.state] end
+  return not r.owner and WAITS_FOR[r.state] or nil
+end
 
 local function count(name) redis.call('HINCRBY', KEY.TOTALS, name, 1) end
 
@@ -83,12 +92,27 @@ local function next_attempt(r, blame)
   count('retry_' .. blame)
 end
 
+-- The turns of this attempt, and of the one before where that has just ended.
+local function forget_turns(r)
+  redis.call('DEL', KEY.turns(r.id, r.attempt), KEY.turns(r.id, r.attempt - 1))
+  forget(r.id, 'handed')
+end
+
+-- RUN waits for a worker that goes on with it. What the former one still does is void.
+local function pass_on(r, delay)
+  r.fence = redis.call('HINCRBY', KEY.record(r.id), 'fence', 1)
+  write(r.id, {owner = NOBODY, lease = now + delay + LEASE_MS, since = now, kicks = 0})
+  enter(r, 'running', NOBODY)
+  look_at(r.id, now + delay)
+end
+
 -- Begins again from INIT, once it is its turn; with a delay only after that. What RUN did to the sandbox cannot be
 -- undone, so nothing is left of what it did.
 local function restart(r, by, delay, takes_its_turn)
   forget_failure(r.id)
   forget(r.id, 'sandbox', 'node', 'policy_versions')
   redis.call('DEL', KEY.trajectory(r.id))
+  forget_turns(r)
   release_backend(r.id)
   enter(r, 'queued', by)
   wait_again(r.id, delay)
@@ -112,6 +136,7 @@ local function finish_rollout(r, to, by)
   enter(r, to, by)
   local id = r.id
   forget(id, 'owner', 'lease')
+  forget_turns(r)
   redis.call('ZREM', KEY.DUE, id)
   release_backend(id)
   local its = read(id, 'tags', 'group', 'blame', 'drop', 'drop_reason', 'digest', 'handler', 'reward', 'metrics')
@@ -172,35 +197,68 @@ local function is_last_attempt(r)
   return tonumber(r.attempt) - tonumber(field(r.id, 'spared') or '0') >= most_attempts(r.id)
 end
 
--- A rollout that saw so many workers end while they held it may be what ended them. It is carried alone among its
--- kind: one such rollout a worker at once. Before that no attempt is counted, for the many that a worker took along
--- did nothing; from then on each worker lost costs one. Who may be tried once only is not tried again for nothing.
-local SPARED_DEATHS, ALONE_AGAIN_MS = 2, 1000
+-- Workers lost while they held a rollout, without a new turn between them, count: it may be what ended them. The first
+-- costs it nothing. From the second on it is carried alone among its kind, one such rollout a worker at once, and that
+-- one costs an attempt where no other can have been it. The third ends it.
+local SUSPECT, GUILTY, ALONE_AGAIN_MS = 2, 3, 1000
+
+local function turns(r) return redis.call('LLEN', KEY.turns(r.id, r.attempt)) end
+
+-- How many workers it saw end in this stage since its last turn.
+local function deaths(r, stage)
+  local its = read(r.id, 'deaths', 'deaths_in', 'deaths_at')
+  if its.deaths_in ~= stage or turns(r) > tonumber(its.deaths_at or '0') then return 0 end
+  return tonumber(its.deaths or '0')
+end
 
 -- Whether the owner carries another suspect, beside which this one is not to be in the stage in which it saw them end.
-local function crowded(id, stage, owner)
-  if tonumber(field(id, 'deaths') or '0') < SPARED_DEATHS or field(id, 'deaths_in') ~= stage then return false end
-  local other = redis.call('HGET', KEY.SUSPECTS, owner)
-  if other and other ~= id and field(other, 'owner') == owner then return true end
-  redis.call('HSET', KEY.SUSPECTS, owner, id)
+local function crowded(r, stage, owner)
+  if deaths(r, stage) < SUSPECT then return false end
+  local other = read(redis.call('HGET', KEY.SUSPECTS, owner) or '')
+  if other.state and other.id ~= r.id and other.owner == owner and deaths(other, stage) >= SUSPECT then return true end
+  redis.call('HSET', KEY.SUSPECTS, owner, r.id)
   return false
+end
+
+-- Whether no other rollout that has seen a worker end was with this one when its last worker was lost.
+local function was_alone(r, stage)
+  for _, other in ipairs(redis.call('SMEMBERS', KEY.unproven(r.owner))) do
+    local its = other ~= r.id and read(other)
+    if its and its.state and not TERMINAL[its.state] and deaths(its, stage) > 0 then return false end
+  end
+  return true
+end
+
+-- Notes who carries a rollout that saw a worker end, at its next claim.
+local function note_unproven(r, stage, owner)
+  if deaths(r, stage) == 0 then return end
+  redis.call('SADD', KEY.unproven(owner), r.id)
+  redis.call('PEXPIRE', KEY.unproven(owner), RETENTION_MS)
 end
 
 -- It went through the stage, so it was not what ended the workers.
 local function clear_suspicion(id, stage, owner)
   if field(id, 'deaths_in') ~= stage then return end
-  forget(id, 'deaths', 'deaths_in')
+  forget(id, 'deaths', 'deaths_in', 'deaths_at')
+  redis.call('SREM', KEY.unproven(owner), id)
   if redis.call('HGET', KEY.SUSPECTS, owner) == id then redis.call('HDEL', KEY.SUSPECTS, owner) end
 end
 
--- Books a lost worker; how many there have been in that stage.
-local function count_death(id, stage)
-  if field(id, 'deaths_in') ~= stage then forget(id, 'deaths') end
-  write(id, {deaths_in = stage})
-  local deaths = redis.call('HINCRBY', KEY.record(id), 'deaths', 1)
-  -- Of three stages, each of which may come again.
-  if deaths <= SPARED_DEATHS and most_attempts(id) > 1 and tonumber(field(id, 'spared') or '0') < 3 * SPARED_DEATHS then
-    redis.call('HINCRBY', KEY.record(id), 'spared', 1)
+-- Books a lost worker; how many there have been in that stage since the last turn.
+local function count_death(r, stage)
+  local count = deaths(r, stage) + 1
+  write(r.id, {deaths = count, deaths_in = stage, deaths_at = turns(r)})
+  return count
+end
+
+-- Whether the handler says that another worker may do the stage again, or go on with it, in the same attempt. Who held
+-- it must have been of a release that keeps a log of it.
+local function repeatable(r, stage)
+  local stamp, fence = (field(r.id, 'stamp') or ''):match('^(%d+) (%d+)$')
+  if fence ~= r.fence or tonumber(stamp) < 2 then return false end
+  local reads, handler = pcall(cjson.decode, redis.call('HGET', KEY.HANDLERS, field(r.id, 'handler')) or '')
+  for _, name in ipairs(reads and type(handler) == 'table' and handler.repeatable or {}) do
+    if name == stage then return true end
   end
-  return deaths
+  return false
 end

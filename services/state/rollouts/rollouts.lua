@@ -92,7 +92,8 @@ local ENTERS = {init = 'initializing', run = 'running', eval = 'evaluating'}
 
 -- What whoever holds a rollout must know of it.
 local function claimed(id)
-  local claim = read(id, 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics', 'digest')
+  local claim = read(id, 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics', 'digest',
+    'resumed', 'handed', 'left_on')
   claim.word, claim.now = 'ok', now
   claim.request = redis.call('HGET', KEY.request(claim.tenant, claim.digest), 'body') or ''
   return claim
@@ -102,7 +103,8 @@ end
 local function take(r, stage, ask)
   require_transition(r, ENTERS[stage])
   r.fence = redis.call('HINCRBY', KEY.record(r.id), 'fence', 1)
-  write(r.id, {owner = ask.owner, token = ask.token, lease = now + LEASE_MS, claimed = now})
+  write(r.id, {owner = ask.owner, token = ask.token, lease = now + LEASE_MS, claimed = now, stamp = STAMP .. ' ' .. r.fence})
+  note_unproven(r, stage, ask.owner)
   look_at(r.id, now + LEASE_MS)
   book(r.id, 'queued', field(r.id, 'since'), 'queue_' .. stage)
   enter(r, ENTERS[stage], ask.owner)
@@ -126,13 +128,13 @@ function operations.claim(ask)
     though_full()
     return renew(r.id)
   end
-  if tonumber(r.attempt) ~= ask.attempt or WAITS_FOR[r.state] ~= ask.stage or r.owner then return {word = 'stale'} end
+  if tonumber(r.attempt) ~= ask.attempt or awaited(r) ~= ask.stage then return {word = 'stale'} end
   if now >= tonumber(r.deadline) then
     look_at(r.id, now)
     return {word = 'overdue'}
   end
   though_full()
-  if crowded(r.id, ask.stage, ask.owner) then
+  if crowded(r, ask.stage, ask.owner) then
     look_at(r.id, now + ALONE_AGAIN_MS)
     return {word = 'crowded'}
   end
@@ -162,7 +164,7 @@ function operations.claim_next(ask)
     elseif now >= tonumber(r.deadline) then
       look_at(id, now)
       leave_queue(id, tenant)
-    elseif crowded(id, 'init', ask.owner) then
+    elseif crowded(r, 'init', ask.owner) then
       -- The reaper rings for it again.
       look_at(id, now + ALONE_AGAIN_MS)
       leave_queue(id, tenant)
@@ -208,6 +210,20 @@ function operations.note(ask)
   return true
 end
 
+-- Another worker goes on with the attempt: with RUN at the turn it had reached, with INIT and EVAL from their beginning.
+local function resume(r, stage, delay)
+  redis.call('HINCRBY', KEY.record(r.id), 'resumed', 1)
+  count('resumed_' .. stage)
+  if stage == 'run' then
+    pass_on(r, delay)
+  elseif stage == 'init' then
+    restart(r, '-', delay, true)
+  else
+    enter(r, 'evaluating', '-')
+    wait_again(r.id, delay)
+  end
+end
+
 -- What becomes of a rollout whose stage ends with `next`, and after which delay.
 local function judge_finish(r, ask)
   local to, delay = ask.next, ask.delay
@@ -237,7 +253,7 @@ end
 -- {id, fence, stage, next, delay, fields, absent} and the trajectory, if there is one; `absent`, {node, why}, may be
 -- missing.
 -- `next` is a state, `again` (another attempt from INIT if one is left, else failed), `handback` (a stopping worker
--- returns the rollout; no attempt is used up), or `elsewhere` (this worker cannot do it: the same after a delay, and
+-- returns the rollout; no attempt is used up), `passed on` (the same of RUN, with which another worker goes on), or `elsewhere` (this worker cannot do it: the same after a delay, and
 -- failed with the given fields once nobody could for so long; at once, and for as long as it takes, where its node
 -- cannot start the image and another one has yet to try). The answer is the state entered, or `lost`. The same finish
 -- again, from a client that got no answer, gets the same answer.
@@ -250,6 +266,7 @@ function operations.finish(ask)
   local back = to == 'handback' or to == 'elsewhere'
   local enters = to
   if to == 'again' or back then enters = back and stage == 'eval' and 'evaluating' or 'queued' end
+  if to == 'passed on' then enters = 'running' end
   require_transition(r, enters)
   -- A trajectory waits until there is room.
   if not trajectory then though_full() end
@@ -260,14 +277,17 @@ function operations.finish(ask)
   if to == 'elsewhere' then
     if not ask.absent then redis.call('HSETNX', KEY.record(id), 'elsewhere_since', now) end
     handed_on = redis.call('HINCRBY', KEY.record(id), 'elsewhere', 1)
-  elseif not back then
+  elseif not back and to ~= 'passed on' then
     forget(id, 'elsewhere_since', 'elsewhere')
     if to ~= 'again' then clear_suspicion(id, stage, owner) end
   end
   if ask.fields.error and handed_on < 2 then tell_error(r, ask.fields.error) end
   if ask.absent then note_absence(r, ask.absent, to) end
-  if to == 'handback' then tell(id, r.attempt, r.fence, 'handed back: worker ' .. owner .. ' stops') end
-  if trajectory then redis.call('SET', KEY.trajectory(id), trajectory) end
+  if to == 'handback' or to == 'passed on' then tell(id, r.attempt, r.fence, 'handed back: worker ' .. owner .. ' stops') end
+  if trajectory then
+    redis.call('SET', KEY.trajectory(id), trajectory)
+    forget_turns(r)
+  end
   if to == 'cancelled' then
     mark_cancelled(id)
     -- What the stage met before it heard of the cancel is nobody's failure.
@@ -279,6 +299,9 @@ function operations.finish(ask)
     restart(r, owner, delay, to == 'handback' or to == 'elsewhere' and ask.absent)
   elseif TERMINAL[enters] then
     finish_rollout(r, enters, owner)
+  elseif to == 'passed on' then
+    write(id, {handed = '1'})
+    resume(r, stage, delay)
   else
     if to == 'elsewhere' then forget_failure(id) end
     enter(r, enters, owner)
@@ -295,7 +318,7 @@ function operations.cancel(ask)
   though_full()
   if TERMINAL[r.state] then
     answer.word, answer.node = 'ended', nil
-  elseif r.owner then
+  elseif r.owner and r.owner ~= NOBODY then
     answer.word = 'cancelling'
     if redis.call('HSETNX', KEY.record(r.id), 'cancel', now) == 1 then
       tell(r.id, r.attempt, r.fence, 'cancel asked for; worker ' .. r.owner .. ' is told')
@@ -315,23 +338,42 @@ local function to_do(action, r, stage)
   return {action = action, rollout_id = r.id, attempt = tonumber(r.attempt), stage = stage, node = r.node}
 end
 
-local function fail(r, kind, message, drop_reason)
-  lay_blame(r.id, 'infrastructure', kind, message, drop_reason, 'error')
+local function fail(r, blame, kind, message, drop_reason)
+  lay_blame(r.id, blame, kind, message, drop_reason, 'error')
   finish_rollout(r, 'failed', '-')
   return to_do('ended', r, '')
+end
+
+-- Does another worker's stage again or goes on with it; what the caller has to do.
+local function take_over(r, stage, from)
+  forget(r.id, 'handed')
+  if stage == 'init' and r.node then write(r.id, {left_on = r.node}) end
+  tell(r.id, r.attempt, r.fence, from .. (stage == 'run' and ': another one goes on at its turn' or ': done again'))
+  resume(r, stage, stage == 'init' and 0 or REQUEUE_MS)
+  return to_do('resume', r, stage)
 end
 
 -- The lease ran out: whoever held the rollout is dead, stopped or cut off.
 local function bury(r)
   local stage, owner, state = STAGE_IN[r.state], r.owner, r.state
   count('lost_' .. stage)
-  local deaths = count_death(r.id, stage)
-  if is_last_attempt(r) then
-    return fail(r, 'WorkerLost', 'worker ' .. owner .. ' was lost in state ' .. state .. ' at attempt ' .. r.attempt ..
-      '; workers lost while they held it: ' .. deaths, 'worker lost')
+  local lost, from = count_death(r, stage), 'worker ' .. owner .. ' was lost in state ' .. state
+  if lost >= GUILTY then
+    return fail(r, 'handler', 'WorkerLost', from .. ' at attempt ' .. r.attempt .. ', the ' .. lost ..
+      'rd in a row that ended while it held this rollout: its handler is what ends them', 'it ends workers')
   end
-  tell(r.id, r.attempt, r.fence, 'worker ' .. owner .. ' was lost in state ' .. state .. ': the next attempt')
+  local again = repeatable(r, stage)
+  if again and (lost < SUSPECT or not was_alone(r, stage)) then return take_over(r, stage, from) end
+  if is_last_attempt(r) then
+    return fail(r, 'infrastructure', 'WorkerLost', from .. ' at attempt ' .. r.attempt ..
+      '; workers lost while they held it: ' .. lost, 'worker lost')
+  end
+  tell(r.id, r.attempt, r.fence, from .. ': the next attempt')
   next_attempt(r, 'infrastructure')
+  -- The many that a worker took along did nothing. Of three stages, each of which may come again.
+  if not again and most_attempts(r.id) > 1 and tonumber(field(r.id, 'spared') or '0') < 3 * SUSPECT then
+    redis.call('HINCRBY', KEY.record(r.id), 'spared', 1)
+  end
   if state ~= 'evaluating' then
     restart(r, '-', REQUEUE_MS, true)
     return to_do('restart', r, 'init')
@@ -347,8 +389,10 @@ local function ring_again(r, rung)
   local kicks = redis.call('HINCRBY', KEY.record(r.id), 'kicks', 1)
   if r.state == 'queued' then wait_for_turn(r) end
   if kicks == 1 then tell(r.id, r.attempt, r.fence, 'still waits: its message is sent again') end
-  look_at(r.id, now + math.min(REQUEUE_MS * 2 ^ kicks, LONGEST_REQUEUE_MS))
-  if not (r.state == 'queued' and rung) then return to_do('send', r, WAITS_FOR[r.state]) end
+  local next_look = now + math.min(REQUEUE_MS * 2 ^ kicks, LONGEST_REQUEUE_MS)
+  if r.owner then write(r.id, {lease = next_look + LEASE_MS}) end
+  look_at(r.id, next_look)
+  if not (r.state == 'queued' and rung) then return to_do('send', r, awaited(r)) end
 end
 
 -- What is to be done about a rollout that is due; nil: nothing.
@@ -356,7 +400,7 @@ local function judge_due(id, rung)
   local r = read(id, 'lease', 'deadline', 'node', 'cancel')
   if not r.state or TERMINAL[r.state] then
     redis.call('ZREM', KEY.DUE, id)
-  elseif r.owner and tonumber(r.lease) > now then
+  elseif r.owner and r.owner ~= NOBODY and tonumber(r.lease) > now then
     look_at(id, r.lease)
   elseif now >= tonumber(r.deadline) then
     local why = r.state == 'queued' and field(id, 'unstarted')
@@ -368,10 +412,10 @@ local function judge_due(id, rung)
     mark_cancelled(id)
     finish_rollout(r, 'cancelled', '-')
     return to_do('ended', r, '')
-  elseif r.owner then
-    return bury(r)
-  else
+  elseif awaited(r) then
     return ring_again(r, rung)
+  else
+    return bury(r)
   end
 end
 
@@ -393,7 +437,7 @@ end
 -- A rollout waits for workers of a node on which nobody will come for it.
 local function vacate(r, lost)
   if lost and is_last_attempt(r) then
-    return fail(r, 'NodeLost',
+    return fail(r, 'infrastructure', 'NodeLost',
       'node ' .. r.node .. ' was lost with its sandbox in state ' .. r.state .. ' at attempt ' .. r.attempt, 'node lost')
   end
   if lost then
@@ -412,13 +456,16 @@ function operations.vacate(ask)
   local todo, gone = {}, {}
   though_full()
   local candidates = redis.call('ZRANGE', KEY.by_state('evaluating'), 0, -1)
+  for _, id in ipairs(redis.call('ZRANGE', KEY.by_state('running'), 0, -1)) do
+    if field(id, 'owner') == NOBODY then candidates[#candidates + 1] = id end
+  end
   for _, node in ipairs(ask.nodes) do
     gone[node] = true
     for _, id in ipairs(redis.call('SMEMBERS', KEY.ahead(node))) do candidates[#candidates + 1] = id end
   end
   for _, id in ipairs(candidates) do
     local r = read(id, 'node')
-    if (r.state == 'ready' or r.state == 'evaluating') and not r.owner and gone[r.node or ''] then
+    if (awaited(r) == 'run' or awaited(r) == 'eval') and gone[r.node or ''] then
       todo[#todo + 1] = vacate(r, ask.lost)
     end
   end

@@ -23,14 +23,16 @@ from services.state.rollouts import payloads
 from services.state.rollouts.reading import RolloutReader
 from services.state.scripts import Operations, request
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
+from services.state.turns import store as turns
+from services.version import STAMP
 
 _ENDS = {State.FAILED, State.CANCELLED, State.TIMED_OUT}
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.INITIALIZING} | _ENDS),
     State.INITIALIZING: frozenset({State.READY, State.QUEUED} | _ENDS),
     State.READY: frozenset({State.RUNNING, State.QUEUED} | _ENDS),
-    State.RUNNING: frozenset({State.EVALUATING, State.QUEUED} | _ENDS),
-    # EVALUATING to itself: claimed by a worker, or taken from a dead one.
+    # RUNNING and EVALUATING to themselves: claimed by a worker, or taken from a dead one.
+    State.RUNNING: frozenset({State.RUNNING, State.EVALUATING, State.QUEUED} | _ENDS),
     State.EVALUATING: frozenset({State.EVALUATING, State.COMPLETED, State.QUEUED} | _ENDS),
     State.COMPLETED: frozenset(),
     State.FAILED: frozenset(),
@@ -92,6 +94,14 @@ class Claim:
     """The numbers that earlier stages wrote."""
     stored_trajectory: bytes | None
     """For EVAL: what RUN left, as it is stored."""
+    resumed: int = 0
+    """How often a worker has gone on with what another one had begun."""
+    turns: Sequence[bytes] = ()
+    """For RUN that is gone on with: its turn log."""
+    handed: bool = False
+    """Whether the former worker of RUN handed it over, and was not lost."""
+    left_on: str | None = None
+    """Node on which a lost INIT of this attempt may have left a sandbox."""
 
     def trajectory(self) -> Trajectory | None:
         """What RUN left, for EVAL.
@@ -108,8 +118,9 @@ class Finish:
     """What a stage writes when it ends."""
 
     next: str
-    """A state, `again` (another attempt from INIT while one is left), `handback`, or `elsewhere` (this worker
-    or its node cannot do it, another one may; in the end it fails with `fields`)."""
+    """A state, `again` (another attempt from INIT while one is left), `handback`, `passed on` (another worker
+    goes on with RUN), or `elsewhere` (this worker or its node cannot do it, another one may; in the end it
+    fails with `fields`)."""
     fields: dict[str, str] = field(default_factory=dict)
     trajectory: Trajectory | None = None
     delay_s: float | None = None
@@ -126,7 +137,7 @@ class Overdue:
     """One thing the reaper has to do."""
 
     action: str
-    """`send` a message again, `restart` from INIT, or clean up after one that `ended`."""
+    """`send` a message again, `restart` from INIT, `resume` the stage, or clean up after one that `ended`."""
     rollout_id: str
     attempt: int
     stage: str
@@ -152,6 +163,7 @@ class RolloutStore(RolloutReader):
             LONGEST_REQUEUE_MS=int(max(MAX_REQUEUE_S, settings.requeue_s) * 1000),
             ELSEWHERE_MS=int(settings.handler_wait_s * 1000),
             RETENTION_MS=int(settings.retention_s * 1000),
+            STAMP=STAMP,
         )
         self._jump = Operations(client, "rollouts/jump")
         self._room = Room(client)
@@ -268,12 +280,13 @@ class RolloutStore(RolloutReader):
         try:
             box = json.loads(answer.get("sandbox") or "null")
             error = answer.get("error")
+            attempt, resumed = int(answer["attempt"]), int(answer.get("resumed") or 0)
             stored = payloads.get(self._redis, keys.trajectory(rollout_id)) if stage is Stage.EVAL else None
             return Claim(
                 rollout_id=rollout_id,
                 group_id=answer["group"],
                 index=int(answer["index"]),
-                attempt=int(answer["attempt"]),
+                attempt=attempt,
                 stage=stage,
                 fence=int(answer["fence"]),
                 deadline_in_s=(int(answer["deadline"]) - answer["now"]) / 1000,
@@ -286,6 +299,10 @@ class RolloutStore(RolloutReader):
                 finish_reason=answer.get("finish_reason") or None,
                 metrics=json.loads(answer.get("metrics") or "{}"),
                 stored_trajectory=stored,
+                resumed=resumed,
+                turns=turns.read(self._redis, rollout_id, attempt) if stage is Stage.RUN and resumed else (),
+                handed=answer.get("handed") == "1",
+                left_on=answer.get("left_on"),
             )
         except (ValueError, KeyError, TypeError) as unreadable:
             self._end_unreadable(rollout_id, int(answer["fence"]), stage, unreadable)

@@ -28,6 +28,9 @@ class ToolContext:
     sandbox: SandboxClient | None
     timeout_s: float
     """Most seconds one call may take."""
+    call_id: str | None = None
+    """Of this call, and the same one where another worker makes it again because the first was lost in it:
+    what a tool does outside of the sandbox it can do once by it."""
 
 
 class Arguments(BaseModel):

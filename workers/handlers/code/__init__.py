@@ -8,7 +8,7 @@ from collections import Counter
 from rollout.trajectory import FinishReason, Message
 from sandbox.errors import SandboxRequestError
 from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think
-from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, Reward, RunContext
 from workers.handlers.code.judging import Result, judge
 from workers.handlers.code.task import Case, CodeTask
 
@@ -45,6 +45,7 @@ class CodeText(AgentHandler[CodeTask]):
     """Programming problems: the last block of code of the answer is run on hidden tests."""
 
     name = "code_text"
+    repeatable = EVERY_STAGE
     Task = CodeTask
 
     def prompt(self, task: CodeTask) -> list[Message]:

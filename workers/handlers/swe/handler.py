@@ -17,7 +17,7 @@ from sandbox.errors import ImageError
 from sandbox.images import ImageStore
 from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think
 from workers.errors import TaskError
-from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.handlers.packages import require
 from workers.handlers.swe.evaluation import Judgement, judge
 from workers.handlers.swe.patches import note_base, take_patch
@@ -62,6 +62,7 @@ class Swe(AgentHandler[SweTask]):
     """Software engineering: rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym, graded by their tests."""
 
     name = "swe"
+    repeatable = EVERY_STAGE
     Task = SweTask
     tools = (ExecuteBash(), StrReplaceEditor(), Think(), Finish())
     uses_sandbox = True
@@ -95,7 +96,7 @@ class Swe(AgentHandler[SweTask]):
         instance, spec = _read(ctx.task)
         options = self._sandbox(instance)
         await ctx.sandboxes.warm(ctx, **options)
-        limit = ctx.limits.run_timeout_s
+        limit = ctx.limits.run_timeout_s - ctx.spent_s
         try:
             # The turns end before RUN does: what the agent has changed until then is to be scored.
             async with asyncio.timeout(limit - min(PATCH_S, PATCH_SHARE * limit)) as turns:
