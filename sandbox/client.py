@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 from sandbox import connection, transfer
 from sandbox.connection import Address, BlockingConnection
+from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.journal import NUMBERED, REFUSALS, Journal
 from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
 
 REPLY_GRACE_S = 15.0
@@ -21,6 +24,8 @@ EXEC_GRACE_S = 30.0
 REQUEST_TIMEOUT_S = 30.0
 KERNEL_START_S = 100.0
 """More than the server gives a kernel to start. It is waited for before the cell's own time begins."""
+ABANDON_TIMEOUT_S = 3.0
+"""For what tells the sandbox that a call was given up; a cancelled task waits no longer for that."""
 MAX_OUTPUT_CHARS = 30_000
 TRUSTED_PYTHON = "@python"
 """As first argument of `exec`: the Python that runs the sandbox's own server, mounted read-only. Only the
@@ -138,14 +143,32 @@ class SandboxClient:
 
     Every method raises SandboxGone when the sandbox is not there any more, SandboxTimeout when its server
     does not answer, SandboxRequestError when it refuses. Cancelling a call interrupts the command inside: the
-    connection is closed, which the server takes as an interrupt.
+    connection is closed, which the server takes as an interrupt. With a `journal` that leaves operations
+    running it does not, and another client can collect the outcome.
     """
 
     def __init__(self, address: str):
         """`address`: `SandboxInfo.socket`."""
         self._address = Address.parse(address)
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._streams: connection.Streams | None = None
         self._lock = asyncio.Lock()
+        self.journal: Journal | None = None
+        """What numbers the operations from now on, so that each is carried out once; see :meth:`take`."""
+
+    async def take(self, fence: int) -> tuple[int, int] | None:
+        """Have the sandbox refuse all numbered operations under a lower fence. Returns its last number and up
+        to which number it was told that outcomes are known.
+
+        None when the sandbox was started by a release that numbers nothing: it must get no journal. Raises
+        SandboxTaken when a higher fence has been there.
+        """
+        try:
+            reply = await self._ask_aside("take", fence=fence)
+        except SandboxRequestError as error:
+            if str(error).startswith("unknown operation"):
+                return None
+            raise
+        return reply["last"], reply["known"]
 
     async def bash(
         self,
@@ -401,22 +424,56 @@ class SandboxClient:
         self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any
     ) -> dict[str, Any]:
         """A request on a connection of its own, so that it is answered while another call runs a command."""
-        return await connection.exchange(self._address, {"op": op, **fields}, wait_s)
+        if (reply := self._recalled(op)) is None:
+            streams = await connection.connect(self._address)
+            try:
+                reply = await self._round_trip(streams, {"op": op, **fields}, wait_s)
+            finally:
+                streams[1].close()
+        return connection.result_of(reply, self._address)
 
     async def _ask(self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any) -> dict[str, Any]:
         """A request in its turn; its reply is waited for at most `wait_s` seconds."""
-        async with self._lock:
-            reply = None
-            try:
-                if self._streams is None:
-                    self._streams = await connection.connect(self._address)
-                reply = await connection.round_trip(
-                    self._streams, self._address, {"op": op, **fields}, wait_s
-                )
-            finally:
-                if reply is None:  # cancelled, overdue or broken: the next call starts on a new connection
-                    await self.close()
-            return connection.result_of(reply, self._address)
+        if (reply := self._recalled(op)) is None:
+            async with self._lock:
+                try:
+                    if self._streams is None:
+                        self._streams = await connection.connect(self._address)
+                    reply = await self._round_trip(self._streams, {"op": op, **fields}, wait_s)
+                finally:
+                    if reply is None:  # cancelled, overdue or broken: the next call begins a new connection
+                        await self.close()
+        return connection.result_of(reply, self._address)
+
+    def _recalled(self, op: str) -> dict[str, Any] | None:
+        """The reply to this operation that the journal has already."""
+        return self.journal.recall() if self.journal is not None and op in NUMBERED else None
+
+    async def _round_trip(
+        self, streams: connection.Streams, request: dict[str, Any], wait_s: float
+    ) -> dict[str, Any] | None:
+        """The reply to a request, which gets its number here; None when the connection was closed."""
+        journal = self.journal if request["op"] in NUMBERED else None
+        if journal is None:
+            return await connection.round_trip(streams, self._address, request, wait_s)
+        number, fence, reply = journal.number(), journal.fence, None
+        request |= {"number": number, "fence": fence, "known": journal.known}
+        try:
+            reply = await connection.round_trip(streams, self._address, request, wait_s)
+        finally:
+            if reply is None and not journal.leaves:
+                # A task of its own, as another cancellation may end the wait for it.
+                await asyncio.wait([asyncio.create_task(self._abandon(number, fence))])
+        if reply is not None and reply.get("error", {}).get("type") not in REFUSALS:
+            journal.keep(number, reply)
+        return reply
+
+    async def _abandon(self, number: int, fence: int) -> None:
+        """End a numbered operation as the end of its connection ends any other, if that can be."""
+        request = {"op": "abandon", "number": number, "fence": fence}
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(ABANDON_TIMEOUT_S):
+                await connection.exchange(self._address, request, ABANDON_TIMEOUT_S)
 
 
 def _bash_result(reply: dict[str, Any]) -> BashResult:

@@ -25,6 +25,7 @@ KEY = re.compile(r"(.*)#([0-9a-f]{32})")
 STREAM_BUFFER_BYTES = 1 << 20
 
 T = TypeVar("T")
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class NotListening(errors.SandboxGone):
@@ -67,7 +68,7 @@ class Address:
 # ---------------------------------------------------------------------------------- asyncio
 
 
-async def connect(address: str | Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(address: str | Address) -> Streams:
     """Open a Unix socket and show its key. Raises NotListening when nobody is there."""
     address = Address.parse(address)
     try:
@@ -95,7 +96,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 async def round_trip(
-    streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    streams: Streams,
     address: Address,
     request: dict[str, Any],
     timeout: float,

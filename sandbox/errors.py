@@ -39,6 +39,14 @@ class SandboxTimeout(SandboxError):
     """The sandbox's server did not answer in time. A command that overruns its limit does *not* raise it."""
 
 
+class SandboxTaken(SandboxError):
+    """Another worker has taken the sandbox over; whoever is told so has to leave it alone."""
+
+
+class SandboxAhead(SandboxError):
+    """The sandbox has gone on beyond what its record says, so nobody can go on in it."""
+
+
 _BY_NAME = {cls.__name__: cls for cls in (SandboxError, NotAllowed, *SandboxError.__subclasses__())}
 """Those of this module, which travel as themselves."""
 

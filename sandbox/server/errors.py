@@ -7,3 +7,18 @@ class RequestError(Exception):
 
 class ServerError(Exception):
     """The sandbox itself cannot do what it is for (bash does not start, the disk is full)."""
+
+    kind = "SandboxError"
+    """Its name in `sandbox/errors.py`, under which it travels."""
+
+
+class Taken(ServerError):
+    """Another worker drives the sandbox now."""
+
+    kind = "SandboxTaken"
+
+
+class Ahead(ServerError):
+    """A numbered request that does not follow from what was done here."""
+
+    kind = "SandboxAhead"

@@ -4,7 +4,7 @@ Started by `start.py`. The listening socket is made outside and its path is neve
 process in the sandbox can connect to it, replace it or answer in the server's place. A key comes with it that
 every connection has to begin with; an agent that had it could speak to us as the host does. Each connection
 is served by a thread, one request after the other; a second connection can interrupt or feed a command that
-the first one runs.
+the first one runs. What a client numbers outlives its connection (`ledger.py`).
 
 In a container the server is the init of the PID namespace. So no process inside can kill or stop it, what
 loses its parent comes to it, and there is no other init, in which a process could outlive a reset, or through
@@ -22,6 +22,7 @@ import time
 import wire
 from errors import RequestError, ServerError
 from ipython import IPython
+from ledger import Ledger
 from program import Programs
 from terminal import Terminal
 from tree import Trees
@@ -41,7 +42,8 @@ class Server:
         self._workspace = workspace
         self._loading = threading.Lock()
         terminal = Terminal(shell, ipython.while_all_end)
-        self._add(self, terminal, ipython, programs, Trees(workspace))
+        self._ledger = Ledger()
+        self._add(self, self._ledger, terminal, ipython, programs, Trees(workspace))
 
     def _add(self, *parts):
         """Answer what these parts can: NAME by their method `op_NAME(request, connection)`."""
@@ -76,6 +78,8 @@ class Server:
 
     def _answer(self, request, connection):
         try:
+            if "known" in request:  # `abandon` has a number, too
+                return self._ledger.answer(request, self._answer)
             operation = self._operations.get(request.get("op"))
             if operation is None:
                 self.load_rest()
@@ -87,7 +91,7 @@ class Server:
         except (RequestError, OSError, KeyError, TypeError, ValueError) as error:
             return _failure("SandboxRequestError", error)
         except ServerError as error:
-            return _failure("SandboxError", error)
+            return _failure(error.kind, error)
 
     def op_ping(self, request, connection):
         return {"shell_pid": self._shell.pid(), "uptime_s": time.monotonic() - self._started}

@@ -1,0 +1,108 @@
+"""Numbered requests: each is carried out once, whoever asks again, so that another worker can go on here.
+
+Workers take a sandbox over under ever higher fences. The outcome of a numbered operation is kept until a
+request says that it is known, and the operation goes on when its client is gone: the next worker asks the
+same again and is given the same. `abandon` ends it as the end of the connection ends any other.
+"""
+
+import socket
+import threading
+
+from errors import Ahead, Taken
+
+
+class Ledger:
+    """The numbered operations of a sandbox that run, or whose outcomes are not known yet."""
+
+    def __init__(self):
+        self._lock = threading.Lock()  # guards all below, and is never held while an operation runs
+        self._fence = 0
+        self._last = 0
+        self._known = 0
+        self._operations = {}
+        self._abandoned = set()  # numbers whose requests may still come
+
+    def answer(self, request, carry_out):
+        """The reply to a request with `number`, `fence` and `known`; `carry_out(request, connection)` makes
+        it, unless the number has been seen. Raises Taken, Ahead.
+        """
+        request = dict(request)
+        number, fence, known = (int(request.pop(name)) for name in ("number", "fence", "known"))
+        with self._lock:
+            self._heed(fence)
+            self._forget(known)
+            operation = self._operations.get(number)
+            new = operation is None and number > self._known
+            if new:
+                operation = self._operations[number] = _Operation(request)
+                self._last = max(self._last, number)
+                if number in self._abandoned:
+                    operation.abandon()
+        if operation is None or operation.request != request:
+            raise Ahead(
+                "the sandbox has gone on beyond what its record says: operation %d was another one, or its "
+                "outcome is not kept any more; begin anew in a new sandbox" % number
+            )
+        if new:
+            operation.run(carry_out)
+        operation.ended.wait()
+        return operation.reply
+
+    def op_take(self, request, connection):
+        """From now on only this fence and higher ones are heeded."""
+        with self._lock:
+            self._heed(int(request["fence"]))
+            return {"last": self._last, "known": self._known}
+
+    def op_abandon(self, request, connection):
+        """End an operation as if its client had hung up; also one whose request is still on its way."""
+        number = int(request["number"])
+        with self._lock:
+            self._heed(int(request["fence"]))
+            if number in self._operations:
+                self._operations[number].abandon()
+            elif number > self._known:
+                self._abandoned.add(number)
+        return {}
+
+    def _heed(self, fence):
+        if fence < self._fence:
+            raise Taken(
+                "another worker has taken the sandbox over, under fence %d; fence %d must leave it alone"
+                % (self._fence, fence)
+            )
+        self._fence = fence
+
+    def _forget(self, known):
+        """Drop the outcomes that the caller's record has. What runs stays, to be abandoned."""
+        self._known = known = max(self._known, known)
+        kept = self._operations.items()
+        self._operations = {number: one for number, one in kept if number > known or not one.ended.is_set()}
+        self._abandoned = {number for number in self._abandoned if number > known}
+
+
+class _Operation:
+    """A request and, once it has `ended`, its reply."""
+
+    def __init__(self, request):
+        self.request = request
+        self.reply = {"ok": False, "error": {"type": "SandboxError", "message": "the operation broke off"}}
+        self.ended = threading.Event()
+        # In the place of the client's connection, whose end the operation would take as an interrupt.
+        self._near, self._far = socket.socketpair()
+
+    def run(self, carry_out):
+        """Have the reply made, in this thread."""
+        try:
+            with self._near:
+                self.reply = carry_out(self.request, self._near)
+        finally:
+            self.ended.set()
+            self._far.close()
+
+    def abandon(self):
+        """Hang up, also where a process that is just being started has our end, too."""
+        try:
+            self._far.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended
