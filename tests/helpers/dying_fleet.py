@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import redis
 
-from rollout.schema import RolloutRequest, Stage, State
+from rollout.schema import HandlerInfo, RolloutRequest, Stage, State
 from services.state import keys
+from services.state.fleet import FleetStore
 from services.state.rollouts.store import Claim, Finish, NewRollout, RolloutStore
+from services.state.turns.store import TurnStore
 
 
 class DyingFleet:
     """Workers of RUN that end whenever they carry the poison, over and over."""
 
-    def __init__(self, client: redis.Redis, store: RolloutStore) -> None:
+    def __init__(self, client: redis.Redis, store: RolloutStore, repeatable: bool = False) -> None:
+        """`repeatable`: the handler lets another worker go on with each stage."""
         self.client, self.store = client, store
+        stages = list(Stage) if repeatable else []
+        FleetStore(client).put_handlers([HandlerInfo(name="noop", repeatable=stages)])
         self.number = 0
         self.worker = "run0"
 
@@ -42,6 +47,14 @@ class DyingFleet:
             else:
                 assert claim == "crowded"
         return held
+
+    def turn(self, claim):
+        """One more turn of a rollout is written."""
+        place = self.client.llen(keys.turns(claim.rollout_id, claim.attempt))
+        operations, ask = TurnStore(self.client).append(
+            claim.rollout_id, claim.attempt, claim.fence, place, [b"turn"]
+        )
+        assert operations.send(ask) == {"word": "ok"}
 
     def die(self):
         """SIGKILL: the leases of all that it held run out."""

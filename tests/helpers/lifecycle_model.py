@@ -41,13 +41,27 @@ class Life:
     rewards: int = 0
     answers: dict[int, str] = field(default_factory=dict)
     """Fence → the state that its finish was answered with."""
+    repeatable: bool = False
+    """Whether its handler lets each stage be taken up by another worker."""
+    turns: int = 0
+    """Entries in the log of this attempt."""
+    passed_on: bool = False
+    """In RUN, and waits for a worker that takes it over."""
     deaths: int = 0
-    """Workers lost in a row while they held it in `deaths_in`."""
+    """Workers lost in a row while they held it in `deaths_in`, at `deaths_at` turns."""
     deaths_in: Stage | None = None
+    deaths_at: int = 0
     spared: int = 0
     """Attempts that a lost worker cost and that do not count."""
     changes: int = 1
     """Entries of the timeline."""
+
+    @property
+    def awaited(self) -> Stage | None:
+        """The stage that it waits for, if nobody holds it."""
+        if self.passed_on:
+            return Stage.RUN
+        return None if self.held else WAITS_FOR.get(self.state)
 
 
 class Lifecycle:
@@ -80,11 +94,20 @@ class Lifecycle:
 
     # -- operations, as `RolloutStore` has them -------------------------------------------------
 
-    def submit(self, rollout_id: str, deadline: float, max_attempts: int, tenant: str, priority: int) -> str:
+    def submit(
+        self,
+        rollout_id: str,
+        deadline: float,
+        max_attempts: int,
+        tenant: str,
+        priority: int,
+        repeatable: bool = False,
+    ) -> str:
         if rollout_id in self.lives:
             return self.lives[rollout_id].state.value
         rank = (self.now - priority * self.priority_step, len(self.lives))
         life = Life(self.now + deadline, max_attempts, self.now + self.requeue, tenant, rank)
+        life.repeatable = repeatable
         self.lives[rollout_id] = life
         self._line_up(rollout_id, life)
         return "new"
@@ -95,7 +118,7 @@ class Lifecycle:
             return "gone"
         if life.state.terminal:
             return "ended"
-        if attempt != life.attempt or life.held or WAITS_FOR.get(life.state) is not stage:
+        if attempt != life.attempt or life.awaited is not stage:
             return "stale"
         if self.now >= life.deadline:
             life.due = self.now
@@ -150,8 +173,14 @@ class Lifecycle:
             to = "cancelled"
         if to == "again" and life.attempt - life.spared >= life.max_attempts:
             to = "failed"
-        if to not in ("again", "handback") and life.deaths_in is stage:
-            life.deaths, life.deaths_in = 0, None
+        if to not in ("again", "handback", "passed on", "cancelled") and life.deaths_in is stage:
+            life.deaths, life.deaths_in, life.deaths_at = 0, None, 0
+        if to == "passed on":
+            life.answers[fence] = State.RUNNING.value
+            self._pass_on(rollout_id, life)
+            return State.RUNNING.value
+        if stage is Stage.RUN:
+            life.turns = 0
         if to == "again":
             life.attempt += 1
             self.retries += 1
@@ -162,7 +191,7 @@ class Lifecycle:
             entered = State(to)
         life.answers[fence] = entered.value
         if entered is State.QUEUED:
-            life.node, life.pinned = None, False
+            life.node, life.pinned, life.turns = None, False, 0
         if to == "completed":
             life.rewards += 1
         self._enter(rollout_id, life, entered)
@@ -205,34 +234,58 @@ class Lifecycle:
             return self._ended(rollout_id, life, State.TIMED_OUT)
         if life.cancelled_at is not None:
             return self._ended(rollout_id, life, State.CANCELLED)
-        if not life.held:
+        if life.awaited is not None:
             life.kicks += 1
             life.due = self.now + min(self.requeue * 2**life.kicks, self.longest)
             if life.state is State.QUEUED:
                 self._line_up(rollout_id, life)
-            return ("send", rollout_id, life.attempt, WAITS_FOR[life.state].value)
-        self._count_death(life)
+            return ("send", rollout_id, life.attempt, life.awaited.value)
+        return self._bury(rollout_id, life)
+
+    def _bury(self, rollout_id: str, life: Life) -> tuple[str, str, int, str]:
+        """A worker is lost. Each is another one, so no other rollout can have been what ended it."""
+        (stage,) = (stage for stage, entered in ENTERS.items() if entered is life.state)
+        known = life.deaths if life.deaths_in is stage and life.turns <= life.deaths_at else 0
+        life.deaths, life.deaths_in, life.deaths_at = known + 1, stage, life.turns
+        if life.deaths >= 3:
+            return self._ended(rollout_id, life, State.FAILED)
+        if life.repeatable and life.deaths == 1:
+            return self._resume(rollout_id, life, stage)
         if life.attempt - life.spared >= life.max_attempts:
             return self._ended(rollout_id, life, State.FAILED)
         life.attempt += 1
         self.retries += 1
+        if not life.repeatable and life.max_attempts > 1 and life.spared < 6:
+            life.spared += 1
         if life.state is State.EVALUATING:
             self._enter(rollout_id, life, State.EVALUATING)
             self._wait(life)
             return ("send", rollout_id, life.attempt, "eval")
-        life.node, life.pinned = None, False
+        self._restart(rollout_id, life)
+        return ("restart", rollout_id, life.attempt, "init")
+
+    def _resume(self, rollout_id: str, life: Life, stage: Stage) -> tuple[str, str, int, str]:
+        if stage is Stage.RUN:
+            self._pass_on(rollout_id, life)
+        elif stage is Stage.INIT:
+            self._restart(rollout_id, life)
+        else:
+            self._enter(rollout_id, life, State.EVALUATING)
+            self._wait(life)
+        return ("resume", rollout_id, life.attempt, stage.value)
+
+    def _restart(self, rollout_id: str, life: Life) -> None:
+        life.node, life.pinned, life.turns = None, False, 0
         self._enter(rollout_id, life, State.QUEUED)
         self._wait(life)
         self._line_up(rollout_id, life)
-        return ("restart", rollout_id, life.attempt, "init")
 
-    def _count_death(self, life: Life) -> None:
-        """The first two lost workers of a stage cost no attempt, where there is more than one."""
-        (stage,) = (stage for stage, entered in ENTERS.items() if entered is life.state)
-        life.deaths = life.deaths + 1 if life.deaths_in in (None, stage) else 1
-        life.deaths_in = stage
-        if life.deaths <= 2 and life.max_attempts > 1 and life.spared < 6:
-            life.spared += 1
+    def _pass_on(self, rollout_id: str, life: Life) -> None:
+        """Whoever held it is shut out by a new fence."""
+        life.fence += 1
+        self._enter(rollout_id, life, State.RUNNING)
+        self._wait(life)
+        life.passed_on = True
 
     # -- what they share ------------------------------------------------------------------------
 
@@ -253,7 +306,7 @@ class Lifecycle:
             life.ahead = life.ahead if life.node else NO_SANDBOX
         elif life.state in (State.INITIALIZING, State.READY):
             life.ahead = None
-        life.state = state
+        life.state, life.passed_on = state, False
         life.changes += 1
 
     def _wait(self, life: Life) -> None:

@@ -22,16 +22,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollout.schema import Backend, RolloutRequest, Stage, State
+from rollout.schema import Backend, HandlerInfo, RolloutRequest, Stage, State
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state import keys as names
+from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts.store import MAX_REQUEUE_S, Finish, RolloutStore
 from services.state.tenants import Tenant, TenantStore
+from services.state.turns.store import TurnStore
 from tests.helpers.fair_model import FairOrder
 from tests.helpers.heap import Heap
-from tests.helpers.lifecycle_model import WAITS_FOR, Lifecycle
+from tests.helpers.lifecycle_model import Lifecycle
 from tests.helpers.long_forms import CHAOS
 
 EXAMPLES = CHAOS("orders of events", short=60, long=1000)
@@ -54,6 +56,8 @@ ACTS = (
     "onwards",
     "again",
     "handback",
+    "turn",
+    "passed on",
     "cancel",
     "failed",
     "timed_out",
@@ -92,7 +96,7 @@ def store_of(client, server):
 def machine_of(server):
     """The state machine on a server; a class of its own, because hypothesis makes the instances."""
     client = connect(server.url)
-    store, backends = store_of(client, server), Heap(client)
+    store, backends, turns = store_of(client, server), Heap(client), TurnStore(client)
     later = client.register_script(LATER)
 
     class Machine(RuleBasedStateMachine):
@@ -107,6 +111,7 @@ def machine_of(server):
         )
         def start(self, attempts, weights):
             client.flushall()
+            FleetStore(client).put_handlers([HandlerInfo(name="steady", repeatable=list(Stage))])
             weighed = dict(zip(TENANTS, weights, strict=True))
             for name, weight in weighed.items():
                 TenantStore(client).set(Tenant(name=name, weight=weight))
@@ -140,16 +145,18 @@ def machine_of(server):
             max_attempts=st.integers(1, 3),
             tenant=st.sampled_from(TENANTS),
             priority=st.integers(0, 2),
+            steady=st.booleans(),
         )
-        def submit(self, max_attempts, tenant, priority):
-            return self.submit_one(max_attempts, tenant, priority)
+        def submit(self, max_attempts, tenant, priority, steady):
+            return self.submit_one(max_attempts, tenant, priority, steady)
 
-        def submit_one(self, max_attempts, tenant, priority):
+        def submit_one(self, max_attempts, tenant, priority, steady=True):
             limits = {"deadline_s": DEADLINE_S, "max_attempts": max_attempts}
             name = f"r{len(self.submitted)}"
-            request = RolloutRequest(handler="noop", id=name, limits=limits, tags=["t"], priority=priority)
+            handler = "steady" if steady else "noop"
+            request = RolloutRequest(handler=handler, id=name, limits=limits, tags=["t"], priority=priority)
             new = _expand(request)
-            expected = self.model.submit(name, DEADLINE_S, max_attempts, tenant, priority)
+            expected = self.model.submit(name, DEADLINE_S, max_attempts, tenant, priority, steady)
             assert store.submit(new, Tenant(name=tenant)) == [expected]
             self.submitted.append((new, tenant))
             return name
@@ -174,7 +181,7 @@ def machine_of(server):
         @rule(target=claims, rollout_id=ids, times=st.integers(1, 2))
         def claim_what_waits(self, rollout_id, times):
             life = self.model.lives[rollout_id]
-            return self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), times)
+            return self.claim_one(rollout_id, life.attempt, life.awaited or Stage.EVAL, times)
 
         def claim_one(self, rollout_id, attempt, stage, times):
             expected = self.model.claim(rollout_id, attempt, stage)
@@ -251,7 +258,7 @@ def machine_of(server):
         def a_worker_takes_it_and_acts(self, rollout_id, onwards, acts):
             for done in range(onwards + 1):
                 life = self.model.lives[rollout_id]
-                claim = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+                claim = self.claim_one(rollout_id, life.attempt, life.awaited or Stage.EVAL, 1)
                 if done < onwards and rollout_id in self.latest:
                     self.act(self.latest[rollout_id], "onwards")
             if rollout_id in self.latest:
@@ -272,10 +279,19 @@ def machine_of(server):
                 placed = backends.acquire(claim.rollout_id, fence=claim.fence)
                 assert placed.word == ("ok" if mine else "lost")
                 life.pinned |= mine
+            elif act == "turn" and claim.stage is Stage.RUN:
+                log = names.turns(claim.rollout_id, claim.attempt)
+                append = turns.append(claim.rollout_id, claim.attempt, claim.fence, client.llen(log), [b"x"])
+                assert append[0].send(append[1])["word"] == ("ok" if mine else "lost")
+                life.turns += mine
+            elif act == "turn":
+                pass
             elif act == "cancel":
                 assert store.cancel(claim.rollout_id)[0] == model.cancel(claim.rollout_id)
             else:
                 to = ONWARDS[claim.stage] if act == "onwards" else act
+                if to == "passed on" and claim.stage is not Stage.RUN:
+                    to = "handback"
                 expected = model.finish(claim.rollout_id, claim.fence, claim.stage, to)
                 fields = {"reward": "1.0"} if to == "completed" else {}
                 for _ in range(2):
@@ -289,7 +305,7 @@ def machine_of(server):
             self.pass_time(STEPS_S[1])
             self.reap_all()
             life = self.model.lives[rollout_id]
-            new = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+            new = self.claim_one(rollout_id, life.attempt, life.awaited or Stage.EVAL, 1)
             if old is not None:
                 for act in ("heartbeat", "place", "onwards"):
                     self.act(old, act)
@@ -298,7 +314,7 @@ def machine_of(server):
         @rule(target=claims, rollout_id=ids)
         def a_worker_says_that_it_lives_and_holds_on_past_its_first_lease(self, rollout_id):
             life = self.model.lives[rollout_id]
-            claim = self.claim_one(rollout_id, life.attempt, WAITS_FOR.get(life.state, Stage.EVAL), 1)
+            claim = self.claim_one(rollout_id, life.attempt, life.awaited or Stage.EVAL, 1)
             if rollout_id in self.latest:
                 for step in (2 * STEPS_S[0], STEPS_S[0]):
                     self.pass_time(step)

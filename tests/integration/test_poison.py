@@ -19,14 +19,87 @@ def store(client, server):
     return RolloutStore(client, Settings(redis_url=server.url))
 
 
-def test_a_rollout_that_ends_its_worker_again_and_again_fails_and_its_neighbours_do_not(client, store):
-    fleet, neighbours = DyingFleet(client, store), [f"n{number}" for number in range(20)]
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_rollout_that_ends_three_workers_is_ended_and_its_neighbours_lose_nothing(
+    client, store, repeatable
+):
+    fleet, neighbours = DyingFleet(client, store, repeatable), [f"n{number}" for number in range(20)]
     fleet.submit("poison", *neighbours)
     deaths = fleet.live_out("poison", neighbours)
     poison = store.get("poison")
     assert (poison.state, poison.error.type) == (State.FAILED, "WorkerLost")
-    assert deaths == 2 + 3, "two are free, then each costs one of three attempts"
-    assert {store.get(id_).state for id_ in neighbours} == {State.COMPLETED}
+    assert (poison.error.blame, poison.drop, poison.reward) == ("handler", True, None)
+    assert "run2" in poison.error.message, "whoever reads it knows where to look"
+    assert deaths == 3
+    items = [store.get(id_) for id_ in neighbours]
+    assert {item.state for item in items} == {State.COMPLETED}
+    # Without a log it is another attempt, which is not counted against those that a rollout may have.
+    assert {item.attempt for item in items} == {1 if repeatable else 3}
+
+
+def test_a_takeover_costs_no_attempt_and_the_second_without_a_turn_does(client, store):
+    fleet = DyingFleet(client, store, repeatable=True)
+    fleet.submit("poison")
+    course = []
+    for _ in range(3):
+        fleet.carry(["poison"])
+        fleet.die()
+        item = store.get("poison")
+        course.append((item.state, item.attempt, item.resumed))
+    assert course == [(State.RUNNING, 1, 1), (State.QUEUED, 2, 1), (State.FAILED, 2, 1)]
+
+
+def test_a_rollout_that_makes_turns_may_see_any_number_of_workers_end(client, store):
+    fleet = DyingFleet(client, store, repeatable=True)
+    fleet.submit("long")
+    for turn in range(5):
+        (claim,) = fleet.carry(["long"])
+        assert len(claim.turns) == turn
+        fleet.turn(claim)
+        fleet.die()
+    item = store.get("long")
+    assert (item.state, item.attempt, item.resumed) == (State.RUNNING, 1, 5)
+    assert [note.text for note in item.notes][-1] == (
+        "worker run4 was lost in state running: another one goes on at its turn"
+    )
+
+
+def test_what_made_a_turn_is_no_suspect_any_more(client, store):
+    fleet = DyingFleet(client, store, repeatable=True)
+    fleet.submit("a", "b")
+    for _ in range(2):
+        assert len(fleet.carry(["a", "b"])) == 2
+        fleet.die()
+    (claim,) = fleet.carry(["a", "b"])
+    assert fleet.carry(["b"]) == []
+    fleet.turn(claim)
+    assert len(fleet.carry(["b"])) == 1
+
+
+def test_a_rollout_that_waits_for_its_next_worker_is_cancelled_at_once(client, store):
+    fleet = DyingFleet(client, store, repeatable=True)
+    fleet.submit("one")
+    (claim,) = fleet.carry(["one"])
+    fleet.turn(claim)
+    fleet.die()
+    assert store.cancel("one")[:2] == ("cancelled", "cancelled")
+    assert client.keys("*:turns:*") == [] and store.heartbeat([("one", claim.fence)]) == ["lost"]
+
+
+def test_a_worker_of_the_release_before_leaves_what_waits_to_others(client, store):
+    """It knows of no rollout in RUN that nobody holds: it must not begin it anew in a sandbox that was used."""
+    fleet = DyingFleet(client, store, repeatable=True)
+    fleet.submit("one")
+    (claim,) = fleet.carry(["one"])
+    fleet.turn(claim)
+    fleet.die()
+    record = client.hgetall(keys.record("one"))
+    assert record["owner"] and record["state"] == "running" and float(record["lease"]) > 0
+    client.hset(keys.record("one"), "stamp", "")
+    (claim,) = fleet.carry(["one"])
+    client.hset(keys.record("one"), "stamp", "")
+    fleet.die()
+    assert store.get("one").attempt == 2, "who held it last wrote no log"
 
 
 def test_one_that_may_be_tried_once_is_not_tried_again(client, store):

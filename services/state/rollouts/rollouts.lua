@@ -284,10 +284,8 @@ function operations.finish(ask)
   if ask.fields.error and handed_on < 2 then tell_error(r, ask.fields.error) end
   if ask.absent then note_absence(r, ask.absent, to) end
   if to == 'handback' or to == 'passed on' then tell(id, r.attempt, r.fence, 'handed back: worker ' .. owner .. ' stops') end
-  if trajectory then
-    redis.call('SET', KEY.trajectory(id), trajectory)
-    forget_turns(r)
-  end
+  if trajectory then redis.call('SET', KEY.trajectory(id), trajectory) end
+  if stage == 'run' and to ~= 'passed on' then forget_turns(r) end
   if to == 'cancelled' then
     mark_cancelled(id)
     -- What the stage met before it heard of the cancel is nobody's failure.
@@ -349,7 +347,7 @@ local function take_over(r, stage, from)
   forget(r.id, 'handed')
   if stage == 'init' and r.node then write(r.id, {left_on = r.node}) end
   tell(r.id, r.attempt, r.fence, from .. (stage == 'run' and ': another one goes on at its turn' or ': done again'))
-  resume(r, stage, stage == 'init' and 0 or REQUEUE_MS)
+  resume(r, stage, REQUEUE_MS)
   return to_do('resume', r, stage)
 end
 
