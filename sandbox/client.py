@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sandbox import connection, transfer
+from sandbox import connection, journal, transfer
 from sandbox.connection import Address, BlockingConnection
-from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.journal import NUMBERED, REFUSALS, Journal
+from sandbox.errors import SandboxRequestError
+from sandbox.journal import Journal
 from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
 
 REPLY_GRACE_S = 15.0
@@ -24,8 +23,6 @@ EXEC_GRACE_S = 30.0
 REQUEST_TIMEOUT_S = 30.0
 KERNEL_START_S = 100.0
 """More than the server gives a kernel to start. It is waited for before the cell's own time begins."""
-ABANDON_TIMEOUT_S = 3.0
-"""For what tells the sandbox that a call was given up; a cancelled task waits no longer for that."""
 MAX_OUTPUT_CHARS = 30_000
 TRUSTED_PYTHON = "@python"
 """As first argument of `exec`: the Python that runs the sandbox's own server, mounted read-only. Only the
@@ -447,33 +444,15 @@ class SandboxClient:
 
     def _recalled(self, op: str) -> dict[str, Any] | None:
         """The reply to this operation that the journal has already."""
-        return self.journal.recall() if self.journal is not None and op in NUMBERED else None
+        return self.journal.recall() if self.journal is not None and op in journal.NUMBERED else None
 
     async def _round_trip(
         self, streams: connection.Streams, request: dict[str, Any], wait_s: float
     ) -> dict[str, Any] | None:
-        """The reply to a request, which gets its number here; None when the connection was closed."""
-        journal = self.journal if request["op"] in NUMBERED else None
-        if journal is None:
+        """The reply to a request, numbered if there is a journal; None when the connection was closed."""
+        if self.journal is None or request["op"] not in journal.NUMBERED:
             return await connection.round_trip(streams, self._address, request, wait_s)
-        number, fence, reply = journal.number(), journal.fence, None
-        request |= {"number": number, "fence": fence, "known": journal.known}
-        try:
-            reply = await connection.round_trip(streams, self._address, request, wait_s)
-        finally:
-            if reply is None and not journal.leaves:
-                # A task of its own, as another cancellation may end the wait for it.
-                await asyncio.wait([asyncio.create_task(self._abandon(number, fence))])
-        if reply is not None and reply.get("error", {}).get("type") not in REFUSALS:
-            journal.keep(number, reply)
-        return reply
-
-    async def _abandon(self, number: int, fence: int) -> None:
-        """End a numbered operation as the end of its connection ends any other, if that can be."""
-        request = {"op": "abandon", "number": number, "fence": fence}
-        with contextlib.suppress(SandboxError, TimeoutError):
-            async with asyncio.timeout(ABANDON_TIMEOUT_S):
-                await connection.exchange(self._address, request, ABANDON_TIMEOUT_S)
+        return await journal.round_trip(self.journal, streams, self._address, request, wait_s)
 
 
 def _bash_result(reply: dict[str, Any]) -> BashResult:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any, Protocol
+
+from sandbox import connection
+from sandbox.errors import SandboxError
 
 NUMBERED = frozenset(
     (
@@ -13,6 +18,8 @@ NUMBERED = frozenset(
 """Operations that change something. All others may be repeated."""
 REFUSALS = ("SandboxTaken", "SandboxAhead")
 """Errors that are no outcome: nothing was done."""
+ABANDON_TIMEOUT_S = 3.0
+"""For what tells the sandbox that a call was given up; a cancelled task waits no longer for that."""
 
 
 class Journal(Protocol):
@@ -37,3 +44,34 @@ class Journal(Protocol):
 
     def keep(self, number: int, reply: dict[str, Any]) -> None:
         """The reply frame of that operation has arrived."""
+
+
+async def round_trip(
+    journal: Journal,
+    streams: connection.Streams,
+    address: connection.Address,
+    request: dict[str, Any],
+    timeout: float,
+) -> dict[str, Any] | None:
+    """`connection.round_trip` of the journal's next operation, whose reply it keeps. One that is given up
+    (cancelled, overdue) is abandoned, unless the journal leaves it.
+    """
+    number, fence, reply = journal.number(), journal.fence, None
+    request |= {"number": number, "fence": fence, "known": journal.known}
+    try:
+        reply = await connection.round_trip(streams, address, request, timeout)
+    finally:
+        if reply is None and not journal.leaves:
+            # A task of its own, as another cancellation may end the wait for it.
+            await asyncio.wait([asyncio.create_task(_abandon(address, number, fence))])
+    if reply is not None and reply.get("error", {}).get("type") not in REFUSALS:
+        journal.keep(number, reply)
+    return reply
+
+
+async def _abandon(address: connection.Address, number: int, fence: int) -> None:
+    """End an operation as the end of its connection ends an unnumbered one, if that can be."""
+    request = {"op": "abandon", "number": number, "fence": fence}
+    with contextlib.suppress(SandboxError, TimeoutError):
+        async with asyncio.timeout(ABANDON_TIMEOUT_S):
+            await connection.exchange(address, request, ABANDON_TIMEOUT_S)
