@@ -36,6 +36,8 @@ class Ref(TypedDict):
     """Node that holds the rollout's sandbox; None before there is one, or where none is used."""
     handler: NotRequired[str]
     """The handler's name, for those who read messages; absent where the sender does not know it."""
+    stamp: NotRequired[int]
+    """Of the sender, see `services.version`; absent before there was one."""
 
 
 def queue_for(stage: str, node: str | None) -> str:

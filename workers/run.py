@@ -15,7 +15,7 @@ from workers.agent.turns import TurnLog
 from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError
 from workers.handlers.base import RunContext, check_artifacts
 from workers.held import SHUTDOWN
-from workers.patience import time_limit
+from workers.patience import ask, time_limit
 from workers.stage import StageRun, consult, failed, outcome_fields
 
 
@@ -34,6 +34,10 @@ async def run_turns(run: StageRun) -> Finish:
     agent.metrics.update(claim.metrics)
     more = {"metrics": agent.metrics, "artifacts": agent.trajectory.artifacts, "agent": agent}
     ctx = run.context(RunContext, spent_s=log.spent_before_s, **more)
+    if claim.turns:
+        text = f"RUN goes on at turn {log.turns + 1}"
+        run.log.info(text)
+        await ask(run.services.note, claim.rollout_id, claim.fence, {}, text)
     if ctx.sandbox is not None and not await _follow(run, ctx.sandbox, log):
         return Finish("handback")
     fields: dict[str, str] = {}
@@ -118,8 +122,6 @@ async def _follow(run: StageRun, sandbox: SandboxClient, log: TurnLog) -> bool:
         if isinstance(fault, AgentFault) or (run.claim.handed and isinstance(error, SandboxGone)):
             return isinstance(fault, AgentFault)
         raise fault from error
-    if log.turns:
-        run.log.info("goes on with RUN of another worker", turn=log.turns + 1)
     return True
 
 

@@ -21,6 +21,7 @@ from services import logs
 from services.queues import Ref
 from services.queues import describe as describe_ref
 from services.state.rollouts.store import Claim, Finish
+from services.version import STAMP
 from workers import events
 from workers import process as processes
 from workers.held import LOST, Held
@@ -49,6 +50,9 @@ def run_stage(task: Task, stage: Stage, body: Body, ref: Ref | None = None) -> R
 
 
 def _carry(process: WorkerProcess, task: Task, stage: Stage, body: Body, ref: Ref | None) -> Ref:
+    if ref is not None and ref.get("stamp", STAMP) > STAMP + 1:
+        log.error("message of a release too new to work beside; upgrade this worker", rollout_id=ref["id"])
+        raise _chain_ends(process, task, "too new")
     try:
         claim, held = _take(process, stage, ref)
         put_back_at = time.monotonic() + PUT_BACK_S
@@ -171,7 +175,8 @@ def _after(process: WorkerProcess, task: Task, run: StageRun, entered: str, outc
 
 
 def _ref(claim: Claim, node: str | None) -> Ref:
-    return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node, handler=claim.request.handler)
+    handler = claim.request.handler
+    return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node, handler=handler, stamp=STAMP)
 
 
 def _chain_ends(process: WorkerProcess, task: Task, why: str) -> Ignore:

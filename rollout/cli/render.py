@@ -88,9 +88,10 @@ def _heading(rollout: Rollout) -> Text:
 
 
 def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
+    resumed = f", taken over {rollout.resumed} times" if rollout.resumed else ""
     rows: list[tuple[str, RenderableType]] = [
         ("state", state_text(rollout.state)),
-        ("handler", f"{rollout.handler}   attempt {rollout.attempt}"),
+        ("handler", f"{rollout.handler}   attempt {rollout.attempt}{resumed}"),
         ("task", _shorten(json.dumps(rollout.request.task, ensure_ascii=False), 400)),
     ]
     if rollout.sandbox:

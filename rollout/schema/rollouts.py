@@ -264,7 +264,8 @@ class Rollout(BaseModel):
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     trajectory: Trajectory | None = None
-    """None until RUN has ended, when a summary was asked for, or once it was dropped."""
+    """None before RUN, when a summary was asked for, or once it was dropped. One in RUN that is asked for by
+    its id has its turns so far; warnings and artifacts come with RUN's end."""
     trajectory_dropped: Literal["acknowledged", "size"] | None = None
     """Why a trajectory that was there is kept no longer; None = it was not dropped."""
     backend: str | None = None

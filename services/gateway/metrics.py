@@ -168,6 +168,8 @@ counter rollout_records_unreadable total.unreadable
     Records passed over because they cannot be read, once a process that met them.
 counter rollout_leases_lost{stage} total.lost_*
     Rollouts whose worker died, hung or was cut off while it held them.
+counter rollout_resumed{stage} total.resumed_*
+    Stages that another worker took up, in the same attempt, when one was lost or stopped in them.
 histogram rollout_stage_duration_seconds{stage} times.stage
     Seconds at work in a stage, however it ended.
 histogram rollout_queue_wait_seconds{stage} times.queue

@@ -59,6 +59,8 @@ def by_tenant(tenant: str) -> str:
     return f"rollouts:tenant:{tenant}"
 
 
+STAMP = "stamp"
+"""String: the highest stamp of any process that has used this Redis; see `services/version.py`."""
 CREATED = "rollouts:created"
 """Sorted set: every id by time of creation (ms)."""
 DUE = "rollouts:due"

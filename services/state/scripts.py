@@ -25,6 +25,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from redis.commands.core import Script
 
 from services.state import keys
+from services.version import STAMP
 
 _KEY = re.compile(r"\bKEY\.(\w+)")
 _NEEDS = re.compile(r"-- needs: (.*)\n")
@@ -32,10 +33,10 @@ _COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
 _BEGINS = re.compile(r"^(?=\w)(?!end\b)", re.MULTILINE)
 _DEFINED = re.compile(r"(?:local function |local |function operations\.)(\w+(?:, *\w+)*)")
 _WORD = re.compile(r"\w+")
-_CLOCK = """
+_CLOCK = f"""-- stamp {STAMP}
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local operations = {}
+local operations = {{}}
 """
 _ANSWER = """
 local answer = operations.%s(cjson.decode(ARGV[2]))

@@ -9,6 +9,8 @@ import redis
 import structlog
 
 from services.settings import Settings
+from services.state import keys
+from services.version import STAMP
 
 log = structlog.get_logger("redis")
 
@@ -63,10 +65,22 @@ def prepare(client: redis.Redis, settings: Settings) -> None:
         UnfitRedis: The service must not use this Redis; the message says why.
         redis.RedisError: It does not answer.
     """
+    _check_stamp(client)
     for risk in risks(client.info()):
         if settings.redis_strict:
             raise UnfitRedis(f"{risk} (ROLLOUT_REDIS_STRICT=false turns this into a warning)")
         log.warning(f"REDIS MAY LOSE DATA: {risk}")
+
+
+def _check_stamp(client: redis.Redis) -> None:
+    """Refuse a Redis that is used by a release which is neither ours nor next to ours."""
+    there = int(client.get(keys.STAMP) or STAMP)
+    if there > STAMP + 1 or (there < STAMP - 1 and client.exists(keys.DUE)):
+        raise UnfitRedis(
+            f"this Redis has rollouts of a release with stamp {there}, and ours has {STAMP}: only neighbours "
+            "work side by side. Upgrade this node, or let the rollouts end before you go on by two releases"
+        )
+    client.set(keys.STAMP, max(there, STAMP))
 
 
 class StartCheck:

@@ -45,6 +45,7 @@ class Run:
         self.finished: list[Finish] = []
         self.released = 0
         self.while_cleaning = lambda: None
+        self.can_pass_on = False
         finish = SimpleNamespace(finish=lambda claim, outcome: self.finished.append(outcome) or "entered")
         self.process = SimpleNamespace(loop=loop, store=finish, let_go=lambda held: None)
         self.process.stopping = threading.Event()

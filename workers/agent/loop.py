@@ -274,7 +274,7 @@ class AgentLoop:
         return True
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int], bool]:
-        """Messages and their ids as the context has room for them, none where it has none; whether they are cut."""
+        """Messages and ids for which the context has room, and whether they are cut; no ids: it has none."""
         room = self._max_model_len - len(self._buffer.ids)
         ids = self._buffer.bridge(messages)
         free = min(self._turn_room, room // 2)

@@ -10,6 +10,7 @@ from services.state.election import LOCK_S
 from services.state.fleet import ALIVE_S
 from services.state.results.store import ResultStore
 from services.state.rollouts.store import Overdue
+from services.version import STAMP
 from workers.chores.base import Chore
 from workers.chores.steadiness import Steadiness
 from workers.services import WorkerServices
@@ -149,4 +150,5 @@ class Reaper(Chore):
             bound.warning("worker lost: rollout restarts from INIT")
             if item.node:
                 self._dispatcher.clean_up(item.rollout_id, item.node, item.attempt - 1)
-        self._dispatcher.send(item.stage, Ref(id=item.rollout_id, attempt=item.attempt, node=item.node))
+        ref = Ref(id=item.rollout_id, attempt=item.attempt, node=item.node, stamp=STAMP)
+        self._dispatcher.send(item.stage, ref)

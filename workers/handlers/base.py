@@ -128,9 +128,9 @@ class AgentHandler(ABC, Generic[TaskT]):
     limits: ClassVar[Limits] = Limits()
     """What the sandbox may use; what is left open is the node's default."""
     repeatable: ClassVar[Collection[Stage]] = ()
-    """Stages that another worker may take up, in the same attempt, when one was lost in them. INIT and EVAL are
-    done again; of RUN, method `run` is called again and gets what it got, up to the turn that was reached. A
-    `run` that is the default may always be."""
+    """Stages that another worker may take up, in the same attempt, when one was lost in them. INIT and EVAL
+    are done again; of RUN, method `run` is called again and gets what it got, up to the turn that was
+    reached. A `run` that is the default may always be."""
 
     @property
     def repeats(self) -> set[Stage]:

@@ -86,7 +86,10 @@ def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Respon
     if not rollouts:
         # Also somebody else's: a 403 would say that it exists.
         raise _absent(rollout_id)
-    return answer.send(rollouts[0])
+    (rollout,) = rollouts
+    if include == "trajectory" and rollout.state is State.RUNNING:
+        rollout.trajectory = gate.rollouts.so_far(rollout)
+    return answer.send(rollout)
 
 
 @blueprint.get("/rollouts")

@@ -13,10 +13,13 @@ from pydantic_core import from_json
 
 from rollout import arrays
 from rollout.schema import ErrorInfo, Rollout, RolloutRequest, SandboxRecord, State
+from rollout.trajectory import Trajectory
 from services.state import keys
 from services.state.requests import first_line
 from services.state.rollouts import payloads
 from services.state.tenants import DEFAULT_TENANT
+from services.state.turns import store as turns
+from services.state.turns.entries import decode, trajectory_of
 
 log = structlog.get_logger("state")
 
@@ -76,6 +79,15 @@ class RolloutReader:
     def get(self, rollout_id: str, *, trajectory: bool = True, tenant: str | None = None) -> Rollout | None:
         """One rollout, or None; with a tenant, None also for another one's."""
         return next(self.get_many([rollout_id], trajectory=trajectory, tenant=tenant), None)
+
+    def so_far(self, rollout: Rollout) -> Trajectory | None:
+        """The turns of a rollout that is in RUN, from its log; None before there are any."""
+        try:
+            entries = decode(turns.read(self._redis, rollout.id, rollout.attempt))
+        except ValueError as error:
+            self.skipped.tell(rollout.id, error)
+            return None
+        return trajectory_of(entries) if entries else None
 
     def state(self, rollout_id: str, tenant: str | None = None) -> State | None:
         """Only the state: the cheap question. With a tenant, None for another one's rollout."""
