@@ -172,9 +172,11 @@ class FleetStore:
 
     def put_handlers(self, handlers: Iterable[HandlerInfo]) -> None:
         """Announce handlers; a name announced before gets its newest description."""
-        mapping = {info.name: info.model_dump_json() for info in handlers}
-        if mapping:
-            self._redis.hset(keys.HANDLERS, mapping=mapping)
+        infos = {info.name: info for info in handlers}
+        if infos:
+            repeatable = {name: " ".join(info.repeatable) for name, info in infos.items()}
+            self._redis.hset(keys.HANDLERS, mapping={name: i.model_dump_json() for name, i in infos.items()})
+            self._redis.hset(keys.HANDLERS_REPEATABLE, mapping=repeatable)
 
     def put_filters(self, names: Iterable[str]) -> None:
         """Announce filters of batches."""

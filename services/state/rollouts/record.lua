@@ -256,9 +256,6 @@ end
 local function repeatable(r, stage)
   local stamp, fence = (field(r.id, 'stamp') or ''):match('^(%d+) (%d+)$')
   if fence ~= r.fence or tonumber(stamp) < 2 then return false end
-  local reads, handler = pcall(cjson.decode, redis.call('HGET', KEY.HANDLERS, field(r.id, 'handler')) or '')
-  for _, name in ipairs(reads and type(handler) == 'table' and handler.repeatable or {}) do
-    if name == stage then return true end
-  end
-  return false
+  local stages = redis.call('HGET', KEY.HANDLERS_REPEATABLE, field(r.id, 'handler')) or ''
+  return stages:find(stage, 1, true) ~= nil
 end
