@@ -10,6 +10,7 @@ from rollout.trajectory import FinishReason, Trajectory
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.store import Finish
+from services.state.turns.entries import trajectory_of
 from workers.agent.loop import AgentLoop
 from workers.agent.turns import TurnLog
 from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError
@@ -55,6 +56,9 @@ async def run_turns(run: StageRun) -> Finish:
         check_artifacts(ctx.artifacts, handler.name)
     except StageTimeout:
         reason = FinishReason.TIME_LIMIT
+        if log.repeats:
+            # There was not even time to go through what former workers did.
+            agent.trajectory = trajectory_of(log.before)
     except asyncio.CancelledError:
         # The backend keeps the prefix for whoever goes on.
         keeps = run.held.reason == SHUTDOWN and run.can_pass_on

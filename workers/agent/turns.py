@@ -67,10 +67,12 @@ class TurnLog:
             RunDiverged: An entry cannot be read here.
         """
         try:
-            self._old = deque(decode(stored))
+            self.before = decode(stored)
+            """What former workers did."""
         except ValueError as error:
             raise RunDiverged(f"the turn log cannot be read: {error}") from error
-        sampled = [entry for entry in self._old if isinstance(entry, Sampled)]
+        self._old = deque(self.before)
+        sampled = [entry for entry in self.before if isinstance(entry, Sampled)]
         self.turns = len(sampled)
         """Model calls that former workers made."""
         self.spent_before_s = sampled[-1].spent_s if sampled else 0.0

@@ -15,6 +15,7 @@ from msgspec import Struct
 from pydantic import TypeAdapter
 
 from rollout.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from rollout.schema import Backend
 from rollout.trajectory import Chain, Message, Segment, Trajectory
 from services.engines.base import Completion
 
@@ -183,6 +184,8 @@ def trajectory_of(entries: Iterable[Entry]) -> Trajectory:
             chain.append(Segment(role=messages[-1].role, token_ids=unpack_ids(entry.ids), messages=messages))
             if not trajectory.chains:
                 trajectory.chains.append(chain)
+                backend = Backend.model_validate_json(entry.backend)
+                trajectory.model, trajectory.logprobs_mode = backend.model, backend.logprobs_mode
                 trajectory.tokenizer = entry.tokenizer
         elif isinstance(entry, Sampled):
             if trajectory.chains[-1] is not chain:
