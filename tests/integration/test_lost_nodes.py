@@ -46,16 +46,29 @@ def waits_for_eval(store, rollout_id, **kwargs):
     assert store.finish(claim, Finish(State.EVALUATING)) == State.EVALUATING
 
 
+def passed_on(store, rollout_id, **kwargs):
+    """One whose RUN a stopping worker of the node has handed over, and nobody has taken."""
+    ready(store, rollout_id, **kwargs)
+    claim = store.claim(rollout_id, 1, Stage.RUN, "run@lost")
+    assert store.finish(claim, Finish("passed on")) == State.RUNNING
+
+
 def test_what_waits_for_a_node_that_ended_in_order_begins_anew_without_using_up_an_attempt(store, server):
     ready(store, "ready", max_attempts=1)
     waits_for_eval(store, "evaluating", max_attempts=1)
+    passed_on(store, "running", max_attempts=1)
+    held = "held"
+    ready(store, held)
+    store.claim(held, 1, Stage.RUN, "run@lost")
     ready(store, "elsewhere", node="other")
     given_back = store.vacate(["lost"], lost=False)
     assert {(entry.action, entry.rollout_id, entry.attempt) for entry in given_back} == {
         ("restart", "ready", 1),
         ("restart", "evaluating", 1),
+        ("restart", "running", 1),
     }
-    for rollout_id in ("ready", "evaluating"):
+    assert store.get(held).state is State.RUNNING, "its worker may live"
+    for rollout_id in ("ready", "evaluating", "running"):
         record = store.get(rollout_id)
         assert (record.state, record.attempt, record.sandbox) == (State.QUEUED, 1, None)
         assert "handed back: node lost ends" in [note.text for note in record.notes]
