@@ -18,6 +18,7 @@ import signal
 import socket
 import threading
 import time
+import warnings  # noqa: F401 (`os.execvpe` imports it: after a fork amid another thread's import, never)
 
 import wire
 from errors import RequestError, ServerError

@@ -284,6 +284,23 @@ def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):
     assert "--memory 100M --pids-limit 20" in argv
 
 
+def test_between_fork_and_exec_the_server_imports_nothing():
+    # What another thread is importing just then would be waited for without an end.
+    code = "\n".join(
+        (
+            "import os, sys",
+            "sys.path.insert(0, sys.argv[1])",
+            "import server",
+            "known = set(sys.modules)",
+            "os.get_exec_path({'PATH': '/bin'})",  # of `os.execvpe`, which does not come back
+            "sys.exit(' '.join(set(sys.modules) - known))",
+        )
+    )
+    directory = Path(wire.__file__).parent
+    done = subprocess.run([sys.executable, "-IBS", "-c", code, directory], capture_output=True, text=True)
+    assert done.stderr.strip() == ""
+
+
 @pytest.mark.parametrize(
     ("missing", "text"),
     [
