@@ -67,8 +67,8 @@ def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
 
     A request that cannot be served is its caller's fault, and what the node does not allow the task's, which
     named it. A sandbox that its host ended for going over its limits is the agent's doing. One that was ended
-    because the node ran short, or that has done more than Redis knows of, is the deployment's. One that died is
-    neither's: no process inside can end or stop its server, so the kernel or somebody on the node did, and
+    because the node ran short, or that has done more than Redis knows of, is the deployment's. One that died
+    is neither's: no process inside can end or stop its server, so the kernel or somebody on the node did, and
     another attempt may go better.
     """
     message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
