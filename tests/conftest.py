@@ -133,6 +133,7 @@ SECONDS = {
     "tests/integration/test_webhooks.py": 39,
     "tests/local/test_guides.py": 150,
     "tests/local/test_stack.py": 185,
+    "tests/local/test_upgrade.py": 110,
     "tests/sandbox/test_attacks.py": 97,
     "tests/sandbox/test_exec.py": 31,
     "tests/sandbox/test_ipython.py": 38,

@@ -30,6 +30,7 @@ COMMAND_GROUP = "rollout.commands"
 EXTRAS_HINT = "pip install 'rollout-service[gateway,worker]'"
 OPERATOR_HELP = {
     "up": "Start the whole service on this machine.",
+    "upgrade": "Replace what `up` started by the code that is installed now.",
     "down": "End what `up` started.",
     "demo": "Run real rollouts on a stack of its own and show them.",
     "keys": "Make, rotate and revoke API keys.",

@@ -1,4 +1,4 @@
-"""`rollout up`, `down` and `demo`: entry points of the group `rollout.commands`."""
+"""`rollout up`, `upgrade`, `down` and `demo`: entry points of the group `rollout.commands`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from typing import Any
 import click
 from rich.console import Console
 
+from rollout.client import Client
 from rollout.errors import RolloutError
+from rollout.schema import State
 from services.launch import StackError, paths
 from services.launch.demo import demo as run_demo
 from services.launch.local import KEY_FILE, Options, Stack
 from services.launch.parts import STAGES
+from services.launch.upgrade import upgrade as run_upgrade
 from services.settings import SettingsError
 
 NEEDED = ("flask", "gunicorn", "celery", "redis", "psutil", "aiohttp", "transformers")
 """Packages of the extras `gateway` and `worker`; looked for, not imported."""
+
+IN_HAND = (State.INITIALIZING, State.RUNNING, State.EVALUATING)
 
 
 def _check_extras() -> None:
@@ -33,15 +38,15 @@ def _check_extras() -> None:
 
 
 @contextmanager
-def _guarded() -> Iterator[None]:
-    """Errors become one message and exit code 1; Ctrl-C and TERM end the stack and give 130."""
+def _guarded(after: str = "everything that was started has been ended") -> Iterator[None]:
+    """Errors become one message and exit code 1; Ctrl-C and TERM give 130, and say what is the case then."""
     old = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except (StackError, SettingsError, RolloutError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        click.echo("interrupted; everything that was started has been ended", err=True)
+        click.echo(f"interrupted; {after}", err=True)
         raise click.exceptions.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, old)
@@ -110,6 +115,23 @@ def up(foreground: bool, no_backend: bool, no_flower: bool, state_dir: Path | No
                 stack.wait()
             finally:
                 _report(stack)
+
+
+@click.command()
+@state_option
+def upgrade(state_dir: Path | None) -> None:
+    """Replace what `up` started by the code that is installed now; rollouts go on.
+
+    Workers, gateway, Flower and the supervisor are replaced one after another. Redis, the LLM backend and the
+    sandbox host stay.
+    """
+    directory, begun = (state_dir or paths.state_dir()).absolute(), time.monotonic()
+    with _guarded("the stack's supervisor goes on; another `rollout upgrade` begins anew"):
+        record = run_upgrade(directory, click.echo)
+        with Client(record.url, api_key=(directory / KEY_FILE).read_text().strip()) as client:
+            states = client.status()["states"]
+    in_hand = sum(states[stage] for stage in IN_HAND)
+    click.echo(f"upgraded after {time.monotonic() - begun:.1f} s, with {in_hand} rollouts in hand")
 
 
 @click.command()

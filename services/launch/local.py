@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from rollout.client import KEY_VARIABLE, Client, RolloutError
 from rollout.errors import ApiKeyError
 from services import flower
 from services.gateway.compat.port import Compat
-from services.launch import StackError, parts, paths, redis
+from services.launch import StackError, parts, paths, redis, watch
 from services.launch.parts import STAGES, answers
 from services.launch.record import Record
 from services.launch.supervisor import MARK, SANDBOX_MARK, Part, Supervisor, end_marked, stop
@@ -179,12 +178,13 @@ class Stack:
 
     def _leave_supervisor(self) -> None:
         """Have a process of its own, which outlives this one and its terminal, start anew what ends."""
-        command = [sys.executable, "-m", "services.launch.record", str(self.dir)]
         env = {**os.environ, MARK: self.record.mark, "PYTHONPATH": str(paths.REPO)}
         env.pop(KEY_VARIABLE, None)
-        self.record.supervisor = part = Part("supervisor", command, env, str(self._logs / "supervisor.log"))
+        log = str(self._logs / "supervisor.log")
+        self.record.supervisor = part = Part("supervisor", watch.command(self.dir), env, log)
         Path(part.log).write_bytes(b"")
-        part.start()
+        # `rollout upgrade` may come before it listens.
+        part.start(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
         part.env = {}  # it is started anew by the next `up`, with the environment of that
         self.record.save(self._file)
 

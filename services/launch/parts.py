@@ -46,13 +46,13 @@ def gateway() -> Part:
     )
 
 
-def fleet(stage: str, slots: int, node: str) -> Part:
-    """A Celery worker of one stage, as anybody would start it by hand."""
+def fleet(stage: str, slots: int, node: str, number: str = "") -> Part:
+    """A Celery worker of one stage, as anybody would start it by hand; of two at a time one has a number."""
     return Part(
         f"{stage} fleet",
         [
             *(sys.executable, "-m", "celery", "-A", "workers.app", "worker"),
-            *("-Q", stage, "-n", f"{stage}@{node}", "-c", str(slots)),
+            *("-Q", stage, "-n", f"{stage}{number}@{node}", "-c", str(slots)),
             # Gossip and mingle make workers talk to each other, which nothing here needs. -E is for Flower.
             *("--without-gossip", "--without-mingle", "-E"),
         ],

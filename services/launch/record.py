@@ -1,29 +1,15 @@
-"""What a running stack of one machine wrote down of itself, and the process that looks after it by that.
-
-`python -m services.launch.record DIRECTORY` is what `rollout up` leaves behind: it starts anew what ends of
-the stack. The parts are nobody's children or its own; should it end, they go on, and the next `rollout up`
-starts it again.
-"""
+"""What a running stack of one machine wrote down of itself."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import structlog
-
 from rollout import account
-from services import logs
 from services.launch import StackError
-from services.launch.supervisor import LOOK_S, Part, Supervisor
-from services.settings import settings
-
-log = structlog.get_logger("supervisor")
+from services.launch.supervisor import Part
 
 
 @dataclass
@@ -46,6 +32,14 @@ class Record:
     parts: list[Part] = field(default_factory=list)
     supervisor: Part | None = None
     """Starts the others anew; it is no part of what is counted."""
+    upgrades: int = 0
+    """How many have begun."""
+    due: list[str] = field(default_factory=list)
+    """Parts that the upgrade under way has yet to renew, in this order."""
+    told: list[str] = field(default_factory=list)
+    """What it has done so far, for people."""
+    trouble: str = ""
+    """Why the last upgrade has stopped before its end."""
 
     @property
     def live(self) -> list[Part]:
@@ -73,54 +67,3 @@ class Record:
             raise StackError(
                 f"{path} cannot be read ({error}); end its processes by hand and delete it"
             ) from error
-
-
-def watch(state_dir: Path) -> None:
-    """Start anew what ends of the stack that is recorded here, until told to end or the stack is another's.
-
-    Raises:
-        FileNotFoundError: Nothing is recorded here.
-    """
-    file = state_dir / "stack.json"
-    record = Record.load(file)
-    if record is None:
-        raise FileNotFoundError(file)
-    supervisor = Supervisor(state_dir / "logs")
-    supervisor.parts = {part.name: part for part in record.parts}
-    supervisor.listen()
-    log.info("looks after the stack", parts=list(supervisor.parts))
-    saved = asdict(record)["parts"]
-    while supervisor.signal is None:
-        supervisor.look()
-        try:
-            if not _is_current(record, file):
-                log.info("the stack has ended")
-                return
-            if (now := asdict(record)["parts"]) != saved:
-                record.save(file)
-                saved = now
-        except (StackError, OSError) as error:
-            # A full disk is no reason to let go of the stack, and may take no line of log either.
-            with contextlib.suppress(OSError):
-                log.warning("the record cannot be written; the next look tries again", error=str(error))
-        supervisor.pause(LOOK_S)
-
-
-def _is_current(record: Record, file: Path) -> bool:
-    """Whether the file is still that of this stack; `up` may have started its supervisor anew meanwhile."""
-    current = Record.load(file)
-    if current is None or current.mark != record.mark:
-        return False
-    record.supervisor = current.supervisor
-    return True
-
-
-def main() -> None:
-    """Look after a stack until TERM."""
-    os.umask(0o077)
-    logs.configure(settings())
-    watch(Path(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

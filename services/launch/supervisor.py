@@ -149,6 +149,8 @@ class Part:
     """When it ended last; seconds since the epoch."""
     exit: int | None = None
     """Status of its last end; below 0 = the signal that ended it, None = nobody saw it."""
+    dismissed: bool = False
+    """It is not started anew when it ends."""
 
     def __post_init__(self) -> None:
         self._process: psutil.Process | None = None
@@ -158,8 +160,6 @@ class Part:
         """Ends in a row without having settled."""
         self.again_at: float | None = None
         """When it is to be started anew, by the monotonic clock; None while it runs."""
-        self.dismissed = False
-        """It is not started anew when it ends."""
 
     @property
     def process(self) -> psutil.Process | None:
