@@ -294,10 +294,8 @@ def test_a_cancelled_call_interrupts_its_command(info, operation, numbered):
         async with worker(info, Notebook(1)) as client:
             client.journal = Notebook(1, leaves=False) if numbered else None
             await cancelled(info, OPERATIONS[operation](client))
-            assert (
-                said(await (client.ipython("1") if operation == "ipython" else client.bash("echo 1")))
-                == "1\n"
-            )
+            then = client.ipython("1") if operation == "ipython" else client.bash("echo 1")
+            assert (await then).output == "1\n"
             await go(info)
             assert (await client.bash("sleep 0.3; cat ended")).exit_code == 1
 
