@@ -196,9 +196,13 @@ class Sandboxes:
         _announce(info.runtime, *info.isolation_missing)
         return info
 
-    async def release(self) -> None:
-        """End every sandbox of the attempt, and of those before it; harmless without one."""
-        await release_attempts(self._host, self._claim.rollout_id, self._claim.attempt)
+    async def release(self, *, all_of_attempt: bool = True) -> None:
+        """End every sandbox of the attempt and of those before it, or the own one that was booted here;
+        harmless without one."""
+        if all_of_attempt:
+            await release_attempts(self._host, self._claim.rollout_id, self._claim.attempt)
+        elif self.own_id is not None:
+            await self._host.release(self.own_id)
 
 
 async def release_attempts(host: HostClient, rollout_id: str, attempt: int) -> None:

@@ -140,14 +140,27 @@ class StageRun:
         return from_sandbox(error, await self.fate())
 
     async def clean_up(self) -> None:
-        """Release what the attempt holds on this node. Never raises: the host's own limit is behind."""
+        """Release what the attempt holds on this node. Never raises: the host's own limit is behind.
+
+        A worker that was silent for too long may have been followed by another one, in the same attempt and the
+        same sandbox: it releases only what it has booted itself.
+        """
         if not self.has_sandbox:
             return
         try:
             async with asyncio.timeout(CLEANUP_S):
-                await self.sandboxes.release()
+                await self.sandboxes.release(all_of_attempt=await self._is_ours())
         except Exception as error:
             self.log.warning("sandbox not released; the host's time limit will end it", error=str(error))
+
+    async def _is_ours(self) -> bool:
+        """Whether no other worker has been given the rollout; where Redis does not say, it is."""
+        try:
+            return await asyncio.to_thread(
+                self.services.note, self.claim.rollout_id, self.claim.fence, {}, ""
+            )
+        except redis.RedisError:
+            return True
 
     def laid(self, error: Exception) -> Exception:
         """The error as somebody's, see `workers.errors.laid`."""
