@@ -142,8 +142,8 @@ class StageRun:
     async def clean_up(self) -> None:
         """Release what the attempt holds on this node. Never raises: the host's own limit is behind.
 
-        A worker that was silent for too long may have been followed by another one, in the same attempt and the
-        same sandbox: it releases only what it has booted itself.
+        A worker that was silent for too long may have been followed by another one, in the same attempt and
+        the same sandbox: it releases only what it has booted itself.
         """
         if not self.has_sandbox:
             return
