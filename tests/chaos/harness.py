@@ -7,14 +7,17 @@ by default.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rollout.client import ApiError
 from rollout.schema import TERMINAL_STATES, Rollout, RolloutRequest, State, new_id
-from tests.helpers.stack import Process, RedisServer, Stack, wait_until
+from services.launch.parts import answers
+from tests.helpers.stack import Process, RedisServer, Stack, free_port, wait_until
 
 STAGES = ("init", "run", "eval")
 ENTERED = {"init": State.INITIALIZING, "run": State.RUNNING, "eval": State.EVALUATING}
@@ -22,6 +25,51 @@ HANDLERS = "tests.helpers.chaos_handlers:all_handlers,tests.helpers.handlers:Lot
 ENV = {"ROLLOUT_HANDLERS": HANDLERS, "ROLLOUT_STOP_PATIENCE_S": "2"}
 PATIENCE_S = 120.0
 """For what takes seconds on an idle machine: a loaded one must not fail the test."""
+
+
+class Engine:
+    """An LLM server on a port that stays, registered under its name."""
+
+    def __init__(self, stack: Stack, name: str, command: Callable[[int], list[str]]) -> None:
+        self.stack, self.name, self.command, self.port = stack, name, command, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+        stack.client.add_backend(self.url, id=name)
+
+    def start(self) -> None:
+        self.process = self.stack.start(self.name, self.command(self.port))
+        wait_until(lambda: answers(f"{self.url}/health") is None, PATIENCE_S, self.name, self.process)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.stack.processes.remove(self.process)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+def diary_engine(port: int, step_ms: float = 0.2) -> list[str]:
+    """The command of an `Engine` for the handlers of `tests.helpers.diary`."""
+    options = ["--port", str(port), "--step-ms", str(step_ms), "--script", "tests.helpers.diary:script"]
+    return [sys.executable, "-m", "tests.helpers.fake_engine", *options]
+
+
+def remember(redis: RedisServer) -> Path:
+    """A copy of what Redis has now; see `put_back`."""
+    return Path(shutil.copytree(_kept(redis), redis.directory / "remembered"))
+
+
+def put_back(redis: RedisServer, copy: Path) -> RedisServer:
+    """A new server that has lost what came after the copy was made; end this one first."""
+    shutil.rmtree(_kept(redis))
+    copy.rename(_kept(redis))
+    return redis.restarted()
+
+
+def _kept(redis: RedisServer) -> Path:
+    return redis.directory / "appendonlydir"
 
 
 class Chaos(Stack):

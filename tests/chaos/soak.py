@@ -34,12 +34,11 @@ from rollout.errors import RolloutError
 from rollout.schema import RolloutRequest, new_id
 from services.launch import parts
 from services.launch.demo import TASKS_FILE, load_tasks
-from services.launch.parts import answers
 from services.settings import ENV_PREFIX, Settings
-from tests.chaos.harness import ENV, PATIENCE_S, STAGES, Chaos
+from tests.chaos.harness import ENV, STAGES, Chaos, Engine
 from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import stop_host
-from tests.helpers.stack import FAST, Process, free_port, wait_until
+from tests.helpers.stack import FAST, wait_until
 
 PER_CALL = 20
 MOST_PER_S = 50
@@ -60,7 +59,7 @@ class Soak:
     """One run, and what came of it."""
 
     def __init__(
-        self, chaos: Chaos, rollouts: int, every_s: float, least: int, seed: int, backend: Backend | None
+        self, chaos: Chaos, rollouts: int, every_s: float, least: int, seed: int, backend: Engine | None
     ) -> None:
         """
         Args:
@@ -192,25 +191,9 @@ class Soak:
                 admin.client_kill_filter(_type=kind, skipme=True)
 
 
-class Backend:
-    """The embedded model on a port that stays."""
-
-    def __init__(self, chaos: Chaos) -> None:
-        self.chaos, self.port = chaos, free_port()
-        self.process = self._start()
-        chaos.client.add_backend(f"http://127.0.0.1:{self.port}")
-
-    def _start(self) -> Process:
-        process = self.chaos.start("backend", parts.embedded_backend(self.port).command)
-        url = f"http://127.0.0.1:{self.port}/health"
-        wait_until(lambda: answers(url) is None, PATIENCE_S, "the model", process)
-        return process
-
-    def restart(self) -> None:
-        """SIGKILL, then a new one."""
-        self.process.kill()
-        self.chaos.processes.remove(self.process)
-        self.process = self._start()
+def embedded(port: int) -> list[str]:
+    """The command of the embedded model."""
+    return parts.embedded_backend(port).command
 
 
 def shipped() -> dict[str, str]:
@@ -241,7 +224,7 @@ def main() -> int:
                     chaos.slots = {stage: parts.slots_of(stage, {}) for stage in STAGES}
                 chaos.start_stages()
                 wait_until(lambda: "noop" in _handlers(chaos), 120, "the handlers to be announced")
-                backend = Backend(chaos) if options.real else None
+                backend = Engine(chaos, "backend", embedded) if options.real else None
                 every = options.every or (REAL_EVERY_S if options.real else EVERY_S)
                 soak = Soak(chaos, options.rollouts, every, options.faults, options.seed, backend)
                 result = soak.run()

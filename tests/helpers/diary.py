@@ -1,8 +1,8 @@
 """An agent that keeps a diary in its sandbox: what was done there can be compared with what its record says.
 
-Each turn appends one line, numbered by a variable of the shell and marked with a word that the model draws anew
-at each call. So a tool call that ran twice or not at all, a turn that was sampled twice, and a shell that was
-not the same one all show in the file.
+Each turn appends one line, numbered by a variable of the shell and marked with a word that the model draws
+anew at each call. So a tool call that ran twice or not at all, a turn that was sampled twice, and a shell that
+was not the same one all show in the file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from rollout.trajectory import Message
+from rollout.trajectory import Message, Trajectory
+from tests.helpers.chaos_handlers import Gated
 from tests.helpers.llm_servers import DEMO_MODEL
-from workers.agent.tools import ExecuteBash, Finish
-from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, Reward
+from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 
-_ASKED = re.compile(r"(\d+) lines, pause ([\d.]+)")
+_ASKED = re.compile(r"(\d+) lines, pause ([\d.]+)( at a workbench)?")
 _WRITTEN = re.compile(r"(?m)^wrote \d+$")
+_WORD = re.compile(r"(?:\$n|\{n\}) (\w+)")
 
 
 class DiaryTask(BaseModel):
@@ -44,18 +46,73 @@ class Diary(AgentHandler[DiaryTask]):
     def prompt(self, task: DiaryTask) -> list[Message]:
         return [Message(role="user", content=f"{task.lines} lines, pause {task.pause_s}")]
 
+    def number(self, place: int) -> int:
+        """Which number the line at this place has, from 0."""
+        return place + 1
+
     async def evaluate(self, ctx: EvalContext[DiaryTask]) -> Reward:
         file = (await ctx.sandbox.read_file("diary")).decode() if ctx.task.lines else ""
         ctx.artifacts["diary"] = file
-        words = [
-            re.search(r"\$n (\w+)", call.arguments["command"])[1]
-            for message in ctx.trajectory.messages
-            for call in message.tool_calls
-            if call.name == "execute_bash"
-        ]
-        said = [f"{number} {word}" for number, word in enumerate(words, 1)]
-        ctx.metrics["lines"] = len(file.splitlines())
-        return Reward(float(file.splitlines() == said and len(said) == ctx.task.lines))
+        said = [f"{self.number(place)} {word}" for place, word in enumerate(words(ctx.trajectory))]
+        as_said = file.splitlines() == said
+        ctx.metrics |= {"lines": len(file.splitlines()), "as_said": float(as_said)}
+        return Reward(float(as_said and len(said) == ctx.task.lines))
+
+
+class Workbench(Diary):
+    """Writes every other line by IPython, with a number of its own there, beside a job in the background."""
+
+    name = "workbench"
+    tools = (ExecuteBash(), ExecuteIPythonCell(), Finish())
+
+    def prompt(self, task: DiaryTask) -> list[Message]:
+        (message,) = super().prompt(task)
+        return [Message(role="user", content=f"{message.text} at a workbench")]
+
+    def number(self, place: int) -> int:
+        return place // 2 + 1
+
+    async def evaluate(self, ctx: EvalContext[DiaryTask]) -> Reward:
+        ctx.metrics["jobs"] = len((await ctx.sandbox.bash("jobs -r")).output.splitlines())
+        return await super().evaluate(ctx)
+
+
+class GatedTask(DiaryTask):
+    gates: str = ""
+    """As `chaos_handlers.GatedTask` has it."""
+
+
+class GatedDiary(Diary):
+    """Waits at a gate at the end of INIT, and before it scores."""
+
+    name = "gated_diary"
+    Task = GatedTask
+    _pass = Gated._pass
+
+    async def init(self, ctx: InitContext[GatedTask]) -> None:
+        await super().init(ctx)
+        await self._pass("init", ctx)
+
+    async def evaluate(self, ctx: EvalContext[GatedTask]) -> Reward:
+        await self._pass("eval", ctx)
+        return await super().evaluate(ctx)
+
+
+class OnceDiary(GatedDiary):
+    """The same where INIT and EVAL are not to be done again."""
+
+    name = "once_diary"
+    repeatable = ()
+
+
+all_handlers = [Diary, Workbench, GatedDiary, OnceDiary]
+
+
+def words(trajectory: Trajectory) -> list[str]:
+    """What the model said to write."""
+    calls = [call for message in trajectory.messages for call in message.tool_calls]
+    commands = [call.arguments.get("command") or call.arguments.get("code", "") for call in calls]
+    return [found[1] for command in commands if (found := _WORD.search(command))]
 
 
 @cache
@@ -66,10 +123,16 @@ def tokenizer() -> Any:
 def script(prompt: list[int], number: int) -> list[int]:
     """For `fake_engine --script`: the next line, or the end of the diary."""
     text = tokenizer().decode(prompt)
-    lines, pause = _ASKED.search(text).groups()
-    if len(_WRITTEN.findall(text)) >= int(lines):
+    lines, pause, workbench = _ASKED.search(text).groups()
+    written, word = len(_WRITTEN.findall(text)), secrets.token_hex(4)
+    if written >= int(lines):
         return spoken("finish", {"message": "done"})
-    command = f"n=$((n+1)); echo $n {secrets.token_hex(4)} >> diary; sleep {pause}; echo wrote $n"
+    if workbench and written % 2:
+        code = f'n = globals().get("n", 0) + 1; print(f"{{n}} {word}", file=open("diary", "a"), flush=True)'
+        code += f'; import time; time.sleep({pause}); print("wrote", n)'
+        return spoken("execute_ipython_cell", {"code": code})
+    job = "sleep 1000 & " if workbench and not written else ""
+    command = f"{job}n=$((n+1)); echo $n {word} >> diary; sleep {pause}; echo wrote $n"
     return spoken("execute_bash", {"command": command})
 
 
