@@ -1,8 +1,8 @@
 """An agent that keeps a diary in its sandbox: what was done there can be compared with what its record says.
 
 Each turn appends one line, numbered by a variable of the shell and marked with a word that the model draws
-anew at each call. So a tool call that ran twice or not at all, a turn that was sampled twice, and a shell that
-was not the same one all show in the file.
+anew at each call. So a tool call that ran twice or not at all, a turn that was sampled twice, and a shell
+that was not the same one all show in the file.
 """
 
 from __future__ import annotations

@@ -86,20 +86,15 @@ def test_a_rollout_that_waits_for_its_next_worker_is_cancelled_at_once(client, s
     assert client.keys("*:turns:*") == [] and store.heartbeat([("one", claim.fence)]) == ["lost"]
 
 
-def test_a_worker_of_the_release_before_leaves_what_waits_to_others(client, store):
-    """It knows of no rollout in RUN that nobody holds: it must not begin it anew in a sandbox that was used."""
+def test_what_a_worker_without_a_log_held_begins_anew(client, store):
+    """One of the release before, which wrote no stamp."""
     fleet = DyingFleet(client, store, repeatable=True)
     fleet.submit("one")
-    (claim,) = fleet.carry(["one"])
-    fleet.turn(claim)
-    fleet.die()
-    record = client.hgetall(keys.record("one"))
-    assert record["owner"] and record["state"] == "running" and float(record["lease"]) > 0
-    client.hset(keys.record("one"), "stamp", "")
-    (claim,) = fleet.carry(["one"])
+    fleet.carry(["one"])
     client.hset(keys.record("one"), "stamp", "")
     fleet.die()
-    assert store.get("one").attempt == 2, "who held it last wrote no log"
+    item = store.get("one")
+    assert (item.state, item.attempt, item.resumed) == (State.QUEUED, 2, 0)
 
 
 def test_one_that_may_be_tried_once_is_not_tried_again(client, store):
