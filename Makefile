@@ -85,13 +85,14 @@ idle: setup-tests ## hold what is promised in seconds to the letter, on a machin
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes
 
-chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (20 minutes)
+chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (40 minutes)
 	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \
 	  tests/integration/test_openapi_fuzz.py tests/integration/test_contract_values.py \
 	  tests/integration/test_failover.py \
 	  tests/integration/test_rollouts.py::test_many_rollouts_at_once_all_end_and_leave_nothing --timeout 1800
 	@$(BIN)/python -m tests.chaos.soak --rollouts 5000
 	@$(BIN)/python -m tests.chaos.soak --rollouts 500 --real
+	@$(BIN)/python -m tests.chaos.durable --rollouts 1000
 
 compose-test: setup ## docker-compose.dev.yml in containers of Podman: build, start, break, end (minutes, as root)
 	@COMPOSE_LONG=1 $(BIN)/python -m pytest tests/local/test_compose_containers.py -sv --timeout 1800

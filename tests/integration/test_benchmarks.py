@@ -22,6 +22,10 @@ KEYS = {
         "submit_per_s",
         "equal_chain_submit_per_s",
     },
+    "resume": {
+        *("turn_cost_ratio", "turn_ms", "turn_ms_without_log", "redis_bytes_per_token"),
+        *("takeover_s_over_lease", "wasted_tokens_share", "wasted_tokens_share_0_2_0"),
+    },
     "durability": {
         "always_throughput_ratio",
         "always_submit_ratio",
@@ -126,6 +130,7 @@ MAY_BE_ZERO = ZERO | {
     "recovery_worst_s_over_lease_without_spare",
     "cpu_ms_over_equal_chain",
     "eval_overhead_s",
+    *("takeover_s_over_lease", "wasted_tokens_share", "wasted_tokens_share_0_2_0"),
 }
 """Or less, but for ZERO: differences."""
 TIMEOUT_S = 500
