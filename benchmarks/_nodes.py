@@ -116,7 +116,8 @@ async def serve_host(state: Path) -> None:
                 name = f"{next(numbers):08x}"
                 return {
                     "id": name,
-                    "socket": str(state / f"{name}.sock"),
+                    # It stands for the sandbox's own server, too, of which RUN only asks whether it is there.
+                    "socket": str(state / SOCKET_NAME),
                     # What real nodes have: another one would be warned of in every worker.
                     "runtime": "apptainer",
                     "node": state.name,
@@ -124,6 +125,8 @@ async def serve_host(state: Path) -> None:
                     "pid": os.getpid(),
                     "start_ms": boot_s * 1e3,
                 }
+            case {"op": "take"}:
+                return {"last": 0, "known": 0}
             case {"op": "release_owner", "owner": owner}:
                 return {"released": held.pop(owner, 0)}
             case {"op": "stats"}:

@@ -139,17 +139,21 @@ class StageRun:
         """A failure of the rollout's sandbox, laid to whom the host's knowledge of its end points at."""
         return from_sandbox(error, await self.fate())
 
-    async def clean_up(self) -> None:
+    async def clean_up(self, ours: bool | None = None) -> None:
         """Release what the attempt holds on this node. Never raises: the host's own limit is behind.
 
         A worker that was silent for too long may have been followed by another one, in the same attempt and
         the same sandbox: it releases only what it has booted itself.
+
+        Args:
+            ours: Whether the rollout is this worker's; None = to be asked.
         """
         if not self.has_sandbox:
             return
         try:
             async with asyncio.timeout(CLEANUP_S):
-                await self.sandboxes.release(all_of_attempt=await self._is_ours())
+                ours = await self._is_ours() if ours is None else ours
+                await self.sandboxes.release(all_of_attempt=ours)
         except Exception as error:
             self.log.warning("sandbox not released; the host's time limit will end it", error=str(error))
 

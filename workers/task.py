@@ -168,7 +168,8 @@ def _after(process: WorkerProcess, task: Task, run: StageRun, entered: str, outc
         run.log.info("rollout " + entered)
     if entered in (LOST, State.CANCELLED) and run.has_sandbox:
         # A cancel can arrive after the body decided to keep the sandbox for the next stage.
-        asyncio.run_coroutine_threadsafe(run.clean_up(), process.loop).result(CLEANUP_S + 5)
+        cleaning = run.clean_up(ours=entered == State.CANCELLED)
+        asyncio.run_coroutine_threadsafe(cleaning, process.loop).result(CLEANUP_S + 5)
     if claim.stage is Stage.EVAL and entered in TERMINAL_STATES:
         return _ref(claim, claim.node)  # the end of a whole chain
     raise _chain_ends(process, task, entered)

@@ -175,9 +175,10 @@ ENDS = [
     (Stage.EVAL, "cancel unheard", State.COMPLETED, True, None),
     (Stage.RUN, CANCEL, State.CANCELLED, True, None),
     (Stage.RUN, OVERDUE, State.TIMED_OUT, True, None),
-    (Stage.INIT, LOST, State.QUEUED, True, None),
-    (Stage.RUN, LOST, State.QUEUED, True, None),
-    (Stage.EVAL, LOST, State.EVALUATING, True, None),
+    # By then it may be what another worker goes on in.
+    (Stage.INIT, LOST, State.QUEUED, False, None),
+    (Stage.RUN, LOST, State.QUEUED, False, None),
+    (Stage.EVAL, LOST, State.EVALUATING, False, None),
 ]
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,8 +69,12 @@ def require_whole(stack: Started) -> Record:
     now = stack.record
     assert {part.name for part in now.parts} == STAYS | NEW and len(now.live) == len(now.parts) == 6
     assert not now.due and now.supervisor.alive
-    workers = [process for process in marked(now.mark) if "worker" in process.cmdline()]
-    assert len(workers) == 3, workers
+
+    def workers():
+        return [process for process in marked(now.mark) if "worker" in process.cmdline()]
+
+    # One that is being replaced forks before it becomes another program.
+    wait_until(lambda: len(workers()) == 3, 60, "three workers")
     with Client(now.url) as client:
         alive = client.status()["workers"]
     assert {stage: len(names) for stage, names in alive.items()} == {"init": 1, "run": 1, "eval": 1}, alive
@@ -178,12 +183,19 @@ def test_what_dies_in_the_middle_comes_back(stack):
 
 
 def test_a_worker_that_does_not_start_stops_the_upgrade_and_the_old_one_stays(stack):
-    def give(handlers: str) -> None:
+    def given(handlers: str) -> bool:
+        """Written once more where the supervisor has written over it."""
         written = stack.record
-        for part in written.parts:
-            if part.name == "run fleet":
-                part.env["ROLLOUT_HANDLERS"] = handlers
+        (part,) = (part for part in written.parts if part.name == "run fleet")
+        if part.env.get("ROLLOUT_HANDLERS") == handlers:
+            return True
+        part.env["ROLLOUT_HANDLERS"] = handlers
         written.save(stack.state / "stack.json")
+        time.sleep(2.5)
+        return False
+
+    def give(handlers: str) -> None:
+        wait_until(lambda: given(handlers), 60, "the settings to be written")
 
     before = pids(stack)
     give("missing:handlers")

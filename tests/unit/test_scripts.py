@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.state import scripts
+from services.version import STAMP
 
 CODE = """-- base() is what lift speaks of
 local function base() return STEP end
@@ -33,7 +34,8 @@ function operations.get(ask) forward = verdicts return put end
 )
 def test_a_script_holds_what_its_operation_needs(monkeypatch, operation, kept, dropped):
     monkeypatch.setattr(scripts, "text", lambda name: CODE)
-    script = scripts.source("some", operation, "local STEP = 1\nlocal OTHER = 2\n")
+    stamp, _, script = scripts.source("some", operation, "local STEP = 1\nlocal OTHER = 2\n").partition("\n")
+    assert stamp == f"-- stamp {STAMP}"
     assert [words for words in kept if words not in script] == []
     assert [words for words in [*dropped, "OTHER"] if words in script] == []
 

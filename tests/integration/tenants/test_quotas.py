@@ -39,8 +39,8 @@ def lose_workers(world, rollout_id):
         world.redis.zadd(names.DUE, {rollout_id: 1})
         ended = store.overdue()
         if store.state(rollout_id).terminal:
-            assert attempt == 5, "the first two cost nothing, and three attempts it has"
-            assert "worker lost" in world.redis.hget(record, "drop_reason")
+            assert attempt == 3, "what ends three workers is ended"
+            assert "it ends workers" in world.redis.hget(record, "drop_reason")
             return ended
         assert world.tenants.live("a") == live
     raise AssertionError("it never ended")
