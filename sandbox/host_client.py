@@ -49,7 +49,14 @@ class HostClient:
     async def start(self, spec: SandboxSpec) -> SandboxInfo:
         """Start a sandbox. If this call is cancelled the host releases what it had started."""
         request = {"op": "start", "spec": _portable(spec).to_json()}
-        return SandboxInfo.from_json(await self._request(request, START_TIMEOUT_S))
+        try:
+            info = await self._request(request, START_TIMEOUT_S)
+        except errors.SandboxGone:
+            if not _was_killed(self.state):
+                raise
+            # The next one sweeps what was not finished, and begins it anew.
+            info = await self._request(request, START_TIMEOUT_S)
+        return SandboxInfo.from_json(info)
 
     async def keep_warm(self, spec: SandboxSpec, count: int = 1) -> None:
         """Have the host start `count` sandboxes like `spec` ahead; returns before they are ready."""

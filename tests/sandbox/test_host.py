@@ -134,6 +134,18 @@ def test_a_sandbox_outlives_its_host_and_the_next_host_adopts_it(state, host, ru
     assert_gone(state, info, pids)
 
 
+def test_who_asked_a_killed_host_for_a_sandbox_is_given_one_by_the_next(state, host, anything):
+    before = host.start(SandboxSpec(runtime=anything))
+    asked = asyncio.run_coroutine_threadsafe(HostClient(state).start(SandboxSpec(runtime=anything)), loop())
+    while len(list((state / "records").iterdir())) < 2:
+        time.sleep(0.001)
+    kill_host(host)
+    info = asked.result()
+    assert {box["id"] for box in host.list()} >= {before.id, info.id}
+    with SyncSandboxClient(info.socket) as client:
+        assert client.bash("echo here").output == "here\n"
+
+
 def test_release_after_a_killed_host_starts_one_that_ends_the_sandbox(state, host, anything):
     info = host.start(SandboxSpec(runtime=anything))
     pids = processes_of(info.pid)
