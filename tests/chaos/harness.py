@@ -36,12 +36,8 @@ class Engine:
         self.start()
         stack.client.add_backend(self.url, id=name)
 
-    def launch(self) -> None:
-        """Start it, without waiting until it answers."""
-        self.process = self.stack.start(self.name, self.command(self.port))
-
     def start(self) -> None:
-        self.launch()
+        self.process = self.stack.start(self.name, self.command(self.port))
         wait_until(lambda: answers(f"{self.url}/health") is None, PATIENCE_S, self.name, self.process)
 
     def kill(self) -> None:
