@@ -51,7 +51,7 @@ ENV = {
     "ROLLOUT_SHUTDOWN_GRACE_S": "4",
 }
 EXCUSES = {
-    "sandbox_lost": re.compile(r"sandbox is blamed: .*SandboxGone"),
+    "sandbox_lost": re.compile(r"sandbox is blamed: .*(SandboxGone|NotListening)"),
     "sandbox_ahead": re.compile(r"SandboxAhead|Redis has lost what came between"),
 }
 """Notes of an attempt that may be followed by another one. Each such attempt needs one of its own."""
@@ -70,11 +70,14 @@ class Durable:
 
     def run(self) -> dict:
         """All of it; the result to print."""
-        began = time.monotonic()
+        began, deck = time.monotonic(), []
         threading.Thread(target=self._submit, name="submit", daemon=True).start()
         while not self._over() and time.monotonic() - began < END_S * 4:
             time.sleep(self.every_s * self.random.uniform(0.5, 1.5))
-            fault = self.random.choices([*FAULTS], [*FAULTS.values()])[0]
+            if not deck:
+                deck = [kind for kind, count in FAULTS.items() for _ in range(count)]
+                self.random.shuffle(deck)
+            fault = deck.pop()
             self.faults[fault.__name__.strip("_")] += fault(self) is not False
         ids = list(self.lines)
         # What has not ended then is in the result, and not an error that hides the rest of it.
@@ -229,7 +232,7 @@ FAULTS = {
     Durable._redis: 1,
     Durable._host: 1,
 }
-"""Faults, and how often each is drawn."""
+"""Faults, and how often each comes before they are shuffled anew."""
 
 
 def _notes(item: Rollout) -> str:
