@@ -223,7 +223,7 @@ def test_wherever_in_a_turn_a_worker_is_killed_its_rollouts_end_as_if_it_were_no
 
 def test_a_worker_that_sleeps_past_its_lease_does_and_writes_nothing_when_it_wakes(service):
     service.of_run(2)
-    rollout_id = service.submit(lines=16, pause_s=0.3)
+    rollout_id = service.submit(lines=22, pause_s=0.3)
     service.await_turns(rollout_id)
     sleeper = service.holder(rollout_id)
     sleeper.popen.send_signal(signal.SIGSTOP)
@@ -239,7 +239,7 @@ def test_a_worker_that_sleeps_past_its_lease_does_and_writes_nothing_when_it_wak
         )
         assert not service.field(rollout_id, "finished"), "it woke while the other one went on"
         fences = [event.fence for event in service.client.get(rollout_id).timeline]
-        item = require_whole(service.ended(rollout_id), lines=16)
+        item = require_whole(service.ended(rollout_id), lines=22)
     finally:
         sleeper.popen.send_signal(signal.SIGCONT)
     assert item.resumed == 1 and item.error is None
@@ -250,11 +250,10 @@ def test_a_worker_that_sleeps_past_its_lease_does_and_writes_nothing_when_it_wak
 def test_a_worker_that_is_stopped_hands_its_rollout_over(service, successor):
     """At once where somebody is there for it; else at the end of its grace, and whoever comes goes on."""
     service.of_run(0)
-    (first,) = service.of_run(1, ROLLOUT_SHUTDOWN_GRACE_S="60" if successor else "1")
+    service.of_run(2 if successor else 1, ROLLOUT_SHUTDOWN_GRACE_S="60" if successor else "1")
     rollout_id = service.submit(lines=14, pause_s=0.4)
     wait_until(lambda: service.turns(rollout_id) > 6, PATIENCE_S, "some turns")
-    if successor:
-        service.of_run(2)
+    first = service.holder(rollout_id)
     began = time.monotonic()
     first.ask_to_stop()
     first.popen.wait(PATIENCE_S)
@@ -374,9 +373,9 @@ def test_the_gateway_and_the_sandbox_host_are_not_missed(service):
     service.kill_host()
     service.gateway.kill()
     service.await_turns(rollout_id, 3)
+    service.kill_holder(rollout_id)
     service.processes.remove(service.gateway)
     service.gateway = service.start_gateway()
-    service.kill_holder(rollout_id)
     item = require_whole(service.ended(rollout_id), lines=16)
     assert item.resumed == 1 and service.host.stats()["adopted"] >= 1
 
@@ -391,7 +390,7 @@ def test_without_its_backend_another_one_goes_on_with_what_was_sampled(service):
     service.kill_holder(rollout_id)
     item = require_whole(service.ended(rollout_id), lines=10)
     engine.start()
-    assert item.resumed == 1 and item.backend != engine.name and "moved to backend" in notes(item)
+    assert item.resumed == 1 and item.backend != engine.name
     assert item.trajectory.chains[0].token_ids[: len(before)] == before
 
 
