@@ -26,14 +26,11 @@ def described_keys() -> dict[str, str]:
     texts = {}
     body = ast.parse(inspect.getsource(keys)).body
     for node, following in zip(body, [*body[1:], ast.Pass()], strict=True):
-        if isinstance(node, ast.FunctionDef):
-            make = getattr(keys, node.name)
-            key, text = make(*map(str.upper, inspect.signature(make).parameters)), ast.get_docstring(node)
-        elif isinstance(node, ast.Assign):
-            key = getattr(keys, node.targets[0].id)
-            text = ast.get_docstring(ast.Module([following], []))
-        else:
+        if not isinstance(node, ast.Assign):
             continue
+        key, text = getattr(keys, node.targets[0].id), ast.get_docstring(ast.Module([following], []))
+        if isinstance(key, keys.Key):
+            key = key(*map(str.upper, key.names))
         if not text:
             raise ValueError(f"services/state/keys.py: {key} has no docstring that says what the key holds")
         texts[key] = " ".join(text.split())

@@ -5,60 +5,44 @@ A rollout's own keys carry its id as the hash tag, so that they stay together on
 
 from __future__ import annotations
 
-
-def record(rollout_id: str) -> str:
-    """Hash: the record of a rollout."""
-    return f"rollout:{{{rollout_id}}}"
+import re
 
 
-def timeline(rollout_id: str) -> str:
-    """List: its changes of state, oldest first."""
-    return f"rollout:{{{rollout_id}}}:timeline"
+class Key:
+    """A key with places to be filled in, each named between `<` and `>`: `record("r1")`."""
+
+    def __init__(self, form: str) -> None:
+        self.names = re.findall(r"<(\w+)>", form)
+        """Those of the places, in order."""
+        self._form = re.sub(r"<\w+>", "%s", form)
+
+    def __call__(self, *parts: str | int) -> str:
+        return self._form % parts
 
 
-def trajectory(rollout_id: str) -> str:
-    """String: its trajectory, in the form that `payloads.py` says."""
-    return f"rollout:{{{rollout_id}}}:trajectory"
-
-
-def turns(rollout_id: str, attempt: int) -> str:
-    """List: the turn log of an attempt in RUN, in the form that `turns/entries.py` says. At RUN's end the
-    trajectory takes its place; else it expires some time after the rollout's deadline."""
-    return f"rollout:{{{rollout_id}}}:turns:{attempt}"
-
-
-def request(tenant: str, digest: str) -> str:
-    """Hash: a request of the tenant by the digest of its body: the `body` (JSON), kept once for all rollouts
-    that were submitted with it, and how many of them are `live`."""
-    return f"request:{{{tenant}/{digest}}}"
-
-
-def requests_of(tenant: str) -> str:
-    """Sorted set: `<digest> <bytes>` of the tenant's requests, by when they expire (ms; `inf` while in
-    use)."""
-    return f"requests:tenant:{tenant}"
-
-
-def group(tenant: str, group_id: str) -> str:
-    """Set: ids of the group's rollouts. Each tenant has its own groups and tags."""
-    return f"group:{{{tenant}/{group_id}}}"
-
-
-def by_state(state: str) -> str:
-    """Sorted set: ids in that state by time of creation (ms)."""
-    return f"rollouts:state:{state}"
-
-
-def by_tag(tenant: str, tag: str) -> str:
-    """Sorted set: ids of the tenant with that tag by time of creation (ms)."""
-    return f"rollouts:tag:{tenant}:{tag}"
-
-
-def by_tenant(tenant: str) -> str:
-    """Sorted set: ids of the tenant by time of creation (ms)."""
-    return f"rollouts:tenant:{tenant}"
-
-
+record = Key("rollout:{<rollout_id>}")
+"""Hash: the record of a rollout."""
+timeline = Key("rollout:{<rollout_id>}:timeline")
+"""List: its changes of state, oldest first."""
+trajectory = Key("rollout:{<rollout_id>}:trajectory")
+"""String: its trajectory, in the form that `payloads.py` says."""
+turns = Key("rollout:{<rollout_id>}:turns:<attempt>")
+"""List: the turn log of an attempt in RUN, in the form that `turns/entries.py` says. At RUN's end the
+trajectory takes its place; else it expires some time after the rollout's deadline."""
+request = Key("request:{<tenant>/<digest>}")
+"""Hash: a request of the tenant by the digest of its body: the `body` (JSON), kept once for all rollouts
+that were submitted with it, and how many of them are `live`."""
+requests_of = Key("requests:tenant:<tenant>")
+"""Sorted set: `<digest> <bytes>` of the tenant's requests, by when they expire (ms; `inf` while in
+use)."""
+group = Key("group:{<tenant>/<group_id>}")
+"""Set: ids of the group's rollouts. Each tenant has its own groups and tags."""
+by_state = Key("rollouts:state:<state>")
+"""Sorted set: ids in that state by time of creation (ms)."""
+by_tag = Key("rollouts:tag:<tenant>:<tag>")
+"""Sorted set: ids of the tenant with that tag by time of creation (ms)."""
+by_tenant = Key("rollouts:tenant:<tenant>")
+"""Sorted set: ids of the tenant by time of creation (ms)."""
 STAMP = "stamp"
 """String: the highest stamp of any process that has used this Redis; see `services/version.py`."""
 CREATED = "rollouts:created"
@@ -67,13 +51,8 @@ DUE = "rollouts:due"
 """Sorted set: when somebody must look at a rollout (ms)."""
 SUSPECTS = "rollouts:suspects"
 """Hash: worker → the rollout that it carries alone among those that saw several workers end."""
-
-
-def unproven(worker: str) -> str:
-    """Set: rollouts that a worker claimed which had seen another worker end since their last turn."""
-    return f"rollouts:unproven:{worker}"
-
-
+unproven = Key("rollouts:unproven:<worker>")
+"""Set: rollouts that a worker claimed which had seen another worker end since their last turn."""
 JUMP = "rollouts:jump"
 """Hash: the last jump of Redis' clock by which times were moved (token, ms, since when submissions are
 right already, whether it is done), and the ms of all of them."""
@@ -126,13 +105,8 @@ TENANTS_LIVE = "tenants:live"
 """Hash: tenant → number of its rollouts that have not ended."""
 TENANTS_BYTES = "tenants:bytes"
 """Hash: tenant → bytes of its requests that are kept, and of its batches' prompts that wait."""
-
-
-def bucket(tenant: str) -> str:
-    """Hash: what is left of the tenant's submissions a minute."""
-    return f"tenant:{tenant}:bucket"
-
-
+bucket = Key("tenant:<tenant>:bucket")
+"""Hash: what is left of the tenant's submissions a minute."""
 FAIR_TENANTS = "fair:tenants"
 """Sorted set: tenant with rollouts that wait for INIT → its virtual time, the least of which is next."""
 FAIR_CLOCK = "fair:clock"
@@ -143,29 +117,16 @@ FAIR_CLAIMS = "fair:claims"
 """Hash: tenant → its rollouts that INIT has claimed, every attempt counted."""
 FAIR_ORDER = "fair:order"
 """String: time of the last submission (ms), with a fraction that keeps those of one millisecond apart."""
-
-
-def fair_waiting(tenant: str) -> str:
-    """Sorted set: the tenant's rollouts that wait for INIT, by rank: time of submission (ms) less what their
-    priority is worth."""
-    return f"fair:waiting:{tenant}"
-
-
-def fair_claim(token: str) -> str:
-    """String: the rollout that a call of `claim_next` took, for its repetition; expires with the lease."""
-    return f"fair:claim:{token}"
-
-
+fair_waiting = Key("fair:waiting:<tenant>")
+"""Sorted set: the tenant's rollouts that wait for INIT, by rank: time of submission (ms) less what their
+priority is worth."""
+fair_claim = Key("fair:claim:<token>")
+"""String: the rollout that a call of `claim_next` took, for its repetition; expires with the lease."""
 NO_SANDBOX = "-"
 """Place of rollouts without a sandbox: no node can have that name."""
-
-
-def ahead(place: str) -> str:
-    """Set: rollouts from the start of INIT until RUN takes them, by node; under `-` those that are ready
-    and have no sandbox."""
-    return f"ahead:{place}"
-
-
+ahead = Key("ahead:<place>")
+"""Set: rollouts from the start of INIT until RUN takes them, by node; under `-` those that are ready
+and have no sandbox."""
 AUTOSCALE = "autoscale"
 """String: what the autoscaler last saw and decided (JSON with the time)."""
 AUTOSCALE_TOTALS = "autoscale:totals"
@@ -213,18 +174,10 @@ BACKEND_WAITED = "backends:waited"
 """String: one has been refused for want of room a moment ago; expires."""
 BACKEND_DOWN_CHANNEL = "backends:down"
 """Pub/sub: id of a backend that turned out unusable: calls to it are given up."""
-
-
-def backend(backend_id: str) -> str:
-    """Hash: what changes about a backend (capacity, version, live rollouts, drain, pause, error, stats)."""
-    return f"backend:{backend_id}"
-
-
-def workers(stage: str) -> str:
-    """Sorted set: worker names of a stage by when they were last heard of (ms)."""
-    return f"workers:{stage}"
-
-
+backend = Key("backend:<backend_id>")
+"""Hash: what changes about a backend (capacity, version, live rollouts, drain, pause, error, stats)."""
+workers = Key("workers:<stage>")
+"""Sorted set: worker names of a stage by when they were last heard of (ms)."""
 POLICY_UPDATES = "policy:updates"
 """Hash: id → a weight update as asked for, and how far it has come (JSON)."""
 POLICY_ORDER = "policy:order"
@@ -255,68 +208,29 @@ BATCHES_EVENTS = "batches:events"
 """Stream: batches to which something happened, for those who wait (trimmed)."""
 BATCHES_TOTALS = "batches:totals"
 """Hash: sums for /metrics."""
-
-
-def batches_of(tenant: str) -> str:
-    """Sorted set: the tenant's batch ids by time of creation (ms)."""
-    return f"batches:tenant:{tenant}"
-
-
-def batch(batch_id: str) -> str:
-    """Hash: a batch as asked for, its state and counters."""
-    return f"batch:{{{batch_id}}}"
-
-
-def batch_prompts(batch_id: str) -> str:
-    """List: requests (JSON) that have not been started."""
-    return f"batch:{{{batch_id}}}:prompts"
-
-
-def batch_parts(batch_id: str) -> str:
-    """Set: names of the calls that have brought prompts, each of which counts once."""
-    return f"batch:{{{batch_id}}}:parts"
-
-
-def batch_partial(batch_id: str) -> str:
-    """List: groups of which not all rollouts have been submitted, for want of slots."""
-    return f"batch:{{{batch_id}}}:partial"
-
-
-def batch_open(batch_id: str) -> str:
-    """Set: its groups that are not decided."""
-    return f"batch:{{{batch_id}}}:open"
-
-
-def batch_events(batch_id: str) -> str:
-    """Stream: its groups in the order in which they were decided, and its end."""
-    return f"batch:{{{batch_id}}}:events"
-
-
-def batch_group(group_id: str) -> str:
-    """Hash: a group: its batch, state, request, rollouts that ended, reason."""
-    return f"batch:group:{{{group_id}}}"
-
-
-def policy_lock(backend_id: str) -> str:
-    """String: token of whoever exchanges the weights of a backend."""
-    return f"policy:lock:{backend_id}"
-
-
-def job(tenant: str, digest: str) -> str:
-    """Hash: a job of a compatible API, by its caller's id: the rollout, and until when it is that one."""
-    return f"job:{tenant}:{digest}"
-
-
-def prorl(tenant: str) -> str:
-    """Hash: whether the ProRL API was started or stopped, and how often."""
-    return f"prorl:{tenant}"
-
-
-def prorl_jobs(tenant: str) -> str:
-    """Sorted set: rollouts of the ProRL API that may not have ended, by time of submission (s)."""
-    return f"prorl:{tenant}:jobs"
-
-
-def prorl_servers(tenant: str) -> str:
-    """Hash: address of an LLM server added through the ProRL API → its backend (JSON)."""
-    return f"prorl:{tenant}:servers"
+batches_of = Key("batches:tenant:<tenant>")
+"""Sorted set: the tenant's batch ids by time of creation (ms)."""
+batch = Key("batch:{<batch_id>}")
+"""Hash: a batch as asked for, its state and counters."""
+batch_prompts = Key("batch:{<batch_id>}:prompts")
+"""List: requests (JSON) that have not been started."""
+batch_parts = Key("batch:{<batch_id>}:parts")
+"""Set: names of the calls that have brought prompts, each of which counts once."""
+batch_partial = Key("batch:{<batch_id>}:partial")
+"""List: groups of which not all rollouts have been submitted, for want of slots."""
+batch_open = Key("batch:{<batch_id>}:open")
+"""Set: its groups that are not decided."""
+batch_events = Key("batch:{<batch_id>}:events")
+"""Stream: its groups in the order in which they were decided, and its end."""
+batch_group = Key("batch:group:{<group_id>}")
+"""Hash: a group: its batch, state, request, rollouts that ended, reason."""
+policy_lock = Key("policy:lock:<backend_id>")
+"""String: token of whoever exchanges the weights of a backend."""
+job = Key("job:<tenant>:<digest>")
+"""Hash: a job of a compatible API, by its caller's id: the rollout, and until when it is that one."""
+prorl = Key("prorl:<tenant>")
+"""Hash: whether the ProRL API was started or stopped, and how often."""
+prorl_jobs = Key("prorl:<tenant>:jobs")
+"""Sorted set: rollouts of the ProRL API that may not have ended, by time of submission (s)."""
+prorl_servers = Key("prorl:<tenant>:servers")
+"""Hash: address of an LLM server added through the ProRL API → its backend (JSON)."""

@@ -13,7 +13,6 @@ definitions that it needs.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from functools import cache
@@ -93,10 +92,9 @@ def _constant(spoken: re.Match[str]) -> str:
 def _maker(name: str) -> str:
     """A function of Lua that makes a key."""
     key = getattr(keys, name)
-    names = list(inspect.signature(key).parameters)
-    parts = key(*(f"\0{parameter}\0" for parameter in names)).split("\0")
+    parts = key(*(f"\0{place}\0" for place in key.names)).split("\0")
     pieces = [part if at % 2 else _literal(part) for at, part in enumerate(parts) if part]
-    return f"function({', '.join(names)}) return {' .. '.join(pieces)} end"
+    return f"function({', '.join(key.names)}) return {' .. '.join(pieces)} end"
 
 
 def _literal(value: Any) -> str:
