@@ -4,8 +4,9 @@ Each has 10 to 30 tool calls in a real sandbox; each appends a line to a file th
 trajectory. Every few seconds one of these gets SIGKILL and is started again: a RUN worker, that of INIT or
 EVAL, the gateway, an engine, Redis, the sandbox host; or a RUN worker is told to stop, or frozen past its
 lease. In the end each must have ended once, with every line written once and every turn sampled once, in
-its first attempt; except where a sandbox was lost, or had done more than Redis knew of: these are told apart.
-The last line is one JSON object; exits 1 if anything does not hold.
+its first attempt; except where a sandbox was lost, or had done more than Redis knew of: these are told apart
+by the notes of each attempt that another one followed. The last line is one JSON object; exits 1 if anything
+does not hold.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -21,14 +23,17 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import httpx
 import redis
 
 from benchmarks.harness import end_in_order_on_sigterm
+from rollout.client import ApiError
 from rollout.errors import RolloutError
 from rollout.schema import Rollout, RolloutRequest, State, new_id
+from sandbox.errors import SandboxError
 from tests.chaos.harness import PATIENCE_S, STAGES, Chaos, Engine, diary_engine
 from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import stop_host
@@ -45,11 +50,12 @@ ENV = {
     "ROLLOUT_LEASE_S": "6",
     "ROLLOUT_SHUTDOWN_GRACE_S": "4",
 }
-LOST = {
-    "sandbox_lost": ("sandbox is blamed",),
-    "redis_lost": ("Redis has lost what came between", "SandboxAhead", "Redis has lost"),
+EXCUSES = {
+    "sandbox_lost": re.compile(r"sandbox is blamed: .*(SandboxGone|NotListening)"),
+    "sandbox_ahead": re.compile(r"SandboxAhead|Redis has lost what came between"),
 }
-"""Notes of an attempt that may be followed by another one."""
+"""Notes of an attempt that may be followed by another one. Each such attempt needs one of its own."""
+MOST_TOLD = 5
 
 
 class Durable:
@@ -64,15 +70,19 @@ class Durable:
 
     def run(self) -> dict:
         """All of it; the result to print."""
-        began = time.monotonic()
+        began, deck = time.monotonic(), []
         threading.Thread(target=self._submit, name="submit", daemon=True).start()
         while not self._over() and time.monotonic() - began < END_S * 4:
             time.sleep(self.every_s * self.random.uniform(0.5, 1.5))
-            fault = self.random.choices([*FAULTS], [*FAULTS.values()])[0]
-            fault(self)
-            self.faults[fault.__name__.strip("_")] += 1
+            if not deck:
+                deck = [kind for kind, count in FAULTS.items() for _ in range(count)]
+                self.random.shuffle(deck)
+            fault = deck.pop()
+            self.faults[fault.__name__.strip("_")] += fault(self) is not False
         ids = list(self.lines)
-        wait_until(lambda: self.chaos.all_ended(ids), END_S, "all rollouts to end")
+        # What has not ended then is in the result, and not an error that hides the rest of it.
+        with suppress(TimeoutError):
+            wait_until(lambda: self.chaos.all_ended(ids), END_S, "all rollouts to end")
         return self._judge(ids) | {"seconds": round(time.monotonic() - began), "faults": dict(self.faults)}
 
     def _submit(self) -> None:
@@ -146,61 +156,69 @@ class Durable:
     def _redis(self) -> None:
         self.chaos.restart_redis()
 
-    def _host(self) -> None:
-        with suppress(Exception):
-            os.kill(SyncHostClient(self.chaos.sandbox_dir).stats()["pid"], signal.SIGKILL)
+    def _host(self) -> bool:
+        """Whether there was one: the one before may have died a moment ago."""
+        with suppress(SandboxError, OSError):
+            if stats := SyncHostClient(self.chaos.sandbox_dir).stats():
+                os.kill(stats["pid"], signal.SIGKILL)
+                return True
+        return False
 
     # -- the verdict ----------------------------------------------------------------------------
 
     def _judge(self, ids: list[str]) -> dict:
-        exact = self.chaos.count(ids)
-        items = [self.chaos.client.get(i) for i in ids]
-        why = Counter(self._why(item) for item in items)
-        calls = Counter(call for item in items for call in _calls(item))
-        turns_wrong = [i.id for i in items if len(set(_calls(i))) != self.lines[i.id] + 1]
-        untrue = [i.id for i in items if (i.state, i.reward) != (State.COMPLETED, 1.0)]
-        print(
-            "untrue",
-            [(i.id, i.state, i.error, [n.text for n in i.notes]) for i in items if i.id in untrue][:3],
-        )
-        for item in items:
-            if item.id in turns_wrong[:3]:
-                print("turns", item.id, self.lines[item.id], len(_calls(item)), item.metrics)
         sandboxes = SyncHostClient(self.chaos.sandbox_dir)
         with suppress(TimeoutError):
             wait_until(lambda: not sandboxes.list(), PATIENCE_S, "every sandbox to end")
-        result = {
-            "rollouts": len(ids),
-            "tool_calls": sum(self.lines.values()),
-            "resumed": sum(item.resumed for item in items),
-            "rollouts_resumed": sum(item.resumed > 0 for item in items),
-            **{name: why[name] for name in ("first_attempt", *LOST, "other")},
-            "ended": exact["ended"],
-            "ended_twice": exact["ended_twice"],
-            "not_as_the_file_says": len(untrue),
-            "turns_missing_or_twice": len(turns_wrong),
+        exact = self.chaos.count(ids)
+        items = []
+        for rollout_id in self.sent:
+            with suppress(ApiError):  # it is counted as lost
+                items.append(self.chaos.client.get(rollout_id))
+        why = Counter(self._why(item) for item in items)
+        calls = Counter(call for item in items for call in _calls(item))
+        wrong = {
+            "not_as_the_file_says": [i for i in items if (i.state, i.reward) != (State.COMPLETED, 1.0)],
+            "turns_missing_or_twice": [i for i in items if not self._has_its_turns(i)],
+        }
+        for name, its in wrong.items():
+            for item in its[:MOST_TOLD]:
+                print(
+                    f"{name}: {item.id} {item.state} {item.error} {item.metrics} {_notes(item)}", flush=True
+                )
+        zero = {
+            "other": why["other"],
+            **{name: exact[name] for name in ("ended_twice", "lost", "leftovers", "wrong")},
+            **{name: len(its) for name, its in wrong.items()},
             "calls_in_two_places": sum(count > 1 for count in calls.values()),
             "logs_left": len(self.chaos.redis.client.keys("*:turns:*")),
             "sandboxes_left": len(sandboxes.list()),
         }
-        zero = (
-            "other",
-            "ended_twice",
-            "not_as_the_file_says",
-            "turns_missing_or_twice",
-            "calls_in_two_places",
-        )
-        holds = result["ended"] == len(ids) and not any(result[name] for name in zero)
-        return result | {"holds": holds and not result["logs_left"] and not result["sandboxes_left"]}
+        return {
+            "rollouts": len(ids),
+            "tool_calls": sum(self.lines.values()),
+            "resumed": sum(item.resumed for item in items),
+            "rollouts_resumed": sum(item.resumed > 0 for item in items),
+            **{name: why[name] for name in ("attempts_1", *EXCUSES)},
+            "ended": exact["ended"],
+            **zero,
+            "holds": exact["ended"] == len(ids) and not any(zero.values()),
+        }
+
+    def _has_its_turns(self, item: Rollout) -> bool:
+        """Whether it made one model call a line and one to end, each of its own."""
+        calls, turns = _calls(item), self.lines[item.id] + 1
+        return len(calls) == len(set(calls)) == item.metrics.get("turns") == turns
 
     def _why(self, item: Rollout) -> str:
-        """In which attempt it ended, or why not in the first."""
-        if item.attempt == 1:
-            return "first_attempt"
-        texts = " ".join(note.text for note in item.notes)
-        found = next((name for name, words in LOST.items() if any(word in texts for word in words)), "other")
-        if found == "other":
-            print("other", item.id, texts)
+        """In its first attempt, or by what it came to the last of its others."""
+        found = "attempts_1"
+        for attempt in range(1, item.attempt):
+            told = "; ".join(note.text for note in item.notes if note.attempt == attempt)
+            found = next((name for name, words in EXCUSES.items() if words.search(told)), "other")
+            print(f"{found}: {item.id} after attempt {attempt}: {told}", flush=True)
+            if found == "other":
+                break
         return found
 
 
@@ -214,15 +232,17 @@ FAULTS = {
     Durable._redis: 1,
     Durable._host: 1,
 }
-"""Faults, and how often each is drawn."""
+"""Faults, and how often each comes before they are shuffled anew."""
+
+
+def _notes(item: Rollout) -> str:
+    return "; ".join(note.text for note in item.notes)
 
 
 def _calls(item: Rollout) -> list[str]:
-    """Ids of its model calls, each once a chain."""
+    """Ids of its model calls in order; the segments of one, by policy version, follow each other."""
     chains = item.trajectory.chains if item.trajectory else []
-    return [
-        call for chain in chains for call in dict.fromkeys(s.call_id for s in chain.segments if s.sampled)
-    ]
+    return [call for c in chains for call, _ in groupby(s.call_id for s in c.segments if s.sampled)]
 
 
 def main() -> int:
