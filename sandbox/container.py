@@ -279,19 +279,20 @@ class Container:
         """The container of a record that may be adopted. Its first process is no child of ours."""
         assert record.spec is not None and record.info is not None
         rootfs = Path(record.rootfs) if record.rootfs else None
-        launch = Launch(record.id, state, code, rootfs, record.spec.network, interpreter)
+        launch = Launch(record.id, state, code, rootfs, record.spec["network"], interpreter)
+        info = SandboxInfo.from_json(record.info)
         return cls(
             record.id,
             runtime_of(record),
-            record.spec,
+            SandboxSpec.from_json(record.spec),
             launch,
-            record.limits,
-            key=Address.parse(record.info.socket).key or "",
+            Limits.from_json(record.limits),
+            key=Address.parse(info.socket).key or "",
             pid=record.pid,
             start_time=record.start_time,
             protected=record.protected,
             deadline=record.deadline,
-            info=record.info,
+            info=info,
             ready=True,
         )
 
@@ -305,11 +306,11 @@ class Container:
             pid=self.pid,
             start_time=self.start_time,
             protected=self.protected,
-            spec=self.spec,
-            limits=self.limits,
+            spec=self.spec.to_json(),
+            limits=self.limits.to_json(),
             rootfs=str(self.launch.rootfs) if self.launch.rootfs else None,
             deadline=self.deadline,
-            info=self.info,
+            info=self.info.to_json() if self.info else None,
         )
 
 

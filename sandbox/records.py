@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from sandbox import processes
-from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
 
 @dataclasses.dataclass
@@ -25,12 +24,12 @@ class Record:
     """With the pid, names the process for good."""
     protected: list[int] = dataclasses.field(default_factory=list)
     """Processes of the runtime and the server, which the watchdog must not end."""
-    spec: SandboxSpec | None = None
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    spec: dict[str, Any] | None = None
+    limits: dict[str, int] = dataclasses.field(default_factory=dict)
     rootfs: str | None = None
     deadline: float | None = None
     """Seconds of CLOCK_BOOTTIME; None = not claimed by anybody yet."""
-    info: SandboxInfo | None = None
+    info: dict[str, Any] | None = None
 
     def is_running(self) -> bool:
         """Whether its first process is that of this boot of the machine and alive."""
@@ -55,7 +54,7 @@ class Records:
         """Write it; a reader sees the old one or the new one."""
         path = self._path(record.id)
         temporary = path.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(record))
+        temporary.write_text(json.dumps(dataclasses.asdict(record)))
         temporary.rename(path)
 
     def remove(self, sandbox_id: str) -> None:
@@ -65,10 +64,12 @@ class Records:
     def all(self) -> list[Record]:
         """All records; one that cannot be read yields only its id."""
         records = []
+        names = {field.name for field in dataclasses.fields(Record)}
         for path in self._directory.glob("*.json"):
             try:
-                records.append(msgspec.json.decode(path.read_bytes(), type=Record))
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+                data = json.loads(path.read_text())
+                records.append(Record(**{key: value for key, value in data.items() if key in names}))
+            except (ValueError, TypeError):
                 records.append(Record(path.stem, "", None, ""))
         return records
 

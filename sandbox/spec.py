@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
-
-import msgspec
+from typing import Any
 
 DEFAULT_LIFETIME_S = 4 * 3600.0
 NETWORKS = ("none", "host")
@@ -17,9 +15,10 @@ class _Json:
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: dict[str, Any]):
         """The inverse of :meth:`to_json`; keys of a newer version are ignored."""
-        return msgspec.convert(data, cls)
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{key: value for key, value in data.items() if key in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,15 @@ class SandboxSpec(_Json):
     """Free text naming who wants it, for `release_owner` and `list`."""
     max_lifetime_s: float = DEFAULT_LIFETIME_S
     """Seconds after which the host ends the sandbox whatever happens (a backstop)."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SandboxSpec:
+        """The inverse of :meth:`to_json`."""
+        nested = {
+            "binds": tuple(BindSpec.from_json(bind) for bind in data.get("binds", ())),
+            "limits": Limits.from_json(data.get("limits") or {}),
+        }
+        return super().from_json({**data, **nested})
 
 
 @dataclasses.dataclass(frozen=True)

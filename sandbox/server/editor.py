@@ -4,6 +4,7 @@ What a model does wrong is answered as text that tells it what to do instead (`o
 the sandbox.
 """
 
+import collections
 import hashlib
 import os
 import threading
@@ -212,38 +213,43 @@ class History:
     """What files held before their last edits, in bounded memory."""
 
     def __init__(self):
-        self._edits = []  # (file, bytes before or None, digest of the bytes after), the oldest first
+        self._edits = (
+            collections.OrderedDict()
+        )  # number → (file, bytes before or None, digest of the bytes after)
+        self._next = 0
         self._bytes = 0
 
     def add(self, path, before, after):
         """`before`: the old bytes, None where there was no file."""
         path = os.path.realpath(path)
-        self._edits.append((path, before, hashlib.sha256(after).digest()))
+        self._edits[self._next] = (path, before, hashlib.sha256(after).digest())
+        self._next += 1
         self._bytes += len(before or b"")
-        own = self._of(path)
+        own = [number for number, edit in self._edits.items() if edit[0] == path]
         if len(own) > UNDO_EDITS:
             self._forget(own[0])
         while self._bytes > UNDO_BYTES:
-            self._forget(0)
+            self._forget(next(iter(self._edits)))
 
     def edits(self, path):
         """How many edits of the file can be undone."""
-        return len(self._of(path))
+        path = os.path.realpath(path)
+        return sum(edit[0] == path for edit in self._edits.values())
 
     def last(self, path):
         """(bytes before, digest after) of the last edit. Raises EditError when there is none."""
-        own = self._of(path)
-        if not own:
+        number = self._last_number(path)
+        if number is None:
             raise EditError("there is no edit of %s to undo" % path)
-        return self._edits[own[-1]][1:]
+        return self._edits[number][1:]
 
     def drop_last(self, path):
         """Forget the last edit."""
-        self._forget(self._of(path)[-1])
+        self._forget(self._last_number(path))
 
-    def _of(self, path):
+    def _last_number(self, path):
         path = os.path.realpath(path)
-        return [number for number, edit in enumerate(self._edits) if edit[0] == path]
+        return max((number for number, edit in self._edits.items() if edit[0] == path), default=None)
 
     def _forget(self, number):
         self._bytes -= len(self._edits.pop(number)[1] or b"")
