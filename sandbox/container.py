@@ -279,20 +279,19 @@ class Container:
         """The container of a record that may be adopted. Its first process is no child of ours."""
         assert record.spec is not None and record.info is not None
         rootfs = Path(record.rootfs) if record.rootfs else None
-        launch = Launch(record.id, state, code, rootfs, record.spec["network"], interpreter)
-        info = SandboxInfo.from_json(record.info)
+        launch = Launch(record.id, state, code, rootfs, record.spec.network, interpreter)
         return cls(
             record.id,
             runtime_of(record),
-            SandboxSpec.from_json(record.spec),
+            record.spec,
             launch,
-            Limits.from_json(record.limits),
-            key=Address.parse(info.socket).key or "",
+            record.limits,
+            key=Address.parse(record.info.socket).key or "",
             pid=record.pid,
             start_time=record.start_time,
             protected=record.protected,
             deadline=record.deadline,
-            info=info,
+            info=record.info,
             ready=True,
         )
 
@@ -306,11 +305,11 @@ class Container:
             pid=self.pid,
             start_time=self.start_time,
             protected=self.protected,
-            spec=self.spec.to_json(),
-            limits=self.limits.to_json(),
+            spec=self.spec,
+            limits=self.limits,
             rootfs=str(self.launch.rootfs) if self.launch.rootfs else None,
             deadline=self.deadline,
-            info=self.info.to_json() if self.info else None,
+            info=self.info,
         )
 
 

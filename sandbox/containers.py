@@ -59,14 +59,13 @@ ROOT_LIMITS_NOTE = "process limit (the machine's root is exempt from it)"
 class Containers:
     """All containers of a host. Used from one event loop; blocking work goes to threads."""
 
-    def __init__(self, state: Path, config: HostConfig, images: ImageStore | None = None):
+    def __init__(self, state: Path, config: HostConfig):
         self.state = state
         self.config = config
         closed = (state, paths.image_cache(), *config.closed)
         self._closed = tuple(place.resolve() for place in closed)
         writable = tuple(place.path for place in config.binds if place.writable)
-        policy = ImagePolicy(config.image_roots, self._closed, writable)
-        self.images = images or ImageStore(policy=policy)
+        self.images = ImageStore(policy=ImagePolicy(config.image_roots, self._closed, writable))
         self._all: dict[str, Container] = {}
         self._runtimes: dict[str, Runtime] = {}
         self._runtime_lock = asyncio.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import os
 import subprocess
@@ -193,4 +194,4 @@ def _portable(spec: SandboxSpec) -> SandboxSpec:
     """The host has another working directory: a relative image path is made absolute here."""
     if "/" not in spec.image:
         return spec
-    return SandboxSpec.from_json(spec.to_json() | {"image": str(Path(spec.image).absolute())})
+    return dataclasses.replace(spec, image=str(Path(spec.image).absolute()))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from sandbox import processes
+from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
 
 @dataclasses.dataclass
@@ -24,12 +25,12 @@ class Record:
     """With the pid, names the process for good."""
     protected: list[int] = dataclasses.field(default_factory=list)
     """Processes of the runtime and the server, which the watchdog must not end."""
-    spec: dict[str, Any] | None = None
-    limits: dict[str, int] = dataclasses.field(default_factory=dict)
+    spec: SandboxSpec | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
     rootfs: str | None = None
     deadline: float | None = None
     """Seconds of CLOCK_BOOTTIME; None = not claimed by anybody yet."""
-    info: dict[str, Any] | None = None
+    info: SandboxInfo | None = None
 
     def is_running(self) -> bool:
         """Whether its first process is that of this boot of the machine and alive."""
@@ -54,7 +55,7 @@ class Records:
         """Write it; a reader sees the old one or the new one."""
         path = self._path(record.id)
         temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(dataclasses.asdict(record)))
+        temporary.write_bytes(msgspec.json.encode(record))
         temporary.rename(path)
 
     def remove(self, sandbox_id: str) -> None:
@@ -64,12 +65,10 @@ class Records:
     def all(self) -> list[Record]:
         """All records; one that cannot be read yields only its id."""
         records = []
-        names = {field.name for field in dataclasses.fields(Record)}
         for path in self._directory.glob("*.json"):
             try:
-                data = json.loads(path.read_text())
-                records.append(Record(**{key: value for key, value in data.items() if key in names}))
-            except (ValueError, TypeError):
+                records.append(msgspec.json.decode(path.read_bytes(), type=Record))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
                 records.append(Record(path.stem, "", None, ""))
         return records
 

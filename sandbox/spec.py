@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
+
+import msgspec
 
 DEFAULT_LIFETIME_S = 4 * 3600.0
 NETWORKS = ("none", "host")
@@ -15,10 +17,9 @@ class _Json:
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]):
+    def from_json(cls, data: dict[str, Any]) -> Self:
         """The inverse of :meth:`to_json`; keys of a newer version are ignored."""
-        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        return cls(**{key: value for key, value in data.items() if key in names})
+        return msgspec.convert(data, cls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +67,6 @@ class SandboxSpec(_Json):
     """Free text naming who wants it, for `release_owner` and `list`."""
     max_lifetime_s: float = DEFAULT_LIFETIME_S
     """Seconds after which the host ends the sandbox whatever happens (a backstop)."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> SandboxSpec:
-        """The inverse of :meth:`to_json`."""
-        nested = {
-            "binds": tuple(BindSpec.from_json(bind) for bind in data.get("binds", ())),
-            "limits": Limits.from_json(data.get("limits") or {}),
-        }
-        return super().from_json({**data, **nested})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -50,9 +50,8 @@ def context(**fields: Any) -> Iterator[None]:
         yield
 
 
-def secret_values(settings: Settings, environ: Mapping[str, str] | None = None) -> frozenset[str]:
+def secret_values(settings: Settings) -> frozenset[str]:
     """Every secret that this process was given, to be kept out of its lines wherever they turn up."""
-    environ = os.environ if environ is None else environ
     parts = urlsplit(settings.redis_url)
     secrets = {value for name, value in parse_qsl(parts.query) if name.endswith("password")}
     login = parts.netloc.rpartition("@")[0]
@@ -60,7 +59,9 @@ def secret_values(settings: Settings, environ: Mapping[str, str] | None = None) 
         raw = login.partition(":")[2]
         secrets |= {raw, unquote(raw)}
     secrets |= {
-        value for name, value in environ.items() if name.startswith(ENV_PREFIX) and _SECRET_ENV.search(name)
+        value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIX) and _SECRET_ENV.search(name)
     }
     return frozenset(value for value in secrets if len(value) >= SHORTEST_SECRET)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -294,13 +295,12 @@ class Settings(BaseModel):
         return allow
 
     @classmethod
-    def from_env(cls, environ: dict[str, str] | None = None) -> Settings:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the environment; unknown `ROLLOUT_*` names are left alone (other programs use some).
 
         Raises:
             SettingsError: A value does not fit; the message names the variable.
         """
-        environ = dict(os.environ) if environ is None else environ
         values: dict[str, Any] = {
             name: environ[ENV_PREFIX + name.upper()]
             for name in cls.model_fields

@@ -4,7 +4,6 @@ What a model does wrong is answered as text that tells it what to do instead (`o
 the sandbox.
 """
 
-import collections
 import hashlib
 import os
 import threading
@@ -213,43 +212,38 @@ class History:
     """What files held before their last edits, in bounded memory."""
 
     def __init__(self):
-        self._edits = (
-            collections.OrderedDict()
-        )  # number → (file, bytes before or None, digest of the bytes after)
-        self._next = 0
+        self._edits = []  # (file, bytes before or None, digest of the bytes after), the oldest first
         self._bytes = 0
 
     def add(self, path, before, after):
         """`before`: the old bytes, None where there was no file."""
         path = os.path.realpath(path)
-        self._edits[self._next] = (path, before, hashlib.sha256(after).digest())
-        self._next += 1
+        self._edits.append((path, before, hashlib.sha256(after).digest()))
         self._bytes += len(before or b"")
-        own = [number for number, edit in self._edits.items() if edit[0] == path]
+        own = self._of(path)
         if len(own) > UNDO_EDITS:
             self._forget(own[0])
         while self._bytes > UNDO_BYTES:
-            self._forget(next(iter(self._edits)))
+            self._forget(0)
 
     def edits(self, path):
         """How many edits of the file can be undone."""
-        path = os.path.realpath(path)
-        return sum(edit[0] == path for edit in self._edits.values())
+        return len(self._of(path))
 
     def last(self, path):
         """(bytes before, digest after) of the last edit. Raises EditError when there is none."""
-        number = self._last_number(path)
-        if number is None:
+        own = self._of(path)
+        if not own:
             raise EditError("there is no edit of %s to undo" % path)
-        return self._edits[number][1:]
+        return self._edits[own[-1]][1:]
 
     def drop_last(self, path):
         """Forget the last edit."""
-        self._forget(self._last_number(path))
+        self._forget(self._of(path)[-1])
 
-    def _last_number(self, path):
+    def _of(self, path):
         path = os.path.realpath(path)
-        return max((number for number, edit in self._edits.items() if edit[0] == path), default=None)
+        return [number for number, edit in enumerate(self._edits) if edit[0] == path]
 
     def _forget(self, number):
         self._bytes -= len(self._edits.pop(number)[1] or b"")

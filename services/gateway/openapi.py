@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -16,7 +17,6 @@ from rollout.schema import Problem
 from services.gateway.auth import scope_of
 from services.gateway.http import JSON, STRING, Operation, Schema
 
-EXTENSION = "openapi"
 _PROBLEMS = {
     400: "A parameter or the body does not fit; `errors` names the fields",
     401: "No valid API key",
@@ -86,14 +86,9 @@ def _described(rule: str, declared: Operation, *, public: bool) -> dict[str, Any
     return operation
 
 
+@lru_cache(maxsize=1)
 def document(app: Flask) -> dict[str, Any]:
     """The whole document of an application, made once."""
-    if EXTENSION not in app.extensions:
-        app.extensions[EXTENSION] = _document(app)
-    return app.extensions[EXTENSION]
-
-
-def _document(app: Flask) -> dict[str, Any]:
     models: dict[tuple[type[BaseModel], Any], None] = {(Problem, "serialization"): None}
     paths: dict[str, dict[str, Any]] = {}
     for rule in app.url_map.iter_rules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import shutil
 import sys
 import tempfile
@@ -110,8 +110,4 @@ def load_tasks(path: Path, n: int) -> list[dict]:
     """
     if not path.is_file():
         raise StackError(f"{path} is missing: `rollout demo` needs a checkout of the project")
-    spec = importlib.util.spec_from_file_location("rollout_demo_task", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_tasks(n, TASK_SEED)
+    return runpy.run_path(str(path))["make_tasks"](n, TASK_SEED)

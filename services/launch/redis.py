@@ -38,13 +38,12 @@ class Choice:
     binary: Path | None = None
 
 
-def choose(environ: Mapping[str, str] | None = None) -> Choice:
+def choose(environ: Mapping[str, str] = os.environ) -> Choice:
     """Pick the Redis.
 
     Raises:
         StackError: There is none at all; the message says how to get one.
     """
-    environ = os.environ if environ is None else environ
     url = environ.get(URL_VARIABLE)
     if url:
         return Choice(f"yours at {hide_password(url)}", url=url)

@@ -115,6 +115,7 @@ class Upgrade:
         new.env, new.log = old.env, old.log
         self._record.parts.append(new)
         self._rename({OLD + new.name: old})
+        self._watch.save()  # without a pid: another supervisor would look for the process by that
         new.start()
         self._watch.turn(0.0)
 

@@ -15,12 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import structlog
 
 from services import logs
 from services.launch import StackError
 from services.launch.record import Record
-from services.launch.supervisor import LOOK_S, Interrupted, Supervisor
+from services.launch.supervisor import LOOK_S, Interrupted, Part, Supervisor, marked, started_at
 from services.settings import settings
 
 log = structlog.get_logger("supervisor")
@@ -45,9 +46,21 @@ class Watch:
         self.supervisor = Supervisor(state_dir / "logs", StackError)
         self.supervisor.parts = {part.name: part for part in record.parts}
         self.supervisor.listen()
+        for part in record.parts:
+            if not part.pid:
+                self._adopt(part)
         self._saved = self._to_save()
         self._is_asked = False
         log.info("looks after the stack", parts=list(self.supervisor.parts))
+
+    def _adopt(self, part: Part) -> None:
+        """Find the process of a part that was started just before the last supervisor was killed."""
+        known = {part.pid for part in self.record.parts}
+        for process in marked(self.record.mark):
+            with contextlib.suppress(psutil.Error, OSError):
+                leads = os.getsid(process.pid) == process.pid
+                if leads and process.pid not in known and process.cmdline() == part.command:
+                    part.pid, part.started = process.pid, started_at(process)
 
     def listen(self) -> None:
         """Hear from now on that an upgrade is asked for."""
@@ -67,9 +80,7 @@ class Watch:
             if not _is_current(self.record, self._file):
                 log.info("the stack has ended")
                 raise Interrupted
-            if (now := self._to_save()) != self._saved:
-                self.record.save(self._file)
-                self._saved = now
+            self.save()
             if self._is_asked:
                 self._execute_anew()
         except (StackError, OSError) as error:
@@ -79,6 +90,16 @@ class Watch:
         self.supervisor.pause(pause_s)
         if self.supervisor.signal is not None:
             raise Interrupted
+
+    def save(self) -> None:
+        """Write down what has changed.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if (now := self._to_save()) != self._saved:
+            self.record.save(self._file)
+            self._saved = now
 
     def _to_save(self) -> dict[str, Any]:
         return asdict(self.record) | {"supervisor": None}

@@ -17,13 +17,16 @@ import pytest
 from rollout.client import Client
 from rollout.schema import RolloutRequest, State
 from services.launch.record import Record
-from services.launch.supervisor import marked
+from services.launch.supervisor import MARK, Part, Supervisor, marked, stop
+from services.launch.watch import Watch
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.stack import wait_until
 from tests.local.test_stack import ROLLOUT, Started, record, refused, rollout
 
 pytestmark = pytest.mark.timeout(600)
 HANDLERS = "tests.helpers.diary:Diary"
+LONG_S = 25
+"""What a rollout takes that outlives its worker, in lines of a second each."""
 STAYS = {"redis"}
 NEW = {"gateway", "flower", "init fleet", "run fleet", "eval fleet"}
 
@@ -49,7 +52,7 @@ def upgrade(stack: Started) -> subprocess.CompletedProcess:
 
 @contextmanager
 def under_way(stack: Started) -> Iterator[subprocess.Popen]:
-    """An upgrade that has just replaced its first worker."""
+    """An upgrade that has just replaced its first worker, and said so in a line that is read already."""
     command = [*ROLLOUT, "upgrade", "--state-dir", str(stack.state)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -113,7 +116,7 @@ class Trainer(threading.Thread):
 
 def write_long(client: Client) -> str:
     """The id of a rollout that now runs, in its sandbox, and outlives the worker."""
-    (item,) = client.submit([RolloutRequest(handler="diary", task={"lines": 25, "pause_s": 1.0})])
+    (item,) = client.submit([RolloutRequest(handler="diary", task={"lines": LONG_S, "pause_s": 1.0})])
     wait_until(lambda: client.get(item.id).state is State.RUNNING, 120, "a long rollout to run")
     return item.id
 
@@ -125,16 +128,18 @@ def test_an_upgrade_ends_no_rollout_repeats_none_and_can_be_done_again(stack):
     before, supervisor, long = pids(stack), stack.record.supervisor, []
     with Client(stack.url) as client:
         for number in ("2", ""):
-            rollout_id = write_long(client)
-            done = upgrade(stack)
-            assert done.returncode == 0, done.stdout + done.stderr
-            if client.get(rollout_id).state is State.RUNNING:  # it is, unless others have the processors
-                long.append(rollout_id)
-            for stage in ("init", "run", "eval"):
+            rollout_id, begun = write_long(client), time.monotonic()
+            with under_way(stack) as child:
+                told = child.stdout.readline()  # of RUN
+                if time.monotonic() - begun < LONG_S / 2:  # or others have the processors
+                    long.append(rollout_id)
+                out, err = child.communicate(timeout=240)
+            assert child.returncode == 0, out + err
+            told += out
+            for stage in ("run", "init"):
                 worker = rf"{stage}{number}@{re.escape(stack.record.node)}"
-                told = rf"^ *[\d.]+ s  {stage} fleet: {worker} \(pid"
-                assert re.search(told, done.stdout, re.M), done.stdout
-            assert re.search(r"^upgraded after [\d.]+ s, with \d+ rollouts in hand$", done.stdout, re.M)
+                assert re.search(rf"^ *[\d.]+ s  {stage} fleet: {worker} \(pid", told, re.M), told
+            assert re.search(r"^upgraded after [\d.]+ s, with \d+ rollouts in hand$", told, re.M), told
             after = pids(stack)
             assert {part for part in before if before[part] != after[part]} == NEW
             before = after
@@ -183,19 +188,15 @@ def test_what_dies_in_the_middle_comes_back(stack):
 
 
 def test_a_worker_that_does_not_start_stops_the_upgrade_and_the_old_one_stays(stack):
-    def given(handlers: str) -> bool:
-        """Written once more where the supervisor has written over it."""
+    def give(handlers: str) -> None:
+        supervisor = stack.record.supervisor  # it would write over it
+        os.kill(supervisor.pid, signal.SIGKILL)
+        wait_until(lambda: not supervisor.alive, 60, "the supervisor to be gone")
         written = stack.record
         (part,) = (part for part in written.parts if part.name == "run fleet")
-        if part.env.get("ROLLOUT_HANDLERS") == handlers:
-            return True
         part.env["ROLLOUT_HANDLERS"] = handlers
         written.save(stack.state / "stack.json")
-        time.sleep(2.5)
-        return False
-
-    def give(handlers: str) -> None:
-        wait_until(lambda: given(handlers), 60, "the settings to be written")
+        assert "looks after the stack again" in rollout("up", "--state-dir", str(stack.state)).stdout
 
     before = pids(stack)
     give("missing:handlers")
@@ -222,6 +223,23 @@ def test_down_in_the_middle_leaves_nothing(stack):
     assert "ended gateway" in shown and list(marked(mark)) == []
     nothing = upgrade(stack)
     assert nothing.returncode == 1 and f"no stack runs in {stack.state}" in nothing.stderr
+
+
+def test_a_process_that_was_started_and_not_written_down_is_found_by_the_next_supervisor(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Supervisor, "listen", lambda self: None)
+    written, command = Record(), ["sleep", "300"]
+    old, new = (Part(name, command, {MARK: written.mark}, str(tmp_path / "log")) for name in ("old", "new"))
+    written.parts = [old, new]
+    old.start()
+    written.save(tmp_path / "stack.json")
+    new.start()
+    try:
+        found = Watch(tmp_path).record.parts
+        assert [(part.pid, part.started) for part in found] == [(p.pid, p.started) for p in (old, new)]
+    finally:
+        stop([old, new], 5.0)
 
 
 def test_without_a_stack_nothing_is_upgraded(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import entry_points
 
 from pydantic import Field
@@ -92,20 +92,16 @@ def load_search(config: Settings) -> SearchTool | None:
     name = config.search_tool
     if not name:
         return None
-    module, _, attribute = name.partition(":")
-    if attribute:
-        try:
-            chosen = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise HandlerError(f"ROLLOUT_SEARCH_TOOL={name!r} cannot be imported: {error}") from error
-    else:
-        points = {point.name: point for point in entry_points(group=GROUP)}
-        if name not in points:
-            known = ", ".join(sorted(points)) or "none"
-            raise HandlerError(
-                f"ROLLOUT_SEARCH_TOOL={name!r}: no package here has it in {GROUP!r} (there are: {known})"
-            )
-        chosen = points[name].load()
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points and ":" not in name:
+        known = ", ".join(sorted(points)) or "none"
+        raise HandlerError(
+            f"ROLLOUT_SEARCH_TOOL={name!r}: no package here has it in {GROUP!r} (there are: {known})"
+        )
+    try:
+        chosen = points[name].load() if name in points else pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise HandlerError(f"ROLLOUT_SEARCH_TOOL={name!r} cannot be imported: {error}") from error
     if not (isinstance(chosen, type) and issubclass(chosen, Search)):
         raise HandlerError(f"ROLLOUT_SEARCH_TOOL={name!r} is no subclass of workers.handlers.search.Search")
     return SearchTool(chosen())

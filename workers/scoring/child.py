@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import importlib
 import os
+import pkgutil
 import resource
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,6 @@ def _prepare(channel: socket.socket, parent: int, memory_mb: int) -> None:
     os.register_at_fork(after_in_child=forked)
 
 
-def _load(target: str) -> Callable[[Any], Any]:
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def _limit_cpu(seconds: float) -> None:
     """A backstop for when the worker is stopped and cannot keep the time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -104,7 +98,7 @@ def _answer(channel: socket.socket, call: dict[str, Any], missing: str | None) -
     """Do one call; the frame that answers it. `missing`: what :func:`isolate` said."""
     me = os.getpid()
     try:
-        function = _load(call["function"])
+        function = pkgutil.resolve_name(call["function"])
         channel.sendall(wire.encode({"loaded": missing}))
         _limit_cpu(call["timeout_s"])
         outcome = {"result": function(call["payload"])}

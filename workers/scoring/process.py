@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from sandbox import processes
 from workers.errors import HandlerError, InfrastructureError
 from workers.scoring import metrics, wire
 
@@ -241,10 +241,10 @@ class Scorer:
         metrics.PROCESSES.dec()
         # Stopped first, it can start no more while its descendants are looked for; some may have left the
         # group for a session of their own.
-        _signal(os.kill, self.pid, signal.SIGSTOP)
-        for pid in _descendants(self.pid):
-            _signal(os.kill, pid, signal.SIGKILL)
-        _signal(os.killpg, self.pid, signal.SIGKILL)
+        processes.send([self.pid], signal.SIGSTOP)
+        processes.send(processes.descendants(self.pid))
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._group_killed.set()
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
@@ -253,19 +253,3 @@ class Scorer:
         """Kill it, where no call of it is under way."""
         self.kill()
         self._channel.close()
-
-
-def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        send(pid, number)
-
-
-def _descendants(pid: int) -> list[int]:
-    """Processes below one, deepest last. psutil would read all those of the machine."""
-    children: list[int] = []
-    try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            children += [int(child) for child in (thread / "children").read_text().split()]
-    except OSError:
-        return children
-    return children + [descendant for child in children for descendant in _descendants(child)]

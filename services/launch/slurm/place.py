@@ -52,13 +52,12 @@ class Place:
         return f"{plain}-job{self.job}"
 
     @classmethod
-    def here(cls, environ: Mapping[str, str] | None = None) -> Place:
+    def here(cls, environ: Mapping[str, str] = os.environ) -> Place:
         """From the job's environment. The node's name is Slurm's: several may share a host name.
 
         Raises:
             SlurmError: This is no job.
         """
-        environ = os.environ if environ is None else environ
         node = environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
         job = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if not job:
@@ -82,14 +81,13 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(LEAKS)}
 
 
-def address(node: str, environ: Mapping[str, str] | None = None) -> str:
+def address(node: str, environ: Mapping[str, str] = os.environ) -> str:
     """The address that others reach this node by: ROLLOUT_SLURM_ADDRESS, that of ROLLOUT_SLURM_INTERFACE, or
     the one that Slurm has.
 
     Raises:
         SlurmError: There is no such interface, or the name of the node has no address.
     """
-    environ = os.environ if environ is None else environ
     if given := environ.get("ROLLOUT_SLURM_ADDRESS"):
         return given
     if interface := environ.get("ROLLOUT_SLURM_INTERFACE"):

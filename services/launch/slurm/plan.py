@@ -138,11 +138,8 @@ def submissions(run: RunDir, where: Site, options: UpOptions) -> list[Submission
     return [submission(run, where, options, role, count) for role, count in counts.items() if count]
 
 
-def environment(
-    run: RunDir, where: Site, options: UpOptions, environ: Mapping[str, str] | None = None
-) -> str:
+def environment(run: RunDir, where: Site, options: UpOptions, environ: Mapping[str, str] = os.environ) -> str:
     """Text of the run directory's `environment`: modules, then variables, as shell."""
-    environ = os.environ if environ is None else environ
     values = {
         name: value
         for name, value in environ.items()

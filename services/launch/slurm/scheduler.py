@@ -68,9 +68,8 @@ class Job:
         return not self.ended and self.state not in _ENDS
 
 
-def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What Slurm's commands get of an environment."""
-    environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name in PASSED_ON or name.startswith("SBATCH_")}
 
 
