@@ -36,7 +36,7 @@ from workers.handlers.base import AgentHandler
 from workers.held import Held
 from workers.init import init
 from workers.run import run_turns
-from workers.stage import Body, StageRun, work
+from workers.stage import Body, StageRun, releases, work
 
 log = structlog.get_logger("inprocess")
 
@@ -171,6 +171,8 @@ class _Episode:
             began = time.monotonic()
             run = StageRun(self, Held(self._id, self._stage), self._claim())
             outcome = await work(run, BODIES[self._stage])
+            if outcome is None or releases(run, outcome):
+                await run.clean_up()
             self._seconds[self._stage.value] += time.monotonic() - began
             if asyncio.current_task().cancelling() or outcome is None:
                 raise asyncio.CancelledError

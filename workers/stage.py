@@ -139,32 +139,20 @@ class StageRun:
         """A failure of the rollout's sandbox, laid to whom the host's knowledge of its end points at."""
         return from_sandbox(error, await self.fate())
 
-    async def clean_up(self, ours: bool | None = None) -> None:
+    async def clean_up(self, ours: bool = True) -> None:
         """Release what the attempt holds on this node. Never raises: the host's own limit is behind.
 
-        A worker that was silent for too long may have been followed by another one, in the same attempt and
-        the same sandbox: it releases only what it has booted itself.
-
         Args:
-            ours: Whether the rollout is this worker's; None = to be asked.
+            ours: Whether the rollout is this worker's. Else another one may go on in the same attempt and the
+                same sandbox, and only what this one has booted itself is released.
         """
         if not self.has_sandbox:
             return
         try:
             async with asyncio.timeout(CLEANUP_S):
-                ours = await self._is_ours() if ours is None else ours
                 await self.sandboxes.release(all_of_attempt=ours)
         except Exception as error:
             self.log.warning("sandbox not released; the host's time limit will end it", error=str(error))
-
-    async def _is_ours(self) -> bool:
-        """Whether no other worker has been given the rollout; where Redis does not say, it is."""
-        try:
-            return await asyncio.to_thread(
-                self.services.note, self.claim.rollout_id, self.claim.fence, {}, ""
-            )
-        except redis.RedisError:
-            return True
 
     def laid(self, error: Exception) -> Exception:
         """The error as somebody's, see `workers.errors.laid`."""
@@ -247,16 +235,14 @@ async def work(run: StageRun, body: Body) -> Finish | None:
         blamed = await run.blame(error) if isinstance(error, SandboxError) else error
         outcome = await unstarted(run, error, failure(run, blamed))
     run.held.decided = True
-    await clean_up(run, outcome)
     return outcome
 
 
-async def clean_up(run: StageRun, outcome: Finish | None) -> None:
-    """Release what the next stage does not need."""
+def releases(run: StageRun, outcome: Finish) -> bool:
+    """Whether nobody needs the sandbox once the stage has ended so."""
     # An EVAL that is handed back is done again on the same sandbox.
     again = BACK if run.claim.stage is Stage.EVAL else ()
-    if outcome is None or outcome.next not in (State.READY, State.EVALUATING, PASSED_ON, *again):
-        await run.clean_up()
+    return run.has_sandbox and outcome.next not in (State.READY, State.EVALUATING, PASSED_ON, *again)
 
 
 async def unstarted(run: StageRun, error: Exception, outcome: Finish) -> Finish:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 from concurrent import futures
+from dataclasses import replace
 
 import redis
 import structlog
@@ -27,7 +28,7 @@ from workers import process as processes
 from workers.held import LOST, Held
 from workers.patience import RedisAway, wait_for
 from workers.process import WorkerProcess
-from workers.stage import BACK, CLEANUP_S, Body, StageRun, clean_up, interrupted, work
+from workers.stage import BACK, CLEANUP_S, Body, StageRun, interrupted, releases, work
 
 log = structlog.get_logger("stage")
 
@@ -127,11 +128,10 @@ def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) ->
         except futures.CancelledError:
             # It was interrupted before its first step.
             outcome = interrupted(run)
-            asyncio.run_coroutine_threadsafe(clean_up(run, outcome), process.loop).result()
         # The work is done and would be lost: an outcome waits for a Redis that is away, or full, for as long
         # as it may count. It holds its slot meanwhile, so that no more wait than there are slots.
         entered = LOST
-        if outcome is not None:
+        if (outcome := _let_go(process, run, outcome)) is not None:
             finish = process.store.finish
             entered = wait_for(lambda: finish(run.claim, outcome), process.stopping, held.ends_at)
     except (redis.RedisError, RedisAway) as error:
@@ -141,6 +141,21 @@ def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) ->
     finally:
         process.let_go(held)
     return _after(process, task, run, entered, outcome)
+
+
+def _let_go(process: WorkerProcess, run: StageRun, outcome: Finish | None) -> Finish | None:
+    """Release what nobody needs once the stage has ended so; None: the rollout is not ours any more.
+
+    The outcome is noted first: a worker that slept would take the sandbox from whoever goes on in it, and of
+    one that is lost in between nobody could do the stage again.
+    """
+    if outcome is None or not releases(run, outcome):
+        return outcome
+    decide = process.store.decide
+    if not wait_for(lambda: decide(run.claim, outcome), process.stopping, run.held.ends_at):
+        return None
+    asyncio.run_coroutine_threadsafe(run.clean_up(), process.loop).result()
+    return replace(outcome, trajectory=None)
 
 
 def _clear_away(process: WorkerProcess, run: StageRun) -> None:

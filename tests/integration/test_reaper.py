@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
-from rollout.schema import RolloutRequest, Stage
+from rollout.schema import RolloutRequest, Stage, State
 from services.settings import Settings
 from services.state import keys
 from services.state.election import Election
@@ -84,6 +85,38 @@ def test_a_lost_rollout_begins_anywhere_and_its_sandbox_ends_where_it_is(server,
     server.client.zadd(keys.DUE, {"one": 1})
     reaper.tick()
     assert (notes.sent, notes.cleaned) == (sent, cleaned)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "attempt", "cleaned"),
+    [
+        (Finish(State.COMPLETED, {"reward": "0.5"}), State.COMPLETED, 1, [("one", "n", 1)]),
+        (Finish("again", {"blame": "sandbox"}, delay_s=0.0), State.QUEUED, 2, [("one", "n", 1)]),
+        (Finish("handback"), State.EVALUATING, 2, []),
+    ],
+)
+def test_what_a_worker_had_decided_stands_when_it_is_lost_before_it_could_say_so(
+    server, outcome, state, attempt, cleaned
+):
+    """It has perhaps released the sandbox: the stage cannot be done again."""
+    reaper, store = reaper_of(server, "reaper")
+    reaper._dispatcher = notes = Notes()
+    submit(store, "one")
+    for stage, entered in ((Stage.INIT, "ready"), (Stage.RUN, "evaluating"), (Stage.EVAL, None)):
+        claim = store.claim("one", 1, stage, "w")
+        store.note("one", claim.fence, {"sandbox": SANDBOX, "node": "n"})
+        if entered:
+            store.finish(claim, Finish(entered))
+    assert store.decide(claim, outcome)
+    server.client.hset(keys.record("one"), "lease", 1)
+    server.client.zadd(keys.DUE, {"one": 1})
+    reaper.tick()
+    item = store.get("one")
+    assert (item.state, item.attempt, notes.cleaned) == (state, attempt, cleaned)
+    assert item.reward == (0.5 if state is State.COMPLETED else None)
+    assert not store.decide(replace(claim, fence=0), outcome), "it is somebody else's"
+    if state is State.COMPLETED:
+        assert store.finish(claim, outcome) == state, "it sleeps no longer, and hears of it"
 
 
 @pytest.mark.parametrize("patient", [True, False])

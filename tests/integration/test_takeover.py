@@ -334,6 +334,24 @@ def test_init_and_eval_are_done_again_in_the_same_attempt_where_the_handler_says
         assert f"was lost in state {'initializing' if stage == 'init' else 'evaluating'}" in notes(item)
 
 
+def test_an_eval_that_was_lost_while_it_released_the_sandbox_has_ended(service, tmp_path):
+    service.of_run(1)
+    (tmp_path / "init").touch()
+    rollout_id = service.submit(lines=2, handler="gated_diary", gates=tmp_path)
+    wait_until((tmp_path / f"eval.{rollout_id}").exists, PATIENCE_S, "it to be scored")
+    pid = service.host.stats()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        (tmp_path / "eval").touch()
+        wait_until(lambda: service.field(rollout_id, "decided"), PATIENCE_S, "the score", service.others)
+        service.kill(service.others)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    service.start_others()
+    item = require_whole(service.ended(rollout_id), lines=2)
+    assert item.resumed == 0
+
+
 # -- other parts --------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from rollout.schema import Stage
 from services.state.rollouts.store import Finish
 from tests.helpers.stack import wait_until
 from workers import task as task_module
-from workers.held import CANCEL, SHUTDOWN, Held
+from workers.held import CANCEL, LOST, SHUTDOWN, Held
 from workers.process import FREED_S, WorkerProcess
 from workers.stage import work
 
@@ -45,9 +45,10 @@ class Run:
         self.finished: list[Finish] = []
         self.released = 0
         self.while_cleaning = lambda: None
-        self.can_pass_on = False
-        finish = SimpleNamespace(finish=lambda claim, outcome: self.finished.append(outcome) or "entered")
-        self.process = SimpleNamespace(loop=loop, store=finish, let_go=lambda held: None)
+        self.can_pass_on, self.has_sandbox, self.is_ours = False, True, True
+        store = SimpleNamespace(finish=lambda claim, outcome: self.finished.append(outcome) or "entered")
+        store.decide = lambda claim, outcome: self.is_ours
+        self.process = SimpleNamespace(loop=loop, store=store, let_go=lambda held: None)
         self.process.stopping = threading.Event()
         self.process.run = lambda held, work: WorkerProcess.run(self.process, held, work)
 
@@ -71,15 +72,24 @@ def test_before_its_first_step_it_is_handed_on_and_cleaned_up(loop, monkeypatch,
     assert run.released == 1
 
 
-def test_while_it_cleans_up_its_outcome_stands(loop):
+def test_of_what_is_somebody_elses_by_now_nothing_is_released(loop, monkeypatch):
+    run = Run(loop, CANCEL)
+    run.is_ours = False
+    monkeypatch.setattr(task_module, "_after", lambda *args: args[-2:])
+    assert task_module._run_stage(run.process, None, run, None) == (LOST, None)
+    assert (run.finished, run.released) == ([], 0)
+
+
+def test_while_it_cleans_up_its_outcome_stands(loop, monkeypatch):
     run = Run(loop)
+    monkeypatch.setattr(task_module, "_after", lambda *args: args[-1])
     run.while_cleaning = lambda: run.held.interrupt(SHUTDOWN)
     done = Finish("completed")
 
     async def body(run):
         return done
 
-    assert run.process.run(run.held, work(run, body)) is done
+    assert task_module._run_stage(run.process, None, run, body) == done
     assert run.released == 1
 
 

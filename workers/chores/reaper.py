@@ -140,7 +140,7 @@ class Reaper(Chore):
     def _deal_with(self, item: Overdue) -> None:
         bound = self.log.bind(rollout_id=item.rollout_id, attempt=item.attempt)
         if item.action == "ended":
-            bound.warning("ended by the reaper: deadline, cancel or attempts")
+            bound.warning("ended by the reaper: deadline, cancel, attempts, or as a lost worker had decided")
             if item.node:
                 self._dispatcher.clean_up(item.rollout_id, item.node, item.attempt)
             return

@@ -271,6 +271,7 @@ function operations.finish(ask)
   -- A trajectory waits until there is room.
   if not trajectory then though_full() end
   write(id, {ended_fence = ask.fence, ended_in = enters})
+  forget(id, 'decided')
   book(id, stage, r.claimed, 'stage_' .. stage)
   write(id, ask.fields)
   local handed_on = 0
@@ -306,6 +307,17 @@ function operations.finish(ask)
     wait_again(id, delay)
   end
   return enters
+end
+
+-- As `finish`, before the stage's sandbox is released: should its worker be lost meanwhile, the reaper has it end so.
+-- false: it is not the caller's any more.
+function operations.decide(ask)
+  local r = read(ask.id)
+  if tonumber(r.fence) ~= ask.fence or not r.owner then return false end
+  if ARGV[3] then redis.call('SET', KEY.trajectory(r.id), ARGV[3]) else though_full() end
+  -- What is given back is done again in this attempt, whoever has released its sandbox.
+  if ask.next ~= 'handback' and ask.next ~= 'elsewhere' then write(r.id, {decided = ARGV[2]}) end
+  return true
 end
 
 -- {id, tenant}: tenant may be missing; {word, state, node, attempt}
@@ -382,6 +394,15 @@ local function bury(r)
   return to_do('send', r, 'eval')
 end
 
+-- The worker that had decided it was lost, perhaps with the sandbox released.
+local function end_as_decided(r)
+  count('lost_' .. STAGE_IN[r.state])
+  local entered = operations.finish(cjson.decode(r.decided))
+  r.attempt = field(r.id, 'attempt')
+  if TERMINAL[entered] then return to_do('ended', r, '') end
+  return to_do('restart', r, 'init')
+end
+
 -- It merely waits. The message may be lost or the queue may be long: send it again, ever rarer.
 local function ring_again(r, rung)
   local kicks = redis.call('HINCRBY', KEY.record(r.id), 'kicks', 1)
@@ -395,11 +416,13 @@ end
 
 -- What is to be done about a rollout that is due; nil: nothing.
 local function judge_due(id, rung)
-  local r = read(id, 'lease', 'deadline', 'node', 'cancel')
+  local r = read(id, 'lease', 'deadline', 'node', 'cancel', 'decided')
   if not r.state or TERMINAL[r.state] then
     redis.call('ZREM', KEY.DUE, id)
   elseif r.owner and r.owner ~= NOBODY and tonumber(r.lease) > now then
     look_at(id, r.lease)
+  elseif r.decided then
+    return end_as_decided(r)
   elseif now >= tonumber(r.deadline) then
     local why = r.state == 'queued' and field(id, 'unstarted')
     lay_blame(id, 'timeout', 'Deadline', 'the deadline of the rollout passed' .. (why and '; ' .. why or ''),

@@ -325,7 +325,7 @@ class RolloutStore(RolloutReader):
             "reward": "",
             "finish_reason": FinishReason.ERROR.value,
         }
-        self._finish(rollout_id, fence, stage, Finish(State.FAILED, fields))
+        self._end("finish", rollout_id, fence, stage, Finish(State.FAILED, fields))
 
     def absent_on(self, rollout_id: str) -> set[str]:
         """The nodes that could not start a rollout's image when they tried."""
@@ -341,15 +341,21 @@ class RolloutStore(RolloutReader):
         """Write facts of a running stage, and a line for its timeline. False: it is not ours any more."""
         return self._do("note", id=rollout_id, fence=fence, fields=fields or {}, text=text)
 
+    def decide(self, claim: Claim, outcome: Finish) -> bool:
+        """Note how a stage will end, before its sandbox is released: should its worker be lost meanwhile, the
+        reaper has it end so. False: the rollout is not the claim's any more.
+        """
+        return self._end("decide", claim.rollout_id, claim.fence, claim.stage, outcome)
+
     def finish(self, claim: Claim, outcome: Finish) -> str:
         """End a stage. Idempotent under one fence.
 
         Returns:
             The state that the rollout entered, or `lost` when the fence is not ours any more.
         """
-        return self._finish(claim.rollout_id, claim.fence, claim.stage, outcome)
+        return self._end("finish", claim.rollout_id, claim.fence, claim.stage, outcome)
 
-    def _finish(self, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> str:
+    def _end(self, operation: str, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> Any:
         delay = self._settings.requeue_s if outcome.delay_s is None else outcome.delay_s
         stored = outcome.stored_trajectory
         absent = [
@@ -358,7 +364,7 @@ class RolloutStore(RolloutReader):
             if name.startswith(ABSENT)
         ]
         return self._do(
-            "finish",
+            operation,
             *([] if stored is None else [stored]),
             id=rollout_id,
             fence=fence,
