@@ -8,8 +8,11 @@
 * `takeover_s_over_lease`: from the SIGKILL of a RUN worker, less the lease, until the slowest of the rollouts
   that it held has made a new turn by another worker; the largest of all kills. The reaper is as shipped.
 * `wasted_tokens_share`: of the tokens that engines sampled under a SIGKILL of a RUN worker every ten seconds,
-  those in no trajectory. `wasted_tokens_share_0_2_0`: the same with the workers of the release before, in the
-  same run; -1 where its commit is not in this copy, and in the short form.
+  those in no trajectory, with 16 rollouts at once whose turns take 0.1 s of model time.
+  `wasted_tokens_share_0_2_0`: the same with the workers of the release before, in the same run; null where
+  its commit is not in this copy, and in the short form.
+
+Settings are those of the other benchmarks of the service, as shipped, but for the lease: `--lease-s`.
 """
 
 from __future__ import annotations
@@ -19,27 +22,34 @@ import statistics
 import subprocess
 import tarfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import aiohttp
 import httpx
 
 from benchmarks import harness
+from benchmarks.harness import PATIENCE_S, Process, Stack, wait_until
 from rollout.schema import Backend, RolloutRequest, new_id
 from rollout.trajectory import Message
 from sandbox.client import SandboxClient
+from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 from services.state import keys
 from services.state.backends.store import BackendStore
 from services.state.redis import connect
 from services.state.turns.entries import Appended, Begun, Sampled, decode
 from services.state.turns.store import TurnStore
-from tests.helpers.diary import Diary
+from tests.helpers.diary import Diary, spoken
 from tests.helpers.fake_engine import fake_engine
-from tests.helpers.llm_servers import DEMO_MODEL
+from tests.helpers.llm_servers import DEMO_MODEL, LLMServer
 from tests.helpers.sandboxes import stop_host
-from tests.helpers.stack import ROOT, Stack, wait_until
+from tests.helpers.stack import NODE, ROOT
 from workers.agent.llm import session
 from workers.agent.loop import AgentLoop
 from workers.agent.placement import Placements
@@ -47,38 +57,52 @@ from workers.agent.router import BackendRouter
 from workers.agent.turns import TurnLog
 from workers.held import Held
 
-SCRIPT = "tests.helpers.diary:script"
 RELEASE = "4f85e171fc421e742080d3d064d790ac219f36f4"
-LEASE_S = 5.0
+"""Tag 0.2.0: the last one without a turn log."""
 KILL_EVERY_S = 10.0
-AT_ONCE = 12
 STEP_MS = 1.5
 """A turn of some 70 tokens takes 0.1 s then."""
-PATIENCE_S = 300
+
+
+@cache
+def trivial(*_: object) -> list[int]:
+    """For `fake_engine --script`: always the same call, so that the engine costs next to nothing."""
+    return spoken("execute_bash", {"command": "true"})
+
+
+def script(prompt: list[int], number: int) -> list[int]:
+    """The same without an argument that `cache` could not keep."""
+    return trivial()
+
+
+class Form(NamedTuple):
+    """How much is done under kills."""
+
+    kills: int
+    lease_s: float
+    every_s: float = KILL_EVERY_S
+    at_once: int = 16
+    lines: int = 40
+    """Turns of a rollout but the last: about half of the time between two kills."""
 
 
 class Turns:
     """Rollouts in this process, with the log and without."""
 
-    def __init__(self, redis_url: str, host, http) -> None:
+    def __init__(self, redis_url: str, host: HostClient, http: aiohttp.ClientSession) -> None:
         self.client, self.host, self.http = connect(redis_url), host, http
         self.placements = Placements(BackendStore(self.client))
         self.store = TurnStore(self.client)
         self.bytes = self.tokens = 0
 
-    async def play(self, lines: int, logged: bool) -> list[float]:
+    async def play(self, count: int, logged: bool) -> list[float]:
         """Seconds of each turn of one rollout."""
         rollout_id = new_id()
-        record = {
-            "fence": 1,
-            "owner": "w",
-            "attempt": 1,
-            "deadline": int(2000 * time.time()),
-            "state": "running",
-        }
+        hour = int(1000 * (time.time() + 3600))
+        record = {"fence": 1, "owner": "w", "attempt": 1, "deadline": hour, "state": "running"}
         self.client.hset(keys.record(rollout_id), mapping=record)
 
-        async def write(at, entries):
+        async def write(at: int, entries: Sequence[bytes]) -> dict[str, Any]:
             return await self.placements.send(self.store.append(rollout_id, 1, 1, at, entries))
 
         box = await self.host.start(SandboxSpec())
@@ -88,9 +112,9 @@ class Turns:
             await log.follow(sandbox)
         router = BackendRouter(rollout_id, self.placements, self.http, fence=1)
         agent = AgentLoop(RolloutRequest(handler="diary"), 0, router, Diary.tools, False, log)
-        await agent.start([Message(role="user", content=f"{lines} lines, pause 0")])
+        await agent.start([Message(role="user", content="Do nothing.")])
         times = []
-        for _ in range(lines):
+        for _ in range(count):
             began = time.perf_counter()
             turn, _ = await agent.query()
             agent.observe(turn, await agent.act(turn, sandbox))
@@ -107,177 +131,196 @@ class Turns:
         return times
 
 
-async def turn_cost(server, host, options) -> dict[str, float]:
-    """The figures of single turns."""
-    with fake_engine(script=SCRIPT, step_ms=0.01) as engine:
-        async with session() as http:
-            turns = Turns(server.url, host, http)
-            backend = Backend(
-                id="fake", url=engine.url, model="fake", tokenizer=str(DEMO_MODEL), max_model_len=32768
-            )
-            BackendStore(turns.client).put(backend)
-            times: dict[bool, list[float]] = {True: [], False: []}
-            for number in range(2 * options.rounds + 2):
-                logged = bool((number + number // 2) % 2)
-                took = await turns.play(options.count, logged)
-                if number > 1:  # the first two load what all need
-                    times[logged] += took[1:]
-    medians = {logged: 1000 * statistics.median(took) for logged, took in times.items()}
-    return {
-        "turn_cost_ratio": medians[True] / medians[False],
-        "turn_ms": medians[True],
-        "turn_ms_without_log": medians[False],
+async def turn_cost(redis_url: str, host: HostClient, options: harness.Options) -> tuple[dict, dict]:
+    """The figures of single turns, and what explains them."""
+    async with session() as http:
+        with fake_engine(script="benchmarks.resume:script", step_ms=0.001) as engine:
+            turns = Turns(redis_url, host, http)
+            fields = {"url": engine.url, "tokenizer": str(DEMO_MODEL), "max_model_len": 32768}
+            BackendStore(turns.client).put(Backend(id="fake", model="fake", **fields))
+            times: dict[str, list[list[float]]] = {"with_log": [], "without_log": []}
+            for name in times:  # loads what all need
+                await turns.play(2, name == "with_log")
+            turns.bytes = turns.tokens = 0
+            for _, name in harness.in_turns(times, options.rounds):
+                # The first turn also waits for a place on the backend.
+                times[name].append((await turns.play(options.count, name == "with_log"))[1:])
+    spreads = {name: harness.spread_ms([*chain.from_iterable(took)]) for name, took in times.items()}
+    by_round = {name: [statistics.median(took) for took in rounds] for name, rounds in times.items()}
+    results = {
+        "turn_cost_ratio": spreads["with_log"]["p50_ms"] / spreads["without_log"]["p50_ms"],
+        "turn_ms": spreads["with_log"]["p50_ms"],
+        "turn_ms_without_log": spreads["without_log"]["p50_ms"],
         "redis_bytes_per_token": turns.bytes / turns.tokens,
     }
+    ratio_by_round = harness.summary(harness.ratios(by_round["with_log"], by_round["without_log"]))
+    return results, {"turns": spreads, "ratio_by_round": ratio_by_round}
 
 
-# ------------------------------------------------------------------------------------ real workers
-
-
-@contextmanager
-def service(directory: Path, engine, tree: Path | None = None):
-    """A stack with the diary's handler, two RUN workers and the rest; of the release in `tree`, if given."""
-    env = {
-        "ROLLOUT_HANDLERS": "tests.helpers.diary:Diary",
-        "ROLLOUT_LEASE_S": str(LEASE_S),
-        "ROLLOUT_REAPER_INTERVAL_S": "1",
-        "ROLLOUT_REQUEUE_S": "30",
-    }
-    with harness.private_directory() as sandboxes, Stack(directory, sandboxes, env) as stack:
-        stack.client.add_backend(engine.url, id="fake")
-        fleet = Fleet(stack, tree)
-        fleet.start("init,eval")
-        for _ in range(2):
-            fleet.start("run")
-        try:
-            yield fleet
-        finally:
-            stop_host(sandboxes)
+# -- real workers --------------------------------------------------------------------------------------
 
 
 class Fleet:
-    """Workers that come and go."""
+    """Workers that come and go, of the release in `tree`, if given."""
 
     def __init__(self, stack: Stack, tree: Path | None) -> None:
         self.stack, self.tree, self.number = stack, tree, 0
-        self.running: list = []
+        started = [self.launch(queues) for queues in ("init,eval", "run", "run")]
+        for worker in started:
+            self.await_start(worker)
+        self.running = started[1:]
 
-    def start(self, queues: str) -> None:
+    def launch(self, queues: str) -> Process:
         self.number += 1
         name = f"{queues.partition(',')[0]}{self.number}"
-        if self.tree is None:
-            worker = self.stack.start_worker(queues, name)
-        else:
-            command = [
-                "sh",
-                "-c",
-                f'cd {self.tree} && exec "$@"',
-                "sh",
-                *Stack.worker_argv(queues, name),
-                "-c64",
-            ]
-            worker = self.stack.start(name, command, {"PYTHONPATH": str(self.tree)})
-            self.stack._await_worker(worker)
-        if queues == "run":
-            self.running.append(worker)
+        command, env = [*Stack.worker_argv(queues, name), "-c", "64"], {}
+        if self.tree is not None:  # Celery looks for its application where it is started
+            command = ["sh", "-c", f'cd {self.tree} && exec "$@"', "sh", *command]
+            env = {"PYTHONPATH": str(self.tree)}
+        return self.stack.start(f"{name}@{NODE}", command, env)
+
+    def await_start(self, worker: Process) -> None:
+        harness.await_worker(self.stack, "run" if worker.name.startswith("run") else "init", worker)
+
+    def kill(self) -> Process:
+        """SIGKILL for the older worker of RUN; another one is on its way."""
+        victim = self.running.pop(0)
+        victim.kill()
+        return victim
+
+    def replace(self) -> None:
+        self.running.append(self.launch("run"))
+        self.await_start(self.running[-1])
 
     def submit(self, count: int, lines: int, pause_s: float) -> list[str]:
         task = {"lines": lines, "pause_s": pause_s}
-        requests = [RolloutRequest(handler="diary", id=new_id(), task=task) for _ in range(count)]
-        self.stack.client.submit(requests)
-        return [request.id for request in requests]
+        limits = {"max_turns": 1000, "max_repeated_actions": None}
+        fields = {"handler": "diary", "task": task, "limits": limits}
+        return harness.submit(self.stack, [RolloutRequest(id=new_id(), **fields) for _ in range(count)])
 
-    def held(self, ids: list[str], name: str) -> list[str]:
+    def held(self, ids: list[str], worker: Process) -> list[str]:
         hget = self.stack.redis.client.hget
-        return [i for i in ids if (hget(keys.record(i), "owner") or "").startswith(f"{name}@")]
+        return [i for i in ids if (hget(keys.record(i), "owner") or "").startswith(worker.name)]
 
     def entries(self, rollout_id: str) -> int:
         return self.stack.redis.client.llen(keys.turns(rollout_id, 1))
 
-    def all_ended(self, ids: list[str]) -> bool:
-        return all(self.stack.client.get(i, include="summary").state.terminal for i in ids)
+    def live(self, ids: list[str]) -> list[str]:
+        return [i for i in ids if not self.stack.redis.client.hexists(keys.record(i), "finished")]
+
+    def await_ends(self, ids: list[str]) -> None:
+        wait_until(lambda: not self.live(ids), PATIENCE_S, "their ends")
 
 
-def takeovers(fleet: Fleet, kills: int) -> list[float]:
+@contextmanager
+def fleet(engine: LLMServer, lease_s: float, tree: Path | None = None) -> Iterator[Fleet]:
+    """A service with the handler of the diary, of which two workers do RUN."""
+    env = {"ROLLOUT_HANDLERS": "tests.helpers.diary:Diary", "ROLLOUT_LEASE_S": str(lease_s)}
+    with harness.service(**env) as stack:
+        stack.client.add_backend(engine.url, id="fake")
+        try:
+            yield Fleet(stack, tree)
+        finally:
+            stop_host(stack.sandbox_dir)
+
+
+def takeovers(workers: Fleet, form: Form) -> list[float]:
     """Seconds beyond the lease, of each kill."""
     seconds = []
-    ids = fleet.submit(AT_ONCE, 400, 0.3)
-    wait_until(lambda: all(fleet.entries(i) > 3 for i in ids), PATIENCE_S, "turns of all")
-    for _ in range(kills):
-        victim = fleet.running.pop(0)
-        held = fleet.held(ids, victim.name)
-        victim.kill()
+    ids = workers.submit(form.at_once, 400, 0.3)
+    wait_until(lambda: all(workers.entries(i) > 3 for i in ids), PATIENCE_S, "turns of all")
+    for _ in range(form.kills):
+        held = workers.held(ids, workers.running[0])
+        workers.kill()
         began = time.monotonic()
-        before = {i: fleet.entries(i) for i in held}
-        wait_until(lambda: all(fleet.entries(i) > before[i] for i in held), PATIENCE_S, "new turns")  # noqa: B023
-        seconds.append(time.monotonic() - began - LEASE_S)
-        fleet.start("run")
-    fleet.stack.client.cancel_many(ids=ids)
-    wait_until(lambda: fleet.all_ended(ids), PATIENCE_S, "their ends")
+        before = {i: workers.entries(i) for i in held}
+        moved = partial(all_beyond, workers, before)
+        wait_until(moved, PATIENCE_S, "new turns")
+        seconds.append(time.monotonic() - began - form.lease_s)
+        workers.replace()
+    workers.stack.client.cancel_many(ids=ids)
+    workers.await_ends(ids)
     return seconds
 
 
-def wasted(fleet: Fleet, engine, kills: int) -> float:
-    """The share of the tokens that were sampled for nothing."""
-    sampled_before = sampled(engine)
-    ids = fleet.submit(AT_ONCE, 30 * kills, 0.0)
-    wait_until(lambda: fleet.held(ids, fleet.running[0].name), PATIENCE_S, "the first RUN")
-    for _ in range(kills):
-        time.sleep(KILL_EVERY_S)
-        victim = fleet.running.pop(0)
-        victim.kill()
-        fleet.start("run")
-    wait_until(lambda: fleet.all_ended(ids), PATIENCE_S, "the ends of all")
-    kept = sum(fleet.stack.client.get(i).trajectory.sampled_tokens for i in ids)
-    return 1 - kept / (sampled(engine) - sampled_before)
+def all_beyond(workers: Fleet, before: dict[str, int]) -> bool:
+    """Whether each of these logs has become longer."""
+    return bool(before) and all(workers.entries(i) > length for i, length in before.items())
 
 
-def sampled(engine) -> int:
-    """Tokens that an engine has sampled so far."""
-    return sum(call["sampled"] for call in httpx.get(f"{engine.url}/calls").json())
+def wasted(workers: Fleet, engine: LLMServer, form: Form) -> dict[str, float]:
+    """How many tokens were sampled, in how many rollouts, and the share of them that was for nothing."""
+    before = sampled(engine)
+    ids = workers.submit(form.at_once, form.lines, 0.0)
+    wait_until(lambda: workers.held(ids, workers.running[0]), PATIENCE_S, "the first RUN")
+    for _ in range(form.kills):
+        due = time.monotonic() + form.every_s
+        while time.monotonic() < due:
+            if missing := form.at_once - len(workers.live(ids)):
+                ids += workers.submit(missing, form.lines, 0.0)
+            time.sleep(0.2)
+        workers.kill()
+        workers.replace()
+    workers.await_ends(ids)
+    items = [workers.stack.client.get(i) for i in ids]
+    kept = sum(item.trajectory.sampled_tokens for item in items if item.trajectory is not None)
+    total = sampled(engine) - before
+    states = [item.state.value for item in items]
+    counts = {state: states.count(state) for state in sorted(set(states))}
+    resumed = sum(getattr(item, "resumed", 0) or 0 for item in items)
+    return {"share": 1 - kept / total, "sampled": total, "resumed": resumed} | counts
 
 
-def release_before(directory: Path) -> Path | None:
-    """The tree of release 0.2.0 with the diary's handler; None: it is not in this copy."""
+def sampled(engine: LLMServer) -> int:
+    """Tokens that the engine has sampled so far."""
+    return sum(call["sampled"] for call in httpx.get(f"{engine.url}/calls", timeout=60).json())
+
+
+def extract_release(directory: Path) -> bool:
+    """Whether this copy has release 0.2.0, which is then in the directory, with the diary's handler."""
     made = subprocess.run(["git", "archive", RELEASE], cwd=ROOT, capture_output=True, check=False)
     if made.returncode:
-        return None
+        return False
     with tarfile.open(fileobj=BytesIO(made.stdout)) as archive:
         archive.extractall(directory, filter="data")
     diary = (ROOT / "tests" / "helpers" / "diary.py").read_text()
     diary = diary.replace("    repeatable = EVERY_STAGE\n", "").replace("EVERY_STAGE, ", "")
     (directory / "tests" / "helpers" / "diary.py").write_text(diary)
-    return directory
+    return True
 
 
 def main(options: harness.Options) -> harness.Report:
+    short = options.rounds == 1
+    form = Form(1, 2.0, 2.0, at_once=4, lines=15) if short else Form(options.kills, options.lease_s)
     with (
         harness.private_directory() as state,
         harness.private_redis() as server,
         harness.private_host(state, 0) as host,
     ):
-        results = asyncio.run(turn_cost(server, host, options))
-    harness.say(f"turns: {results}")
-    kills = options.kills if options.rounds > 1 else 1
-    with fake_engine(script=SCRIPT, step_ms=STEP_MS) as engine:
-        with harness.private_directory() as directory, service(directory, engine) as fleet:
-            seconds = takeovers(fleet, kills)
-            results["takeover_s_over_lease"] = max(seconds)
-            results["wasted_tokens_share"] = wasted(fleet, engine, kills)
-        harness.say(f"takeovers: {seconds}, wasted {results['wasted_tokens_share']}")
-        results["wasted_tokens_share_0_2_0"] = wasted_before(engine, kills) if options.rounds > 1 else -1.0
-    return {"results": results, "takeovers_s": seconds, "lease_s": LEASE_S, "kills": kills}
-
-
-def wasted_before(engine, kills: int) -> float:
-    """The share of the release before; -1: it is not there."""
-    with harness.private_directory() as tree, harness.private_directory() as directory:
-        before = release_before(tree)
-        if before is None:
-            return -1.0
-        with service(directory, engine, before) as fleet:
-            return wasted(fleet, engine, kills)
+        results, more = asyncio.run(turn_cost(server.url, host, options))
+    harness.say(f"turns: {results} {more}")
+    waste: dict[str, dict[str, float] | None] = {"ours": None, "0.2.0": None}
+    with fake_engine(script="tests.helpers.diary:script", step_ms=STEP_MS) as engine:
+        with fleet(engine, form.lease_s) as workers:
+            seconds = takeovers(workers, form)
+            harness.say(f"takeovers, seconds beyond the lease: {seconds}")
+            waste["ours"] = wasted(workers, engine, form)
+        with harness.private_directory() as tree:
+            if not short and extract_release(tree):
+                with fleet(engine, form.lease_s, tree) as workers:
+                    waste["0.2.0"] = wasted(workers, engine, form)
+    harness.say(f"waste: {waste}")
+    results["takeover_s_over_lease"] = max(seconds)
+    results["wasted_tokens_share"] = waste["ours"]["share"]
+    results["wasted_tokens_share_0_2_0"] = waste["0.2.0"] and waste["0.2.0"]["share"]
+    return {"results": results, **more, "takeovers_s": seconds, "waste": waste, "form": form._asdict()}
 
 
 if __name__ == "__main__":
-    harness.run(main, count=30, rounds=8, kills={"type": int, "default": 5, "help": "kills of RUN workers"})
+    harness.run(
+        main,
+        count=30,
+        rounds=10,
+        kills={"type": int, "default": 4, "help": "of RUN workers (default: %(default)s; short form: 1)"},
+        lease_s={"type": float, "default": 5.0, "help": "default: %(default)s; short form: 2"},
+    )
