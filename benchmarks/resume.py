@@ -305,11 +305,12 @@ def main(options: harness.Options) -> harness.Report:
             seconds = takeovers(workers, form)
             harness.say(f"takeovers, seconds beyond the lease: {seconds}")
             waste["ours"] = wasted(workers, engine, form)
+            harness.say(f"waste: {waste['ours']}")
         with harness.private_directory() as tree:
             if not short and extract_release(tree):
                 with fleet(engine, form.lease_s, tree) as workers:
                     waste["0.2.0"] = wasted(workers, engine, form)
-    harness.say(f"waste: {waste}")
+    harness.say(f"waste of 0.2.0: {waste['0.2.0']}")
     results["takeover_s_over_lease"] = max(seconds)
     results["wasted_tokens_share"] = waste["ours"]["share"]
     results["wasted_tokens_share_0_2_0"] = waste["0.2.0"] and waste["0.2.0"]["share"]
