@@ -2,7 +2,7 @@
 
 * `turn_cost_ratio`: a turn with one tool call (`execute_bash` in a real sandbox) at an engine in a process of
   its own that answers at once, with the turn log and numbered operations of the sandbox against without. One
-  rollout at a time, the two in turns; ratio of the medians of all turns.
+  rollout of each kind, which do their turns in turn; ratio of the medians of all turns.
 * `redis_bytes_per_token`: what the logs of these rollouts take in Redis, for each id in them. The tokens of
   the demo model are one to three characters of text each.
 * `takeover_s_over_lease`: from the SIGKILL of a RUN worker, less the lease, until the slowest of the rollouts
@@ -42,7 +42,7 @@ from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 from services.state import keys
 from services.state.backends.store import BackendStore
-from services.state.redis import connect
+from services.state.redis import LoopConnection, connect
 from services.state.turns.entries import Appended, Begun, Sampled, decode
 from services.state.turns.store import TurnStore
 from tests.helpers.diary import Diary, spoken
@@ -87,74 +87,90 @@ class Form(NamedTuple):
 
 
 class Turns:
-    """Rollouts in this process, with the log and without."""
+    """A rollout in this process, with the log or without."""
+
+    def __init__(self, server: Server, logged: bool) -> None:
+        self.server, self.logged, self.id = server, logged, new_id()
+
+    async def begin(self) -> None:
+        """Play the first turn, which also waits for a place on the backend."""
+        server, host = self.server, self.server.host
+        hour = int(1000 * (time.time() + 3600))
+        record = {"fence": 1, "owner": "w", "attempt": 1, "deadline": hour, "state": "running"}
+        server.client.hset(keys.record(self.id), mapping=record)
+        self.box = await host.start(SandboxSpec())
+        self.sandbox = SandboxClient(self.box.socket)
+        held = Held(self.id, None, fence=1)
+        self.log = TurnLog((), self.write, held) if self.logged else TurnLog()
+        if self.logged:
+            await self.log.follow(self.sandbox)
+        self.router = BackendRouter(self.id, server.placements, server.http, fence=1)
+        request = RolloutRequest(handler="diary")
+        self.agent = AgentLoop(request, 0, self.router, Diary.tools, False, self.log)
+        await self.agent.start([Message(role="user", content="Do nothing.")])
+        await self.play()
+
+    async def write(self, at: int, entries: Sequence[bytes]) -> dict[str, Any]:
+        append = self.server.turns.append(self.id, 1, 1, at, entries)
+        return await self.server.placements.send(append)
+
+    async def play(self) -> float:
+        """Seconds of a turn."""
+        began = time.perf_counter()
+        turn, _ = await self.agent.query()
+        self.agent.observe(turn, await self.agent.act(turn, self.sandbox))
+        return time.perf_counter() - began
+
+    async def end(self) -> tuple[int, int]:
+        """What the log takes in Redis (bytes), and the ids that are in it."""
+        await self.log.flush()
+        await self.router.release()
+        await self.sandbox.close()
+        await self.server.host.release(self.box.id)
+        size = self.server.client.memory_usage(keys.turns(self.id, 1), samples=0) or 0
+        entries = decode(self.server.turns.read(self.id, 1))
+        return size, sum(len(e.ids) // 4 for e in entries if isinstance(e, Begun | Sampled | Appended))
+
+
+class Server:
+    """What such rollouts share."""
 
     def __init__(self, redis_url: str, host: HostClient, http: aiohttp.ClientSession) -> None:
         self.client, self.host, self.http = connect(redis_url), host, http
-        self.placements = Placements(BackendStore(self.client))
-        self.store = TurnStore(self.client)
-        self.bytes = self.tokens = 0
-
-    async def play(self, count: int, logged: bool) -> list[float]:
-        """Seconds of each turn of one rollout."""
-        rollout_id = new_id()
-        hour = int(1000 * (time.time() + 3600))
-        record = {"fence": 1, "owner": "w", "attempt": 1, "deadline": hour, "state": "running"}
-        self.client.hset(keys.record(rollout_id), mapping=record)
-
-        async def write(at: int, entries: Sequence[bytes]) -> dict[str, Any]:
-            return await self.placements.send(self.store.append(rollout_id, 1, 1, at, entries))
-
-        box = await self.host.start(SandboxSpec())
-        sandbox = SandboxClient(box.socket)
-        log = TurnLog((), write, Held(rollout_id, None, fence=1)) if logged else TurnLog()
-        if logged:
-            await log.follow(sandbox)
-        router = BackendRouter(rollout_id, self.placements, self.http, fence=1)
-        agent = AgentLoop(RolloutRequest(handler="diary"), 0, router, Diary.tools, False, log)
-        await agent.start([Message(role="user", content="Do nothing.")])
-        times = []
-        for _ in range(count):
-            began = time.perf_counter()
-            turn, _ = await agent.query()
-            agent.observe(turn, await agent.act(turn, sandbox))
-            times.append(time.perf_counter() - began)
-        await log.flush()
-        if logged:
-            log_key = keys.turns(rollout_id, 1)
-            self.bytes += self.client.memory_usage(log_key, samples=0)
-            entries = decode(self.store.read(rollout_id, 1))
-            self.tokens += sum(len(e.ids) // 4 for e in entries if isinstance(e, Begun | Sampled | Appended))
-        await router.release()
-        await sandbox.close()
-        await self.host.release(box.id)
-        return times
+        self.placements = Placements(BackendStore(self.client), LoopConnection(redis_url))
+        self.turns = TurnStore(self.client)
 
 
 async def turn_cost(redis_url: str, host: HostClient, options: harness.Options) -> tuple[dict, dict]:
     """The figures of single turns, and what explains them."""
+    times: dict[bool, list[list[float]]] = {True: [], False: []}
+    size = tokens = 0
     async with session() as http:
         with fake_engine(script="benchmarks.resume:script", step_ms=0.001) as engine:
-            turns = Turns(redis_url, host, http)
+            server = Server(redis_url, host, http)
             fields = {"url": engine.url, "tokenizer": str(DEMO_MODEL), "max_model_len": 32768}
-            BackendStore(turns.client).put(Backend(id="fake", model="fake", **fields))
-            times: dict[str, list[list[float]]] = {"with_log": [], "without_log": []}
-            for name in times:  # loads what all need
-                await turns.play(2, name == "with_log")
-            turns.bytes = turns.tokens = 0
-            for _, name in harness.in_turns(times, options.rounds):
-                # The first turn also waits for a place on the backend.
-                times[name].append((await turns.play(options.count, name == "with_log"))[1:])
-    spreads = {name: harness.spread_ms([*chain.from_iterable(took)]) for name, took in times.items()}
-    by_round = {name: [statistics.median(took) for took in rounds] for name, rounds in times.items()}
+            BackendStore(server.client).put(Backend(id="fake", model="fake", **fields))
+            for _ in range(options.rounds):
+                pair = {logged: Turns(server, logged) for logged in times}
+                for logged, turns in pair.items():
+                    await turns.begin()
+                    times[logged].append([])
+                for _, logged in harness.in_turns(pair, options.count):
+                    times[logged][-1].append(await pair[logged].play())
+                for turns in pair.values():
+                    more = await turns.end()
+                    size, tokens = size + more[0], tokens + more[1] * turns.logged
+    spreads = {logged: harness.spread_ms([*chain.from_iterable(took)]) for logged, took in times.items()}
+    by_round = {logged: [statistics.median(took) for took in rounds] for logged, rounds in times.items()}
     results = {
-        "turn_cost_ratio": spreads["with_log"]["p50_ms"] / spreads["without_log"]["p50_ms"],
-        "turn_ms": spreads["with_log"]["p50_ms"],
-        "turn_ms_without_log": spreads["without_log"]["p50_ms"],
-        "redis_bytes_per_token": turns.bytes / turns.tokens,
+        "turn_cost_ratio": spreads[True]["p50_ms"] / spreads[False]["p50_ms"],
+        "turn_ms": spreads[True]["p50_ms"],
+        "turn_ms_without_log": spreads[False]["p50_ms"],
+        "redis_bytes_per_token": size / tokens,
     }
-    ratio_by_round = harness.summary(harness.ratios(by_round["with_log"], by_round["without_log"]))
-    return results, {"turns": spreads, "ratio_by_round": ratio_by_round}
+    ratio_by_round = harness.summary(harness.ratios(by_round[True], by_round[False]))
+    shown = {"with_log": spreads[True], "without_log": spreads[False]}
+    return results, {"turns": shown, "ratio_by_round": ratio_by_round}
 
 
 # -- real workers --------------------------------------------------------------------------------------

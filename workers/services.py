@@ -18,7 +18,7 @@ from services.settings import Settings
 from services.state.backends.store import BackendStore, PlacementPolicy
 from services.state.fleet import FleetStore
 from services.state.policy.store import PolicyStore
-from services.state.redis import connect
+from services.state.redis import LoopConnection, connect
 from services.state.rollouts.store import Claim, RolloutStore
 from services.state.tenants import TenantStore
 from services.state.turns.store import TurnStore
@@ -65,7 +65,8 @@ class WorkerServices:
         self.handlers = Registry(settings)
         self.handler, self.tenant, self.note = self.handlers.get, self.tenants.get, self.store.note
         self.host = HostClient()
-        self.placements = Placements(self.backends)
+        self._connection = LoopConnection(settings.redis_url)
+        self.placements = Placements(self.backends, self._connection)
         self._turns = TurnStore(self.redis)
         self.prompts = PromptSizes()
         self.metrics = WorkerMetrics(self.held.values)
@@ -121,6 +122,7 @@ class WorkerServices:
         return nodes, nodes - self.store.absent_on(rollout_id)
 
     async def close(self) -> None:
-        """Let go of the connections to the LLM servers."""
+        """Let go of the connections to the LLM servers, and of those to Redis that the event loop has."""
+        await self._connection.close()
         if self._http is not None:
             await self._http.close()

@@ -21,6 +21,7 @@ class Ledger:
         self._known = 0
         self._operations = {}
         self._abandoned = set()  # numbers whose requests may still come
+        self._lines = []  # pairs of sockets that no operation has hung up
 
     def answer(self, request, carry_out):
         """The reply to a request with `number`, `fence` and `known`; `carry_out(request, connection)` makes
@@ -34,7 +35,8 @@ class Ledger:
             operation = self._operations.get(number)
             new = operation is None and number > self._known
             if new:
-                operation = self._operations[number] = _Operation(request)
+                line = self._lines.pop() if self._lines else socket.socketpair()
+                operation = self._operations[number] = _Operation(request, line)
                 self._last = max(self._last, number)
                 if number in self._abandoned:
                     operation.abandon()
@@ -44,7 +46,11 @@ class Ledger:
                 "outcome is not kept any more; begin anew in a new sandbox" % number
             )
         if new:
-            operation.run(carry_out)
+            try:
+                operation.reply = carry_out(operation.request, operation.line[0])
+            finally:
+                with self._lock:
+                    self._lines += operation.end()
         operation.ended.wait()
         return operation.reply
 
@@ -84,25 +90,27 @@ class Ledger:
 class _Operation:
     """A request and, once it has `ended`, its reply."""
 
-    def __init__(self, request):
+    def __init__(self, request, line):
+        """`line`: two sockets. The first is in the place of the client's connection, whose end the operation
+        would take as an interrupt.
+        """
         self.request = request
         self.reply = {"ok": False, "error": {"type": "SandboxError", "message": "the operation broke off"}}
         self.ended = threading.Event()
-        # In the place of the client's connection, whose end the operation would take as an interrupt.
-        self._near, self._far = socket.socketpair()
-
-    def run(self, carry_out):
-        """Have the reply made, in this thread."""
-        try:
-            with self._near:
-                self.reply = carry_out(self.request, self._near)
-        finally:
-            self.ended.set()
-            self._far.close()
+        self.line = line
+        self._hung_up = False
 
     def abandon(self):
         """Hang up, also where a process that is just being started has our end, too."""
-        try:
-            self._far.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended
+        if not self.ended.is_set():
+            self._hung_up = True
+            self.line[1].shutdown(socket.SHUT_RDWR)
+
+    def end(self):
+        """Say that the reply is there; the line, if another operation can have it."""
+        self.ended.set()
+        if not self._hung_up:
+            return [self.line]
+        for end in self.line:
+            end.close()
+        return []

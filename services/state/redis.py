@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import redis
-from redis.backoff import ExponentialBackoff
+import redis.asyncio as aioredis
+from hiredis import pack_command
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from services.redis_address import parse
+from services.redis_address import RedisAddress, parse
 
 MAX_CONNECTIONS = 64
 """Per process. Callers wait for one rather than open more in a burst."""
@@ -30,16 +36,12 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS, retries: int = 
         AddressError: The URL is no address of Redis.
     """
     address = parse(url)
-    options: dict[str, Any] = {
+    retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=retries)
+    options = _options(address) | {
         "max_connections": max_connections,
         "timeout": 20,
-        "decode_responses": True,
-        # A byte that is no text makes that text a little wrong, and not everybody's page an error.
-        "encoding_errors": "replace",
-        "socket_timeout": ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S,
-        "socket_connect_timeout": 5,
         "health_check_interval": 15,
-        "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=retries),
+        "retry": retry,
         "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
     }
     if address.sentinels:
@@ -47,6 +49,64 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS, retries: int = 
         pool = _MasterPool(address.master, sentinel, db=address.db, **address.credentials, **options)
         return redis.Redis(connection_pool=pool)
     return redis.Redis(connection_pool=redis.BlockingConnectionPool.from_url(url, **options))
+
+
+class LoopConnection:
+    """A connection of an event loop's own: a third of the time that a thread's client takes. It is used by
+    one task at a time, and tries once: who has more patience than that goes by `connect`.
+    """
+
+    def __init__(self, url: str) -> None:
+        """
+        Raises:
+            AddressError: The URL is no address of Redis.
+        """
+        address = parse(url)
+        # The library would begin a task for each write, to bound it; `send` bounds all.
+        options = _options(address) | {"socket_timeout": None, "retry": AsyncRetry(NoBackoff(), 0)}
+        self._answer_s = ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S
+        if address.sentinels:
+            sentinel = AsyncSentinel(address.sentinels, sentinel_kwargs=address.sentinel_options())
+            credentials = address.credentials
+            client = sentinel.master_for(address.master, db=address.db, **credentials, **options)
+        else:
+            client = aioredis.Redis.from_url(url, **options)
+        self._pool = client.connection_pool
+        self._connection: aioredis.Connection | None = None
+
+    async def send(self, commands: list[Sequence[Any]]) -> list[Any]:
+        """The replies, in order.
+
+        Raises:
+            redis.RedisError: One command at least has failed; others may have been done.
+            TimeoutError: Redis did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(self._answer_s):
+                if self._connection is None:
+                    self._connection = await self._pool.get_connection()
+                await self._connection.send_packed_command(b"".join(map(pack_command, commands)))
+                return [await self._connection.read_response() for _ in commands]
+        except BaseException:
+            await self.close()  # what else it has to say is nobody's answer
+            raise
+
+    async def close(self) -> None:
+        """Hang up; the next `send` connects anew."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.disconnect(nowait=True)
+            await self._pool.release(connection)
+
+
+def _options(address: RedisAddress) -> dict[str, Any]:
+    return {
+        "decode_responses": True,
+        # A byte that is no text makes that text a little wrong, and not everybody's page an error.
+        "encoding_errors": "replace",
+        "socket_timeout": ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S,
+        "socket_connect_timeout": 5,
+    }
 
 
 _REFUSALS = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "LOADING", "EXECABORT", "READONLY", "OOM")

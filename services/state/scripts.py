@@ -166,9 +166,14 @@ def send_many(client: redis.Redis, calls: list[Call]) -> list[Any]:
 
 def _send(client: redis.Redis, calls: list[Call]) -> list[Any]:
     with client.pipeline(transaction=False) as pipe:
-        for operations, args in calls:
-            pipe.evalsha(operations._script(args[0]).sha, 0, *args)
+        for command in commands(calls):
+            pipe.execute_command(*command)
         return pipe.execute(raise_on_error=False)
+
+
+def commands(calls: list[Call]) -> list[tuple[Any, ...]]:
+    """What `send_many` sends where all goes well."""
+    return [("EVALSHA", operations._script(args[0]).sha, 0, *args) for operations, args in calls]
 
 
 def request(operation: str, *blobs: bytes | str, **ask: Any) -> list[Any]:

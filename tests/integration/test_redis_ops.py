@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from services.gateway.app import create_app
 from services.queues import TASK_INIT, make_celery
 from services.settings import Settings
 from services.state import keys
-from services.state.redis import connect
+from services.state.redis import LoopConnection, connect
 from services.state.rollouts import payloads
 from services.state.startup import UnfitRedis, prepare, risks
 from tests.helpers.keys import http, keyed
@@ -333,6 +334,7 @@ def test_a_failover_by_sentinel_loses_nothing_that_was_acknowledged(tmp_path):
         thread.join()
         ended = wait_for_all(stack, [slow.id, *ids, *after])
         assert group.master() != old
+        assert asyncio.run(LoopConnection(group.url).send([("PING",), ("ROLE",)]))[1][0] == "master"
         assert len(ids) == 50 and len(after) == 50
         assert {rollout.state for rollout in ended} == {State.COMPLETED}
         rewards = {rollout.id: rollout.reward for rollout in ended}

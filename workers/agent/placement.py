@@ -14,10 +14,12 @@ from contextvars import Context
 from typing import Any
 
 import redis
+from pydantic_core import from_json
 
 from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
-from services.state.scripts import Call
+from services.state.redis import LoopConnection
+from services.state.scripts import Call, commands
 from workers.patience import ask, stopped
 
 MAX_BATCH = 256
@@ -53,9 +55,11 @@ class PromptSizes:
 class Placements:
     """The backends that the rollouts of a worker's event loop are on, by Redis. Call it on that loop only."""
 
-    def __init__(self, store: BackendStore) -> None:
+    def __init__(self, store: BackendStore, connection: LoopConnection | None = None) -> None:
+        """`connection`: saves the way through a thread; None = there is none."""
         self._store = store
-        self._queue: list[tuple[list[Any] | Call, asyncio.Future[Any]]] = []
+        self._connection = connection
+        self._queue: list[tuple[Call, asyncio.Future[Any]]] = []
         self._flushing: asyncio.Task[None] | None = None
         self.line = asyncio.Lock()
         """Held by the rollout that has waited longest for room: a large one must not starve."""
@@ -133,7 +137,7 @@ class Placements:
 
     # -- round trips -------------------------------------------------------------------------
 
-    async def _ask(self, call: list[Any] | Call) -> Any:
+    async def _ask(self, call: Call) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queue.append((call, answer))
         if self._flushing is None or self._flushing.done():
@@ -147,7 +151,7 @@ class Placements:
             batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
             began = time.monotonic()
             try:
-                replies = await ask(self._store.many, [call for call, _ in batch])
+                replies = await self._round_trip([call for call, _ in batch])
             except Exception as error:
                 replies = [error] * len(batch)
             if (taken := time.monotonic() - began) > OUTAGE_S:
@@ -159,3 +163,10 @@ class Placements:
                     answer.set_exception(reply)
                 else:
                     answer.set_result(reply)
+
+    async def _round_trip(self, calls: list[Call]) -> list[Any]:
+        if self._connection is not None:
+            with suppress(redis.RedisError, TimeoutError):
+                return [from_json(reply) for reply in await self._connection.send(commands(calls))]
+        # All of it again, and with patience: each may be done twice.
+        return await ask(self._store.many, calls)

@@ -200,7 +200,7 @@ class BackendStore:
 
     # -- rollouts ----------------------------------------------------------------------------
 
-    def acquire(self, rollout_id: str, *, group: str | None = None, **options: Any) -> list[Any]:
+    def acquire(self, rollout_id: str, *, group: str | None = None, **options: Any) -> Call:
         """For `many`: the pinned backend, else the group's, else the least loaded that may take the rollout.
 
         Args:
@@ -216,7 +216,7 @@ class BackendStore:
         more = {"group": group or "-", "admit": admit, "group_slack": policy.group_slack}
         return self._call("acquire", rollout_id, more, **options)
 
-    def extend(self, rollout_id: str, tokens: int, **options: Any) -> list[Any]:
+    def extend(self, rollout_id: str, tokens: int, **options: Any) -> Call:
         """For `many`: set what a rollout reserves, before each call; the answer may be another backend.
 
         A rollout under way is never refused for want of room. It moves when its backend is gone, unhealthy or
@@ -236,9 +236,9 @@ class BackendStore:
         }
         return self._call("extend", rollout_id, more, tokens=tokens, **options)
 
-    def release(self, rollout_id: str) -> list[Any]:
+    def release(self, rollout_id: str) -> Call:
         """For `many`: give the rollout's reservation back. False: there was none."""
-        return request("release", rollout=rollout_id)
+        return self._place, request("release", rollout=rollout_id)
 
     def _call(
         self,
@@ -250,8 +250,8 @@ class BackendStore:
         fence: int | None = None,
         policy_version: str | None = None,
         exclude: tuple[str, ...] = (),
-    ) -> list[Any]:
-        return request(
+    ) -> Call:
+        return self._place, request(
             operation,
             rollout=rollout_id,
             fence=None if fence is None else str(fence),
@@ -261,11 +261,9 @@ class BackendStore:
             **more,
         )
 
-    def many(self, calls: list[list[Any] | Call]) -> list[Any]:
+    def many(self, calls: list[Call]) -> list[Any]:
         """Answers to several of these calls, and to others', in one round trip, in order (see `placed`)."""
-        return send_many(
-            self._redis, [call if isinstance(call, tuple) else (self._place, call) for call in calls]
-        )
+        return send_many(self._redis, calls)
 
     # -- upkeep ------------------------------------------------------------------------------
 

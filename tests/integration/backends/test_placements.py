@@ -16,8 +16,9 @@ from aiohttp.test_utils import TestServer
 from rollout.trajectory import Chain, Segment, Trajectory
 from services.engines.base import SampleRequest
 from services.state import keys
+from services.state import redis as state_redis
 from services.state.backends.store import BackendStore
-from services.state.redis import connect
+from services.state.redis import LoopConnection, connect
 from tests.helpers.heap import backend
 from tests.helpers.llm_servers import free_port
 from workers import patience
@@ -66,6 +67,40 @@ def test_many_rollouts_share_few_round_trips_and_each_gets_its_own_answer(store)
     trips = asyncio.run(asyncio.wait_for(main(), 60))
     assert trips <= 6, "the first alone, then as many as one trip may carry"
     assert [(backend.load, backend.live_rollouts) for backend in store.list()] == [(0.0, 0)] * 2
+
+
+def test_on_a_connection_of_the_loop_no_thread_is_asked_but_where_something_is_wrong(store, server):
+    async def main():
+        connection = LoopConnection(server.url)
+        placements = Placements(store, connection)
+        trips = []
+        client = connect(server.url)
+        drops = partial(client.client_kill_filter, _type="normal", skipme=True)
+        for disturb in (client.script_flush, lambda: None, drops, lambda: None, client.script_flush):
+            disturb()
+            store.trips = 0
+            both = await asyncio.gather(placements.acquire("r"), placements.acquire("s"))
+            assert [placement.word for placement in both] == ["ok", "ok"]
+            trips.append(store.trips)
+        await connection.close()
+        return trips
+
+    assert asyncio.run(main()) == [1, 0, 1, 0, 1]
+    assert sum(backend.live_rollouts for backend in store.list()) == 2
+
+
+def test_a_redis_that_is_frozen_holds_up_a_connection_of_the_loop_for_a_while(store, server, monkeypatch):
+    monkeypatch.setattr(state_redis, "ANSWER_S", 0.3)
+
+    async def main():
+        placements = Placements(store, LoopConnection(server.url))
+        assert (await placements.acquire("r")).word == "ok"
+        store.trips = 0
+        connect(server.url).client_pause(1000)
+        assert (await placements.acquire("r")).word == "ok"
+        return store.trips
+
+    assert asyncio.run(main()) == 1
 
 
 def test_a_redis_that_is_away_is_waited_for_and_the_stage_s_clock_stands_still(store, monkeypatch):
