@@ -40,6 +40,10 @@ from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import wait_until
 
 EVERY_S = 2.0
+RUN_APART_S = 12.0
+"""From one fault of a RUN worker to the next: who lost a worker has made a turn by then. Else it might be
+what ends them, and would be tried anew."""
+FROZEN_S = 9.0
 STEP_MS, PAUSE_S = 0.5, 0.3
 PER_CALL = 10
 AT_ONCE = 48
@@ -71,14 +75,20 @@ class Durable:
     def run(self) -> dict:
         """All of it; the result to print."""
         began, deck = time.monotonic(), []
+        run_at = began
         threading.Thread(target=self._submit, name="submit", daemon=True).start()
         while not self._over() and time.monotonic() - began < END_S * 4:
             time.sleep(self.every_s * self.random.uniform(0.5, 1.5))
             if not deck:
                 deck = [kind for kind, count in FAULTS.items() for _ in range(count)]
                 self.random.shuffle(deck)
-            fault = deck.pop()
+            soon = time.monotonic() < run_at + RUN_APART_S
+            place = next((at for at, kind in enumerate(deck) if not (soon and kind in OF_RUN)), None)
+            if place is None:
+                continue
+            fault = deck.pop(place)
             self.faults[fault.__name__.strip("_")] += fault(self) is not False
+            run_at = time.monotonic() if fault in OF_RUN else run_at
         ids = list(self.lines)
         # What has not ended then is in the result, and not an error that hides the rest of it.
         with suppress(TimeoutError):
@@ -125,7 +135,7 @@ class Durable:
     def _start_run(self, key: str) -> None:
         self.chaos._generation += 1
         name = f"{key.replace(' ', '')}g{self.chaos._generation}"
-        self.chaos.workers[key] = self.chaos.start_worker("run", name, slots=64)
+        self.chaos.workers[key] = self.chaos._launch_worker("run", name, slots=64)
 
     def _stopped_run_worker(self) -> None:
         name = self.random.choice([name for name in self.chaos.workers if name.startswith("run")])
@@ -139,19 +149,18 @@ class Durable:
             self.random.choice([n for n in self.chaos.workers if n.startswith("run")])
         ]
         worker.popen.send_signal(signal.SIGSTOP)
-        time.sleep(9)
-        worker.popen.send_signal(signal.SIGCONT)
+        threading.Timer(FROZEN_S, worker.popen.send_signal, [signal.SIGCONT]).start()
 
     def _other_worker(self) -> None:
         stage = self.random.choice(("init", "eval"))
         self.chaos.kill_workers([stage])
-        self.chaos.start_stages([stage])
+        self.chaos.start_stages([stage], wait=False)
 
     def _gateway(self) -> None:
         self.chaos.restart_gateway()
 
     def _engine(self) -> None:
-        self.random.choice(self.engines).restart()
+        self.random.choice(self.engines).restart(wait=False)
 
     def _redis(self) -> None:
         self.chaos.restart_redis()
@@ -232,7 +241,9 @@ FAULTS = {
     Durable._redis: 1,
     Durable._host: 1,
 }
-"""Faults, and how often each comes before they are shuffled anew."""
+"""Faults, and how often each comes before they are shuffled anew. What died is started at once; only the
+gateway and Redis are waited for."""
+OF_RUN = {Durable._run_worker, Durable._stopped_run_worker, Durable._frozen_run_worker}
 
 
 def _notes(item: Rollout) -> str:

@@ -36,18 +36,19 @@ class Engine:
         self.start()
         stack.client.add_backend(self.url, id=name)
 
-    def start(self) -> None:
+    def start(self, wait: bool = True) -> None:
         self.process = self.stack.start(self.name, self.command(self.port))
-        wait_until(lambda: answers(f"{self.url}/health") is None, PATIENCE_S, self.name, self.process)
+        if wait:
+            wait_until(lambda: answers(f"{self.url}/health") is None, PATIENCE_S, self.name, self.process)
 
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
         self.stack.processes.remove(self.process)
 
-    def restart(self) -> None:
+    def restart(self, wait: bool = True) -> None:
         self.kill()
-        self.start()
+        self.start(wait)
 
 
 def diary_engine(port: int, step_ms: float = 0.2) -> list[str]:
@@ -91,13 +92,13 @@ class Chaos(Stack):
 
     # -- workers --------------------------------------------------------------------------------
 
-    def start_stages(self, stages: Iterable[str] = STAGES) -> None:
+    def start_stages(self, stages: Iterable[str] = STAGES, wait: bool = True) -> None:
         """One worker a stage, started at the same time; names are new, so that owners can be told apart."""
         self._generation += 1
         for stage in stages:
             slots = self.slots.get(stage, 128)
             self.workers[stage] = self._launch_worker(stage, f"{stage}{self._generation}", slots=slots)
-        for stage in stages:
+        for stage in stages if wait else ():
             self._await_worker(self.workers[stage])
 
     def kill_workers(self, stages: Iterable[str] = STAGES) -> None:
