@@ -53,9 +53,7 @@ class HostClient:
         try:
             info = await self._request(request, START_TIMEOUT_S)
         except errors.SandboxGone:
-            if not _was_killed(self.state):
-                raise
-            # The next one sweeps what was not finished, and begins it anew.
+            # The host was killed, or stops. The next one sweeps what was not finished, and begins it anew.
             info = await self._request(request, START_TIMEOUT_S)
         return SandboxInfo.from_json(info)
 

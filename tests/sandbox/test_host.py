@@ -107,9 +107,9 @@ def test_sigterm_ends_everything(state, host, anything):
     assert_gone(state, info, [*pids, daemon])
 
 
-def kill_host(host) -> None:
-    """SIGKILL, and wait until the lock it held is free."""
-    daemon = host.stats()["pid"]
+def kill_host(host, daemon: int = 0) -> None:
+    """SIGKILL, and wait until the lock it held is free. `daemon`: its pid, where it cannot say it."""
+    daemon = daemon or host.stats()["pid"]
     os.kill(daemon, signal.SIGKILL)
     while processes.start_time(daemon) is not None:
         time.sleep(0.01)
@@ -144,6 +144,16 @@ def test_who_asked_a_killed_host_for_a_sandbox_is_given_one_by_the_next(state, h
     assert {box["id"] for box in host.list()} >= {before.id, info.id}
     with SyncSandboxClient(info.socket) as client:
         assert client.bash("echo here").output == "here\n"
+
+
+def test_so_is_who_asked_one_that_had_begun_nothing(state, host, anything):
+    ensure_host(state)
+    daemon = host.stats()["pid"]
+    os.kill(daemon, signal.SIGSTOP)
+    asked = asyncio.run_coroutine_threadsafe(HostClient(state).start(SandboxSpec(runtime=anything)), loop())
+    time.sleep(0.3)  # for the request to lie there
+    kill_host(host, daemon)
+    assert asked.result().id in {box["id"] for box in host.list()}
 
 
 def test_release_after_a_killed_host_starts_one_that_ends_the_sandbox(state, host, anything):
