@@ -54,6 +54,7 @@ class HostClient:
             info = await self._request(request, START_TIMEOUT_S)
         except errors.SandboxGone:
             # The host was killed, or stops. The next one sweeps what was not finished, and begins it anew.
+            await asyncio.to_thread(ensure_host, self.state)
             info = await self._request(request, START_TIMEOUT_S)
         return SandboxInfo.from_json(info)
 
