@@ -28,7 +28,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         return _encode(trajectory)
     except PydanticSerializationError:
         # A model may write half a surrogate pair into a tool call, and a handler into an artifact.
-        return _encode(Trajectory.model_validate(_with_whole_characters(trajectory.model_dump())))
+        return _encode(Trajectory.model_validate(with_whole_characters(trajectory.model_dump())))
 
 
 def _encode(trajectory: Trajectory) -> bytes:
@@ -39,15 +39,13 @@ def _encode(trajectory: Trajectory) -> bytes:
         return trajectory.model_dump_json().encode()
 
 
-def _with_whole_characters(value: Any) -> Any:
-    """A value in which `?` stands for what UTF-8 cannot hold."""
+def with_whole_characters(value: Any) -> Any:
+    """A value in which `?` stands for what UTF-8 cannot hold, and a list for a tuple."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {_with_whole_characters(name): _with_whole_characters(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_characters(item) for item in value]
-    return value
+        return {with_whole_characters(name): with_whole_characters(item) for name, item in value.items()}
+    return [with_whole_characters(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode_trajectory(stored: bytes) -> Trajectory:

@@ -18,6 +18,7 @@ from rollout.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollout.schema import Backend
 from rollout.trajectory import Chain, Message, Segment, Trajectory
 from services.engines.base import Completion
+from services.state.rollouts.payloads import with_whole_characters
 
 _MESSAGES = TypeAdapter(list[Message])
 
@@ -123,15 +124,7 @@ def encode(entry: Entry) -> bytes:
     try:
         return _ENCODER.encode(entry)
     except UnicodeEncodeError:
-        return _ENCODER.encode(_whole(msgspec.to_builtins(entry)))
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {_whole(name): _whole(item) for name, item in value.items()}
-    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
+        return _ENCODER.encode(with_whole_characters(msgspec.to_builtins(entry)))
 
 
 def decode(stored: Iterable[bytes]) -> list[Entry]:

@@ -16,18 +16,13 @@ class TurnStore:
     """The logs."""
 
     def __init__(self, client: redis.Redis) -> None:
-        self._redis = client
         self._do = Operations(client, "turns/turns")
 
     def append(self, rollout_id: str, attempt: int, fence: int, at: int, entries: Sequence[bytes]) -> Call:
         """For `send_many`: add entries from the log's `at`-th on. The answer: see `turns.lua`."""
         return self._do, request("append", *entries, rollout=rollout_id, attempt=attempt, fence=fence, at=at)
 
-    def read(self, rollout_id: str, attempt: int) -> list[bytes]:
-        """All entries of an attempt, the first one first."""
-        return read(self._redis, rollout_id, attempt)
-
 
 def read(client: redis.Redis, rollout_id: str, attempt: int) -> Any:
-    """The entries, or in a pipeline the promise of them."""
+    """All entries of an attempt, the first one first; in a pipeline the promise of them."""
     return client.execute_command("LRANGE", keys.turns(rollout_id, attempt), 0, -1, **{NEVER_DECODE: True})
