@@ -8,6 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from sandbox import connection, journal, transfer
@@ -144,7 +145,7 @@ class SandboxClient:
     running it does not, and another client can collect the outcome.
     """
 
-    def __init__(self, address: str):
+    def __init__(self, address: str | Address):
         """`address`: `SandboxInfo.socket`."""
         self._address = Address.parse(address)
         self._streams: connection.Streams | None = None
@@ -421,38 +422,25 @@ class SandboxClient:
         self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any
     ) -> dict[str, Any]:
         """A request on a connection of its own, so that it is answered while another call runs a command."""
-        if (reply := self._recalled(op)) is None:
-            streams = await connection.connect(self._address)
-            try:
-                reply = await self._round_trip(streams, {"op": op, **fields}, wait_s)
-            finally:
-                streams[1].close()
-        return connection.result_of(reply, self._address)
+        async with SandboxClient(self._address) as aside:
+            aside.journal = self.journal
+            return await aside._ask(op, wait_s, **fields)
 
     async def _ask(self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any) -> dict[str, Any]:
         """A request in its turn; its reply is waited for at most `wait_s` seconds."""
-        if (reply := self._recalled(op)) is None:
+        numbers = self.journal if op in journal.NUMBERED else None
+        reply = None if numbers is None else numbers.recall()
+        if reply is None:
+            ask = connection.round_trip if numbers is None else partial(journal.round_trip, numbers)
             async with self._lock:
                 try:
                     if self._streams is None:
                         self._streams = await connection.connect(self._address)
-                    reply = await self._round_trip(self._streams, {"op": op, **fields}, wait_s)
+                    reply = await ask(self._streams, self._address, {"op": op, **fields}, wait_s)
                 finally:
                     if reply is None:  # cancelled, overdue or broken: the next call begins a new connection
                         await self.close()
         return connection.result_of(reply, self._address)
-
-    def _recalled(self, op: str) -> dict[str, Any] | None:
-        """The reply to this operation that the journal has already."""
-        return self.journal.recall() if self.journal is not None and op in journal.NUMBERED else None
-
-    async def _round_trip(
-        self, streams: connection.Streams, request: dict[str, Any], wait_s: float
-    ) -> dict[str, Any] | None:
-        """The reply to a request, numbered if there is a journal; None when the connection was closed."""
-        if self.journal is None or request["op"] not in journal.NUMBERED:
-            return await connection.round_trip(streams, self._address, request, wait_s)
-        return await journal.round_trip(self.journal, streams, self._address, request, wait_s)
 
 
 def _bash_result(reply: dict[str, Any]) -> BashResult:
