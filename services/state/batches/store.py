@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
 import redis
 
-from rollout.batch import Batch, BatchRequest, BatchState, Verdict
+from rollout.batch import Batch, BatchRequest, Verdict
 from services.settings import Settings
 from services.state import keys
 from services.state.memory import Room
@@ -235,35 +234,22 @@ class BatchStore:
             fields, opened, waiting = pipe.execute()
         if not fields or tenant not in (None, fields["tenant"]):
             raise NoSuchBatch(f"there is no batch {batch_id!r}; it may be past its retention")
-        counts: dict[str, int] = defaultdict(int)
-        reasons = {}
-        for name, value in fields.items():
-            if name.startswith(_REASON):
-                reasons[name.removeprefix(_REASON)] = int(value)
-            elif name in Batch.model_fields and value.lstrip("-").isdigit():
-                counts[name] = int(value)
         finished = fields.get("finished")
-        return Batch(
-            id=batch_id,
-            tenant=fields["tenant"],
-            state=BatchState(fields["state"]),
-            paused=fields.get("paused") == "1",
-            closed=fields["closed"] == "1",
-            wanted=int(fields["wanted"]),
-            n=int(fields["n"]),
-            open=opened,
-            in_flight=int(fields["live"]),
-            waiting_prompts=waiting,
-            reasons=reasons,
-            created_at=int(fields["created"]) / 1000,
-            finished_at=int(finished) / 1000 if finished else None,
-            **{
-                name: counts[name]
-                for name in (
-                    *("started", "carried_in", "kept", "filtered", "failed", "cancelled", "carried_out"),
-                    *("rollouts_scored", "rollouts_dropped"),
-                )
-            },
+        return Batch.model_validate(
+            fields
+            | {
+                "id": batch_id,
+                "open": opened,
+                "in_flight": fields["live"],
+                "waiting_prompts": waiting,
+                "reasons": {
+                    name.removeprefix(_REASON): count
+                    for name, count in fields.items()
+                    if name.startswith(_REASON)
+                },
+                "created_at": int(fields["created"]) / 1000,
+                "finished_at": int(finished) / 1000 if finished else None,
+            }
         )
 
     def config(self, batch_id: str) -> BatchRequest:
