@@ -162,12 +162,6 @@ class ImageStore:
                 raise ImageError(f"image {self._given[key][0]!r} has changed; start the sandbox again")
         return lease
 
-    def touch(self, rootfs: Path) -> None:
-        """Count as used just now a directory that `rootfs` gave."""
-        key = self.cache.key_of(rootfs)
-        if key is not None and self.cache.tree(key).is_dir():
-            self.cache.touch(key)
-
     def content_hash(self, path: Path) -> str:
         """The first 20 digits of the file's SHA-256. Remembered, in the cache's directory too, as long as
         inode, size and times of change stay: a large image on a busy file system takes long to read.
