@@ -204,7 +204,8 @@ class WorkerProcess:
         now = time.monotonic()
         if now >= self._turns_at:
             self._turns_at = now + FREED_S
-            hub.call_later(FREED_S, _turn)
+            # To do nothing: before the loop waits again it asks for messages if slots are free.
+            hub.call_later(FREED_S, lambda: None)
 
     def run(self, held: Held, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the loop and wait for it; `Held.interrupt` cancels it."""
@@ -279,10 +280,6 @@ class WorkerProcess:
             in_hand = [held for held in self._held.values() if held.rollout_id in ids]
         for held in in_hand:
             held.interrupt(CANCEL)
-
-
-def _turn() -> None:
-    """Do nothing: before Celery's loop waits again it asks for messages if slots are free."""
 
 
 _process: WorkerProcess | None = None
