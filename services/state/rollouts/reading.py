@@ -12,7 +12,7 @@ import structlog
 from pydantic_core import from_json
 
 from rollout import arrays
-from rollout.schema import ErrorInfo, Rollout, RolloutRequest, SandboxRecord, State
+from rollout.schema import Rollout, RolloutRequest, State
 from rollout.trajectory import Trajectory
 from services.state import keys
 from services.state.requests import first_line
@@ -300,36 +300,31 @@ def rollout_of(
     rollout_id: str, record: dict[str, str], events: list[str], request: RolloutRequest
 ) -> Rollout:
     """All but the trajectory."""
-    box = from_json(record["sandbox"])["record"] if record.get("sandbox") else None
     timeline, notes = _history(events)
-    return Rollout(
-        id=rollout_id,
-        group_id=record["group"],
-        index=int(record["index"]),
-        handler=record["handler"],
-        tenant=record.get("tenant", DEFAULT_TENANT),
-        state=State(record["state"]),
-        attempt=int(record["attempt"]),
-        resumed=int(record.get("resumed") or 0),
-        request=request,
-        reward=float(record["reward"]) if record.get("reward") else None,
-        reward_components=_numbers(record.get("reward_components")),
-        drop=record.get("drop") == "1",
-        drop_reason=record.get("drop_reason"),
-        finish_reason=record.get("finish_reason") or None,
-        error=ErrorInfo.model_validate_json(record["error"]) if record.get("error") else None,
-        trajectory_dropped=record.get("trajectory_dropped"),
-        completion=record.get("completion"),
-        acknowledged_at=_seconds(record.get("acked")),
-        backend=record.get("backend"),
-        policy_versions=from_json(record.get("policy_versions") or "[]"),
-        sandbox=SandboxRecord.model_validate(box) if box else None,
-        metrics=_numbers(record.get("metrics")),
-        stage_seconds={name: int(record[field]) / 1000 for name, field in _STAGES.items() if field in record},
-        created_at=_seconds(record["created"]),
-        updated_at=_seconds(record["updated"]),
-        finished_at=_seconds(record.get("finished")),
-        deadline_at=_seconds(record["deadline"]),
-        timeline=timeline,
-        notes=notes,
+    return Rollout.model_validate(
+        record  # of which much has the same name and form
+        | {
+            "id": rollout_id,
+            "group_id": record["group"],
+            "resumed": record.get("resumed") or 0,
+            "request": request,
+            "reward": record.get("reward") or None,
+            "reward_components": _numbers(record.get("reward_components")),
+            "drop": record.get("drop") == "1",
+            "finish_reason": record.get("finish_reason") or None,
+            "error": from_json(record["error"]) if record.get("error") else None,
+            "acknowledged_at": _seconds(record.get("acked")),
+            "policy_versions": from_json(record.get("policy_versions") or "[]"),
+            "sandbox": from_json(record["sandbox"])["record"] if record.get("sandbox") else None,
+            "metrics": _numbers(record.get("metrics")),
+            "stage_seconds": {
+                name: int(record[field]) / 1000 for name, field in _STAGES.items() if field in record
+            },
+            "created_at": _seconds(record["created"]),
+            "updated_at": _seconds(record["updated"]),
+            "finished_at": _seconds(record.get("finished")),
+            "deadline_at": _seconds(record["deadline"]),
+            "timeline": timeline,
+            "notes": notes,
+        }
     )
