@@ -44,7 +44,7 @@ from services.state import keys
 from services.state.backends.store import BackendStore
 from services.state.redis import LoopConnection, connect
 from services.state.turns.entries import Appended, Begun, Sampled, decode
-from services.state.turns.store import TurnStore
+from services.state.turns.store import TurnStore, read
 from tests.helpers.diary import Diary, spoken
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.llm_servers import DEMO_MODEL, LLMServer
@@ -128,7 +128,7 @@ class Turns:
         await self.sandbox.close()
         await self.server.host.release(self.box.id)
         size = self.server.client.memory_usage(keys.turns(self.id, 1), samples=0) or 0
-        entries = decode(self.server.turns.read(self.id, 1))
+        entries = decode(read(self.server.client, self.id, 1))
         return size, sum(len(e.ids) // 4 for e in entries if isinstance(e, Begun | Sampled | Appended))
 
 

@@ -78,7 +78,7 @@ class WorkerProcess:
         """Start the chores and the other side threads."""
         for chore in self.chores:
             chore.begin()
-        for target in (self._run_loop, self._beat, self._listen):
+        for target in (self.loop.run_forever, self._beat, self._listen):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         for chore in self.chores:
             chore.start()
@@ -86,10 +86,6 @@ class WorkerProcess:
             threading.Thread(target=preload, name="preload", daemon=True).start()
         stages = [stage.value for stage in self.services.stages]
         log.info("worker ready", worker=self.services.name, stages=stages, node=self.settings.node)
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
 
     def stop(self) -> None:
         """Wait for the rollouts in hand, then hand the rest over; called once, when Celery warms down.

@@ -11,6 +11,7 @@ import redis.asyncio as aioredis
 from hiredis import pack_command
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelPool
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
@@ -21,8 +22,8 @@ MAX_CONNECTIONS = 64
 """Per process. Callers wait for one rather than open more in a burst."""
 ANSWER_S = 30.0
 """For a server to answer: it may be frozen for a while, and nobody else could."""
-ANSWER_BEHIND_SENTINELS_S = 8.0
-"""There, a server that does not answer is replaced; longer than any call of ours blocks (5 s)."""
+SHORT_ANSWER_S = 8.0
+"""Where there is another way, or Sentinels replace who is silent. No call of ours blocks so long (5 s)."""
 
 
 class _MasterPool(SentinelConnectionPool, redis.BlockingConnectionPool):
@@ -35,44 +36,30 @@ def connect(url: str, *, max_connections: int = MAX_CONNECTIONS, retries: int = 
     Raises:
         AddressError: The URL is no address of Redis.
     """
-    address = parse(url)
-    retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=retries)
-    options = _options(address) | {
+    options = {
         "max_connections": max_connections,
         "timeout": 20,
         "health_check_interval": 15,
-        "retry": retry,
+        "retry": Retry(ExponentialBackoff(cap=1.0, base=0.05), retries=retries),
         "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
     }
-    if address.sentinels:
-        sentinel = Sentinel(address.sentinels, sentinel_kwargs=address.sentinel_options())
-        pool = _MasterPool(address.master, sentinel, db=address.db, **address.credentials, **options)
-        return redis.Redis(connection_pool=pool)
-    return redis.Redis(connection_pool=redis.BlockingConnectionPool.from_url(url, **options))
+    address = parse(url)
+    pool = _pool(address, (Sentinel, _MasterPool, redis.BlockingConnectionPool), options)
+    return redis.Redis(connection_pool=pool)
 
 
 class LoopConnection:
-    """A connection of an event loop's own: a third of the time that a thread's client takes. It is used by
-    one task at a time, and tries once: who has more patience than that goes by `connect`.
+    """A connection of an event loop's own: half of what a round trip by way of a thread takes. One task at a
+    time uses it, and it tries once: who has more patience than that goes by `connect`.
     """
 
     def __init__(self, url: str) -> None:
-        """
-        Raises:
-            AddressError: The URL is no address of Redis.
-        """
-        address = parse(url)
+        """Raises AddressError, as `connect`."""
         # The library would begin a task for each write, to bound it; `send` bounds all.
-        options = _options(address) | {"socket_timeout": None, "retry": AsyncRetry(NoBackoff(), 0)}
-        self._answer_s = ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S
-        if address.sentinels:
-            sentinel = AsyncSentinel(address.sentinels, sentinel_kwargs=address.sentinel_options())
-            credentials = address.credentials
-            client = sentinel.master_for(address.master, db=address.db, **credentials, **options)
-        else:
-            client = aioredis.Redis.from_url(url, **options)
-        self._pool = client.connection_pool
-        self._connection: aioredis.Connection | None = None
+        options = {"socket_timeout": None, "retry": AsyncRetry(NoBackoff(), 0)}
+        classes = AsyncSentinel, AsyncSentinelPool, aioredis.ConnectionPool
+        self._pool = _pool(parse(url), classes, options)  # of which the connection holds a weak reference
+        self._connection = self._pool.make_connection()
 
     async def send(self, commands: list[Sequence[Any]]) -> list[Any]:
         """The replies, in order.
@@ -82,9 +69,9 @@ class LoopConnection:
             TimeoutError: Redis did not answer in time.
         """
         try:
-            async with asyncio.timeout(self._answer_s):
-                if self._connection is None:
-                    self._connection = await self._pool.get_connection()
+            async with asyncio.timeout(SHORT_ANSWER_S):
+                if not self._connection.is_connected:
+                    await self._connection.connect()
                 await self._connection.send_packed_command(b"".join(map(pack_command, commands)))
                 return [await self._connection.read_response() for _ in commands]
         except BaseException:
@@ -93,20 +80,22 @@ class LoopConnection:
 
     async def close(self) -> None:
         """Hang up; the next `send` connects anew."""
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            await connection.disconnect(nowait=True)
-            await self._pool.release(connection)
+        await self._connection.disconnect(nowait=True)
 
 
-def _options(address: RedisAddress) -> dict[str, Any]:
-    return {
+def _pool(address: RedisAddress, classes: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
+    """A pool of the third class, or by Sentinels of the second, with strings as strings."""
+    options = {
         "decode_responses": True,
         # A byte that is no text makes that text a little wrong, and not everybody's page an error.
         "encoding_errors": "replace",
-        "socket_timeout": ANSWER_BEHIND_SENTINELS_S if address.sentinels else ANSWER_S,
+        "socket_timeout": SHORT_ANSWER_S if address.sentinels else ANSWER_S,
         "socket_connect_timeout": 5,
-    }
+    } | options
+    if address.sentinels:
+        sentinel = classes[0](address.sentinels, sentinel_kwargs=address.sentinel_options())
+        return classes[1](address.master, sentinel, db=address.db, **address.credentials, **options)
+    return classes[2].from_url(address.url, **options)
 
 
 _REFUSALS = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "LOADING", "EXECABORT", "READONLY", "OOM")

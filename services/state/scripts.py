@@ -140,19 +140,15 @@ class Operations:
         """The answer to a `request`."""
         return from_json(self._script(request[0])(args=request))
 
-    def many(self, requests: list[list[Any]]) -> list[Any]:
-        """Answers to several `request`s in one round trip, in order; of one that failed the error.
-
-        Others are served between them.
-        """
-        return send_many(self._client, [(self, args) for args in requests])
-
 
 Call = tuple[Operations, list[Any]]
 
 
 def send_many(client: redis.Redis, calls: list[Call]) -> list[Any]:
-    """As `Operations.many`, for operations of several files."""
+    """Answers to several `request`s in one round trip, in order; of one that failed the error.
+
+    Others are served between them.
+    """
     replies = _send(client, calls)
     # A Redis that was restarted has forgotten the scripts, and has done none of these.
     missing = [i for i, reply in enumerate(replies) if isinstance(reply, redis.exceptions.NoScriptError)]

@@ -130,7 +130,7 @@ class Worker:
 def worker(server, monkeypatch):
     worker = Worker(server.url, retry_delay_s=2.0, requeue_s=30.0, lease_s=30.0)
     monkeypatch.setattr(processes, "_process", worker.process)
-    thread = threading.Thread(target=worker.process._run_loop, daemon=True)
+    thread = threading.Thread(target=worker.process.loop.run_forever, daemon=True)
     thread.start()
     yield worker
     worker.loop.call_soon_threadsafe(worker.loop.stop)

@@ -71,8 +71,6 @@ class BackendRouter:
         """Backends that cannot take the rollout over."""
         self.accepts: Callable[[Backend], Awaitable[str | None]] | None = None
         self.backend: Backend | None = None
-        self.backends: list[str] = []
-        """Ids of all that served this rollout, in order of first use."""
         self.metrics: dict[str, float] = {}
 
     async def acquire(self, tokens: int = 1) -> Backend:
@@ -144,13 +142,9 @@ class BackendRouter:
             backend = await self._extend(len(request.prompt), failed)
             if backend is not None:
                 try:
-                    completion = await self._call(backend, request, timeout_s)
+                    return await self._call(backend, request, timeout_s)
                 except BackendUnavailable as error:
                     last = error
-                else:
-                    if backend.id not in self.backends:
-                        self.backends.append(backend.id)
-                    return completion
                 attempts += 1
                 self._count("failed_calls")
                 log.warning(

@@ -21,7 +21,7 @@ from services.state.redis import now
 from services.state.requests import first_line
 from services.state.rollouts import payloads
 from services.state.rollouts.reading import RolloutReader
-from services.state.scripts import Operations, request
+from services.state.scripts import Operations, request, send_many
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
 from services.state.turns import store as turns
 from services.version import STAMP
@@ -393,7 +393,7 @@ class RolloutStore(RolloutReader):
         ends: list[tuple[str, str, str | None, int]] = []
         for first in range(0, len(rollout_ids), CANCEL_AT_ONCE):
             ids = rollout_ids[first : first + CANCEL_AT_ONCE]
-            answers = self._do.many([request("cancel", id=rollout_id, tenant=tenant) for rollout_id in ids])
+            answers = send_many(self._redis, [(self._do, request("cancel", id=i, tenant=tenant)) for i in ids])
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
