@@ -393,8 +393,8 @@ class RolloutStore(RolloutReader):
         ends: list[tuple[str, str, str | None, int]] = []
         for first in range(0, len(rollout_ids), CANCEL_AT_ONCE):
             ids = rollout_ids[first : first + CANCEL_AT_ONCE]
-            answers = send_many(self._redis, [(self._do, request("cancel", id=i, tenant=tenant)) for i in ids])
-            for answer in answers:
+            calls = [(self._do, request("cancel", id=rollout_id, tenant=tenant)) for rollout_id in ids]
+            for answer in send_many(self._redis, calls):
                 if isinstance(answer, Exception):
                     raise answer
             pairs = zip(ids, answers, strict=True)
