@@ -394,9 +394,9 @@ class RolloutStore(RolloutReader):
         for first in range(0, len(rollout_ids), CANCEL_AT_ONCE):
             ids = rollout_ids[first : first + CANCEL_AT_ONCE]
             calls = [(self._do, request("cancel", id=rollout_id, tenant=tenant)) for rollout_id in ids]
-            for answer in send_many(self._redis, calls):
-                if isinstance(answer, Exception):
-                    raise answer
+            answers = send_many(self._redis, calls)
+            if errors := [answer for answer in answers if isinstance(answer, Exception)]:
+                raise errors[0]
             pairs = zip(ids, answers, strict=True)
             if held := [rollout_id for rollout_id, answer in pairs if answer["word"] == "cancelling"]:
                 self._redis.publish(keys.CANCEL_CHANNEL, " ".join(held))
