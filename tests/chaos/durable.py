@@ -55,7 +55,7 @@ ENV = {
     "ROLLOUT_SHUTDOWN_GRACE_S": "4",
 }
 EXCUSES = {
-    "sandbox_lost": re.compile(r"sandbox is blamed: .*(SandboxGone|NotListening)"),
+    "sandbox_lost": re.compile(r"sandbox is blamed: .*SandboxGone"),
     "sandbox_ahead": re.compile(r"SandboxAhead|Redis has lost what came between"),
 }
 """Notes of an attempt that may be followed by another one. Each such attempt needs one of its own."""
