@@ -31,7 +31,8 @@ def store(embedded, server):
 
 
 def call_that_ends_during_an_exchange(store, end):
-    """Backends that served a call which was answered while weights were exchanged, and its completion.
+    """The backend that served a call which was answered while weights were exchanged, how many of its calls did
+    not count, and its completion.
 
     `end(version)` ends the exchange, told the version that the engine names.
     """
@@ -55,7 +56,8 @@ def call_that_ends_during_an_exchange(store, end):
             await asyncio.sleep(0.1)
             assert not call.done(), "tokens were taken before the weights were found right"
             end(answered.version)
-            return router.backends, await asyncio.wait_for(call, PATIENCE_S)
+            completion = await asyncio.wait_for(call, PATIENCE_S)
+            return router.backend.id, router.metrics.get("failed_calls", 0), completion
 
     return asyncio.run(main())
 
@@ -69,6 +71,6 @@ def test_they_are_taken_when_the_canary_passes_and_else_the_call_is_made_elsewhe
             store.fail("exchanged", "canary failed")
         store.resume("exchanged")
 
-    served, completion = call_that_ends_during_an_exchange(store, end)
-    assert served == (["exchanged"] if passes else ["other"])
+    served, failed, completion = call_that_ends_during_an_exchange(store, end)
+    assert (served, failed) == (("exchanged", 0) if passes else ("other", 1))
     assert len(completion.token_ids) == 3
