@@ -31,8 +31,8 @@ def store(embedded, server):
 
 
 def call_that_ends_during_an_exchange(store, end):
-    """The backend that served a call which was answered while weights were exchanged, how many of its calls did
-    not count, and its completion.
+    """Of a call that was answered while weights were exchanged: the backend that served it, how often it was
+    answered in vain, and its completion.
 
     `end(version)` ends the exchange, told the version that the engine names.
     """
