@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollout.client import Client
@@ -235,6 +236,8 @@ def test_a_process_that_was_started_and_not_written_down_is_found_by_the_next_su
     old.start()
     written.save(tmp_path / "stack.json")
     new.start()
+    # Empty for the first moment of a program.
+    wait_until(psutil.Process(new.pid).environ, 10.0, "the environment of the new process")
     try:
         found = Watch(tmp_path).record.parts
         assert [(part.pid, part.started) for part in found] == [(p.pid, p.started) for p in (old, new)]
