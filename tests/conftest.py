@@ -28,6 +28,8 @@ os.environ["ROLLOUT_SANDBOX_RUNTIMES"] = "auto,local-unsafe"
 os.environ["ROLLOUT_SANDBOX_IMAGE_ROOTS"] = str(paths.rollout_home() / "swe")
 # Nor may INIT stop because the machine of the tests is short of something; tests of that set their own.
 os.environ["ROLLOUT_NODE_MIN_FREE_DISK_MB"] = os.environ["ROLLOUT_NODE_MIN_FREE_MEMORY_MB"] = "0"
+# Workers of whole stacks import what makes tokenizers with their first rollout that needs one, as in `FAST`.
+os.environ["ROLLOUT_PRELOAD_TOKENIZERS"] = "0"
 
 # What tests start is nobody's service, and what this account runs is no test's.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rollout-state-")
