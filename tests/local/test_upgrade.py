@@ -236,9 +236,9 @@ def test_a_process_that_was_started_and_not_written_down_is_found_by_the_next_su
     old.start()
     written.save(tmp_path / "stack.json")
     new.start()
-    # Empty for the first moment of a program.
-    wait_until(psutil.Process(new.pid).environ, 10.0, "the environment of the new process")
     try:
+        # Empty for the first moment of a program.
+        wait_until(psutil.Process(new.pid).environ, 10.0, "the environment of the new process")
         found = Watch(tmp_path).record.parts
         assert [(part.pid, part.started) for part in found] == [(p.pid, p.started) for p in (old, new)]
     finally:
