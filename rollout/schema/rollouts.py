@@ -133,6 +133,28 @@ class Webhook(Strict):
     """Whether the trajectory comes along."""
 
 
+EXTERNAL = "external"
+"""The harness of a program that runs elsewhere."""
+
+
+class Agent(Strict):
+    """A program that drives the turns in place of the service's own loop, by calling the model over HTTP."""
+
+    harness: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+    """How it is started: `claude_code`, `codex`, …, `command`; `external` = by the caller, anywhere."""
+    command: Items[Annotated[str, Field(max_length=100_000)]] | None = Field(default=None, max_length=256)
+    """Of `command`: the program and its arguments, of which `{instruction}`, `{base_url}`, `{key}` and `{model}`
+    are filled in."""
+    env: dict[str, Annotated[str, Field(max_length=10_000)]] = Field(default_factory=dict, max_length=64)
+    """Further variables of the program's environment."""
+
+    @model_validator(mode="after")
+    def _has_command(self) -> Agent:
+        if (self.harness == "command") != bool(self.command):
+            raise ValueError("`command` is what the harness `command` starts, and belongs to no other")
+        return self
+
+
 class RolloutRequest(Strict):
     """One task, to be rolled out `n` times as a group."""
 
@@ -155,6 +177,8 @@ class RolloutRequest(Strict):
     tags: Items[Tag] = Field(default_factory=list, max_length=16)
     metadata: dict[str, Any] = Field(default_factory=dict, max_length=1000)
     """Handed back untouched."""
+    agent: Agent | None = None
+    """Who drives the turns; None = the service's own loop, with the handler's tools."""
     webhook: Webhook | None = None
     """Called for each of the `n` rollouts; None = what the deployment is set to."""
 

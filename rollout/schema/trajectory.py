@@ -19,6 +19,10 @@ SCHEMA_VERSION = 1
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+ChainRole = Literal["agent", "sub_agent", "compaction", "auxiliary", "discarded"]
+"""What a chain was for: the agent's own turns, those of an agent that it started, a summary of a history that
+was to be forgotten, calls beside the task (a title, a topic), and what was sampled and never used."""
+
 
 class FinishReason(StrEnum):
     """Why the turns of a rollout ended. All but `error` and `cancelled` are scored."""
@@ -151,6 +155,10 @@ class Chain(BaseModel):
     """Segments whose concatenation the engine saw as one growing context."""
 
     segments: list[Segment] = Field(default_factory=list)
+    role: ChainRole = "agent"
+    parent: int | None = None
+    """Place among the trajectory's chains of the one that it left, or that started it. What it shares with that
+    one was sampled there, and is given here: each sampled id has loss in one chain alone."""
 
     def append(self, segment: Segment) -> None:
         """Add a segment; the only way a chain grows.
@@ -202,6 +210,29 @@ class Chain(BaseModel):
         return [s.policy_version for s in self._response() for _ in s.token_ids]
 
 
+class Receipt(BaseModel):
+    """What was captured of a program's model calls, for who wants to check a trajectory."""
+
+    harness: str
+    engines: list[str]
+    """`<engine> <backend id>` of all that answered, in order of first use."""
+    calls: int
+    """Model calls that were answered from sampled tokens."""
+    retries: int = 0
+    """Repetitions of calls that were joined with the first one, not sampled again."""
+    refused: int = 0
+    """Calls that were answered without the model: past a limit, or with an error."""
+    branches: int = 0
+    """Calls that repeated no earlier conversation, and so began a chain of their own, the first included."""
+    drift: int = 0
+    """Attached calls whose prompt was not, id by id, what is stored of the conversation: always 0."""
+    sampled_tokens: int = 0
+    share_delivered: float = 1.0
+    """Share of the sampled tokens that are in chains to be trained on."""
+    digest: str = ""
+    """SHA-256, chained over the calls in order: of each the digest before, the ids sent and the ids sampled."""
+
+
 class Trajectory(BaseModel):
     """All chains of a rollout. One chain unless the handler rewrote its history."""
 
@@ -220,6 +251,8 @@ class Trajectory(BaseModel):
     They have no ids: there is nothing to train on."""
     artifacts: dict[str, str] = Field(default_factory=dict)
     """What the handler keeps of a rollout besides its turns, by name: a patch, a report of its tests."""
+    receipt: Receipt | None = None
+    """Of a rollout that a program drove."""
 
     @model_validator(mode="after")
     def _refuse_newer(self) -> Trajectory:

@@ -1,0 +1,138 @@
+"""A model call as capture has it inside, whatever the dialect; and how a dialect is told its outcome."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollout.trajectory import Message
+
+Finish = Literal["stop", "length", "tool_calls"]
+Kind = Literal[
+    "invalid", "unauthorized", "ended", "not_found", "context", "too_large", "busy", "unavailable", "internal"
+]
+STATUS: dict[Kind, int] = {
+    "invalid": 400,
+    "unauthorized": 401,
+    "ended": 410,
+    "not_found": 404,
+    "context": 400,
+    "too_large": 413,
+    "busy": 429,
+    "unavailable": 503,
+    "internal": 500,
+}
+
+
+class Refusal(Exception):
+    """A call that is not answered by the model. Each dialect says it in its own way; `context` has one of its
+    own in all of them, by which programs know that they must shorten their history."""
+
+    def __init__(self, kind: Kind, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.retry_after_s = retry_after_s
+
+    @property
+    def status(self) -> int:
+        """Of HTTP."""
+        return STATUS[self.kind]
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """What a program asks of the model."""
+
+    messages: list[Message]
+    """At most one of the system, which comes first; then users', assistants' and tools', in order. What comes
+    of the system later is a user's."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """`{"type": "function", "function": {"name", "description", "parameters"}}`, as codecs render them."""
+    max_tokens: int | None = None
+    """Most ids that the program wants sampled; None = as many as there is room for."""
+    stream: bool = False
+    model: str = ""
+    """What the program calls the model."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """Parameters of sampling that it asked for: recorded, not obeyed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn as a program is told it."""
+
+    call_id: str
+    message: Message
+    """The assistant's: text, reasoning, calls of tools with their ids."""
+    finish: Finish
+    prompt_tokens: int
+    sampled_tokens: int
+    cached_tokens: int = 0
+    created: int = 0
+    """Seconds since the epoch."""
+
+
+class Stream(ABC):
+    """The answer to one streamed call, as bytes in order: begin, then deltas and heartbeats, then end or fail.
+
+    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn is
+    written.
+    """
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """What is sent before anything is sampled; may be empty."""
+
+    @abstractmethod
+    def heartbeat(self) -> bytes:
+        """What keeps the connection alive and means nothing."""
+
+    @abstractmethod
+    def delta(self, *, text: str = "", reasoning: str = "") -> bytes:
+        """What was sampled since. Reasoning comes before text."""
+
+    @abstractmethod
+    def end(self, answer: Answer) -> bytes:
+        """What of the answer was not sent as a delta, its calls of tools, and what closes the stream."""
+
+    @abstractmethod
+    def fail(self, refusal: Refusal) -> bytes:
+        """The dialect's error in the middle of a stream."""
+
+
+class Dialect(ABC):
+    """One API of model calls. Stateless."""
+
+    name: str
+
+    @abstractmethod
+    def read(self, body: bytes, *, model: str = "", stream: bool | None = None) -> ModelCall:
+        """The call in a body.
+
+        Args:
+            model, stream: What the path says, where it does.
+
+        Raises:
+            Refusal: `invalid`, which names the field; also for what is not served here.
+        """
+
+    @abstractmethod
+    def answer(self, call: ModelCall, answer: Answer) -> bytes:
+        """The JSON of a whole answer."""
+
+    @abstractmethod
+    def stream(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> Stream:
+        """A streamed answer, to be begun."""
+
+    @abstractmethod
+    def refusal(self, refusal: Refusal) -> bytes:
+        """The JSON of an error; its status is `refusal.status`."""
+
+    def count(self, tokens: int) -> bytes:
+        """The JSON that tells the number of tokens of a prompt.
+
+        Raises:
+            Refusal: `not_found`: this dialect does not count.
+        """
+        raise Refusal("not_found", f"{self.name} has no route that counts tokens")
