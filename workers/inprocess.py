@@ -31,6 +31,7 @@ from workers.agent.placement import Placements, PromptSizes
 from workers.agent.replay import Action, ReplayRouter
 from workers.agent.router import BackendRouter, Router
 from workers.agent.turns import TurnLog
+from workers.errors import TaskError
 from workers.evaluate import evaluate
 from workers.handlers.base import AgentHandler
 from workers.held import Held
@@ -143,7 +144,9 @@ class _Episode:
 
     # -- what a stage asks for -----------------------------------------------------------------
 
-    def handler(self, name: str) -> AgentHandler[Any]:
+    def handler(self, request: RolloutRequest) -> AgentHandler[Any]:
+        if request.agent is not None:
+            raise TaskError("agent: a program drives turns where there is a whole service alone")
         return self._runner.handler
 
     def router(self, claim: Claim) -> Router:

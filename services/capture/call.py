@@ -29,10 +29,20 @@ class Refusal(Exception):
     """A call that is not answered by the model. Each dialect says it in its own way; `context` has one of its
     own in all of them, by which programs know that they must shorten their history."""
 
-    def __init__(self, kind: Kind, message: str, *, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        retry_after_s: int | None = None,
+        tokens: int = 0,
+        most: int = 0,
+    ) -> None:
+        """`tokens`, `most`: of `context`, the ids of the prompt and those that the model has room for."""
         super().__init__(message)
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
+        self.tokens, self.most = tokens, most
 
     @property
     def status(self) -> int:

@@ -25,6 +25,10 @@ MAX_PAUSE_S = 5.0
 """The longest pause between two calls of one turn, when no other backend is left to try."""
 
 
+class RolloutLost(InfrastructureError):
+    """Another worker holds the rollout, or nobody does."""
+
+
 class Router(Protocol):
     """What all model calls of one rollout go through: a `BackendRouter`, or what stands in for it."""
 
@@ -230,8 +234,8 @@ class BackendRouter:
     def _count(self, name: str) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + 1
 
-    def _lost(self) -> InfrastructureError:
-        return InfrastructureError(f"rollout {self._rollout_id} is not this worker's any more")
+    def _lost(self) -> RolloutLost:
+        return RolloutLost(f"rollout {self._rollout_id} is not this worker's any more")
 
     def _none_usable(self, why: str) -> InfrastructureError:
         version = f" of policy version {self._policy_version!r}" if self._policy_version else ""

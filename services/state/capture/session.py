@@ -17,10 +17,10 @@ class Session(Struct):
     """What RUN says of an attempt when it opens it to calls; kept as JSON."""
 
     harness: str
+    backend: str
+    """The one that RUN was placed on (JSON): others are held to its tokenizer and its context."""
     index: int
     """Position within the group, of which each rollout has seeds of its own."""
-    group: str = ""
-    """`<tenant>/<group>` of a group of several; empty = none."""
     policy_version: str | None = None
     sampling: str = "{}"
     """The request's `SamplingParams` (JSON)."""
