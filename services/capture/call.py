@@ -84,10 +84,10 @@ class Answer:
 
 
 class Stream(ABC):
-    """The answer to one streamed call, as bytes in order: begin, then deltas and heartbeats, then end or fail.
+    """The answer to one streamed call, as bytes in order: begin, deltas and heartbeats, then end or fail.
 
-    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn is
-    written.
+    What a program may act on (a call of a tool, the last event) is in `end` alone, which is sent when the turn
+    is written.
     """
 
     @abstractmethod

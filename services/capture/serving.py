@@ -1,7 +1,7 @@
 """A model call of a program, from what it asks to its answer.
 
-The turn is served by a task of its own: whoever listens may go away and come back, in this process or, when it
-has ended, in another one. What a program may act on is said only when the turn is written.
+The turn is served by a task of its own: whoever listens may go away and come back, in this process or, when
+it has ended, in another one. What a program may act on is said only when the turn is written.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LOOK_S = 0.2
 SHOW_S = 0.05
 """Between two looks at what was sampled so far, to show it."""
 LEAST_ROOM = 256
-"""Ids that a turn must find free, of a context large enough: with fewer the program is told that it is full."""
+"""Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
 LARGE = 20_000
 """Characters of a prompt that is rendered in a thread."""
 MOST_STOPPED = 20

@@ -73,7 +73,8 @@ class Driven(AgentHandler[Any]):
     async def init(self, ctx: InitContext[Any]) -> None:
         """INIT: as the handler has it, and a sandbox in any case; the program's pack is shown in it."""
         if self._agent.harness == EXTERNAL:
-            return await self._inner.init(ctx)
+            await self._inner.init(ctx)
+            return
         if not self._settings.capture_url:
             raise InfrastructureError(
                 "no capture service is set up, which programs call the model by: ROLLOUT_CAPTURE_URL"
@@ -264,7 +265,7 @@ def _pack(harness: Harness) -> Path:
     directory = pack_directory(harness)
     if not directory.exists():
         raise InfrastructureError(
-            f"the pack of {harness.name} is not on this node: run `rollout harness build {harness.name}` there"
+            f"the pack of {harness.name} is not on this node: `rollout harness build {harness.name}` makes it"
         )
     return directory.parent
 

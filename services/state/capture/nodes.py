@@ -29,7 +29,7 @@ class Node(Struct, array_like=True):
     messages: str
     """What they say: of a root all messages of the call, else those behind the parent's answer."""
     tools: str
-    """Of a root, and where they are others than the parent's: the tools that were offered (JSON); empty = none."""
+    """Of a root: the tools that were offered (JSON); empty = none. Other tools are another root."""
     sampled: bytes
     logprobs: bytes
     width: Literal[4, 8]
