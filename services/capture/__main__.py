@@ -1,4 +1,4 @@
-"""`python -m services.capture --port N`: one process of the fleet; several may share a port. SIGTERM ends it."""
+"""`python -m services.capture --port N`: a process of the fleet, of which several share a port."""
 
 from __future__ import annotations
 
