@@ -12,19 +12,18 @@ texts are never joined, and a turn that said nothing is one all the same.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
+
+import msgspec
 
 from rollout.trajectory import Message
 
 DIGEST_BYTES = 16
 _EXACT = 2**53
 """Integers up to it survive a program that knows doubles alone."""
-_OTHER_SPELLING = re.compile(r"[:\[,]-?\d+(?:[.e]|(?<=\d{16}))")
-"""Finds in compact JSON, at least, the numbers that `_plain` changes."""
-_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_encode = msgspec.json.Encoder(order="sorted").encode
 
 
 def _plain(value: Any) -> Any:
@@ -44,8 +43,10 @@ def _plain(value: Any) -> Any:
 
 
 def _json(value: Any) -> bytes:
-    text = _encode(value)
-    return (_encode(_plain(value)) if _OTHER_SPELLING.search(text) else text).encode()
+    try:
+        return _encode(value)
+    except (OverflowError, UnicodeEncodeError):  # what programs may send all the same
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def _hash(path: bytes, part: bytes) -> bytes:
@@ -61,7 +62,10 @@ def after(path: bytes, message: Message) -> bytes:
     if text or not message.tool_calls:
         path = _hash(path, f"assistant\n{text}".encode(errors="surrogatepass"))
     for call in message.tool_calls:
-        path = _hash(path, b"call\n" + _json([call.name, call.arguments]))
+        arguments = call.arguments
+        if not all(type(value) is str for value in arguments.values()):
+            arguments = _plain(arguments)
+        path = _hash(path, b"call\n" + _json([call.name, arguments]))
     return path
 
 
