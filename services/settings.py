@@ -155,6 +155,11 @@ class Settings(BaseModel):
     node_min_free_memory_mb: int = Field(
         1024, ge=0, description="The same for memory that the node, or the job's cgroup, can still give."
     )
+    capture_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Address of capture as programs reach it; empty = there is none.",
+    )
     backend_load: str = Field(
         "tokens",
         pattern="^(tokens|rollouts)$",

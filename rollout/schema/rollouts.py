@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from rollout.schema.agents import AgentAccess
 from rollout.schema.base import (
     MAX_INT32,
     MAX_INT53,
@@ -215,6 +216,8 @@ class Submitted(BaseModel):
     state: State
     created: bool
     """False: the same id with the same body was there already."""
+    agent: AgentAccess | None = None
+    """Of the first attempt, where the harness is `external`; `GET /v1/rollouts/<id>/agent` has later ones."""
 
 
 class SubmitResponse(BaseModel):
