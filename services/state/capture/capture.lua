@@ -108,9 +108,9 @@ function operations.begin(ask)
     though_full()
     if not ask.waits then redis.call('HINCRBY', s.key, 'retries', 1) end
     if call.place then return {word = 'again', call = call.id, node = call.place} end
-    if lives(call.process, ask.process) then
+    if lives(call.process, ask.process) and not (ask.lost and call.process == ask.process) then
       enter(s, call, 'begun')
-      return {word = 'joined', call = call.id}
+      return {word = 'joined', call = call.id, process = call.process}
     end
     redis.call('HDEL', s.key, 'flying:' .. call.id)
   end
@@ -131,6 +131,13 @@ function operations.begin(ask)
   keep(s)
   return {word = 'ok', call = call.id, fence = s.fence, nodes = redis.call('LLEN', s.nodes), session = s.session,
     calls = s.count, sampled = s.sampled}
+end
+
+-- {rollout, attempt}: as `begin`, of which nothing is counted
+function operations.look(ask)
+  local word, s = stand(ask)
+  if word then return {word = word} end
+  return {word = 'ok', nodes = redis.call('LLEN', s.nodes), session = s.session}
 end
 
 -- {rollout, attempt, call, parent, parent_call, sampled} and the node

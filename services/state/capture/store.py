@@ -85,13 +85,18 @@ class CaptureStore:
         Args:
             process: A name that no other process has or had; see `alive`.
             more: `body`, the hexadecimal digest of what it sent; `retry`: whether its SDK says that it is one;
-                `waits`: whether this process was answered `joined` before, so that it is no further one.
+                `waits`: whether this process was answered `joined` before, so that it is no further one;
+                `lost`: whether it has that call by what Redis says and does not serve it.
 
         The answers: `ok` with the `call` to answer, perhaps an earlier one whose process is lost, `fence`,
         `nodes` (their number), `session`, `calls`, `sampled`; `again` with `call` and `node`, the place of its
-        answer; `joined` with the `call` under way; `limit` with `why` and `answered` (how many calls were).
+        answer; `joined` with the `call` under way and its `process`; `limit` with `why` and `answered` (how many calls were).
         """
         return self._call("begin", rollout_id, attempt, call=call_id, process=process, **more)
+
+    def look(self, rollout_id: str, attempt: int) -> Call:
+        """What `begin` would say of `nodes` and `session`, of a call that is none."""
+        return self._call("look", rollout_id, attempt)
 
     def add(
         self, rollout_id: str, attempt: int, call_id: str, node: bytes, parent: int, sampled: int, **more: Any
