@@ -453,7 +453,7 @@ class Service:
             )
             router.backend, router.accepts = known.backend, partial(_obstacle, known.first)
             try:
-                completion = await router.generate(request, session.call_timeout_s, shown and shown.watch)
+                completion = await router.generate(request, session.call_timeout_s, *([shown.watch] if shown else []))
             except RolloutLost:
                 if time.monotonic() > ends or (shown and shown.ids):
                     raise

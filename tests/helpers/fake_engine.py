@@ -56,6 +56,9 @@ class CallRecord:
     cache_salt: str | None = None
     sampled: int = 0
     cached_tokens: int | None = None
+    prompt_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    """With `--keep`: what was read and sampled."""
     state: str = "running"
     """`running`, `done`, `aborted`, `cancelled` (the caller went away), `failed` (by a fault)."""
 
@@ -71,13 +74,16 @@ class FakeEngine:
         tokenizer: str = str(DEMO_MODEL),
         max_model_len: int = 32768,
         completions_only: bool = False,
+        keep: bool = False,
     ) -> None:
-        """`completions_only`: as vLLM without --enable-scale-out, 403 on the generate route."""
+        """`completions_only`: as vLLM without --enable-scale-out, 403 on the generate route. `keep`: see
+        `CallRecord.token_ids`."""
         self.model = model
         self.served_name = served_name
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.completions_only = completions_only
+        self.keep = keep
         self.faults = Faults()
         self.calls: list[CallRecord] = []
         self.reloads: list[dict[str, Any]] = []
@@ -215,6 +221,8 @@ class FakeEngine:
         finally:
             del self._sequences[call.wire_id]
             record.sampled, record.cached_tokens = sequence.sampled, sequence.cached_tokens
+            if self.keep:
+                record.prompt_ids, record.token_ids = call.prompt, sequence.token_ids
 
     def _answer(self, call: Call, sequence: Sequence) -> Any:
         scores = self.model.language.prompt_logprobs(call.prompt) if call.prompt_logprobs else None
@@ -293,6 +301,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--completions-only", action="store_true", help="as vLLM without --enable-scale-out")
+    parser.add_argument("--keep", action="store_true", help="tell the ids of every call at /calls")
     parser.add_argument("--capacity-tokens", type=int, default=200_000)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=0.5, help="one decode step")
@@ -329,6 +338,7 @@ async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Ti
         tokenizer=options.tokenizer,
         max_model_len=options.max_model_len,
         completions_only=options.completions_only,
+        keep=options.keep,
     )
     # Without it a client that closes its connection would leave its call in the engine.
     runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
