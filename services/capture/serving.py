@@ -217,16 +217,16 @@ class Service:
             call_id=call_id,
         )
         ends = time.monotonic() + EARLY_S
-        waits = lost = False
+        more: dict[str, Any] = {}
         while True:
-            answer = await self._placements.send(begin(waits=waits, lost=lost))
+            answer = await self._placements.send(begin(**more))
             word = answer["word"]
             if word == "joined":
                 if turn := self._turns.get((caller, answer["call"])):
                     metrics.JOINED.inc()
                     return turn
                 # Ours, and not served: the answer to a former `begin` was lost.
-                waits, lost = True, answer["process"] == self.process
+                more = {"retry": None, "lost": answer["process"] == self.process}
             if word == "early" and time.monotonic() > ends:
                 raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
             if word not in ("joined", "early"):
@@ -357,9 +357,8 @@ class Service:
             completion.routed_experts,
             codec.digest if root else "",
         )
-        await self._write(caller, known, node, len(completion.token_ids))
         metrics.TOKENS.inc(len(completion.token_ids))
-        return _answer(node, turn)
+        return _answer(await self._write(caller, known, node, len(completion.token_ids)), turn)
 
     # -- its prompt --------------------------------------------------------------------------
 
@@ -464,8 +463,8 @@ class Service:
                 known.backend = router.backend or known.backend
                 return completion
 
-    async def _write(self, caller: Caller, known: Known, node: Node, sampled: int) -> None:
-        """Enter a turn, and those before it that Redis has lost.
+    async def _write(self, caller: Caller, known: Known, node: Node, sampled: int) -> Node:
+        """Enter a turn, and those before it that Redis has lost. The first answer to a call is its turn.
 
         Raises:
             Refusal: The attempt has ended.
@@ -488,6 +487,10 @@ class Service:
         elif place < len(nodes) and nodes[place].call_id != node.call_id:
             # Redis lost turns, and another process wrote on: what is there is the truth.
             self._known.pop(caller, None)
+        if answer["other"]:
+            (stored, *_) = await ask(self._store.nodes, *_ids(caller), place)
+            (node,) = decode([stored])
+        return node
 
 
 class _Shown:

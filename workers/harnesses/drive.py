@@ -253,7 +253,7 @@ def _reason(summary: Summary) -> FinishReason:
     """Why a program that ended by itself did so, as far as its calls tell."""
     if summary.stopped:
         return FinishReason(summary.stopped)
-    return FinishReason.CONTEXT_LENGTH if summary.last == "context" else FinishReason.STOP
+    return FinishReason.CONTEXT_LENGTH if summary.fault == "context" else FinishReason.STOP
 
 
 def _pack(harness: Harness) -> Path:
