@@ -36,13 +36,16 @@ class Refusal(Exception):
         *,
         retry_after_s: int | None = None,
         tokens: int = 0,
-        most: int = 0,
+        most_tokens: int = 0,
     ) -> None:
-        """`tokens`, `most`: of `context`, the ids of the prompt and those that the model has room for."""
+        """Args:
+        tokens, most_tokens: Of a prompt that is too long, and what there is room for: dialects tell both.
+        """
         super().__init__(message)
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
-        self.tokens, self.most = tokens, most
+        self.tokens = tokens
+        self.most_tokens = most_tokens
 
     @property
     def status(self) -> int:
@@ -86,7 +89,7 @@ class Answer:
 class Stream(ABC):
     """The answer to one streamed call, as bytes in order: begin, deltas and heartbeats, then end or fail.
 
-    What a program may act on (a call of a tool, the last event) is in `end` alone, which is sent when the turn
+    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn
     is written.
     """
 
