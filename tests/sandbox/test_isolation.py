@@ -155,7 +155,7 @@ def test_the_pack_of_programs_is_shown_and_cannot_be_changed(state, container, m
     (home / "harnesses" / "agent" / "run").write_text("echo runs\n")
     monkeypatch.setenv("ROLLOUT_HOME", str(home))
     monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", "/nowhere:ro")
-    pack, target = str(paths.pack_dir()), "/opt/rollout/harnesses"
+    pack, target = str(paths.pack_dir()), "/rollout/harnesses"
     host = SyncHostClient(state)
     try:
         with sandbox_of(host, runtime=container, binds=(BindSpec(pack, target),)) as (_, client):
