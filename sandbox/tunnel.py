@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import Coroutine
 
 from sandbox import connection
-from sandbox.connection import Address, NotListening, Streams
+from sandbox.connection import Address, NotListening
 from sandbox.errors import SandboxError
 
 LISTEN_S, CONNECT_S = 30.0, 10.0
@@ -64,13 +64,14 @@ class Tunnel:
         """Wait for a request on one connection after the other; lead it out while another task waits."""
         while not self.gone.is_set():
             try:
-                async with _open(connection.connect(self._address)) as inside:
-                    await connection.send(inside[1], {"op": "accept", "turn": self._turn})
-                    reply = await connection.receive(inside[0])
+                reader, writer = await connection.connect(self._address)
+                with contextlib.closing(writer):
+                    await connection.send(writer, {"op": "accept", "turn": self._turn})
+                    reply = await connection.receive(reader)
                     if reply is not None:
                         connection.result_of(reply, self._address)
                         self._begin(self._lead())
-                        await self._pass(inside)
+                        await self._pass(reader, writer)
                         return
             except SandboxError as error:  # a server that has ended, or that has another tunnel
                 if not isinstance(error, NotListening) or isinstance(error.__cause__, GONE):
@@ -79,25 +80,14 @@ class Tunnel:
                 pass  # the server is slow to take connections
             await asyncio.sleep(PAUSE_S)
 
-    async def _pass(self, inside: Streams) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request and its answer. Whichever side ends, the other is ended at once."""
-        opening = asyncio.wait_for(asyncio.open_connection(*self._target), CONNECT_S)
         with contextlib.suppress(OSError):  # nobody is there (yet): the sandbox's server sends it again
-            async with _open(opening) as outside:
-                out = self._begin(_pump(inside[0], outside[1]))
-                out.add_done_callback(lambda _: outside[1].transport.abort())
-                await _pump(outside[0], inside[1])
-
-
-@contextlib.asynccontextmanager
-async def _open(opening: Awaitable[Streams]) -> AsyncIterator[Streams]:
-    """A connection that is closed at the end of the block; what is drained has left us."""
-    reader, writer = await opening
-    writer.transport.set_write_buffer_limits(0)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
+            answer, target = await asyncio.wait_for(asyncio.open_connection(*self._target), CONNECT_S)
+            with contextlib.closing(target):
+                out = self._begin(_pump(reader, target))
+                out.add_done_callback(lambda _: target.transport.abort())
+                await _pump(answer, writer)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -14,7 +14,6 @@ import binascii
 import collections
 import contextlib
 import http
-import itertools
 import json
 import os
 import re
@@ -31,8 +30,11 @@ MOST_CALLS = 256
 # up our descriptors, a program could end the server.
 MOST_REFUSED = 32
 REQUEST_S = 60.0  # for a whole request to come
-HOLD_S = 120.0  # for a request to wait for lines, all its waits together: a lost worker is replaced meanwhile
-PAUSES_S = (0.05, 2.0)  # before a request goes out again: at first and at most; doubled each time
+HOLD_S = 120.0  # for a request to wait for a line: a worker that is lost is replaced meanwhile
+TRIES, PAUSES_S = (
+    64,
+    (0.05, 2.0),
+)  # of a request; before the next one, at first and at most: two minutes in all
 UNREAD_S = 300.0  # for an answer to be left unread
 LINGER_S = 10.0  # for a program that is refused to stop sending; closed at once, it would not read why
 
@@ -61,35 +63,32 @@ class Bridge:
     What begins with `op_` runs in the threads of connections, all else in the loop's.
     """
 
-    def __init__(self):
-        self._listening = threading.Lock()
-        self._port = None
+    def __init__(self, port):
+        """Listen. `port`: 0 for any that is free. Raises OSError."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(MOST_CALLS)
+        listener.setblocking(False)
+        self._port = listener.getsockname()[1]
         self._turn = 0
-        self._loop = asyncio.new_event_loop()
         self._lines = []  # each a reader and a writer
         self._idle = collections.deque()  # those that wait
         self._wanted = collections.deque()  # futures of requests that wait
         self._calls = self._held_bytes = 0
+        self._loop = asyncio.new_event_loop()
+        serving = self._serve(listener)
+        threading.Thread(target=self._loop.run_until_complete, args=(serving,), daemon=True).start()
 
     def op_listen(self, request, connection):
-        """Open the port, once a sandbox, and have the caller lead out from now on: lines of earlier ones are
-        closed, for a worker that was taken over may be stopped and hold them for ever.
+        """Have the caller lead out from now on. Lines of earlier ones are closed: a worker that was taken over
+        may be stopped and hold them for ever.
         """
         port = int(request["port"])
-        with self._listening:
-            if self._port is None:
-                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                listener.bind(("127.0.0.1", port))
-                listener.listen(MOST_CALLS)
-                listener.setblocking(False)
-                self._port = listener.getsockname()[1]
-                serving = self._serve(listener)
-                threading.Thread(target=self._loop.run_until_complete, args=(serving,), daemon=True).start()
-            elif port not in (0, self._port):
-                raise RequestError("port is %d; the sandbox listens on %d already" % (port, self._port))
-            self._turn += 1
-            self._loop.call_soon_threadsafe(self._close_lines)
-            return {"port": self._port, "turn": self._turn}
+        if port not in (0, self._port):
+            raise RequestError("port is %d; the sandbox listens on %d already" % (port, self._port))
+        self._turn += 1
+        self._loop.call_soon_threadsafe(self._close_lines)
+        return {"port": self._port, "turn": self._turn}
 
     def op_accept(self, request, connection):
         """Take the connection over as a line. It is answered with a request's `call` and `try`."""
@@ -141,12 +140,18 @@ class Bridge:
             if self._calls > MOST_CALLS:
                 raise Refusal(503, "more than %d calls at once" % MOST_CALLS)
             head = await asyncio.wait_for(self._read(reader, writer, body), REQUEST_S)
-            await _first_of(self._lead_out(head, body, writer), _discard(reader))
+            work = self._lead_out(head, body, writer), _discard(reader)
+            tasks = [self._loop.create_task(one) for one in work]
+            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in rest:
+                task.cancel()
+            for task in done:
+                task.result()
         except Refusal as refusal:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
                 writer.write(refusal.answer())
                 writer.write_eof()
-                await _first_of(_discard(reader), asyncio.sleep(LINGER_S))
+                await asyncio.wait_for(_discard(reader), LINGER_S)
         except (OSError, EOFError, asyncio.TimeoutError):
             pass  # the program is gone, or does not say what it wants
         finally:
@@ -215,16 +220,13 @@ class Bridge:
     async def _lead_out(self, head, body, program):
         """Send a request out until an answer begins, and pass that on. Raises Refusal."""
         call = binascii.hexlify(os.urandom(16)).decode()
-        rest_s, pause_s = HOLD_S, PAUSES_S[0]
-        for number in itertools.count(1):
-            began = self._loop.time()
+        for number in range(1, TRIES + 1):
             wanted = self._loop.create_future()
             self._wanted.append(wanted)
             self._match()
             try:
-                if not (await asyncio.wait([wanted], timeout=rest_s))[0]:
-                    raise Refusal(503, "nobody outside of the sandbox took the request for %d s" % HOLD_S)
-                rest_s -= self._loop.time() - began + pause_s
+                if not (await asyncio.wait([wanted], timeout=HOLD_S))[0]:
+                    break
                 names = b"X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call.encode(), number)
                 frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
                 if await self._pass(frame + head + names, body, *wanted.result(), program):
@@ -232,48 +234,28 @@ class Bridge:
             finally:
                 if not wanted.cancel():
                     wanted.result()[1].transport.abort()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSES_S[1])
+            await asyncio.sleep(min(PAUSES_S[0] * 2**number, PAUSES_S[1]))
+        raise Refusal(503, "nobody outside of the sandbox answers")
 
     async def _pass(self, head, body, reader, writer, program):
         """Send a request out and its answer in; whether any of that was passed on."""
-        sending = self._loop.create_task(_send(writer, head, body))
         passed = False
         try:
+            writer.write(head)
+            for start in range(0, len(body), PIECE_BYTES):
+                writer.write(body[start : start + PIECE_BYTES])
+                await writer.drain()
             while True:
                 data = await reader.read(PIECE_BYTES)
                 if not data:
                     return passed
                 passed = True
+                self._forget(body)
                 program.write(data)
                 if program.transport.get_write_buffer_size():
                     await asyncio.wait_for(program.drain(), UNREAD_S)
-                if sending.done():
-                    self._forget(body)
         except (OSError, asyncio.TimeoutError):
             return passed
-        finally:
-            sending.cancel()
-
-
-async def _first_of(*coroutines):
-    """Go on until one of them has ended, and raise what it raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    for task in done:
-        task.result()
-
-
-async def _send(writer, head, body):
-    with contextlib.suppress(OSError):  # the line's end is seen by who reads it
-        writer.write(head)
-        for start in range(0, len(body), PIECE_BYTES):
-            writer.write(body[start : start + PIECE_BYTES])
-            await writer.drain()
 
 
 async def _discard(reader):
