@@ -87,9 +87,10 @@ class CallRecord:
     cache_salt: str | None = None
     sampled: int = 0
     cached_tokens: int | None = None
+    params: dict[str, Any] | None = None
     prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
-    """With `--keep`: what was read and sampled."""
+    """With `--keep`: what was asked for, read and sampled."""
     state: str = "running"
     """`running`, `done`, `aborted`, `cancelled` (the caller went away), `failed` (by a fault)."""
 
@@ -213,6 +214,10 @@ class FakeEngine:
         call = parse(path, body, self.max_model_len)
         record = CallRecord(call.call_id, path, len(call.prompt), call.cache_salt, state="failed")
         self.calls.append(record)
+        if self.keep:
+            ids = ("token_ids", "prompt")
+            given = {**body, **body.get("sampling_params", {})}
+            record.params = {name: value for name, value in given.items() if name not in ids}
         if fault := self.faults.take("error"):
             raise Refused("a fault of the fake engine", fault.status)
         record.state = "running"

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from rollout.schema import Limits, SamplingParams, State
+from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
 from tests.helpers.capture import CaptureWorld, capture_world
@@ -237,3 +237,47 @@ def test_a_program_that_sends_too_much_or_never_reads_harms_nobody(world: Captur
     world.finish(access)
     rollout = world.ended(rollout_id)
     assert world.hold_prompts(rollout) >= 200
+
+
+PROGRAM = '''
+import json, os, subprocess, sys, urllib.request
+messages = [{"role": "user", "content": sys.argv[1]}]
+while True:
+    body = json.dumps({"model": "m", "messages": messages, "tools": json.loads(sys.argv[2])}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(message)
+    if not message.get("tool_calls"):
+        break
+    for call in message["tool_calls"]:
+        command = json.loads(call["function"]["arguments"])["command"]
+        output = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+print("SAID", message["content"])
+'''
+
+
+def in_sandbox(world: CaptureWorld, plan: list[str], **more: Any) -> str:
+    command = ["python3", "-c", PROGRAM, "{instruction}", json.dumps([SHELL])]
+    question = f"PLAN: {json.dumps(plan)}"
+    (submitted,) = world.stack.client.submit(
+        RolloutRequest(
+            handler="calculator",
+            task={"question": question, "answer": "2"},
+            agent=Agent(harness="command", command=command),
+            **more,
+        )
+    )
+    return submitted.id
+
+
+def test_a_program_in_the_rollouts_sandbox_is_trained_token_for_token(world: CaptureWorld):
+    rollout_id = in_sandbox(world, ["echo 1 > a; echo $((1 + 1))", "cat a", "! it is 2"])
+    rollout = world.ended(rollout_id)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0), rollout.error
+    assert world.hold_prompts(rollout) == 3
+    said = [message.text.strip() for message in rollout.trajectory.messages if message.role == "tool"]
+    assert said == ["2", "1"]
+    assert "SAID it is 2" in rollout.trajectory.artifacts["agent.output"]
+    assert rollout.metrics["agent_exit_code"] == 0
