@@ -1,9 +1,9 @@
 """A session's tree as chains: every path from a root to a leaf is one, with its role and its parent.
 
 Each sampled id has loss in exactly one chain, and is given in the others: in the chain that reached the end
-(the latest leaf of role `agent`) if it is on its path, else in the latest one of a role that is trained, else in
-the latest. Which ids a chain has depends on the tree alone. The roles are labels, guessed from what was said,
-for a program does not tell them:
+(the latest leaf of role `agent`) if it is on its path, else in the latest one of a role that is trained, else
+in the latest. Which ids a chain has depends on the tree alone. The roles are labels, guessed from what was
+said, for a program does not tell them:
 
 - `discarded`: a leaf beside a node that answered the same request and was gone on from (a retry's first
   answer), or beside a later one where the caller knows that the leaf was never told.
@@ -209,7 +209,7 @@ class _Labels:
         return None
 
     def _readers(self, leaf: int) -> Iterator[int]:
-        """Nodes of other roots that were told the text of a leaf by a tool which was called before its root."""
+        """Nodes of other roots that were told a leaf's text by a tool, called before its root."""
         text, root = self._said[leaf], self._root[leaf]
         for place in range(leaf + 1, len(self._tree.nodes) if text else 0):
             if self._root[place] == root or not ROOT < self._tree.nodes[place].parent < root:

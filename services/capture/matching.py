@@ -46,7 +46,9 @@ def _plain(value: Any) -> Any:
 def _json(value: Any) -> bytes:
     try:
         return _encode(value)
-    except (OverflowError, UnicodeEncodeError):  # what programs may send all the same, and is kept so
+    except UnicodeEncodeError:  # half a character, in whose place `?` is stored
+        return _json(with_whole_characters(value))
+    except OverflowError:  # an integer beyond all doubles
         return json.dumps(with_whole_characters(value), sort_keys=True).encode()
 
 
