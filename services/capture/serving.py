@@ -192,11 +192,16 @@ class Service:
 
     async def count(self, caller: Caller, call: ModelCall) -> int:
         """Ids of a call's prompt."""
+        known = await self._looked_up(caller)
+        prompt, _, _ = await self._prompt(known, await self._codec(known), call)
+        return len(prompt)
+
+    async def _looked_up(self, caller: Caller) -> Known:
+        """A session as it is now."""
         answer = await self._placements.send(self._store.look(*_ids(caller)))
         known = self._know(caller, self._session(answer))
         await self._read(caller, known, answer["nodes"])
-        prompt, _, _ = await self._prompt(known, await self._codec(known), call)
-        return len(prompt)
+        return known
 
     def _task(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -234,10 +239,10 @@ class Service:
             await asyncio.sleep(LOOK_S)
         if word == "limit":
             return self._stopped(call_id, answer)
-        known = self._know(caller, self._session(answer))
         if word == "again":
             metrics.JOINED.inc()
-            return await self._replay(caller, known, answer)
+            return await self._replay(caller, answer["node"])
+        known = self._know(caller, self._session(answer))
         if known.running >= MOST_AT_ONCE:
             await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "busy"))
             raise Refusal("busy", f"{known.running} calls of this rollout are under way", retry_after_s=1)
@@ -281,12 +286,12 @@ class Service:
         turn.end(Answer(call_id, message, "stop", 0, 0, created=turn.created))
         return turn
 
-    async def _replay(self, caller: Caller, known: Known, answer: dict[str, Any]) -> Turn:
+    async def _replay(self, caller: Caller, place: int) -> Turn:
         """A turn that was answered before."""
-        await self._read(caller, known, answer["node"] + 1)
-        node = known.tree.nodes[answer["node"]]
+        known = await self._looked_up(caller)
+        node = known.tree.nodes[place]
         turn = Turn(node.call_id)
-        turn.prompt_tokens = len(known.tree.ids(answer["node"])) - len(node.sampled) // 4
+        turn.prompt_tokens = len(known.tree.prompt(place))
         turn.end(_answer(node, turn))
         return turn
 
@@ -452,7 +457,7 @@ class Service:
             )
             router.backend, router.accepts = known.backend, partial(_obstacle, known.first)
             try:
-                completion = await router.generate(request, session.call_timeout_s, *([shown.watch] if shown else []))
+                completion = await router.generate(request, session.call_timeout_s, shown and shown.watch)
             except RolloutLost:
                 if time.monotonic() > ends or (shown and shown.ids):
                     raise

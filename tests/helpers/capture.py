@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rollout.schema import Agent, Limits, Rollout, RolloutRequest
+from rollout.schema import Agent, Rollout, RolloutRequest
 from rollout.trajectory import Chain
 from tests.helpers import published
 from tests.helpers.fake_engine import fake_engine
@@ -42,6 +42,25 @@ class CaptureWorld:
         headers = {"Authorization": f"Bearer {access.reward_key}"}
         return httpx.post(f"{access.base_url}/v1/reward", json={"reward": value}, headers=headers)
 
+    def finish(self, access: Any) -> None:
+        """The program is done, and leaves the score to the handler."""
+        headers = {"Authorization": f"Bearer {access.reward_key}"}
+        httpx.post(f"{access.base_url}/v1/finish", headers=headers).raise_for_status()
+
+    @contextmanager
+    def slow_engine(self, factor: float = 500.0) -> Iterator[None]:
+        """An engine that takes seconds for a turn."""
+        httpx.post(f"{self.engine}/fault", json={"kind": "slow", "factor": factor})
+        try:
+            yield
+        finally:
+            httpx.post(f"{self.engine}/fault", json={"kind": "slow", "factor": 1.0})
+
+    def of(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """The engine's calls of a rollout's sampled turns."""
+        mine = {s.call_id for chain in rollout.trajectory.chains for s in chain.segments if s.sampled}
+        return [call for call in self.calls() if call["call_id"] in mine]
+
     def ended(self, rollout_id: str, timeout_s: float = 60) -> Rollout:
         rollout = self.stack.client.wait(rollout_id, timeout=timeout_s)
         return self.stack.client.get(rollout.id)
@@ -67,9 +86,7 @@ def _calls(chain: Chain) -> Iterator[tuple[str, list[int], list[int]]]:
     before: list[int] = []
     for number, segment in enumerate(chain.segments):
         if segment.sampled:
-            same = [
-                s for s in chain.segments[number:] if s.sampled and s.call_id == segment.call_id
-            ]
+            same = [s for s in chain.segments[number:] if s.sampled and s.call_id == segment.call_id]
             first = number == 0 or chain.segments[number - 1].call_id != segment.call_id
             if first:
                 yield segment.call_id, list(before), [token for s in same for token in s.token_ids]
@@ -85,7 +102,10 @@ def capture_world(directory: Path, processes: int = 1, **engine: Any) -> Iterato
     url = f"http://127.0.0.1:{port}"
     options = {"script": "tests.helpers.agent_script:turn", "tokenizer": tokenizer, "max_model_len": 40960}
     options |= {"vocab_size": 151936, "step_ms": 0.1, "keep": True, **engine}
-    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as sandbox_dir, fake_engine(**options) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as sandbox_dir,
+        fake_engine(**options) as server,
+    ):
         env = {"ROLLOUT_CAPTURE_URL": url, "ROLLOUT_LEASE_S": "10"}
         try:
             with Stack(directory, Path(sandbox_dir), env) as stack:

@@ -285,7 +285,7 @@ def test_a_body_of_seventy_megabytes_is_refused_inside(box):
     """
     (statuses, kind), calls = led(box, text)
     assert statuses == [413, 413]
-    assert kind == "request_too_large"
+    assert kind == "refused_in_sandbox"
     assert calls == []
 
 
@@ -450,7 +450,7 @@ def test_a_call_goes_on_through_the_tunnel_of_another_process(box):
     for number in (signal.SIGKILL, signal.SIGSTOP):
         answer, calls, gone = replaced(box, number)
         assert answer == [200]
-        assert [number for _, number, _ in calls] == [1, 2]
+        assert len(calls) == 2 and calls[0][1] == 1 < calls[1][1]
         assert calls[0][0] == calls[1][0]
         assert not gone
 

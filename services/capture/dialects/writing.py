@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from typing import Any
 
@@ -12,6 +13,8 @@ from rollout.trajectory import ToolCall
 from services.capture.call import Answer, ModelCall, Stream
 
 _ENCODER = msgspec.json.Encoder()
+_LINE_ENDS = re.compile("\x85|\u2028|\u2029".encode())
+"""Some readers of events take these for the ends of lines."""
 
 
 def encoded(value: Any) -> bytes:
@@ -30,7 +33,11 @@ def arguments(call: ToolCall) -> str:
 def event(value: Any, name: str = "") -> bytes:
     """An event of a stream."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + encoded(value) + b"\n\n"
+    return head + b"data: " + _LINE_ENDS.sub(_escaped, encoded(value)) + b"\n\n"
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
 
 
 class WireStream(Stream):
