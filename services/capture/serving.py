@@ -12,6 +12,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -183,7 +184,12 @@ class Service:
             opening = self._task(self._open(caller, dialect, call, body, call_id, retry))
             self._opening[caller, call_id] = opening
             opening.add_done_callback(lambda _: self._opening.pop((caller, call_id), None))
-        return await asyncio.shield(opening)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if not opening.done():
+                self._task(self._unheard(caller, opening))
+            raise
 
     def told(self, caller: Caller, turn: Turn) -> None:
         """The program has got the whole answer."""
@@ -199,6 +205,11 @@ class Service:
         known = await self._looked_up(caller)
         prompt, _, _ = await self._prompt(known, await self._codec(known), call)
         return len(prompt)
+
+    async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
+        """Whoever asked went away before the turn had begun."""
+        with suppress(Refusal):
+            self.orphan(caller, await opening)
 
     async def _looked_up(self, caller: Caller) -> Known:
         """A session as it is now."""
