@@ -551,7 +551,7 @@ class _Shown:
 
 
 def _settled(text: str) -> str:
-    """What of a text stands: its last characters may yet turn out to begin a call, or to be half a character."""
+    """What of a text stands: its last characters may yet begin a call, or be half a character."""
     mark = text.rfind("<", max(0, len(text) - LONGEST_MARK))
     return (text[:mark] if mark >= 0 else text).rstrip("\ufffd").rstrip()
 
