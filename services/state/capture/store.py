@@ -87,10 +87,11 @@ class CaptureStore:
 
         The answers: `ok` with the `call` to answer, perhaps an earlier one whose process is lost, `fence`,
         `nodes` (their number), `session`, `calls`, `sampled`; `again` with `call` and `node`, the place of
-        its answer; `joined` with the `call` under way; `limit` with `why` and `answered` (times).
+        its answer; `joined` with the `call` under way and its `process`, which by `fail` gives up one that it
+        does not know; `limit` with `why`, `answered` (times). The same `Call` sent again is answered alike.
         """
         ask = {"call": call_id, "body": body, "retry": retry, "process": process}
-        return self._call("begin", rollout_id, attempt, **ask)
+        return self._call("begin", rollout_id, attempt, **ask, token=secrets.token_hex(8))
 
     def add(
         self, rollout_id: str, attempt: int, call_id: str, node: bytes, parent: int, sampled: int, **more: str
