@@ -237,16 +237,17 @@ class Service:
             call_id=call_id,
         )
         ends = time.monotonic() + EARLY_S
-        more: dict[str, Any] = {}
         while True:
-            answer = await self._placements.send(begin(**more))
+            answer = await self._placements.send(begin())
             word = answer["word"]
             if word == "joined":
                 if turn := self._turns.get((caller, answer["call"])):
                     metrics.JOINED.inc()
                     return turn
-                # Ours, and not served: the answer to a former `begin` was lost.
-                more = {"retry": None, "lost": answer["process"] == self.process}
+                if answer["process"] == self.process:
+                    # Redis was not told that it was refused.
+                    await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "internal"))
+                begin = partial(begin, retry=None)
             if word == "early" and time.monotonic() > ends:
                 raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
             if word not in ("joined", "early"):
