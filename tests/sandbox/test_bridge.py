@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -665,3 +666,23 @@ def test_an_answer_that_is_not_read_is_given_up_with_its_line(bridge):
         with pytest.raises(ConnectionError):
             for _ in range(1000):
                 outside.sendall(b"x" * (1 << 20))
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_is_left_of_calls(bridge):
+    port, line = bridge(PAUSES_S=(0.001, 0.001))
+    before = descriptors()
+    for _ in range(50):
+        line().close()
+        with line() as outside, asking(port, b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\nhi") as program:
+            assert wire.receive(outside)["ok"]
+            outside.sendall(b"answer")
+            assert program.recv(100) == b"answer"
+    deadline = time.monotonic() + 10
+    while descriptors() > before:
+        assert time.monotonic() < deadline, descriptors() - before
+        time.sleep(0.05)
