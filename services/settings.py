@@ -160,6 +160,12 @@ class Settings(BaseModel):
         pattern=r"^(https?://\S+)?$",
         description="Address of capture as programs reach it; empty = there is none.",
     )
+    capture_processes: int = Field(
+        1,
+        ge=0,
+        description="Processes of capture that `rollout up`, or the head of a Slurm service, runs where "
+        "`ROLLOUT_CAPTURE_URL` names none; 0 = no program can drive a rollout there.",
+    )
     backend_load: str = Field(
         "tokens",
         pattern="^(tokens|rollouts)$",

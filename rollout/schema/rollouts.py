@@ -144,8 +144,8 @@ class Agent(Strict):
     harness: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     """How it is started: `claude_code`, `codex`, …, `command`; `external` = by the caller, anywhere."""
     command: Items[Annotated[str, Field(max_length=100_000)]] | None = Field(default=None, max_length=256)
-    """Of `command`: the program and its arguments, of which `{instruction}`, `{base_url}`, `{key}` and `{model}`
-    are filled in."""
+    """Of `command`: the program and its arguments; `{instruction}`, `{base_url}`, `{key}` and `{model}` are
+    filled in."""
     env: dict[str, Annotated[str, Field(max_length=10_000)]] = Field(default_factory=dict, max_length=64)
     """Further variables of the program's environment."""
 

@@ -349,6 +349,7 @@ def test_secrets_are_left_out_by_name_by_form_and_by_value(configured, capfd, mo
     secret = "rlt_0123456789ab_" + "f" * 64
     log = structlog.get_logger("test")
     log.info("a", password="p1", api_key="p2", headers={"Authorization": "Bearer p3p3p3p3", "n": [secret]})
+    log.info(f"calls with rlm-2-mine:1-{'e' * 64}", path=f"/s/rlw-10-it.s-{'e' * 64}/v1/reward", id="rlm-x")
     log.info("b", url="rediss://u:p4@h/0", tokens=7, text="got correct-horse and staple-battery")
     logging.getLogger("lib").warning("Bearer %s password=p5&x=1", "p6p6p6p6")
     try:
@@ -356,12 +357,14 @@ def test_secrets_are_left_out_by_name_by_form_and_by_value(configured, capfd, mo
     except ValueError:
         log.exception("c")
     output = capfd.readouterr().err
-    for hidden in ("p1", "p2", "p3", "p4", "p5", "p6", "ffff", "correct-horse", "staple-battery"):
+    for hidden in ("p1", "p2", "p3", "p4", "p5", "p6", "ffff", "eeee", "correct-horse", "staple-battery"):
         assert hidden not in output, hidden
     lines = [json.loads(line) for line in output.splitlines()]
-    assert lines[1]["tokens"] == 7 and lines[1]["url"] == "rediss://***@h/0"
+    assert lines[1]["event"] == "calls with rlm-2-***" and lines[1]["id"] == "rlm-x"
+    assert lines[1]["path"] == "/s/rlw-10-***/v1/reward"
+    assert lines[2]["tokens"] == 7 and lines[2]["url"] == "rediss://***@h/0"
     assert "rlt_0123456789ab_***" in lines[0]["headers"]["n"][0]
-    assert "ValueError" in lines[3]["exception"]
+    assert "ValueError" in lines[4]["exception"]
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,8 @@ class Node(Struct, array_like=True):
     """Digest of the request's body."""
     cached_tokens: int | None = None
     routed_experts: Any = None
+    tokenizer: str = ""
+    """Of a root: name and digest of what made its ids."""
     at_ms: int = 0
     """When it was written, by Redis' clock. It stays the last field, which the store fills in."""
 
