@@ -1,8 +1,4 @@
-"""Leads what programs in a sandbox say to a loopback port to one address outside: `Tunnel`.
-
-Bytes alone: what a request is, and that it goes out again when nothing of an answer came, the sandbox's own
-server knows (`server/bridge.py`).
-"""
+"""The outer half of `server/bridge.py`, which knows what a request is; here are bytes alone."""
 
 from __future__ import annotations
 
@@ -14,14 +10,13 @@ from sandbox import connection
 from sandbox.connection import Address, NotListening
 from sandbox.errors import SandboxError
 
-LISTEN_S, CONNECT_S = 30.0, 10.0
-PAUSE_S = 0.2  # after a connection that the sandbox did not take or keep
+LISTEN_S, CONNECT_S, PAUSE_S = 30.0, 10.0, 0.2  # the last after a connection that was not taken or kept
 PIECE_BYTES = 64 << 10
 GONE = (FileNotFoundError, ConnectionRefusedError)  # said of a server that has ended; it never comes back
 
 
 class Tunnel:
-    """The way out of one sandbox, for as long as the block lasts.
+    """Leads what programs in a sandbox say to a loopback port to one address outside, while the block lasts.
 
     The latest one of a sandbox leads, in whichever process it is; the ones before end with :attr:`gone`.
     """

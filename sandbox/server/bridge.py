@@ -1,19 +1,16 @@
 """The way out: what programs inside say in HTTP to a port of the loopback, led out by the server's socket.
 
-`listen` opens the port. `accept` gives a connection of its own, a line, on which one whole request goes out
-and its answer comes in as it is made; then both are closed. Until a byte of the answer was passed on, a line
-that breaks costs nothing: the same request goes out on the next one, under the same id. Afterwards it is the
+`listen` opens the port. `accept` gives a connection, a line, on which one whole request goes out and its
+answer comes in as it is made; then both are closed. Until a byte of the answer was passed on, a line that
+breaks costs nothing: the same request goes out on the next one, under the same id. Afterwards it is the
 program that has to ask again. A program that closes, also only its sending side, takes its request back.
 
-All is done by one thread with an event loop, for threads would count as the agent's processes. This module is
-imported with the first `listen`, because asyncio takes as long as some commands do.
+One thread does all, for threads count as the agent's processes. It is imported with the first `listen`.
 """
 
 import asyncio
 import binascii
-import collections
 import contextlib
-import http
 import json
 import os
 import re
@@ -25,16 +22,10 @@ from errors import RequestError, Taken
 
 HEAD_BYTES, BODY_BYTES, PIECE_BYTES = 64 << 10, 64 << 20, 64 << 10
 HELD_BYTES = 128 << 20  # all bodies together; each is kept until its answer begins
-MOST_CALLS = 256
-# Of connections beyond those, so many are told so at a time. Further ones wait in the kernel: could they use
-# up our descriptors, a program could end the server.
-MOST_REFUSED = 32
+MOST_CALLS, MOST_REFUSED = 256, 32  # at a time; more wait in the kernel: our descriptors are not the agent's
 REQUEST_S = 60.0  # for a whole request to come
 HOLD_S = 120.0  # for a request to wait for a line: a worker that is lost is replaced meanwhile
-TRIES, PAUSES_S = (
-    64,
-    (0.05, 2.0),
-)  # of a request; before the next one, at first and at most: two minutes in all
+TRIES, PAUSES_S = 64, (0.05, 2.0)  # of a request, in two minutes; pauses at first and at most
 UNREAD_S = 300.0  # for an answer to be left unread
 LINGER_S = 10.0  # for a program that is refused to stop sending; closed at once, it would not read why
 
@@ -52,16 +43,12 @@ class Refusal(Exception):
     def answer(self):
         status, message = self.args
         body = json.dumps({"type": "error", "error": {"type": "refused_in_sandbox", "message": message}})
-        head = "HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
-        more = "Connection: close\r\n" + "Retry-After: 1\r\n" * (status == 503)
-        return (head % (status, http.HTTPStatus(status).phrase, len(body), more) + body).encode()
+        head = "HTTP/1.1 %d Refused\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+        return (head % (status, len(body)) + "Connection: close\r\nRetry-After: 1\r\n\r\n" + body).encode()
 
 
 class Bridge:
-    """One port, the lines that wait for requests, and the requests that wait for lines.
-
-    What begins with `op_` runs in the threads of connections, all else in the loop's.
-    """
+    """One port and its lines. What begins with `op_` runs in connections' threads, all else in the loop's."""
 
     def __init__(self, port):
         """Listen. `port`: 0 for any that is free. Raises OSError."""
@@ -72,51 +59,43 @@ class Bridge:
         self._port = listener.getsockname()[1]
         self._turn = 0
         self._lines = []  # each a reader and a writer
-        self._idle = collections.deque()  # those that wait
-        self._wanted = collections.deque()  # futures of requests that wait
         self._calls = self._held_bytes = 0
         self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)  # before Python 3.10 a queue looks for it there
+        self._idle = asyncio.Queue()  # of the lines those that wait
         serving = self._serve(listener)
         threading.Thread(target=self._loop.run_until_complete, args=(serving,), daemon=True).start()
 
     def op_listen(self, request, connection):
-        """Have the caller lead out from now on. Lines of earlier ones are closed: a worker that was taken over
-        may be stopped and hold them for ever.
-        """
-        port = int(request["port"])
-        if port not in (0, self._port):
-            raise RequestError("port is %d; the sandbox listens on %d already" % (port, self._port))
+        """Have the caller lead out from now on. Lines of others are closed, for who is stopped keeps them."""
+        if request["port"] not in (0, self._port):
+            raise RequestError(
+                "port is %r; the sandbox listens on %d already" % (request["port"], self._port)
+            )
         self._turn += 1
         self._loop.call_soon_threadsafe(self._close_lines)
         return {"port": self._port, "turn": self._turn}
 
     def op_accept(self, request, connection):
         """Take the connection over as a line. It is answered with a request's `call` and `try`."""
-        turn = int(request["turn"])
-        if turn != self._turn:
+        if request["turn"] != self._turn:
             raise Taken("another worker leads the sandbox's requests out since")
         line = socket.socket(fileno=connection.detach())
-        asyncio.run_coroutine_threadsafe(self._add(line, turn), self._loop)
+        asyncio.run_coroutine_threadsafe(self._add(line, request["turn"]), self._loop)
 
     def _close_lines(self):
         for _, writer in self._lines:
             writer.transport.abort()
-        self._lines, self._idle = [], collections.deque()
+        while not self._idle.empty():
+            self._idle.get_nowait()
 
     async def _add(self, socket, turn):
         line = _, writer = await asyncio.open_connection(sock=socket)
-        if turn != self._turn:
+        if turn == self._turn:
+            self._lines = [one for one in [*self._lines, line] if not one[1].transport.is_closing()]
+            self._idle.put_nowait(line)
+        else:
             writer.transport.abort()
-        self._lines = [one for one in [*self._lines, line] if not one[1].transport.is_closing()]
-        self._idle.append(line)
-        self._match()
-
-    def _match(self):
-        """Give lines to requests, both in their order."""
-        while self._idle and self._wanted:
-            wanted = self._wanted.popleft()
-            if not wanted.done():
-                wanted.set_result(self._idle.popleft())
 
     async def _serve(self, listener):
         tasks = set()
@@ -134,24 +113,23 @@ class Bridge:
         """All that is done for one connection of a program."""
         reader, writer = await asyncio.open_connection(sock=program, limit=HEAD_BYTES)
         writer.transport.set_write_buffer_limits(0)  # what is drained has left us
-        body = bytearray()
+        body, gone = bytearray(), None
         self._calls += 1
         try:
             if self._calls > MOST_CALLS:
                 raise Refusal(503, "more than %d calls at once" % MOST_CALLS)
             head = await asyncio.wait_for(self._read(reader, writer, body), REQUEST_S)
-            work = self._lead_out(head, body, writer), _discard(reader)
-            tasks = [self._loop.create_task(one) for one in work]
-            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in rest:
-                task.cancel()
-            for task in done:
-                task.result()
+            gone = self._loop.create_task(_discard(reader))
+            out = self._loop.create_task(self._lead_out(head, body, writer))
+            await asyncio.wait([out, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not out.cancel():
+                out.result()
         except Refusal as refusal:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
+            with contextlib.suppress(OSError):
                 writer.write(refusal.answer())
                 writer.write_eof()
-                await asyncio.wait_for(_discard(reader), LINGER_S)
+            gone = gone or self._loop.create_task(_discard(reader))
+            await asyncio.wait([gone], timeout=LINGER_S)
         except (OSError, EOFError, asyncio.TimeoutError):
             pass  # the program is gone, or does not say what it wants
         finally:
@@ -173,12 +151,9 @@ class Bridge:
             told = [(header[1].lower(), header[2].strip().lower()) for header in headers]
             sizes = [value for name, value in told if name == b"content-length"]
             codings = [value for name, value in told if name == b"transfer-encoding"]
-            if len(sizes + codings) > 1 or codings not in ([], [b"chunked"]):
+            known = all(size.isdigit() and len(size) < 16 for size in sizes) and codings in ([], [b"chunked"])
+            if not known or len(sizes + codings) > 1:
                 raise Refusal(400, "the body's length is told twice, or in a way that is not known here")
-            if not all(size.isdigit() for size in sizes):
-                raise Refusal(400, "Content-Length is no number")
-            if int((sizes or [0])[0]) > BODY_BYTES:
-                raise Refusal(413, "a body of more than %d bytes" % BODY_BYTES)
             if (b"expect", b"100-continue") in told:
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             if sizes:
@@ -192,12 +167,12 @@ class Bridge:
         return b"\r\n".join(kept) + b"\r\nConnection: close\r\n"
 
     async def _read_body(self, reader, body, size):
+        if len(body) + size > BODY_BYTES:
+            raise Refusal(413, "a body of more than %d bytes" % BODY_BYTES)
         while size:
             data = await reader.read(min(size, PIECE_BYTES))
             if not data:
                 raise EOFError
-            if len(body) + len(data) > BODY_BYTES:
-                raise Refusal(413, "a body of more than %d bytes" % BODY_BYTES)
             if self._held_bytes + len(data) > HELD_BYTES:
                 raise Refusal(503, "more than %d bytes of requests at once" % HELD_BYTES)
             self._held_bytes += len(data)
@@ -214,26 +189,22 @@ class Bridge:
             await self._read_body(reader, body, size)
             if size and await reader.readexactly(2) != b"\r\n":
                 raise Refusal(400, "a chunk is longer than its size")
-        while await reader.readuntil(b"\r\n") != b"\r\n":
-            pass  # trailers
 
     async def _lead_out(self, head, body, program):
         """Send a request out until an answer begins, and pass that on. Raises Refusal."""
         call = binascii.hexlify(os.urandom(16)).decode()
         for number in range(1, TRIES + 1):
-            wanted = self._loop.create_future()
-            self._wanted.append(wanted)
-            self._match()
+            line = self._loop.create_task(self._idle.get())
             try:
-                if not (await asyncio.wait([wanted], timeout=HOLD_S))[0]:
+                if not (await asyncio.wait([line], timeout=HOLD_S))[0]:
                     break
                 names = b"X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call.encode(), number)
                 frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
-                if await self._pass(frame + head + names, body, *wanted.result(), program):
+                if await self._pass(frame + head + names, body, *line.result(), program):
                     return
             finally:
-                if not wanted.cancel():
-                    wanted.result()[1].transport.abort()
+                if not line.cancel():
+                    line.result()[1].transport.abort()
             await asyncio.sleep(min(PAUSES_S[0] * 2**number, PAUSES_S[1]))
         raise Refusal(503, "nobody outside of the sandbox answers")
 

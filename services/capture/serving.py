@@ -52,7 +52,11 @@ TAKEOVER_S = 300.0
 LOOK_S = 0.2
 """Between two looks at what another process, or worker, is to do."""
 SHOW_S = 0.05
-"""Between two looks at what was sampled so far, to show it."""
+"""Between two looks at what was sampled so far, to show it; more where many are shown …"""
+SHOW_SHARE = 0.25
+"""… so that all looks together take at most so much of the process' time."""
+LONGEST_MARK = 32
+"""Characters of the longest word of a chat format that begins a call."""
 LEAST_ROOM = 256
 """Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
 LARGE = 20_000
@@ -314,9 +318,9 @@ class Service:
             refusal = _refusal(error)
             kind = refusal.kind
             write = log.info if isinstance(error, Refusal) else log.warning
-            write(
-                "call refused", rollout_id=caller.rollout_id, call=turn.call_id, kind=kind, error=str(error)
-            )
+            trace = error if kind == "internal" and not isinstance(error, ModelError) else None
+            names = {"rollout_id": caller.rollout_id, "attempt": caller.attempt, "call": turn.call_id}
+            write("call refused", **names, kind=kind, error=str(error), exc_info=trace)
             if kind != "ended":
                 await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, kind))
             turn.end(refusal)
@@ -337,7 +341,11 @@ class Service:
         turn.prompt_tokens = len(prompt)
         turn.begun.set_result(None)
         shown = _Shown(turn, codec, prompt) if call.stream else None
-        completion = await self._sample(caller, known, request, shown, begun, begin)
+        _Shown.live += call.stream
+        try:
+            completion = await self._sample(caller, known, request, shown, begun, begin)
+        finally:
+            _Shown.live -= call.stream
         known_backend = f"{known.backend.engine} {known.backend.id}"
         message = told(codec, prompt, completion, shown and turn)
         root = place.parent == ROOT
@@ -422,7 +430,10 @@ class Service:
         room = most - len(prompt)
         if room < min(LEAST_ROOM, most // 8, call.max_tokens or LEAST_ROOM):
             raise Refusal(
-                "context", f"the prompt has {len(prompt)} tokens of {most}", tokens=len(prompt), most_tokens=most
+                "context",
+                f"the prompt has {len(prompt)} tokens of {most}",
+                tokens=len(prompt),
+                most_tokens=most,
             )
         left = None if known.session.most_sampled is None else known.session.most_sampled - sampled
         bounds = (room, call.max_tokens, known.sampling.max_tokens, left)
@@ -501,29 +512,37 @@ class Service:
 class _Shown:
     """Shows listeners what is sampled, as far as it can be told already what it says."""
 
+    live = 0
+    """How many there are in the process: together they look for a share of its time."""
+
     def __init__(self, turn: Turn, codec: Codec, prompt: list[int]) -> None:
         self.ids: list[int] = []
         self._turn, self._codec, self._prompt = turn, codec, prompt
         self._looking = False
+        self._pause_s = SHOW_S
 
     def watch(self, ids: list[int]) -> None:
         """Ids were sampled."""
         self.ids += ids
         if not self._looking:
             self._looking = True
-            asyncio.get_running_loop().call_later(SHOW_S, self._look)
+            asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
         self._looking = False
         if self._turn.result.done():
             return
+        began = time.monotonic()
         message = self._codec.parse(self._prompt, self.ids).message
-        text = message.text
-        # What may be the beginning of a call, or of a character, is not yet known to be text.
-        cut = text.rfind("<")
-        text = (text[:cut] if cut >= 0 else text).rstrip().rstrip("\ufffd")
-        self._turn.show(text, (message.reasoning or "").rstrip().rstrip("\ufffd") if not text else
-                        message.reasoning or "")  # fmt: skip
+        text, reasoning = _settled(message.text), message.reasoning or ""
+        self._turn.show(text, reasoning if text else _settled(reasoning))
+        self._pause_s = max(SHOW_S, (time.monotonic() - began) * _Shown.live / SHOW_SHARE)
+
+
+def _settled(text: str) -> str:
+    """What of a text stands: its last characters may yet turn out to begin a call, or to be half a character."""
+    mark = text.rfind("<", max(0, len(text) - LONGEST_MARK))
+    return (text[:mark] if mark >= 0 else text).rstrip("\ufffd").rstrip()
 
 
 def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | None) -> Message:
@@ -572,7 +591,6 @@ def _refusal(error: Exception) -> Refusal:
             return Refusal("internal", f"the model's server refuses the call: {error}")
         case InfrastructureError() | CodecError():
             return Refusal("unavailable", str(error), retry_after_s=2)
-    log.error("a call failed", exc_info=error)
     return Refusal("internal", f"{type(error).__name__} in capture; its log has more")
 
 

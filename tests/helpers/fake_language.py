@@ -29,8 +29,8 @@ class Answer:
 class FakeLanguage:
     """Next id = hash(all ids before, seed); log-prob of an id = hash(all ids before and it).
 
-    So an answer that is asked for in two parts, the second behind the ids of the first, is as in one, log-probs
-    included, where the seed is the same and nothing but the ids before decides the end: `ends`, `max_tokens`.
+    So an answer that is asked for in two parts, the second behind the ids of the first, is as in one,
+    log-probs too, if the seed is the same and only the ids before decide the end: `ends`, or `max_tokens`.
     With `answer_tokens` the prompt decides how long an answer is, so the second part has a
     length of its own. A script sees the longer prompt and has to know itself what it has said.
     """

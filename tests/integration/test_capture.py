@@ -107,7 +107,7 @@ def test_what_a_program_asks_of_sampling_is_recorded_and_the_requests_holds(worl
     world.finish(access)
     rollout = world.ended(rollout_id)
     (call,) = world.of(rollout)
-    assert call["params"]["temperature"] == 0.7 and call["params"]["max_tokens"] == 50
+    assert (call["params"]["temperature"], call["params"]["max_tokens"]) == (0.7, 50)
 
 
 def test_a_repeated_call_is_sampled_once(world: CaptureWorld):

@@ -12,36 +12,22 @@ from typing import Any
 from msgspec import Struct, field
 
 from rollout.trajectory import Message, ToolCall
-from services.capture.call import Answer, ModelCall, Refusal, Stream
-from services.capture.dialects.reading import (
-    Fields,
-    WireDialect,
-    conversation,
-    invalid,
-    joined,
-    message,
-    offered,
-    shallow,
-    tool_call,
-)
-from services.capture.dialects.writing import WireStream, encoded, event
+from services.capture.call import Answer, ModelCall, Refusal
+from services.capture.dialects.fields import Fields, WireDialect, invalid, shallow, unserved
+from services.capture.dialects.messages import conversation, joined, message, offered, result, said, tool_call
+from services.capture.dialects.writing import Kind, WireStream, encoded, event, told
 
 _ASKED = (
     "temperature topP topK seed stopSequences presencePenalty frequencyPenalty thinkingConfig "
     "responseMimeType responseSchema responseJsonSchema"
 )
-_STATUS = {
-    "unauthorized": "UNAUTHENTICATED",
-    "not_found": "NOT_FOUND",
-    "ended": "FAILED_PRECONDITION",
-    "busy": "RESOURCE_EXHAUSTED",
-    "unavailable": "UNAVAILABLE",
-    "internal": "INTERNAL",
-}
-_STOPS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
+_STATUS = {"unauthorized": "UNAUTHENTICATED", "not_found": "NOT_FOUND", "ended": "FAILED_PRECONDITION"}
+_STATUS |= {"busy": "RESOURCE_EXHAUSTED", "unavailable": "UNAVAILABLE", "internal": "INTERNAL"}
+_COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+"""Of a schema; Google writes these numbers as texts."""
 
 
-class _Call(Struct, rename="camel"):
+class _Call(Struct):
     name: str
     id: str | None = None
     args: dict[str, Any] | None = None
@@ -79,71 +65,58 @@ class _Tool(Struct, rename="camel"):
     function_declarations: list[_Declared] | None = None
 
 
-def _result(result: _Result, where: str) -> Message:
-    if result.parts:
-        raise invalid(f"{where}.parts", "content other than text is not served here")
-    response = shallow(result.response or {}, where)
+def _result(given: _Result, where: str) -> Message:
+    if given.parts:
+        raise unserved(f"{where}.parts", "content other than text")
+    response = shallow(given.response or {}, where)
     text = next(iter(response.values()), "") if len(response) == 1 else None
     if not (isinstance(text, str) and response.keys() <= {"output", "result", "error"}):
         text = encoded(response).decode()
-    if "error" in response and "error" not in text[:100].lower():
-        text = f"Error: {text}"
-    return message("tool", text, tool_call_id=result.id, name=result.name)
+    return result(text, given.id, failed="error" in response, name=given.name)
 
 
 def _messages(content: _Content, where: str) -> Iterator[Message]:
     """What one entry of a history says: results of tools come first."""
     texts: list[str] = []
-    reasoning = ""
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     results = 0
     for index, part in enumerate(content.parts or []):
         path = f"{where}.parts[{index}]"
         if call := part.function_call:
-            calls.append(tool_call(call.id or "", call.name, call.args, f"{path}.functionCall.args"))
+            calls.append(tool_call(call.id, call.name, call.args, f"{path}.functionCall.args"))
         elif part.function_response:
             results += 1
             yield _result(part.function_response, f"{path}.functionResponse")
         elif part.text is None:
-            raise invalid(
-                path, "content other than text, calls of functions and their results is not served here"
-            )
-        elif part.thought:
-            reasoning += part.text
+            raise invalid(path, "neither text nor a call nor a result: nothing else is served here")
         else:
-            texts.append(part.text)
+            (thoughts if part.thought else texts).append(part.text)
     if content.role == "model":
-        yield message("assistant", "".join(texts), reasoning=reasoning or None, tool_calls=calls)
+        yield said("".join(texts), "".join(thoughts), calls)
     elif content.role not in (None, "user", "function", "tool"):
-        raise invalid(f"{where}.role", f"{content.role!r} is not served here")
+        raise unserved(f"{where}.role", content.role)
     elif texts or not results:
         yield message("user", joined(texts))
 
 
 def _paired(messages: Iterable[Message]) -> Iterator[Message]:
-    """Messages in which each call has an id, and each result that of the oldest call of its name without one."""
+    """Messages in which each call has an id, and each result that of the oldest open call of its name."""
     unanswered: list[ToolCall] = []
     number = 0
     for entry in messages:
-        if entry.role == "assistant" and entry.tool_calls:
-            calls = []
-            for call in entry.tool_calls:
-                calls.append(call if call.id else call.model_copy(update={"id": f"call_{number}"}))
-                number += 1
+        if entry.tool_calls:
+            names = enumerate(entry.tool_calls, number)
+            calls = [call if call.id else call.model_copy(update={"id": f"call_{at}"}) for at, call in names]
             entry = entry.model_copy(update={"tool_calls": calls})
             unanswered += calls
-        elif entry.role == "tool":
-            known = entry.tool_call_id
-            found = next(
-                (one for one in unanswered if (one.id if known else one.name) == (known or entry.name)), None
-            )
-            if found:
-                unanswered.remove(found)
-                entry = entry.model_copy(update={"tool_call_id": found.id})
+            number += len(calls)
+        known = entry.tool_call_id
+        fits = (call for call in unanswered if known in (None, call.id) and call.name == entry.name)
+        if entry.role == "tool" and (found := next(fits, None)):
+            unanswered.remove(found)
+            entry = entry.model_copy(update={"tool_call_id": found.id})
         yield entry
-
-
-_COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 
 
 def _schema(value: Any) -> Any:
@@ -174,8 +147,78 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
             schema = declared.parameters_json_schema or declared.schema_of_sdk
             schema = schema or _schema(shallow(declared.parameters, path))
             tools.append(offered(declared.name, declared.description, schema, path))
-    mode = fields.inner("toolConfig").inner("functionCallingConfig").take("mode", str)
+    mode = fields.inner("toolConfig", "functionCallingConfig").take("mode", str)
     return [] if mode == "NONE" else tools
+
+
+def _part(kind: Kind, text: str) -> dict[str, Any]:
+    return {"text": text, "thought": True} if kind == "reasoning" else {"text": text}
+
+
+def _calls(answer: Answer) -> list[dict[str, Any]]:
+    calls = answer.message.tool_calls
+    return [{"functionCall": {"id": made.id, "name": made.name, "args": made.arguments}} for made in calls]
+
+
+def _chunk(
+    call: ModelCall, call_id: str, parts: list[dict[str, Any]], answer: Answer | None = None
+) -> dict[str, Any]:
+    """A response, or a piece of one; the last, which tells usage, has the answer."""
+    candidate = {"content": {"parts": parts, "role": "model"}, "index": 0}
+    chunk = {"candidates": [candidate], "modelVersion": call.model, "responseId": call_id}
+    if answer is not None:
+        candidate["finishReason"] = "MAX_TOKENS" if answer.finish == "length" else "STOP"
+        chunk["usageMetadata"] = {
+            "promptTokenCount": answer.prompt_tokens,
+            "candidatesTokenCount": answer.sampled_tokens,
+            "totalTokenCount": answer.prompt_tokens + answer.sampled_tokens,
+            "cachedContentTokenCount": answer.cached_tokens,
+        }
+    return chunk
+
+
+class _GeminiStream(WireStream):
+    def begin(self) -> bytes:
+        return b""
+
+    def heartbeat(self) -> bytes:
+        return b"\n\n"  # Google's SDKs read a comment as a broken piece of JSON
+
+    def _piece(self, kind: Kind, text: str) -> bytes:
+        return self._entry(_chunk(self._call, self._call_id, [_part(kind, text)]))
+
+    def _close(self, answer: Answer) -> bytes:
+        parts = _calls(answer) or [_part("text", "")]
+        return self._entry(_chunk(self._call, self._call_id, parts, answer))
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return encoded(self.error(refusal)) + b"\n"  # no event: Google's SDKs look for it as it is
+
+    @staticmethod
+    def error(refusal: Refusal) -> Any:
+        text = str(refusal)
+        if refusal.kind == "context":
+            most = f"the maximum number of tokens allowed ({refusal.most_tokens})"
+            text = f"The input token count ({refusal.tokens}) exceeds {most}."
+        status = _STATUS.get(refusal.kind, "INVALID_ARGUMENT")
+        return {"error": {"code": refusal.status, "message": text, "status": status}}
+
+    def _entry(self, chunk: dict[str, Any]) -> bytes:
+        return event(chunk)
+
+
+class _ListStream(_GeminiStream):
+    _comma = b"["
+
+    def _close(self, answer: Answer) -> bytes:
+        return super()._close(answer) + b"]"
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return self._entry(self.error(refusal)) + b"]"
+
+    def _entry(self, chunk: dict[str, Any]) -> bytes:
+        comma, self._comma = self._comma, b",\n"
+        return comma + encoded(chunk)
 
 
 class Gemini(WireDialect):
@@ -184,18 +227,16 @@ class Gemini(WireDialect):
     name = "gemini"
 
     def __init__(self, *, sse: bool = True) -> None:
-        self._sse = sse
+        self._stream = _GeminiStream if sse else _ListStream
         self.stream_type = "text/event-stream" if sse else "application/json"
 
     def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
         if fields.has("generateContentRequest"):  # of countTokens
             fields = fields.inner("generateContentRequest")
         config = fields.inner("generationConfig")
-        if config.take("candidateCount", int, 1) != 1:
-            raise invalid(config.path("candidateCount"), "one candidate alone is served here")
-        if [kind.upper() for kind in config.take("responseModalities", list[str], [])] not in ([], ["TEXT"]):
-            raise invalid(config.path("responseModalities"), "text alone is served here")
-        config.refuse("responseLogprobs", "logprobs", "speechConfig")
+        config.only("candidateCount", 1)
+        config.only("responseModalities", ["TEXT"], ["text"], [])
+        config.refuse("responseLogprobs logprobs speechConfig")
         fields.refuse("cachedContent")
         system = fields.take("systemInstruction", _Content, _Content())
         given = _messages(_Content(system.parts), "systemInstruction")
@@ -212,97 +253,8 @@ class Gemini(WireDialect):
         )
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
-        texts = {"reasoning": answer.message.reasoning or "", "text": answer.message.text}
-        parts = [_text(kind, text) for kind, text in texts.items() if text] + _calls(answer)
+        parts = [_part(kind, text) for kind, text in told(answer)] + _calls(answer)
         return encoded(_chunk(call, answer.call_id, parts, answer))
-
-    def stream(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> Stream:
-        kind = _GeminiStream if self._sse else _ListStream
-        return kind(call, call_id, created, prompt_tokens)
-
-    def refusal(self, refusal: Refusal) -> bytes:
-        return encoded(_error(refusal))
 
     def count(self, tokens: int) -> bytes:
         return encoded({"totalTokens": tokens})
-
-
-def _error(refusal: Refusal) -> dict[str, Any]:
-    text = str(refusal)
-    if refusal.kind == "context":
-        text = (
-            f"The input token count ({refusal.tokens}) exceeds the maximum number of tokens allowed "
-            f"({refusal.most_tokens})."
-        )
-    status = _STATUS.get(refusal.kind, "INVALID_ARGUMENT")
-    return {"error": {"code": refusal.status, "message": text, "status": status}}
-
-
-def _text(kind: str, text: str) -> dict[str, Any]:
-    return {"text": text, "thought": True} if kind == "reasoning" else {"text": text}
-
-
-def _calls(answer: Answer) -> list[dict[str, Any]]:
-    return [
-        {"functionCall": {"id": made.id, "name": made.name, "args": made.arguments}}
-        for made in answer.message.tool_calls
-    ]
-
-
-def _chunk(
-    call: ModelCall, call_id: str, parts: list[dict[str, Any]], answer: Answer | None = None
-) -> dict[str, Any]:
-    """A response, or a piece of one; the last, which tells usage, has the answer."""
-    candidate = {"content": {"parts": parts, "role": "model"}, "index": 0}
-    chunk = {"candidates": [candidate], "modelVersion": call.model, "responseId": call_id}
-    if answer is not None:
-        candidate["finishReason"] = _STOPS[answer.finish]
-        chunk["usageMetadata"] = {
-            "promptTokenCount": answer.prompt_tokens,
-            "candidatesTokenCount": answer.sampled_tokens,
-            "totalTokenCount": answer.prompt_tokens + answer.sampled_tokens,
-            "cachedContentTokenCount": answer.cached_tokens,
-            "promptTokensDetails": [{"modality": "TEXT", "tokenCount": answer.prompt_tokens}],
-        }
-    return chunk
-
-
-class _GeminiStream(WireStream):
-    def begin(self) -> bytes:
-        return b""
-
-    def heartbeat(self) -> bytes:
-        return b"\n\n"  # Google's SDKs read a comment as a broken piece of JSON
-
-    def _piece(self, kind: str, text: str) -> bytes:
-        return self._entry(_chunk(self._call, self._call_id, [_text(kind, text)]))
-
-    def _close(self, answer: Answer) -> bytes:
-        parts = _calls(answer) or [_text("text", "")]
-        return self._entry(_chunk(self._call, self._call_id, parts, answer))
-
-    def fail(self, refusal: Refusal) -> bytes:
-        return encoded(_error(refusal)) + b"\n"  # no event: Google's SDKs look for it as it is
-
-    def _entry(self, chunk: dict[str, Any]) -> bytes:
-        return event(chunk)
-
-
-class _ListStream(_GeminiStream):
-    _comma = b""
-
-    def begin(self) -> bytes:
-        return b"["
-
-    def heartbeat(self) -> bytes:
-        return b"\n"
-
-    def _close(self, answer: Answer) -> bytes:
-        return super()._close(answer) + b"]"
-
-    def fail(self, refusal: Refusal) -> bytes:
-        return self._entry(_error(refusal)) + b"]"
-
-    def _entry(self, chunk: dict[str, Any]) -> bytes:
-        comma, self._comma = self._comma, b",\n"
-        return comma + encoded(chunk)
