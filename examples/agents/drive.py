@@ -25,10 +25,10 @@ def drive(access: AgentAccess, request: RolloutRequest, program: Path, ask: str,
     env = {name: text for name, text in os.environ.items() if name != KEY_VARIABLE} | access.environment()
     argv, seconds = [sys.executable, str(program), str(request.task[ask])], request.limits.run_timeout_s
     done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
-    worth = {} if expect is None else {"reward": float(str(request.task[expect]) in done.stdout)}
+    worth = None if expect is None else {"reward": float(str(request.task[expect]) in done.stdout)}
     with httpx.Client(transport=httpx.HTTPTransport(retries=SAY_TRIES), timeout=SAY_S) as capture:
-        bearer = {"Authorization": f"Bearer {access.reward_key}"}
-        capture.post(f"{access.base_url}/v1/reward", json=worth, headers=bearer).raise_for_status()
+        url, key = f"{access.base_url}/v1/{'reward' if worth else 'finish'}", f"Bearer {access.reward_key}"
+        capture.post(url, json=worth, headers={"Authorization": key}).raise_for_status()
 
 
 def whole(client: Client, how: argparse.Namespace, task: dict) -> Rollout:

@@ -1,4 +1,4 @@
-"""A model that plays a script over Chat Completions and Responses, not streamed; and takes rewards."""
+"""A model that plays a script over Chat Completions, not streamed; and takes rewards. It is no capture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.http_server import Server
 
 Said = str | tuple[str, dict[str, Any]]
 """A turn of the model: a text, or the call of a tool with its arguments."""
-ROUTES = CHAT, RESPONSES, REWARD = "/v1/chat/completions", "/v1/responses", "/v1/reward"
+CHAT, REWARD, FINISH = "/v1/chat/completions", "/v1/reward", "/v1/finish"
 
 
 class ScriptedChat:
@@ -22,29 +22,21 @@ class ScriptedChat:
     def __init__(self, url: str, turns: list[Said]) -> None:
         self.url, self.turns = url, turns
         self.calls: list[dict[str, Any]] = []
-        """Bodies, each with the `path` and the `key` of its call."""
-        self.rewards: list[tuple[str, dict[str, Any]]] = []
+        """Bodies, each with the `key` of its call."""
+        self.done: list[tuple[str, str, Any]] = []
+        """Path, key and body of each program that was said to be done."""
 
-    def answer(self, path: str, body: dict[str, Any], key: str) -> dict[str, Any]:
-        if path == REWARD:
-            self.rewards.append((key, body))
-            return {}
-        self.calls.append({**body, "path": path, "key": key})
-        chat = path == CHAT
-        ours = (
-            [message for message in body["messages"] if message["role"] == "assistant"]
-            if chat
-            else [item for item in items(body) if item.get("type") == "function_call"]
-        )
-        said, name = self.turns[len(ours)], f"call_{len(ours)}"
-        return (completion if chat else response)(body["model"], said, name)
-
-
-def items(body: dict[str, Any]) -> list[dict[str, Any]]:
-    return body["input"] if isinstance(body["input"], list) else []
+    def answer(self, path: str, body: Any, key: str) -> dict[str, Any]:
+        if path != CHAT:
+            self.done.append((path, key, body))
+            return {"accepted": True}
+        self.calls.append({**body, "key": key})
+        at = sum(message["role"] == "assistant" for message in body["messages"])
+        return completion(body["model"], self.turns[at], f"call_{at}")
 
 
 def completion(model: str, said: Said, name: str) -> dict[str, Any]:
+    """The answer that says so."""
     message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
     if not isinstance(said, str):
         function = {"name": said[0], "arguments": json.dumps(said[1])}
@@ -57,40 +49,15 @@ def completion(model: str, said: Said, name: str) -> dict[str, Any]:
     }
 
 
-def response(model: str, said: Said, name: str) -> dict[str, Any]:
-    if isinstance(said, str):
-        part = {"type": "output_text", "text": said, "annotations": []}
-        item = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]}
-    else:
-        item = {"type": "function_call", "id": f"fc_{name}", "call_id": name, "name": said[0]}
-        item["arguments"] = json.dumps(said[1])
-    usage = {
-        **{"input_tokens": 10, "output_tokens": 5, "total_tokens": 15},
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
-    return {
-        **{
-            "id": f"resp_{name}",
-            "object": "response",
-            "created_at": 1,
-            "model": model,
-            "status": "completed",
-        },
-        "output": [{**item, "status": "completed"}],
-        **{"usage": usage, "parallel_tool_calls": False, "tool_choice": "auto", "tools": []},
-    }
-
-
 @contextmanager
 def scripted_chat(*turns: Said) -> Iterator[ScriptedChat]:
     """A server of that model on a free port of this machine."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
             key = (self.headers["Authorization"] or "").removeprefix("Bearer ")
-            served = self.path in ROUTES
+            served = self.path in (CHAT, REWARD, FINISH)
             answer = model.answer(self.path, body, key) if served else {"error": {"message": "no such route"}}
             text = json.dumps(answer).encode()
             self.send_response(200 if served else 404)
