@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,11 @@ def _tokenizer() -> Tokenizer:
 
 def turn(prompt: list[int], number: int) -> list[int]:
     """The rest of the turn that these ids begin."""
+    return rest_of_turn(prompt, says)
+
+
+def rest_of_turn(prompt: list[int], says: Callable[[str], str]) -> list[int]:
+    """The same of a turn whose text another script says."""
     tokenizer = _tokenizer()
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     before, _, begun = text.rpartition(START)
