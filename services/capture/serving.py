@@ -418,7 +418,10 @@ class Service:
         room = most - len(prompt)
         if room < min(LEAST_ROOM, most // 8, call.max_tokens or LEAST_ROOM):
             raise Refusal(
-                "context", f"the prompt has {len(prompt)} tokens of {most}", tokens=len(prompt), most_tokens=most
+                "context",
+                f"the prompt has {len(prompt)} tokens of {most}",
+                tokens=len(prompt),
+                most_tokens=most,
             )
         left = None if known.session.most_sampled is None else known.session.most_sampled - sampled
         bounds = (room, call.max_tokens, known.sampling.max_tokens, left)
