@@ -1,8 +1,4 @@
-"""Leads what programs in a sandbox say to a loopback port to one address outside: `Tunnel`.
-
-Bytes alone: what a request is, and that it goes out again when nothing of an answer came, the sandbox's own
-server knows (`server/bridge.py`).
-"""
+"""The outer half of `server/bridge.py`, which knows what a request is; here are bytes alone."""
 
 from __future__ import annotations
 
@@ -11,20 +7,16 @@ import contextlib
 from collections.abc import Coroutine
 
 from sandbox import connection
-from sandbox.connection import Address, NotListening, Streams
+from sandbox.connection import Address, NotListening
 from sandbox.errors import SandboxError
 
-LISTEN_S = 30.0
-CONNECT_S = 10.0
+LISTEN_S, CONNECT_S, PAUSE_S = 30.0, 10.0, 0.2  # the last after a connection that was not taken or kept
 PIECE_BYTES = 64 << 10
-PAUSE_S = 0.2
-"""After a connection that the sandbox did not take or keep."""
-GONE = (FileNotFoundError, ConnectionRefusedError)
-"""How connecting to a server that has ended fails; it never comes back."""
+GONE = (FileNotFoundError, ConnectionRefusedError)  # said of a server that has ended; it never comes back
 
 
 class Tunnel:
-    """The way out of one sandbox, for as long as the block lasts.
+    """Leads what programs in a sandbox say to a loopback port to one address outside, while the block lasts.
 
     The latest one of a sandbox leads, in whichever process it is; the ones before end with :attr:`gone`.
     """
@@ -44,13 +36,11 @@ class Tunnel:
         """Set when the sandbox has ended, or another tunnel leads out of it."""
 
     async def __aenter__(self) -> Tunnel:
-        """Begin. Raises SandboxGone, SandboxTimeout, or SandboxRequestError for a sandbox of a release without
-        a way out.
-        """
+        """Begin. Raises SandboxGone, SandboxTimeout, SandboxRequestError (a release without a way out)."""
         answer = await connection.exchange(self._address, {"op": "listen", "port": 0}, LISTEN_S)
         self.port, self._turn = answer["port"], answer["turn"]
         for _ in range(self._ready):
-            self._begin(self._accept())
+            self._begin(self._lead())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -59,61 +49,40 @@ class Tunnel:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _accept(self) -> None:
-        """Keep one connection waiting for a request, and another as soon as one came."""
+    async def _lead(self) -> None:
+        """Wait for a request on one connection after the other; lead it out while another task waits."""
         while not self.gone.is_set():
             try:
-                inside = await connection.connect(self._address)
-                if await self._request_comes(inside):
-                    self._begin(self._lead_out(inside))
-                    continue
-            except NotListening as error:
-                if isinstance(error.__cause__, GONE):
+                reader, writer = await connection.connect(self._address)
+                with contextlib.closing(writer):
+                    await connection.send(writer, {"op": "accept", "turn": self._turn})
+                    reply = await connection.receive(reader)
+                    if reply is not None:
+                        connection.result_of(reply, self._address)
+                        self._begin(self._lead())
+                        await self._pass(reader, writer)
+                        return
+            except SandboxError as error:  # a server that has ended, or that has another tunnel
+                if not isinstance(error, NotListening) or isinstance(error.__cause__, GONE):
                     self.gone.set()
-            except SandboxError:  # SandboxTaken, or a server that does not know us
-                self.gone.set()
             except OSError:
                 pass  # the server is slow to take connections
-            if not self.gone.is_set():
-                await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
 
-    async def _request_comes(self, inside: Streams) -> bool:
-        """Whether one comes on this connection before it breaks. Raises SandboxTaken."""
-        came = False
-        try:
-            await connection.send(inside[1], {"op": "accept", "turn": self._turn})
-            reply = await connection.receive(inside[0])
-            came = reply is not None and bool(connection.result_of(reply, self._address))
-        finally:
-            if not came:
-                inside[1].transport.abort()
-        return came
-
-    async def _lead_out(self, inside: Streams) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request and its answer. Whichever side ends, the other is ended at once."""
-        pumps: list[asyncio.Task[None]] = []
-        writers = [inside[1]]
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                outside = await asyncio.open_connection(*self._target)
-            writers.append(outside[1])
-            for writer in writers:
-                writer.transport.set_write_buffer_limits(0)  # what is drained has left us
-            ways = (inside[0], outside[1]), (outside[0], inside[1])
-            pumps = [asyncio.create_task(_pump(*way)) for way in ways]
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        except OSError:
-            pass  # nobody is there (yet); the sandbox's server asks again
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            for writer in writers:
-                writer.transport.abort()
+        with contextlib.suppress(OSError):  # nobody is there (yet): the sandbox's server sends it again
+            answer, target = await asyncio.wait_for(asyncio.open_connection(*self._target), CONNECT_S)
+            with contextlib.closing(target):
+                out = self._begin(_pump(reader, target))
+                out.add_done_callback(lambda _: target.transport.abort())
+                await _pump(answer, writer)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

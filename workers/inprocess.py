@@ -93,6 +93,9 @@ class Server(Placements):
     async def trusted(self, backend_id: str, version: str | None) -> bool:
         return True
 
+    async def kept(self, backend: Backend) -> bool | None:
+        return True
+
 
 Model = Actions | Server
 """Where the turns come from; its `router` is the way of one RUN to them."""

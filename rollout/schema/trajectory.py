@@ -22,6 +22,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 ChainRole = Literal["agent", "sub_agent", "compaction", "auxiliary", "discarded"]
 """What a chain was for: the agent's own turns, those of an agent that it started, a summary of a history that
 was to be forgotten, calls beside the task (a title, a topic), and what was sampled and never used."""
+TRAINED: frozenset[ChainRole] = frozenset({"agent", "sub_agent", "compaction"})
+"""Roles of chains that are to be learned from."""
 
 
 class FinishReason(StrEnum):

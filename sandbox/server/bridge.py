@@ -1,19 +1,16 @@
 """The way out: what programs inside say in HTTP to a port of the loopback, led out by the server's socket.
 
-`listen` opens the port. `accept` gives a connection of its own, a line, on which one whole request goes out
-and its answer comes in as it is made; then both are closed. Until a byte of the answer was passed on, a line
-that breaks costs nothing: the same request goes out on the next one, under the same id. Afterwards it is the
+`listen` opens the port. `accept` gives a connection, a line, on which one whole request goes out and its
+answer comes in as it is made; then both are closed. Until a byte of the answer was passed on, a line that
+breaks costs nothing: the same request goes out on the next one, under the same id. Afterwards it is the
 program that has to ask again. A program that closes, also only its sending side, takes its request back.
 
-All is done by one thread with an event loop, for threads would count as the agent's processes. This module is
-imported with the first `listen`, because asyncio takes as long as some commands do.
+One thread does all, for threads count as the agent's processes. It is imported with the first `listen`.
 """
 
 import asyncio
 import binascii
-import collections
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -23,153 +20,82 @@ import threading
 import wire
 from errors import RequestError, Taken
 
-HEAD_BYTES = 64 << 10
-BODY_BYTES = 64 << 20
-HELD_BYTES = 128 << 20
-"""All bodies together; they are kept until an answer begins."""
-PIECE_BYTES = 64 << 10
-MOST_CALLS = 256
-MOST_REFUSED = 32
-"""Connections beyond `MOST_CALLS` that are told so at a time. Further ones wait in the kernel: if they could
-use up our descriptors, a program could end the server.
-"""
-REQUEST_S = 60.0
-"""For a whole request to come."""
-HOLD_S = 120.0
-"""For which a request may wait for lines, all waits together: a worker that is lost is replaced meanwhile."""
-PAUSES_S = (0.05, 2.0)
-"""Before a request goes out again: at first and at most; doubled each time."""
-UNREAD_S = 300.0
-"""For which a program may leave its answer unread."""
-LINGER_S = 10.0
-"""For a program that is refused to stop sending and read why; closed at once, it would read nothing."""
+HEAD_BYTES, BODY_BYTES, PIECE_BYTES = 64 << 10, 64 << 20, 64 << 10
+HELD_BYTES = 128 << 20  # all bodies together; each is kept until its answer begins
+MOST_CALLS, MOST_REFUSED = 256, 32  # at a time; more wait in the kernel: our descriptors are not the agent's
+REQUEST_S = 60.0  # for a whole request to come
+HOLD_S = 120.0  # for a request to wait for a line: a worker that is lost is replaced meanwhile
+TRIES, PAUSES_S = 64, (0.05, 2.0)  # of a request, in two minutes; pauses at first and at most
+UNREAD_S = 300.0  # for an answer to be left unread
+LINGER_S = 10.0  # for a program that is refused to stop sending; closed at once, it would not read why
 
 FIRST_LINE = re.compile(rb"[!-~]+ [!-~\x80-\xff]+ HTTP/1\.[01]")
 HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*)")
+CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;.*)?\r\n")
+# Headers that are not led out; some are written anew.
 OURS = {b"connection", b"keep-alive", b"proxy-connection", b"x-rollout-call", b"x-rollout-try", b"expect"}
 OURS |= {b"te", b"trailer", b"transfer-encoding", b"content-length"}
-"""Headers that are not led out; some are written anew."""
-REASONS = {
-    400: ("Bad Request", "invalid_request_error"),
-    408: ("Request Timeout", "timeout_error"),
-    413: ("Content Too Large", "request_too_large"),
-    431: ("Request Header Fields Too Large", "request_too_large"),
-    503: ("Service Unavailable", "overloaded_error"),
-}
 
 
 class Refusal(Exception):
-    """What the bridge answers itself: a status of REASONS, and why."""
+    """The bridge's own answer, a status of HTTP and why, in a form that all the vendors' programs read."""
 
-    def __init__(self, status, message):
-        super().__init__(message)
-        reason, kind = REASONS[status]
-        # As all the vendors' programs read it.
-        body = json.dumps({"type": "error", "error": {"type": kind, "message": message}})
-        head = (
-            "HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n"
-        )
-        retry = "Retry-After: 1\r\n" if status == 503 else ""
-        self.answer = ((head % (status, reason, len(body))) + retry + "\r\n" + body).encode()
+    def answer(self):
+        status, message = self.args
+        body = json.dumps({"type": "error", "error": {"type": "refused_in_sandbox", "message": message}})
+        head = "HTTP/1.1 %d Refused\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+        return (head % (status, len(body)) + "Connection: close\r\nRetry-After: 1\r\n\r\n" + body).encode()
 
 
 class Bridge:
-    """One port, the lines that wait for requests, and the requests that wait for lines.
+    """One port and its lines. What begins with `op_` runs in connections' threads, all else in the loop's."""
 
-    What begins with `op_` runs in the threads of connections, all else in the loop's.
-    """
-
-    def __init__(self):
-        self._listening = threading.Lock()
-        self._loop = None
-        self._port = None
+    def __init__(self, port):
+        """Listen. `port`: 0 for any that is free. Raises OSError."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(MOST_CALLS)
+        listener.setblocking(False)
+        self._port = listener.getsockname()[1]
         self._turn = 0
-        self._lines = []  # that wait; each a reader and a writer
-        self._used = set()
-        self._wanted = collections.deque()  # futures of requests that wait
-        self._calls = 0
-        self._held_bytes = 0
+        self._lines = []  # each a reader and a writer
+        self._calls = self._held_bytes = 0
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)  # before Python 3.10 a queue looks for it there
+        self._idle = asyncio.Queue()  # of the lines those that wait
+        serving = self._serve(listener)
+        threading.Thread(target=self._loop.run_until_complete, args=(serving,), daemon=True).start()
 
     def op_listen(self, request, connection):
-        """Open the port, once a sandbox, and have the caller lead out from now on: lines of earlier ones are
-        closed, for a worker that was taken over may be stopped and hold them for ever.
-        """
-        port = int(request["port"])
-        with self._listening:
-            if self._port is None:
-                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                try:
-                    listener.bind(("127.0.0.1", port))
-                    listener.listen(MOST_CALLS)
-                except BaseException:
-                    listener.close()
-                    raise
-                listener.setblocking(False)
-                self._port = listener.getsockname()[1]
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._run, args=(listener,), daemon=True).start()
-            elif port not in (0, self._port):
-                raise RequestError("port is %d; the sandbox listens on %d already" % (port, self._port))
-            self._turn += 1
-            self._loop.call_soon_threadsafe(self._close_lines)
-            return {"port": self._port, "turn": self._turn}
+        """Have the caller lead out from now on. Lines of others are closed, for who is stopped keeps them."""
+        if request["port"] not in (0, self._port):
+            raise RequestError(
+                "port is %r; the sandbox listens on %d already" % (request["port"], self._port)
+            )
+        self._turn += 1
+        self._loop.call_soon_threadsafe(self._close_lines)
+        return {"port": self._port, "turn": self._turn}
 
     def op_accept(self, request, connection):
         """Take the connection over as a line. It is answered with a request's `call` and `try`."""
-        turn = int(request["turn"])
-        self._check(turn)
-        line = socket.socket(fileno=connection.detach())
-        asyncio.run_coroutine_threadsafe(self._add(line, turn), self._loop)
-
-    def _check(self, turn):
-        if turn != self._turn:
+        if request["turn"] != self._turn:
             raise Taken("another worker leads the sandbox's requests out since")
-
-    # -- lines ----------------------------------------------
+        line = socket.socket(fileno=connection.detach())
+        asyncio.run_coroutine_threadsafe(self._add(line, request["turn"]), self._loop)
 
     def _close_lines(self):
-        for _, writer in [*self._lines, *self._used]:
+        for _, writer in self._lines:
             writer.transport.abort()
+        while not self._idle.empty():
+            self._idle.get_nowait()
 
-    async def _add(self, line, turn):
-        reader, writer = await asyncio.open_connection(sock=line)
-        if turn != self._turn:
+    async def _add(self, socket, turn):
+        line = _, writer = await asyncio.open_connection(sock=socket)
+        if turn == self._turn:
+            self._lines = [one for one in [*self._lines, line] if not one[1].transport.is_closing()]
+            self._idle.put_nowait(line)
+        else:
             writer.transport.abort()
-            return
-        self._lines.append((reader, writer))
-        self._match()
-
-    def _match(self):
-        """Give lines to requests."""
-        for reader, writer in self._lines:
-            if reader.at_eof() or reader.exception():
-                writer.transport.abort()
-        self._lines = [line for line in self._lines if not line[1].transport.is_closing()]
-        while self._lines and self._wanted:
-            wanted = self._wanted.popleft()
-            if not wanted.done():
-                wanted.set_result(self._lines.pop(0))
-
-    async def _line(self, wait_s):
-        """The next line. Raises Refusal."""
-        wanted = self._loop.create_future()
-        self._wanted.append(wanted)
-        self._match()
-        try:
-            await asyncio.wait([wanted], timeout=wait_s)
-        except asyncio.CancelledError:
-            if not wanted.cancel():
-                wanted.result()[1].transport.abort()
-            raise
-        if wanted.cancel():
-            raise Refusal(503, "nobody outside of the sandbox took the request for %d s" % HOLD_S)
-        return wanted.result()
-
-    # -- programs ----------------------------------------------
-
-    def _run(self, listener):
-        asyncio.set_event_loop(self._loop)  # before Python 3.10 some of asyncio looks for it there
-        self._loop.run_until_complete(self._serve(listener))
 
     async def _serve(self, listener):
         tasks = set()
@@ -179,29 +105,33 @@ class Bridge:
             tasks = {task for task in tasks if not task.done()}
             try:
                 program, _ = await self._loop.sock_accept(listener)
+                tasks.add(self._loop.create_task(self._attend(program)))
             except OSError:  # it has gone again, or there are no descriptors
                 await asyncio.sleep(PAUSES_S[0])
-                continue
-            tasks.add(self._loop.create_task(self._attend(program)))
 
     async def _attend(self, program):
         """All that is done for one connection of a program."""
         reader, writer = await asyncio.open_connection(sock=program, limit=HEAD_BYTES)
         writer.transport.set_write_buffer_limits(0)  # what is drained has left us
-        body = bytearray()
+        body, gone = bytearray(), None
         self._calls += 1
         try:
             if self._calls > MOST_CALLS:
                 raise Refusal(503, "more than %d calls at once" % MOST_CALLS)
             head = await asyncio.wait_for(self._read(reader, writer, body), REQUEST_S)
-            await _first_of(self._lead_out(head, body, writer), _discard(reader))
+            gone = self._loop.create_task(_discard(reader))
+            out = self._loop.create_task(self._lead_out(head, body, writer))
+            await asyncio.wait([out, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not out.cancel():
+                out.result()
         except Refusal as refusal:
-            await _first_of(_refuse(writer, refusal, reader), asyncio.sleep(LINGER_S))
-        except asyncio.TimeoutError:
-            refusal = Refusal(408, "the request did not come within %d s" % REQUEST_S)
-            await _first_of(_refuse(writer, refusal, reader), asyncio.sleep(LINGER_S))
-        except (OSError, EOFError):
-            pass  # the program is gone
+            with contextlib.suppress(OSError):
+                writer.write(refusal.answer())
+                writer.write_eof()
+            gone = gone or self._loop.create_task(_discard(reader))
+            await asyncio.wait([gone], timeout=LINGER_S)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            pass  # the program is gone, or does not say what it wants
         finally:
             self._calls -= 1
             self._forget(body)
@@ -214,40 +144,35 @@ class Bridge:
     async def _read(self, reader, writer, body):
         """A request's head, as it goes out but for the end, and its `body`. Raises Refusal."""
         try:
-            text = await reader.readuntil(b"\r\n\r\n")
+            first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+            headers = [HEADER.fullmatch(line) for line in lines]
+            if not FIRST_LINE.fullmatch(first) or not all(headers):
+                raise Refusal(400, "the request's head is not HTTP/1.1")
+            told = [(header[1].lower(), header[2].strip().lower()) for header in headers]
+            sizes = [value for name, value in told if name == b"content-length"]
+            codings = [value for name, value in told if name == b"transfer-encoding"]
+            known = all(size.isdigit() and len(size) < 16 for size in sizes) and codings in ([], [b"chunked"])
+            if not known or len(sizes + codings) > 1:
+                raise Refusal(400, "the body's length is told twice, or in a way that is not known here")
+            if (b"expect", b"100-continue") in told:
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if sizes:
+                await self._read_body(reader, body, int(sizes[0]))
+            elif codings:
+                await self._read_chunks(reader, body)
         except asyncio.LimitOverrunError:
-            raise Refusal(431, "a head of more than %d bytes" % HEAD_BYTES)
-        first, *lines = text[:-4].split(b"\r\n")
-        headers = [HEADER.fullmatch(line) for line in lines]
-        if not FIRST_LINE.fullmatch(first) or not all(headers):
-            raise Refusal(400, "the request's head is not HTTP/1.1")
-        headers = [(header[1].lower(), header[0], header[2].strip(b" \t")) for header in headers]
-        sizes, codings, expected = (
-            [value.lower() for name, _, value in headers if name == wanted]
-            for wanted in (b"content-length", b"transfer-encoding", b"expect")
-        )
-        if len(sizes) + len(codings) > 1 or codings not in ([], [b"chunked"]):
-            raise Refusal(400, "the body's length is told twice, or in a way that is not known here")
-        size = _number(sizes[0], rb"[0-9]{1,18}", 10) if sizes else 0
-        if size > BODY_BYTES:
-            raise Refusal(413, "a body of %d bytes; at most %d are led out" % (size, BODY_BYTES))
-        if b"100-continue" in expected:
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        await self._read_body(reader, body, size)
-        if codings:
-            await self._read_chunks(reader, body)
-        kept = [first, *(line for name, line, _ in headers if name not in OURS)]
-        if sizes or codings:
-            kept.append(b"Content-Length: %d" % len(body))
+            raise Refusal(431, "a head, or a line between chunks, of more than %d bytes" % HEAD_BYTES)
+        kept = [first, *(header[0] for header in headers if header[1].lower() not in OURS)]
+        kept += [b"Content-Length: %d" % len(body)] * len(sizes + codings)
         return b"\r\n".join(kept) + b"\r\nConnection: close\r\n"
 
     async def _read_body(self, reader, body, size):
+        if len(body) + size > BODY_BYTES:
+            raise Refusal(413, "a body of more than %d bytes" % BODY_BYTES)
         while size:
             data = await reader.read(min(size, PIECE_BYTES))
             if not data:
                 raise EOFError
-            if len(body) + len(data) > BODY_BYTES:
-                raise Refusal(413, "a body of more than %d bytes" % BODY_BYTES)
             if self._held_bytes + len(data) > HELD_BYTES:
                 raise Refusal(503, "more than %d bytes of requests at once" % HELD_BYTES)
             self._held_bytes += len(data)
@@ -255,99 +180,56 @@ class Bridge:
             size -= len(data)
 
     async def _read_chunks(self, reader, body):
-        try:
-            while True:
-                line = await reader.readuntil(b"\r\n")
-                size = _number(line.split(b";")[0].strip(), rb"[0-9A-Fa-f]{1,15}", 16)
-                if not size:
-                    break
-                await self._read_body(reader, body, size)
-                if await reader.readexactly(2) != b"\r\n":
-                    raise Refusal(400, "a chunk is longer than its size")
-            while await reader.readuntil(b"\r\n") != b"\r\n":
-                pass  # trailers
-        except asyncio.LimitOverrunError:
-            raise Refusal(400, "a line between chunks of more than %d bytes" % HEAD_BYTES)
+        size = 1
+        while size:
+            chunk = CHUNK.fullmatch(await reader.readuntil(b"\r\n"))
+            if chunk is None:
+                raise Refusal(400, "the size of a chunk is no number")
+            size = int(chunk[1], 16)
+            await self._read_body(reader, body, size)
+            if size and await reader.readexactly(2) != b"\r\n":
+                raise Refusal(400, "a chunk is longer than its size")
 
     async def _lead_out(self, head, body, program):
         """Send a request out until an answer begins, and pass that on. Raises Refusal."""
         call = binascii.hexlify(os.urandom(16)).decode()
-        rest_s, (pause_s, most_s) = HOLD_S, PAUSES_S
-        for number in itertools.count(1):
-            began = self._loop.time()
-            line = await self._line(rest_s)
-            rest_s -= self._loop.time() - began + pause_s
-            frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
-            names = "X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call, number)
-            self._used.add(line)
+        for number in range(1, TRIES + 1):
+            line = self._loop.create_task(self._idle.get())
             try:
-                if await self._pass(frame + head + names.encode(), body, line, program):
+                if not (await asyncio.wait([line], timeout=HOLD_S))[0]:
+                    break
+                names = b"X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call.encode(), number)
+                frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
+                if await self._pass(frame + head + names, body, *line.result(), program):
                     return
             finally:
-                self._used.discard(line)
-                line[1].transport.abort()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, most_s)
+                if not line.cancel():
+                    line.result()[1].transport.abort()
+            await asyncio.sleep(min(PAUSES_S[0] * 2**number, PAUSES_S[1]))
+        raise Refusal(503, "nobody outside of the sandbox answers")
 
-    async def _pass(self, head, body, line, program):
+    async def _pass(self, head, body, reader, writer, program):
         """Send a request out and its answer in; whether any of that was passed on."""
-        reader, writer = line
-        sending = self._loop.create_task(_send(writer, head, body))
         passed = False
         try:
+            writer.write(head)
+            for start in range(0, len(body), PIECE_BYTES):
+                writer.write(body[start : start + PIECE_BYTES])
+                await writer.drain()
             while True:
                 data = await reader.read(PIECE_BYTES)
                 if not data:
                     return passed
                 passed = True
+                self._forget(body)
                 program.write(data)
                 if program.transport.get_write_buffer_size():
                     await asyncio.wait_for(program.drain(), UNREAD_S)
-                if sending.done():
-                    self._forget(body)
         except (OSError, asyncio.TimeoutError):
             return passed
-        finally:
-            sending.cancel()
-            await asyncio.wait([sending])
-
-
-async def _first_of(*coroutines):
-    """Go on until one of them has ended, and raise what it raised but for a connection's end."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    for task in done:
-        with contextlib.suppress(OSError):
-            task.result()
-
-
-async def _send(writer, head, body):
-    with contextlib.suppress(OSError):  # the line's end is seen by who reads it
-        writer.write(head)
-        for start in range(0, len(body), PIECE_BYTES):
-            writer.write(bytes(body[start : start + PIECE_BYTES]))
-            await writer.drain()
-
-
-async def _refuse(writer, refusal, reader):
-    writer.write(refusal.answer)
-    await writer.drain()
-    writer.write_eof()
-    await _discard(reader)
 
 
 async def _discard(reader):
-    """Read to the end."""
-    while await reader.read(PIECE_BYTES):
-        pass
-
-
-def _number(text, pattern, base):
-    if not re.fullmatch(pattern, text):
-        raise Refusal(400, "%r is no length" % text[:20])
-    return int(text, base)
+    with contextlib.suppress(OSError):
+        while await reader.read(PIECE_BYTES):
+            pass

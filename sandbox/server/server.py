@@ -104,7 +104,7 @@ class Server:
             if self._bridge is None:
                 from bridge import Bridge
 
-                self._bridge = Bridge()
+                self._bridge = Bridge(int(request["port"]))
                 self._add(self._bridge)
         return self._bridge.op_listen(request, connection)
 

@@ -107,6 +107,9 @@ class Routes:
                     return await self._tell(request, dialect, caller, call, turn)
                 except Refusal as refusal:
                     return _refused(dialect, refusal)
+                except Exception:
+                    log.exception("a call failed", dialect=dialect.name)
+                    return _refused(dialect, Refusal("internal", "capture failed; its log has more"))
 
         return handle
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rollout.trajectory import Message
+from services.state.rollouts.payloads import with_whole_characters
 
 DIGEST_BYTES = 16
 _EXACT = 2**53
@@ -45,8 +46,10 @@ def _plain(value: Any) -> Any:
 def _json(value: Any) -> bytes:
     try:
         return _encode(value)
-    except (OverflowError, UnicodeEncodeError):  # what programs may send all the same
-        return json.dumps(value, sort_keys=True).encode()
+    except UnicodeEncodeError:  # half a character, in whose place `?` is stored
+        return _json(with_whole_characters(value))
+    except OverflowError:  # an integer beyond all doubles
+        return json.dumps(with_whole_characters(value), sort_keys=True).encode()
 
 
 def _hash(path: bytes, part: bytes) -> bytes:
@@ -57,10 +60,10 @@ def after(path: bytes, message: Message) -> bytes:
     """The digest of a conversation that goes on with this message."""
     text = message.text
     if message.role != "assistant":
-        return _hash(path, f"{message.role}\n{text}".encode(errors="surrogatepass"))
+        return _hash(path, f"{message.role}\n{text}".encode(errors="replace"))
     text = text.strip()
     if text or not message.tool_calls:
-        path = _hash(path, f"assistant\n{text}".encode(errors="surrogatepass"))
+        path = _hash(path, f"assistant\n{text}".encode(errors="replace"))
     for call in message.tool_calls:
         arguments = call.arguments
         if not all(type(value) is str for value in arguments.values()):

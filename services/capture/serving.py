@@ -52,7 +52,11 @@ TAKEOVER_S = 300.0
 LOOK_S = 0.2
 """Between two looks at what another process, or worker, is to do."""
 SHOW_S = 0.05
-"""Between two looks at what was sampled so far, to show it."""
+"""Between two looks at what was sampled so far, to show it; more where many are shown …"""
+SHOW_SHARE = 0.25
+"""… so that all looks together take at most so much of the process' time."""
+LONGEST_MARK = 32
+"""Characters of the longest word of a chat format that begins a call."""
 LEAST_ROOM = 256
 """Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
 LARGE = 20_000
@@ -192,11 +196,16 @@ class Service:
 
     async def count(self, caller: Caller, call: ModelCall) -> int:
         """Ids of a call's prompt."""
+        known = await self._looked_up(caller)
+        prompt, _, _ = await self._prompt(known, await self._codec(known), call)
+        return len(prompt)
+
+    async def _looked_up(self, caller: Caller) -> Known:
+        """A session as it is now."""
         answer = await self._placements.send(self._store.look(*_ids(caller)))
         known = self._know(caller, self._session(answer))
         await self._read(caller, known, answer["nodes"])
-        prompt, _, _ = await self._prompt(known, await self._codec(known), call)
-        return len(prompt)
+        return known
 
     def _task(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -217,16 +226,16 @@ class Service:
             call_id=call_id,
         )
         ends = time.monotonic() + EARLY_S
-        waits = lost = False
+        more: dict[str, Any] = {}
         while True:
-            answer = await self._placements.send(begin(waits=waits, lost=lost))
+            answer = await self._placements.send(begin(**more))
             word = answer["word"]
             if word == "joined":
                 if turn := self._turns.get((caller, answer["call"])):
                     metrics.JOINED.inc()
                     return turn
                 # Ours, and not served: the answer to a former `begin` was lost.
-                waits, lost = True, answer["process"] == self.process
+                more = {"retry": None, "lost": answer["process"] == self.process}
             if word == "early" and time.monotonic() > ends:
                 raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
             if word not in ("joined", "early"):
@@ -234,10 +243,10 @@ class Service:
             await asyncio.sleep(LOOK_S)
         if word == "limit":
             return self._stopped(call_id, answer)
-        known = self._know(caller, self._session(answer))
         if word == "again":
             metrics.JOINED.inc()
-            return await self._replay(caller, known, answer)
+            return await self._replay(caller, answer["node"])
+        known = self._know(caller, self._session(answer))
         if known.running >= MOST_AT_ONCE:
             await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "busy"))
             raise Refusal("busy", f"{known.running} calls of this rollout are under way", retry_after_s=1)
@@ -281,12 +290,12 @@ class Service:
         turn.end(Answer(call_id, message, "stop", 0, 0, created=turn.created))
         return turn
 
-    async def _replay(self, caller: Caller, known: Known, answer: dict[str, Any]) -> Turn:
+    async def _replay(self, caller: Caller, place: int) -> Turn:
         """A turn that was answered before."""
-        await self._read(caller, known, answer["node"] + 1)
-        node = known.tree.nodes[answer["node"]]
+        known = await self._looked_up(caller)
+        node = known.tree.nodes[place]
         turn = Turn(node.call_id)
-        turn.prompt_tokens = len(known.tree.ids(answer["node"])) - len(node.sampled) // 4
+        turn.prompt_tokens = len(known.tree.prompt(place))
         turn.end(_answer(node, turn))
         return turn
 
@@ -309,9 +318,9 @@ class Service:
             refusal = _refusal(error)
             kind = refusal.kind
             write = log.info if isinstance(error, Refusal) else log.warning
-            write(
-                "call refused", rollout_id=caller.rollout_id, call=turn.call_id, kind=kind, error=str(error)
-            )
+            trace = error if kind == "internal" and not isinstance(error, ModelError) else None
+            names = {"rollout_id": caller.rollout_id, "attempt": caller.attempt, "call": turn.call_id}
+            write("call refused", **names, kind=kind, error=str(error), exc_info=trace)
             if kind != "ended":
                 await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, kind))
             turn.end(refusal)
@@ -332,7 +341,11 @@ class Service:
         turn.prompt_tokens = len(prompt)
         turn.begun.set_result(None)
         shown = _Shown(turn, codec, prompt) if call.stream else None
-        completion = await self._sample(caller, known, request, shown, begun, begin)
+        _Shown.live += call.stream
+        try:
+            completion = await self._sample(caller, known, request, shown, begun, begin)
+        finally:
+            _Shown.live -= call.stream
         known_backend = f"{known.backend.engine} {known.backend.id}"
         message = told(codec, prompt, completion, shown and turn)
         root = place.parent == ROOT
@@ -357,9 +370,8 @@ class Service:
             completion.routed_experts,
             codec.digest if root else "",
         )
-        await self._write(caller, known, node, len(completion.token_ids))
         metrics.TOKENS.inc(len(completion.token_ids))
-        return _answer(node, turn)
+        return _answer(await self._write(caller, known, node, len(completion.token_ids)), turn)
 
     # -- its prompt --------------------------------------------------------------------------
 
@@ -467,8 +479,8 @@ class Service:
                 known.backend = router.backend or known.backend
                 return completion
 
-    async def _write(self, caller: Caller, known: Known, node: Node, sampled: int) -> None:
-        """Enter a turn, and those before it that Redis has lost.
+    async def _write(self, caller: Caller, known: Known, node: Node, sampled: int) -> Node:
+        """Enter a turn, and those before it that Redis has lost. The first answer to a call is its turn.
 
         Raises:
             Refusal: The attempt has ended.
@@ -491,34 +503,46 @@ class Service:
         elif place < len(nodes) and nodes[place].call_id != node.call_id:
             # Redis lost turns, and another process wrote on: what is there is the truth.
             self._known.pop(caller, None)
+        if answer["other"]:
+            (stored, *_) = await ask(self._store.nodes, *_ids(caller), place)
+            (node,) = decode([stored])
+        return node
 
 
 class _Shown:
     """Shows listeners what is sampled, as far as it can be told already what it says."""
 
+    live = 0
+    """How many there are in the process: together they look for a share of its time."""
+
     def __init__(self, turn: Turn, codec: Codec, prompt: list[int]) -> None:
         self.ids: list[int] = []
         self._turn, self._codec, self._prompt = turn, codec, prompt
         self._looking = False
+        self._pause_s = SHOW_S
 
     def watch(self, ids: list[int]) -> None:
         """Ids were sampled."""
         self.ids += ids
         if not self._looking:
             self._looking = True
-            asyncio.get_running_loop().call_later(SHOW_S, self._look)
+            asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
         self._looking = False
         if self._turn.result.done():
             return
+        began = time.monotonic()
         message = self._codec.parse(self._prompt, self.ids).message
-        text = message.text
-        # What may be the beginning of a call, or of a character, is not yet known to be text.
-        cut = text.rfind("<")
-        text = (text[:cut] if cut >= 0 else text).rstrip().rstrip("\ufffd")
-        self._turn.show(text, (message.reasoning or "").rstrip().rstrip("\ufffd") if not text else
-                        message.reasoning or "")  # fmt: skip
+        text, reasoning = _settled(message.text), message.reasoning or ""
+        self._turn.show(text, reasoning if text else _settled(reasoning))
+        self._pause_s = max(SHOW_S, (time.monotonic() - began) * _Shown.live / SHOW_SHARE)
+
+
+def _settled(text: str) -> str:
+    """What of a text stands: its last characters may yet turn out to begin a call, or to be half a character."""
+    mark = text.rfind("<", max(0, len(text) - LONGEST_MARK))
+    return (text[:mark] if mark >= 0 else text).rstrip("\ufffd").rstrip()
 
 
 def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | None) -> Message:
@@ -567,7 +591,6 @@ def _refusal(error: Exception) -> Refusal:
             return Refusal("internal", f"the model's server refuses the call: {error}")
         case InfrastructureError() | CodecError():
             return Refusal("unavailable", str(error), retry_after_s=2)
-    log.error("a call failed", exc_info=error)
     return Refusal("internal", f"{type(error).__name__} in capture; its log has more")
 
 

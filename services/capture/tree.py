@@ -76,7 +76,7 @@ class Tree:
         places = self._at.get(digests[end]) if 0 < end < len(messages) else None
         parent = self._nearest(places, messages[end - 1]) if places else ROOT
         tail = messages[end:] if places else list(messages)
-        earlier = sum(self._asked_by(place) == digests[-1] for place in self._children.get(parent, ()))
+        earlier = sum(self.asked(place) == digests[-1] for place in self.children(parent))
         return Attachment(parent, tail, digests[-1], earlier)
 
     def _nearest(self, places: list[int], turn: Message) -> int:
@@ -88,8 +88,12 @@ class Tree:
                     return place
         return places[-1]
 
-    def _asked_by(self, place: int) -> bytes:
-        """The digest of a node's request."""
+    def children(self, place: int) -> list[int]:
+        """Places of the nodes right behind a node; of `ROOT` the roots."""
+        return self._children.get(place, [])
+
+    def asked(self, place: int) -> bytes:
+        """The digest of a node's request, worked out from what it and its parent say."""
         if place not in self._asked:
             node, messages = self.nodes[place], from_json(self.nodes[place].messages)
             if node.parent == ROOT:
@@ -110,7 +114,12 @@ class Tree:
 
     def prompt(self, place: int) -> list[int]:
         """The ids that the engine was sent for a node."""
-        return self._unpacked(self.lineage(place), whole=False)
+        return unpack_ids(self.packed_prompt(place))
+
+    def packed_prompt(self, place: int) -> bytes:
+        """The same as int32."""
+        nodes = [self.nodes[place] for place in self.lineage(place)]
+        return b"".join([piece for node in nodes for piece in (node.ids, node.sampled)][:-1])
 
     def sampled(self, place: int) -> list[int]:
         """The ids that it then sampled: with `prompt` what `Codec.bridge` wants."""
@@ -122,12 +131,7 @@ class Tree:
         They are joined anew each time: of 70,000 ids in 200 turns that takes less than making a list of them,
         and nothing is kept.
         """
-        return self._unpacked(self.lineage(place), whole=True)
-
-    def _unpacked(self, lineage: list[int], whole: bool) -> list[int]:
-        nodes = [self.nodes[place] for place in lineage]
-        pieces = [piece for node in nodes for piece in (node.ids, node.sampled)]
-        return unpack_ids(b"".join(pieces if whole else pieces[:-1]))
+        return unpack_ids(self.packed_prompt(place) + self.nodes[place].sampled)
 
 
 def answer_of(node: Node) -> Message:

@@ -20,6 +20,8 @@ import re
 from functools import cache
 from typing import Any
 
+from tokenizers import Tokenizer
+
 START, END, THOUGHT = "<|im_start|>assistant\n", "<|im_end|>", "<think>\n\n</think>\n\n"
 PLAN = re.compile(r'PLAN: (\[(?:"(?:[^"\\]|\\.)*"(?:, )?)*\])')
 DONE = re.compile(r"STEPS DONE: (\d+)")
@@ -29,19 +31,18 @@ COMMAND = ("command", "cmd", "script", "code")
 
 
 @cache
-def _tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(os.environ["AGENT_TOKENIZER"])
+def _tokenizer() -> Tokenizer:
+    # Not by transformers, which take seconds to import: the engine stands still meanwhile.
+    return Tokenizer.from_file(f"{os.environ['AGENT_TOKENIZER']}/tokenizer.json")
 
 
 def turn(prompt: list[int], number: int) -> list[int]:
     """The rest of the turn that these ids begin."""
     tokenizer = _tokenizer()
-    text = tokenizer.decode(prompt)
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
     before, _, begun = text.rpartition(START)
-    whole = tokenizer.encode(says(before) + END, add_special_tokens=False)
-    at = len(tokenizer.encode(begun, add_special_tokens=False)) if begun else 0
+    whole = tokenizer.encode(says(before) + END, add_special_tokens=False).ids
+    at = len(tokenizer.encode(begun, add_special_tokens=False).ids) if begun else 0
     return whole[at:] or whole[-1:]
 
 

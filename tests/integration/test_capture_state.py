@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -19,7 +17,6 @@ from services.state.capture.session import Session
 from services.state.capture.store import CaptureStore
 from services.state.rollouts.store import Finish, RolloutStore
 from services.state.scripts import send_many
-from tests.helpers.stack import RedisServer
 from tests.integration.conftest import emptied
 from tests.integration.test_state import claimed, pass_time, submit
 
@@ -40,8 +37,8 @@ def node(call_id, parent=nodes.ROOT, text="{}"):
     """A turn of four bytes of ids, as capture writes it."""
     return nodes.encode(
         nodes.Node(
-            call_id, parent, b"path", b"\1\0\0\0", "[]", "", b"\2\0\0\0", b"\0" * 4, 4, [(None, 0, 1)], "stop",
-            text, "chat", "vllm b", {}, b"body",
+            call_id, parent, b"path", b"\1\0\0\0", "[]", "", b"\2\0\0\0", b"\0" * 4, 4, [(None, 0, 1)],
+            "stop", text, "chat", "vllm b", {}, b"body",
         )
     )  # fmt: skip
 
@@ -248,7 +245,7 @@ def test_the_same_call_again_is_joined_and_then_replayed(captured):
     again = captured.begin("a", process="q")
     assert (again.word, again.call) == ("joined", "a")
     place = captured.add("a").node
-    again = captured.begin("a", process="q", waits=True)
+    again = captured.begin("a", retry=None, process="q")
     assert (again.word, again.call, again.node) == ("again", "a", place)
     captured.told("a")
     assert captured.begin("a", body="whatever").word == "again"

@@ -23,7 +23,7 @@ from services.state.redis import connect
 from workers.errors import HandlerError, InfrastructureError, TaskError
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.harnesses.base import PACK, Harness, Job, Launch
-from workers.harnesses.catalogue import UnknownHarness, harness_of
+from workers.harnesses.catalogue import UnknownHarness, find
 from workers.harnesses.pack import pack_directory
 from workers.patience import ask
 
@@ -66,7 +66,7 @@ class Driven(AgentHandler[Any]):
 
     def _harness(self) -> Harness:
         try:
-            return harness_of(self._agent.harness)
+            return find(self._agent.harness)
         except UnknownHarness as error:
             raise TaskError(f"agent.harness: {error}") from error
 
@@ -146,7 +146,7 @@ class Driven(AgentHandler[Any]):
             result = await ctx.sandbox.exec(
                 list(launch.argv),
                 ends_in_s,
-                env={"HOME": job.home, **launch.env, **self._agent.env},
+                env={"HOME": job.home, **launch.env},
                 merge_output=True,
             )
         ctx.artifacts[OUTPUT] = result.stdout
@@ -253,7 +253,7 @@ def _reason(summary: Summary) -> FinishReason:
     """Why a program that ended by itself did so, as far as its calls tell."""
     if summary.stopped:
         return FinishReason(summary.stopped)
-    return FinishReason.CONTEXT_LENGTH if summary.last == "context" else FinishReason.STOP
+    return FinishReason.CONTEXT_LENGTH if summary.fault == "context" else FinishReason.STOP
 
 
 def _pack(harness: Harness) -> Path:

@@ -25,14 +25,15 @@ class Summary(Struct):
     sampled: int
     nodes: int
     in_flight: int
-    """Calls that living processes are about to answer."""
+    """Calls that living processes are to answer."""
     refused: dict[str, int]
     """By kind; see `fail`."""
+    fault: str | None = None
+    """Why the last call was refused, where none was answered since; a kind."""
     retries: int = 0
     stopped: str | None = None
-    """The first limit that was reached, a `FinishReason`."""
+    """The first limit that was reached, a `FinishReason`; `limited` calls were answered so."""
     limited: int = 0
-    """Calls that were answered without the model for that."""
     reward: float | None = None
     components: dict[str, float] = {}
     finished: bool = False
@@ -43,8 +44,8 @@ class Summary(Struct):
 
 
 class CaptureStore:
-    """The sessions. Where nothing else is said a call may also be answered `unknown` (no such attempt yet),
-    `early` (RUN has not opened it yet) or `ended` (it is closed, or over)."""
+    """The sessions. A call to one that is not open is answered `unknown` (no such attempt yet), `early` (RUN
+    has not opened it yet) or `ended`. What returns a `Call` is for `send_many`."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
@@ -57,8 +58,8 @@ class CaptureStore:
 
     def open(self, rollout_id: str, attempt: int, fence: int, session: Session) -> Any:
         """Let an attempt be called: `ok`, or `lost`. A session that is there stays as it is."""
-        more = {"fence": fence, "ends_in": int(session.ends_in_s * 1000)}
-        return self._do("open", msgspec.json.encode(session), rollout=rollout_id, attempt=attempt, **more)
+        ask = {"rollout": rollout_id, "attempt": attempt, "fence": fence}
+        return self._do("open", msgspec.json.encode(session), **ask, ends_in=int(session.ends_in_s * 1000))
 
     def close(self, rollout_id: str, attempt: int, fence: int) -> Any:
         """Let it be called no more: `ok`, or `lost`."""
@@ -66,8 +67,7 @@ class CaptureStore:
 
     def nodes(self, rollout_id: str, attempt: int, start: int = 0) -> list[bytes]:
         """The nodes from a place on. A Redis that was killed may have lost the last ones and have others in
-        their places: who keeps nodes asks from their last one on, which must still be the same.
-        """
+        their places: who keeps nodes asks from their last one on, which must still be the same."""
         stored = keys.capture_nodes(rollout_id, attempt)
         return self._redis.execute_command("LRANGE", stored, start, -1, **{NEVER_DECODE: True})
 
@@ -77,59 +77,68 @@ class CaptureStore:
         its["components"] = json.loads(its.get("components", "{}"))
         return msgspec.convert(its, Summary, strict=False) if "session" in its else None
 
-    # -- for `send_many` ---------------------------------------------------------------------
-
-    def begin(self, rollout_id: str, attempt: int, *, call_id: str, process: str, **more: Any) -> Call:
+    def begin(
+        self,
+        rollout_id: str,
+        attempt: int,
+        *,
+        call_id: str,
+        body: str,
+        retry: bool | None,
+        process: str,
+        lost: bool = False,
+    ) -> Call:
         """A program calls the model.
 
         Args:
+            body: Digest of what it sent (hexadecimal).
+            retry: Whether its SDK says that this is one; None: it waits since it was answered `joined`.
             process: A name that no other process has or had; see `alive`.
-            more: `body`, the hexadecimal digest of what it sent; `retry`: whether its SDK says that it is one;
-                `waits`: whether this process was answered `joined` before, so that it is no further one;
-                `lost`: whether it has that call by what Redis says and does not serve it.
+            lost: Whether that process has the call by what Redis says, and does not serve it.
 
         The answers: `ok` with the `call` to answer, perhaps an earlier one whose process is lost, `fence`,
-        `nodes` (their number), `session`, `calls`, `sampled`; `again` with `call` and `node`, the place of its
-        answer; `joined` with the `call` under way and its `process`; `limit` with `why` and `answered` (how many calls were).
+        `nodes` (their number), `session`, `calls`, `sampled`; `again` with `call` and `node`, the place of
+        its answer; `joined` with the `call` under way and its `process`; `limit` with `why` and `answered`
+        (times).
         """
-        return self._call("begin", rollout_id, attempt, call=call_id, process=process, **more)
+        ask = {"call": call_id, "body": body, "retry": retry, "process": process, "lost": lost}
+        return self._call("begin", rollout_id, attempt, **ask)
 
     def look(self, rollout_id: str, attempt: int) -> Call:
         """What `begin` would say of `nodes` and `session`, of a call that is none."""
         return self._call("look", rollout_id, attempt)
 
     def add(
-        self, rollout_id: str, attempt: int, call_id: str, node: bytes, parent: int, sampled: int, **more: Any
+        self, rollout_id: str, attempt: int, call_id: str, node: bytes, parent: int, sampled: int, **more: str
     ) -> Call:
         """Write the answer to a call, of which the first counts.
 
         Args:
-            more: `parent_call`: what the node at `parent` must answer.
+            more: `parent_call`, the id of the call that the node at `parent` must answer.
 
-        The answers: `ok` with `node` (its place), `at` (ms), and whether it is an `other` answer than this;
-        `behind` with `at`: Redis has lost nodes from there on. The caller may add them again, as they were
-        encoded, and each below the place that its parent has now.
+        The answers: `ok` with `node` (its place), `at` (ms) and `other`, whether that is another answer;
+        `behind` with `at`: Redis has lost the nodes from there on. The caller may add them again, each below
+        the place that its parent has now.
         """
-        more |= {"call": call_id, "parent": parent, "sampled": sampled}
-        return self._call("add", rollout_id, attempt, node, **more)
+        ask = {"call": call_id, "parent": parent, "sampled": sampled, **more}
+        return self._call("add", rollout_id, attempt, node, **ask)
 
     def told(self, rollout_id: str, attempt: int, call_id: str) -> Call:
         """The program has got the whole answer."""
-        return self._call("note", rollout_id, attempt, call=call_id, event="told")
+        return self._call("note", rollout_id, attempt, call=call_id, word="told")
 
     def orphan(self, rollout_id: str, attempt: int, call_id: str) -> Call:
         """Its connection went away before that."""
-        return self._call("note", rollout_id, attempt, call=call_id, event="orphan")
+        return self._call("note", rollout_id, attempt, call=call_id, word="orphan")
 
     def fail(self, rollout_id: str, attempt: int, call_id: str, kind: str) -> Call:
         """A call that was begun is refused, and does not count; it may come again."""
-        return self._call("note", rollout_id, attempt, call=call_id, event="fail", kind=kind)
+        return self._call("note", rollout_id, attempt, call=call_id, kind=kind)
 
     def reward(self, rollout_id: str, attempt: int, value: float, components: dict[str, float]) -> Call:
         """The program is done and says what it was worth: `ok`, `forbidden` by the session, or `again`."""
-        return self._call(
-            "finish", rollout_id, attempt, reward=repr(float(value)), components=json.dumps(components)
-        )
+        texts = {"reward": repr(float(value)), "components": json.dumps(components)}
+        return self._call("finish", rollout_id, attempt, **texts)
 
     def finish(self, rollout_id: str, attempt: int) -> Call:
         """The program is done."""

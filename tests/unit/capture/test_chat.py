@@ -103,17 +103,6 @@ def test_cut_answer_says_length(toy, client):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_custom_tool_is_offered_as_a_function_and_called_as_what_it_is(toy, client):
-    toy.says(Turn(calls=[("patch", {"input": "*** Begin"})]), Turn("Done."))
-    tools = [{"type": "custom", "custom": {"name": "patch", "description": "Patches."}}]
-    answer = client.chat.completions.create(model="m", messages=ASKED, tools=tools)
-    call = answer.choices[0].message.tool_calls[0]
-    assert (call.type, call.custom.name, call.custom.input) == ("custom", "patch", "*** Begin")
-    assert toy.calls[0].tools[0]["function"]["parameters"]["required"] == ["input"]
-    client.chat.completions.create(model="m", messages=[*ASKED, answer.choices[0].message], tools=tools)
-    assert toy.calls[1].messages[2].tool_calls[0].arguments == {"input": "*** Begin"}
-
-
 @pytest.mark.parametrize(
     ("refusal", "error", "code"),
     [
@@ -160,7 +149,7 @@ def test_error_in_the_middle_of_a_stream_is_raised(toy, client):
         ({"logprobs": True}, "logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
@@ -193,7 +182,8 @@ def test_error_in_the_middle_of_a_stream_is_raised(toy, client):
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "patch"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ],
 )
 def test_what_is_not_served_is_refused_by_the_name_of_its_field(fields, named):

@@ -13,6 +13,8 @@ from rollout.trajectory import Message, ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
+from services.capture.dialects.gemini import Gemini
+from services.capture.dialects.responses import Responses
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Toy:
     async def _start(self) -> web.AppRunner:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/chat/completions", partial(self._answer, Chat()))
+        app.router.add_post("/v1/responses", partial(self._answer, Responses()))
+        app.router.add_post("/{version:v1|v1beta}/models/{model}:{verb}", self._gemini)
         app.router.add_post("/v1/messages", partial(self._answer, Anthropic()))
         app.router.add_post("/v1/messages/count_tokens", partial(self._count, Anthropic()))
         runner = web.AppRunner(app)
@@ -70,6 +74,13 @@ class Toy:
 
     def says(self, *turns: Turn) -> None:
         self.script += turns
+
+    async def _gemini(self, request) -> web.StreamResponse:
+        verb, model = request.match_info["verb"], request.match_info["model"]
+        if verb == "countTokens":
+            return await self._count(Gemini(), request, model=model)
+        dialect = Gemini(sse=request.query.get("alt") == "sse")
+        return await self._answer(dialect, request, model=model, stream=verb == "streamGenerateContent")
 
     async def _count(self, dialect, request, **path) -> web.Response:
         self.bodies.append(await request.read())

@@ -1,0 +1,54 @@
+"""Harnesses by name: our own, and those of the entry points `rollout.harnesses`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+from workers.harnesses.base import Harness
+
+GROUP = "rollout.harnesses"
+OWN = {
+    "claude_code": "ClaudeCode",
+    "codex": "Codex",
+    "command": "Command",
+    "gemini_cli": "GeminiCli",
+    "mini_swe_agent": "MiniSweAgent",
+    "opencode": "Opencode",
+    "openhands": "OpenHands",
+    "pi": "Pi",
+    "qwen_code": "QwenCode",
+}
+"""The class of each, in the module of its name."""
+
+
+class UnknownHarness(ValueError):
+    """None of that name is installed, or it cannot be loaded."""
+
+
+def names() -> list[str]:
+    """Of all that are installed, those that cannot be loaded too."""
+    return sorted({*OWN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def find(name: str) -> Harness:
+    """The harness of that name; nothing of the others is imported. One that a package adds replaces ours.
+
+    Raises:
+        UnknownHarness: There is none, and the message lists those that are; or it cannot be loaded.
+    """
+    points = list(entry_points(group=GROUP, name=name))
+    if not points and name not in OWN:
+        raise UnknownHarness(f"there is no harness {name!r} (there are: {', '.join(names())})")
+    try:
+        if points:
+            found = points[0].load()()
+        else:
+            found = getattr(importlib.import_module(f"workers.harnesses.{name}"), OWN[name])()
+    except Exception as error:
+        raise UnknownHarness(f"the harness {name!r} cannot be loaded: {error!r}") from error
+    if not isinstance(found, Harness):
+        raise UnknownHarness(
+            f"what is installed as the harness {name!r} is no Harness of workers.harnesses.base"
+        )
+    return found
