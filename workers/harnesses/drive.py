@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,9 +21,9 @@ from services.state.capture.store import CaptureStore, Summary
 from services.state.redis import connect
 from workers.errors import HandlerError, InfrastructureError, TaskError
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.harnesses import pack
 from workers.harnesses.base import PACK, Harness, Job, Launch
 from workers.harnesses.catalogue import UnknownHarness, find
-from workers.harnesses.pack import pack_directory
 from workers.patience import ask
 
 LOOK_S = 1.0
@@ -81,7 +80,11 @@ class Driven(AgentHandler[Any]):
             )
         harness = self._harness()
         if harness.packages:
-            ctx.sandboxes.shown = (BindSpec(str(_pack(harness)), PACK),)
+            try:
+                await asyncio.to_thread(pack.require, harness)
+            except pack.PackError as error:
+                raise InfrastructureError(str(error)) from error
+            ctx.sandboxes.shown = (BindSpec(str(pack.directory()), PACK),)
         await self._inner.init(ctx)
         if not ctx.sandboxes.booted:
             await ctx.sandboxes.boot(ctx)
@@ -254,20 +257,6 @@ def _reason(summary: Summary) -> FinishReason:
     if summary.stopped:
         return FinishReason(summary.stopped)
     return FinishReason.CONTEXT_LENGTH if summary.fault == "context" else FinishReason.STOP
-
-
-def _pack(harness: Harness) -> Path:
-    """The pack of this node.
-
-    Raises:
-        InfrastructureError: It was not built here.
-    """
-    directory = pack_directory(harness)
-    if not directory.exists():
-        raise InfrastructureError(
-            f"the pack of {harness.name} is not on this node: `rollout harness build {harness.name}` makes it"
-        )
-    return directory.parent
 
 
 _GATHER = """
