@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from sandbox import paths
 from workers.harnesses.base import Harness
@@ -34,11 +35,10 @@ LAST_LINES = 8
 """Of a failed installation, which the error shows."""
 LEFT_OUT = ("site-packages", "dist-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
 """Of Python's library."""
-START = """\
+PROGRAM = """\
 #!/bin/sh
 here=${{0%/bin/*}}
-set -- "$here/bin/python3" -IB "$here/start.py" "$@"
-exec "$here/libs/{loader}" --inhibit-cache --library-path "$here/libs" "$@"
+exec "$here/libs/{loader}" --inhibit-cache --library-path "$here/libs" "$here/bin/python3" {options} "$@"
 """
 START_PY = """\
 import runpy, sys
@@ -71,15 +71,16 @@ class Part:
     def place(self) -> Path:
         return directory() / f"{self.name}@{self.version}"
 
+    def of(self, registry: str) -> list[str]:
+        """What of its packages a registry has, without its prefix."""
+        return [package.removeprefix(registry) for package in self.packages if package.startswith(registry)]
+
     @property
     def built(self) -> bool:
         """Whether it is there, made of just these packages, and is what its name leads to."""
         link = directory() / self.name
-        try:
-            record = json.loads((self.place / RECORD).read_text())
-            return record["packages"] == list(self.packages) and link.readlink().name == self.place.name
-        except (OSError, ValueError, KeyError):
-            return False
+        linked = link.is_symlink() and link.readlink().name == self.place.name
+        return linked and _record(self.name).get("packages") == list(self.packages)
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,23 @@ def part(harness: Harness) -> Part | None:
     """What a harness is made of; None = nothing of its own.
 
     Raises:
-        PackError: `versions.json` has no version of a package of it.
+        PackError: There is no version of a package of it.
     """
     if not harness.packages:
         return None
-    pinned = dict(versions(), **getattr(harness, "versions", {}))
-    if missing := [package for package in harness.packages if package not in pinned]:
-        raise PackError(f"{harness.name}: versions.json pins no version of {', '.join(missing)}")
-    packages = tuple(f"{package}@{pinned[package]}" for package in harness.packages)
-    return Part(harness.name, pinned[harness.packages[0]], packages)
+    pinned = []
+    for package in harness.packages:
+        name, _, version = package.rpartition("@")
+        if package in versions():
+            name, version = package, versions()[package]
+        elif name.endswith(":") or not name:
+            raise PackError(f"{harness.name}: no version of {package}, in versions.json or behind an @")
+        pinned.append((name, version))
+    packages = [f"{name}@{version}" for name, version in pinned]
+    if any(name.startswith("pypi:") for name, _ in pinned):
+        # What is compiled in them serves that Python alone.
+        packages.append(f"python@{_record('python').get('version', 'none')}")
+    return Part(harness.name, pinned[0][1], tuple(packages))
 
 
 def require(harness: Harness) -> None:
@@ -122,11 +131,23 @@ def require(harness: Harness) -> None:
     own = part(harness)
     if own is None:
         return
-    shared = {"node" if package.startswith("npm:") else "python" for package in own.packages}
-    lacks = [name for name in sorted(shared) if not (directory() / name / RECORD).exists()]
-    if lacks or not own.built:
-        what = ", ".join([*lacks, *([] if own.built else [f"{own.name} {own.version}"])])
+    needed = [own, *([_node()] if own.of("npm:") else [])]
+    if lacks := [f"{it.name} {it.version}" for it in needed if not it.built]:
+        what = " and ".join(lacks)
         raise PackError(f"{what}: not in {directory()}; make it by `rollout harness build {harness.name}`")
+
+
+def _node() -> Part:
+    version = versions()["npm:node"]
+    return Part("node", version, (f"npm:node@{version}",))
+
+
+def _record(name: str) -> dict[str, Any]:
+    """What the part, or that which its name leads to, was made of; nothing where it is not there."""
+    try:
+        return json.loads((directory() / name / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def build(harness: Harness, say: Say, *, python: str | None = None, force: bool = False) -> bool:
@@ -139,21 +160,23 @@ def build(harness: Harness, say: Say, *, python: str | None = None, force: bool 
     Raises:
         PackError: What failed, with the end of its output. What was there before is there still.
     """
+    if not force:
+        with suppress(PackError):
+            require(harness)
+            return False
     own = part(harness)
     if own is None:
         return False
     directory().mkdir(parents=True, exist_ok=True)
     with _locked(say):
-        made = False
-        if any(package.startswith("npm:") for package in own.packages):
-            node = Part("node", versions()["npm:node"], (f"npm:node@{versions()['npm:node']}",))
-            made |= _make(node, _install_node, say)
-        interpreter = None
-        if any(package.startswith("pypi:") for package in own.packages):
+        if own.of("npm:"):
+            _make(_node(), _install_node, say)
+        if own.of("pypi:") and (python or not _record("python")):
             interpreter = _interpreter(python)
-            shared = Part("python", interpreter.version)
-            made |= _make(shared, lambda _, place: _copy_python(interpreter, place), say)
-        return made | _make(own, lambda it, place: _install(it, place, interpreter), say, force)
+            copied = Part("python", interpreter.version)
+            _make(copied, lambda _, place: _copy_python(interpreter, place), say)
+            own = part(harness) or own
+        return _make(own, _install, say, force)
 
 
 @contextmanager
@@ -176,7 +199,7 @@ def _make(it: Part, fill: Callable[[Part, Path], None], say: Say, force: bool = 
         new, old, link = Path(work, "new"), Path(work, "old"), Path(work, "link")
         new.mkdir()
         fill(it, new)
-        (new / RECORD).write_text(json.dumps({"packages": it.packages}))
+        (new / RECORD).write_text(json.dumps({"version": it.version, "packages": it.packages}))
         for path in [new, *new.rglob("*")]:
             if not path.is_symlink():  # a sandbox's user is another one
                 path.chmod(
@@ -219,29 +242,19 @@ def _run(it: Part, argv: list[str], cwd: Path) -> None:
         raise PackError(f"{it.name}: cannot install {', '.join(it.packages)}:\n{end}")
 
 
-def _install(it: Part, place: Path, interpreter: Interpreter | None) -> None:
-    names = {
-        kind: [p.partition(":")[2] for p in it.packages if p.startswith(kind)] for kind in ("npm:", "pypi:")
-    }
-    if names["npm:"]:
+def _install(it: Part, place: Path) -> None:
+    if names := it.of("npm:"):
         quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--no-progress")
-        _run(it, ["npm", "install", "--prefix", str(place), *quiet, *names["npm:"]], place)
-    if names["pypi:"] and interpreter:
-        pinned = ["==".join(name.rsplit("@", 1)) for name in names["pypi:"]]
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(interpreter.program),
-            "--disable-pip-version-check",
-        ]
-        quiet = ("--no-input", "--quiet", "--root-user-action=ignore", "--no-warn-script-location")
-        _run(it, [*pip, "install", *quiet, "--target", str(place / "site"), *pinned], place)
+        _run(it, ["npm", "install", "--prefix", str(place), *quiet, *names], place)
+    if names := it.of("pypi:"):
+        pip = [sys.executable, "-m", "pip", "--python", str(directory() / "python/bin/python")]
+        quiet = ("--disable-pip-version-check", "--no-input", "--quiet", "--root-user-action=ignore")
+        pinned = ["==".join(name.rsplit("@", 1)) for name in names]
+        _run(it, [*pip, *quiet, "install", "--target", str(place / "site"), *pinned], place)
 
 
 def _install_node(it: Part, place: Path) -> None:
-    _install(it, place, None)
+    _install(it, place)
     (place / "bin").mkdir()
     (place / "node_modules/node/bin/node").rename(place / "bin/node")
     shutil.rmtree(place / "node_modules")
@@ -258,9 +271,8 @@ def _interpreter(named: str | None) -> Interpreter:
     on_path = [shutil.which(f"python3.{minor}") for minor in range(OLDEST_PYTHON[1], OLDEST_PYTHON[1] + 4)]
     programs = [str(path) for place in kept for path in sorted(place.glob("*3.*/bin/python3"))]
     for program in [named] if named else filter(None, [sys.executable, *on_path, *programs]):
-        # A program of that name may be a stand-in that leads nowhere.
-        looked = subprocess.run([program, "-IS", "-c", LOOK], capture_output=True, text=True, check=False)
-        if looked.returncode == 0:
+        with suppress(OSError, ValueError):  # not there, or a stand-in that leads nowhere
+            looked = subprocess.run([program, "-IS", "-c", LOOK], capture_output=True, text=True, check=False)
             version, executable, library = json.loads(looked.stdout)
             if tuple(version) >= OLDEST_PYTHON:
                 return Interpreter(".".join(map(str, version)), Path(executable).resolve(), Path(library))
@@ -289,6 +301,7 @@ def _copy_python(interpreter: Interpreter, place: Path) -> None:
     for library in libraries:
         shutil.copy2(library, place / "libs" / library.name)
     loader = next(path.name for path in libraries if path.name.startswith("ld-"))
-    (place / "bin/start").write_text(START.format(loader=loader))
-    (place / "bin/start").chmod(0o755)
+    for name, options in {"python": "", "start": '-IB "$here/start.py"'}.items():
+        (place / "bin" / name).write_text(PROGRAM.format(loader=loader, options=options))
+        (place / "bin" / name).chmod(0o755)
     (place / "start.py").write_text(START_PY)
