@@ -136,11 +136,15 @@ def test_a_command_without_a_program_is_refused():
 
 
 def test_what_is_fed_keeps_arguments_and_exit_code(tmp_path):
-    path = tmp_path / "a 'b'"
-    path.write_text("from the file")
-    argv = fed(["sh", "-c", 'printf "%s|" "$@"; cat; exit 7', "sh", "a b", "", "-x", "*"], str(path))
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    home = tmp_path / "a 'b'"
+    argv = ["sh", "-c", 'printf "%s|" "$@"; cat; exit 7', "sh", "a b", "", "-x", "*"]
+    launch = fed(job(home, "from the file"), argv, {}, {"c/d": "e"}, "t")
+    for path, text in launch.files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    done = subprocess.run(launch.argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (7, "a b||-x|*|from the file")
+    assert (home / "c/d").read_text() == "e" and launch.transcripts == ("t",)
 
 
 # -------------------------------------------------------------------------------------- catalogue
@@ -292,9 +296,9 @@ def test_a_python_that_is_too_old_is_named(calls, tmp_path):
     with pytest.raises(
         pack.PackError, match=r"old-python is not Python 3\.12 or newer; name one by --python"
     ):
-        pack.build(Snake(), mute, python=str(old))
+        pack.build(Snake(), mute, str(old))
     with pytest.raises(pack.PackError, match=r"/no/python is not Python 3\.12"):
-        pack.build(Snake(), mute, python="/no/python")
+        pack.build(Snake(), mute, "/no/python")
 
 
 def test_the_commands_build_what_they_can_and_list_it(calls, monkeypatch):
