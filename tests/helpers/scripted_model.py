@@ -119,7 +119,11 @@ class Call:
             {"type": "content_block_start", "index": 0, "content_block": empty},
             {"type": "content_block_delta", "index": 0, "delta": delta},
             {"type": "content_block_stop", "index": 0},
-            {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": None}, "usage": usage},
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": reason, "stop_sequence": None},
+                "usage": usage,
+            },
             {"type": "message_stop"},
         ]
         return whole, [(event["type"], event) for event in events]
@@ -183,7 +187,9 @@ def serve(port: int, ends_by_shell: bool) -> tuple[ThreadingHTTPServer, list[dic
             whole, events = call.answer(ends_by_shell)
             if not call.stream:
                 return self._send("application/json", json.dumps(whole).encode())
-            lines = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(e)}\n\n" for name, e in events]
+            lines = [
+                (f"event: {name}\n" if name else "") + f"data: {json.dumps(e)}\n\n" for name, e in events
+            ]
             if call.dialect == "chat":
                 lines.append("data: [DONE]\n\n")
             return self._send("text/event-stream", "".join(lines).encode())

@@ -239,7 +239,7 @@ def test_a_program_that_sends_too_much_or_never_reads_harms_nobody(world: Captur
     assert world.hold_prompts(rollout) >= 200
 
 
-PROGRAM = '''
+PROGRAM = """
 import json, os, subprocess, sys, urllib.request
 messages = [{"role": "user", "content": sys.argv[1]}]
 while True:
@@ -255,7 +255,7 @@ while True:
         output = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
 print("SAID", message["content"])
-'''
+"""
 
 
 def in_sandbox(world: CaptureWorld, plan: list[str], **more: Any) -> str:
