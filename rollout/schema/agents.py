@@ -16,7 +16,7 @@ class AgentAccess(BaseModel):
     api_key: str = Field(repr=False)
     """For calls of the model."""
     reward_key: str = Field(repr=False)
-    """For `POST <base_url>/v1/reward`, which the program itself need not know."""
+    """For `POST <base_url>/v1/reward` and `/v1/finish`, which the program itself need not know."""
     attempt: int
 
     def environment(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ said, for a program does not tell them:
   from before the root: the chain of that message is its parent. A text below 40 characters must be all of the
   message. So is what goes on behind a sub-agent's compaction.
 - `auxiliary`: chains of a root without tools, where others have them; or of one of a single turn that nothing
-  repeats, where it began after the first root and with another first message of a user.
+  repeats, where it began after the first other root and with another first message of a user.
 - `agent`: all else. A later root of it (such as one with another system prompt) has as its parent the chain
   of the agent's turn that came before it.
 
@@ -219,13 +219,11 @@ class _Labels:
                     yield place
 
     def _is_beside_the_task(self, root: int) -> bool:
-        def offers(place: int) -> bool:
-            return self._tree.nodes[place].tools not in ("", "[]")
-
-        if not offers(root) and any(map(offers, self._roots)):
+        equipped = [place for place in self._roots if self._tree.nodes[place].tools not in ("", "[]")]
+        first, text = (equipped or self._roots)[0], self._said[root]
+        if equipped and root not in equipped:
             return True
-        first, text = self._roots[0], self._said[root]
-        if root == first or self._tree.children(root) or self._asks(root) == self._asks(first):
+        if root <= first or self._tree.children(root) or self._asks(root) == self._asks(first):
             return False
         others = (heard for place, heard in enumerate(self._heard) if place != root)
         return not text or not any(text in said for heard in others for _, said in heard)

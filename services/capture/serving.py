@@ -12,6 +12,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -183,7 +184,12 @@ class Service:
             opening = self._task(self._open(caller, dialect, call, body, call_id, retry))
             self._opening[caller, call_id] = opening
             opening.add_done_callback(lambda _: self._opening.pop((caller, call_id), None))
-        return await asyncio.shield(opening)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if not opening.done():
+                self._task(self._unheard(caller, opening))
+            raise
 
     def told(self, caller: Caller, turn: Turn) -> None:
         """The program has got the whole answer."""
@@ -199,6 +205,11 @@ class Service:
         known = await self._looked_up(caller)
         prompt, _, _ = await self._prompt(known, await self._codec(known), call)
         return len(prompt)
+
+    async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
+        """Whoever asked went away before the turn had begun."""
+        with suppress(Refusal):
+            self.orphan(caller, await opening)
 
     async def _looked_up(self, caller: Caller) -> Known:
         """A session as it is now."""
@@ -226,16 +237,17 @@ class Service:
             call_id=call_id,
         )
         ends = time.monotonic() + EARLY_S
-        more: dict[str, Any] = {}
         while True:
-            answer = await self._placements.send(begin(**more))
+            answer = await self._placements.send(begin())
             word = answer["word"]
             if word == "joined":
                 if turn := self._turns.get((caller, answer["call"])):
                     metrics.JOINED.inc()
                     return turn
-                # Ours, and not served: the answer to a former `begin` was lost.
-                more = {"retry": None, "lost": answer["process"] == self.process}
+                if answer["process"] == self.process:
+                    # Redis was not told that it was refused.
+                    await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "internal"))
+                begin = partial(begin, retry=None)
             if word == "early" and time.monotonic() > ends:
                 raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
             if word not in ("joined", "early"):
@@ -540,7 +552,7 @@ class _Shown:
 
 
 def _settled(text: str) -> str:
-    """What of a text stands: its last characters may yet turn out to begin a call, or to be half a character."""
+    """What of a text stands: its last characters may yet begin a call, or be half a character."""
     mark = text.rfind("<", max(0, len(text) - LONGEST_MARK))
     return (text[:mark] if mark >= 0 else text).rstrip("\ufffd").rstrip()
 

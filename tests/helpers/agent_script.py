@@ -3,9 +3,9 @@ tool it is offered, in Qwen3's format.
 
     PLAN: ["echo hello > out.txt", "seq 1 2000", "! all done"]
 
-A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by the turns
-that the prompt holds, so the answer to the same ids is the same, also where some of it is there already. What
-is asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by one
+A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by the
+turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What is
+asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by one
 that carries the rest of the plan on.
 
 For `--script tests.helpers.agent_script:turn` of the fake engine, started with `--tokenizer` and AGENT_TOKENIZER
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,11 @@ def _tokenizer() -> Tokenizer:
 
 def turn(prompt: list[int], number: int) -> list[int]:
     """The rest of the turn that these ids begin."""
+    return rest_of_turn(prompt, says)
+
+
+def rest_of_turn(prompt: list[int], says: Callable[[str], str]) -> list[int]:
+    """The same of a turn whose text another script says."""
     tokenizer = _tokenizer()
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     before, _, begun = text.rpartition(START)

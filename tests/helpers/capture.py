@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ import httpx
 from rollout.schema import Agent, Rollout, RolloutRequest
 from rollout.trajectory import Chain
 from tests.helpers import published
-from tests.helpers.fake_engine import fake_engine
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import Process, Stack, free_port, healthy, wait_until
 
@@ -24,8 +23,12 @@ from tests.helpers.stack import Process, Stack, free_port, healthy, wait_until
 class CaptureWorld:
     stack: Stack
     engine: str
-    captures: list[Process]
     capture_url: str
+    engine_process: Process
+    engine_argv: list[str]
+    captures: list[Process]
+    capture_argv: list[str]
+    factor: float = 1.0
 
     def submit(self, task: dict[str, Any] | None = None, **more: Any) -> tuple[str, Any]:
         """An external rollout, and what its program is given."""
@@ -50,16 +53,35 @@ class CaptureWorld:
     @contextmanager
     def slow_engine(self, factor: float = 500.0) -> Iterator[None]:
         """An engine that takes seconds for a turn."""
-        httpx.post(f"{self.engine}/fault", json={"kind": "slow", "factor": factor})
+        self.slow(factor)
         try:
             yield
         finally:
-            httpx.post(f"{self.engine}/fault", json={"kind": "slow", "factor": 1.0})
+            self.slow(1.0)
 
     def of(self, rollout: Rollout) -> list[dict[str, Any]]:
         """The engine's calls of a rollout's sampled turns."""
         mine = {s.call_id for chain in rollout.trajectory.chains for s in chain.segments if s.sampled}
         return [call for call in self.calls() if call["call_id"] in mine]
+
+    def kill_capture(self, number: int) -> None:
+        """SIGKILL to one of the processes, and another one in its place."""
+        old = self.captures[number]
+        old.kill()
+        self.captures[number] = self.stack.start(old.name, self.capture_argv)
+
+    def kill_engine(self) -> None:
+        """SIGKILL to the engine, and another one in its place, which is as slow."""
+        self.engine_process.kill()
+        argv = self.engine_argv
+        self.engine_process = self.stack.start("engine", argv)
+        wait_until(lambda: healthy(self.engine), 60, "the engine", self.engine_process)
+        self.slow(self.factor)
+
+    def slow(self, factor: float) -> None:
+        """How many times as long each token takes."""
+        self.factor = factor
+        httpx.post(f"{self.engine}/fault", json={"kind": "slow", "factor": factor})
 
     def ended(self, rollout_id: str, timeout_s: float = 60) -> Rollout:
         rollout = self.stack.client.wait(rollout_id, timeout=timeout_s)
@@ -95,25 +117,28 @@ def _calls(chain: Chain) -> Iterator[tuple[str, list[int], list[int]]]:
 
 @contextmanager
 def capture_world(directory: Path, processes: int = 1, **engine: Any) -> Iterator[CaptureWorld]:
-    """Gateway, fleets, so many capture processes on one port, and an engine that follows plans."""
+    """Gateway, fleets, so many capture processes on one port, and an engine that follows plans.
+
+    `engine`: options of the fake one.
+    """
     tokenizer = published.directory("Qwen3", directory)
-    os.environ["AGENT_TOKENIZER"] = str(tokenizer)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    port, engine_port = free_port(), free_port()
+    url, engine_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine_port}"
     options = {"script": "tests.helpers.agent_script:turn", "tokenizer": tokenizer, "max_model_len": 40960}
-    options |= {"vocab_size": 151936, "step_ms": 0.1, "keep": True, **engine}
-    with (
-        tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as sandbox_dir,
-        fake_engine(**options) as server,
-    ):
-        env = {"ROLLOUT_CAPTURE_URL": url, "ROLLOUT_LEASE_S": "10"}
+    options |= {"vocab_size": 151936, "step_ms": 0.1, "port": engine_port, **engine}
+    flags = [str(part) for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    engine_argv = [sys.executable, "-m", "tests.helpers.fake_engine", "--keep", *flags]
+    capture_argv = [sys.executable, "-m", "services.capture", "--port", str(port)]
+    env = {"ROLLOUT_CAPTURE_URL": url, "ROLLOUT_LEASE_S": "10", "AGENT_TOKENIZER": str(tokenizer)}
+    with tempfile.TemporaryDirectory(prefix="rc-", dir="/tmp") as sandbox_dir:
         try:
             with Stack(directory, Path(sandbox_dir), env) as stack:
-                argv = [os.sys.executable, "-m", "services.capture", "--port", str(port)]
-                captures = [stack.start(f"capture{number}", argv) for number in range(processes)]
+                process = stack.start("engine", engine_argv)
+                captures = [stack.start(f"capture{number}", capture_argv) for number in range(processes)]
                 stack.start_workers({stage: stage for stage in ("init", "run", "eval")})
-                stack.client.add_backend(server.url)
+                wait_until(lambda: healthy(engine_url), 60, "the engine", process)
+                stack.client.add_backend(engine_url)
                 wait_until(lambda: healthy(url), 60, "capture", captures[0])
-                yield CaptureWorld(stack, server.url, captures, url)
+                yield CaptureWorld(stack, engine_url, url, process, engine_argv, captures, capture_argv)
         finally:
             stop_host(Path(sandbox_dir))

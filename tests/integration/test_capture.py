@@ -1,4 +1,4 @@
-"""Capture as a service: real Redis, gateway, workers and capture processes, vendors' clients, a scripted engine.
+"""Capture as a service: real Redis, gateway, workers, capture processes and client, a scripted engine.
 
 Every prompt that the engine saw is held, id by id, against what the trajectory says of the call.
 """
@@ -6,7 +6,10 @@ Every prompt that the engine saw is held, id by id, against what the trajectory 
 from __future__ import annotations
 
 import json
+import os
+import random
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -34,6 +37,10 @@ SHELL = {
         },
     },
 }
+
+
+KILLS = int(os.environ.get("CAPTURE_KILLS", "6"))
+"""20 in the long form."""
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +142,7 @@ def test_a_program_that_went_away_gets_the_same_answer_when_it_comes_again(world
     with world.slow_engine():
         with pytest.raises(openai.APITimeoutError):
             chat(openai_client(access, timeout=0.4), messages)
+        time.sleep(1)  # for it to be noticed
         first = chat(openai_client(access), messages)
     assert follow(openai_client(access), answered(messages, first)) == "done"
     world.finish(access)
@@ -281,3 +289,60 @@ def test_a_program_in_the_rollouts_sandbox_is_trained_token_for_token(world: Cap
     assert said == ["2", "1"]
     assert "SAID it is 2" in rollout.trajectory.artifacts["agent.output"]
     assert rollout.metrics["agent_exit_code"] == 0
+
+
+def stubborn(access: Any, plan: list[str], pause_s: float = 0.05) -> str:
+    """A program that streams, and asks again when a call breaks."""
+    messages, broken = asks(plan), 0
+    client = openai_client(access, timeout=20)
+    while True:
+        try:
+            with client.chat.completions.stream(model="m", messages=messages, tools=[SHELL]) as stream:
+                choice = stream.get_final_completion().choices[0]
+        except (openai.APIConnectionError, openai.APIStatusError, openai.APIError, httpx.HTTPError) as error:
+            broken += 1
+            assert broken < 60, error
+            time.sleep(pause_s)
+            continue
+        messages = answered(messages, choice)
+        if not choice.message.tool_calls:
+            return choice.message.content
+
+
+def tree_of(rollout: Any) -> set[tuple[Any, ...]]:
+    """What was asked and sampled in a trajectory, without its names."""
+    tree = set()
+    for chain in rollout.trajectory.chains:
+        before: list[int] = []
+        for segment in chain.segments:
+            if segment.sampled:
+                tree.add((tuple(before), tuple(segment.token_ids)))
+            before += segment.token_ids
+    return tree
+
+
+PLAN = ["echo 1", "echo 2", "! all done after " + "a word and another one " * 40]
+
+
+def test_a_kill_of_capture_or_of_an_engine_in_mid_stream_costs_a_retry_and_nothing_else(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    stubborn(access, PLAN)
+    world.finish(access)
+    undisturbed = world.ended(rollout_id)
+    assert len(tree_of(undisturbed)) == 3
+    chance = random.Random(20)
+    with world.slow_engine(factor=20.0):
+        for number in range(KILLS):
+            rollout_id, access = world.submit()
+            with ThreadPoolExecutor(1) as pool:
+                program = pool.submit(stubborn, access, PLAN)
+                time.sleep(chance.uniform(0.05, 2.0))
+                world.kill_capture(number % len(world.captures)) if number % 3 else world.kill_engine()
+                text = program.result(60)
+            assert text == PLAN[-1].removeprefix("! ").rstrip()
+            world.finish(access)
+            rollout = world.ended(rollout_id)
+            assert tree_of(rollout) == tree_of(undisturbed), number
+            assert rollout.attempt == 1 and rollout.trajectory.receipt.drift == 0
+            calls = [s.call_id for c in rollout.trajectory.chains for s in c.segments if s.sampled]
+            assert len(calls) == len(set(calls)) == 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +18,10 @@ from services.state import keys
 from services.state.capture import nodes
 from services.state.capture.session import Session
 from services.state.capture.store import CaptureStore
+from services.state.redis import connect, is_away
 from services.state.rollouts.store import Finish, RolloutStore
 from services.state.scripts import send_many
+from tests.helpers.stack import RedisServer
 from tests.integration.conftest import emptied
 from tests.integration.test_state import claimed, pass_time, submit
 
@@ -63,9 +68,12 @@ class Captured:
             raise answer
         return SimpleNamespace(**answer)
 
-    def begin(self, call_id, body="b", retry=False, process="p", attempt=1, **more):
-        more |= {"call_id": call_id, "body": body, "retry": retry, "process": process}
-        return self.ask(self.store.begin(self.id, attempt, **more))
+    def begin(self, *args, **more):
+        return self.ask(self.beginning(*args, **more))
+
+    def beginning(self, call_id, body="b", retry=False, process="p", attempt=1):
+        more = {"call_id": call_id, "body": body, "retry": retry, "process": process}
+        return self.store.begin(self.id, attempt, **more)
 
     def add(self, call_id, parent=nodes.ROOT, sampled=1, attempt=1, stored=None, **more):
         stored = stored or node(call_id, parent)
@@ -315,14 +323,27 @@ def test_a_process_lives_for_six_seconds_after_it_said_so(captured):
 
 def test_a_refused_call_may_come_again(captured):
     captured.begin("a")
-    assert captured.fail("a") == captured.fail("b", "unavailable") == "ok"
+    captured.begin("b", "other")
+    assert (
+        captured.fail("a") == captured.fail("b", "unavailable") == captured.fail("b", "unavailable") == "ok"
+    )
     summary = captured.summary
     assert (summary.calls, summary.in_flight) == (0, 0)
     assert summary.refused == {"context": 1, "unavailable": 1}
     assert captured.begin("b", retry=True).call == "b"
     captured.add("b")
     captured.fail("b")
-    assert captured.summary.calls == 1 and "busy" not in captured.summary.refused
+    assert captured.summary.calls == 1 and captured.summary.refused == summary.refused
+
+
+def test_a_begin_that_is_sent_again_is_answered_alike(captured):
+    """As `Placements` does it when the connection is lost before the answer came."""
+    call = captured.beginning("a")
+    first, second = captured.ask(call), captured.ask(call)
+    assert first == second and first.word == "ok" and first.calls == 1
+    another = captured.begin("a")
+    assert (another.word, another.process) == ("joined", "p"), "another request to the same process waits"
+    assert (captured.summary.calls, captured.summary.retries) == (1, 1)
 
 
 def test_a_program_that_repeats_itself_for_ever_fills_nothing(captured):
@@ -431,3 +452,220 @@ def test_a_full_redis_takes_no_turns_and_lets_sessions_end(client, rollouts):
     finally:
         client.config_set("maxmemory", 0)
     assert [turn.call_id for turn in captured.nodes] == ["a"] and captured.summary.calls == 1
+
+
+# -- any order of events ---------------------------------------------------------------------------
+
+
+@dataclass
+class One:
+    """A call of the model below."""
+
+    body: str
+    process: str
+    away: bool = False
+    place: int | None = None
+    told: bool = False
+
+
+@dataclass
+class Model:
+    """What a session is, in as few words as there are."""
+
+    most_calls: int
+    calls: dict[str, One] = field(default_factory=dict)
+    """By their first ids."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Further ids of a call, which may be refused and begun again."""
+    latest: dict[str, str] = field(default_factory=dict)
+    answers: list[str] = field(default_factory=list)
+    living: set[str] = field(default_factory=set)
+    retries: int = 0
+    refused: int = 0
+    limited: int = 0
+
+    def first(self, call_id):
+        while call_id not in self.calls and call_id in self.names:
+            call_id = self.names[call_id]
+        return call_id
+
+    def begin(self, call_id, body, retry, process):
+        first = self.first(call_id)
+        if first not in self.calls and (known := self.calls.get(self.latest.get(body))) is not None:
+            lost = known.place is None and known.process not in self.living
+            if retry or known.away or lost or (known.place is not None and not known.told):
+                first = self.names[call_id] = self.latest[body]
+        if first in self.calls:
+            call = self.calls[first]
+            self.retries += 1
+            if call.place is not None:
+                return "again", call.place, first
+            if call.process in self.living | {process}:
+                call.away = False
+                return "joined", None, first
+        elif len(self.calls) >= self.most_calls:
+            self.limited += 1
+            return "limit", None, None
+        else:
+            first = call_id
+            call = self.calls[first] = One(body, process)
+        call.process, call.away = process, False
+        self.latest[call.body] = first
+        self.living.add(process)
+        return "ok", None, first
+
+    def add(self, call_id):
+        first = self.first(call_id)
+        call = self.calls[first]
+        if call.place is None:
+            call.place, call.away = len(self.answers), False
+            self.answers.append(first)
+        return "ok", call.place
+
+    def note(self, event, call_id):
+        call = self.calls.get(self.first(call_id))
+        if event == "told" and call and call.place is not None:
+            call.told = True
+        elif event == "orphan" and call and call.place is None:
+            call.away = True
+        elif event == "fail" and call and call.place is None:
+            self.refused += 1
+            del self.calls[self.first(call_id)]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_any_order_of_events_is_as_a_small_model_says(client, rollouts, seed):
+    dice = random.Random(seed)
+    captured, model = Captured(client, rollouts, most_calls=12), Model(12)
+    for _ in range(150):
+        call_id, body = f"c{dice.randrange(16)}", f"b{dice.randrange(4)}"
+        process, retry = f"p{dice.randrange(3)}", dice.random() < 0.3
+        event = dice.choices(["begin", "add", "told", "orphan", "fail", "die"], [8, 5, 3, 2, 1, 1])[0]
+        if event == "begin":
+            answer = captured.begin(call_id, body, retry, process)
+            told = answer.word, getattr(answer, "node", None), getattr(answer, "call", None)
+            assert told == model.begin(call_id, body, retry, process)
+            client.persist(keys.capture_alive(process))  # a slow machine ends nobody
+        elif event == "add" and model.first(call_id) in model.calls:
+            first = model.first(call_id)
+            answer = captured.add(call_id, dice.randrange(-1, len(model.answers)), stored=node(first))
+            assert (answer.word, answer.node) == model.add(call_id)
+        elif event in ("told", "orphan", "fail"):
+            model.note(event, call_id)
+            asked = captured.fail(call_id, "busy") if event == "fail" else getattr(captured, event)(call_id)
+            assert asked == "ok"
+        elif event == "die":
+            captured.die(process)
+            model.living.discard(process)
+        summary, flying = captured.summary, [call for call in model.calls.values() if call.place is None]
+        assert summary.in_flight == sum(call.process in model.living for call in flying)
+        assert (summary.calls, summary.nodes) == (len(model.calls), len(model.answers))
+        assert (summary.retries, summary.limited) == (model.retries, model.limited)
+        assert (summary.sampled, sum(summary.refused.values())) == (len(model.answers), model.refused)
+    ids = [turn.call_id for turn in captured.nodes]
+    assert ids == model.answers and len(set(ids)) == len(ids)
+
+
+# -- a Redis that is killed ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    """Redis of the test's own, and a rollout in RUN there."""
+    servers = [RedisServer(tmp_path)]
+    client = connect(servers[0].url)
+    yield servers, Captured(client, RolloutStore(client, Settings(redis_url=servers[0].url, lease_s=300)))
+    servers[-1].stop()
+
+
+def lose(servers, since):
+    """Kill Redis and start it again without what it did last; `since`: sizes of its files before that."""
+    servers[-1].crash()
+    for file, size in since.items():
+        with file.open("r+b") as written:
+            written.truncate(size)
+    servers.append(servers[-1].restarted())
+
+
+def kept(servers):
+    """The sizes of the append-only files with all that was answered."""
+    servers[-1].client.config_set("appendfsync", "always")
+    files = list(servers[-1].directory.rglob("*.incr.aof"))
+    assert files
+    return {file: file.stat().st_size for file in files}
+
+
+def test_what_a_killed_redis_has_lost_is_added_again(mortal):
+    servers, captured = mortal
+    captured.answered("a")
+    captured.begin("b", "b")
+    since = kept(servers)
+    captured.add("b", parent=0)
+    captured.told("b")
+    captured.begin("c", "c")
+    captured.add("c", parent=1, parent_call="b")
+    captured.begin("d", "d")
+    lose(servers, since)
+    assert captured.summary.nodes == 1
+    behind = captured.add("d", parent=2, parent_call="c")
+    assert (behind.word, behind.at) == ("behind", 1)
+    # Another process's call has the place meanwhile: the parent's name tells it.
+    captured.begin("x", "x", process="q")
+    assert captured.add("x", parent=0).node == 1
+    assert captured.add("c", parent=1, parent_call="b").word == "behind"
+    assert captured.add("b", parent=0, parent_call="a").node == 2
+    assert captured.add("c", parent=2, parent_call="b").node == 3
+    assert captured.add("d", parent=3, parent_call="c").node == 4
+    assert [(turn.call_id, turn.parent) for turn in captured.nodes] == [
+        ("a", -1), ("x", 0), ("b", 0), ("c", 2), ("d", 3),
+    ]  # fmt: skip
+    summary = captured.summary
+    assert (summary.calls, summary.sampled, summary.in_flight) == (5, 5, 0)
+
+
+def test_a_session_whose_opening_was_lost_is_opened_again(mortal):
+    servers, captured = mortal
+    since = kept(servers)
+    captured.client.delete(keys.capture(captured.id, 1))
+    since = kept(servers)
+    captured.open()
+    captured.begin("a")
+    lose(servers, since)
+    assert captured.begin("a").word == captured.add("a").word == "early" and captured.summary is None
+    assert captured.open() == "ok" and captured.add("a").node == 0
+    assert captured.summary.calls == 1
+
+
+def test_calls_while_redis_is_killed_have_one_node_each(mortal):
+    servers, captured = mortal
+    calls = 150
+
+    def patiently(asked):
+        while True:
+            try:
+                return captured.ask(asked)
+            except redis.RedisError as error:
+                # Where it is killed twice in one call, the second one has forgotten the scripts again.
+                assert is_away(error) or isinstance(error, redis.exceptions.NoScriptError), error
+                time.sleep(0.02)
+
+    def call(n):
+        name = f"c{n}"
+        begun = patiently(captured.beginning(name, f"b{n}", process=f"p{n % 3}"))
+        assert begun.word == "ok"
+        for asked in (
+            captured.store.add(captured.id, 1, name, node(name), nodes.ROOT, 1),
+            captured.store.told(captured.id, 1, name),
+        ):
+            assert patiently(asked).word == "ok"
+
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(call, n) for n in range(calls)]
+        for _ in range(2):
+            time.sleep(0.05)
+            servers[-1].crash()
+            servers.append(servers[-1].restarted())
+        for one in running:
+            one.result()
+    assert sorted(turn.call_id for turn in captured.nodes) == sorted(f"c{n}" for n in range(calls))
+    assert (captured.summary.calls, captured.summary.sampled) == (calls, calls)

@@ -17,6 +17,7 @@ from services.engines.describe import describe
 from services.state.backends.store import BackendStore
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.fake_language import FakeLanguage
+from tests.helpers.heap import backend
 from tests.helpers.long_forms import CHAOS
 from workers.agent.llm import BrokenCall, session
 from workers.agent.placement import Placements
@@ -192,3 +193,36 @@ def test_ids_that_were_seen_of_weights_that_fail_their_canary_fail_the_call(stor
     assert isinstance(error, BrokenCall) and "do not count" in str(error)
     assert told == truth(1).token_ids[: len(told)]
     assert "failed" in store.get("engine").error
+
+
+def test_what_became_of_the_weights_that_a_backend_had(store):
+    """What a call that broke off, and has not said which weights its ids are from, is given for them."""
+
+    async def kept(*events):
+        placements, placed = Placements(store), store.get("engine")
+        loop = asyncio.get_running_loop()
+        for at, (does, *args) in enumerate(events):
+            if at == 0:
+                does(*args)
+            else:
+                loop.call_later(0.2 * at, does, *args)
+        began = loop.time()
+        return await placements.kept(placed), round(loop.time() - began, 1)
+
+    def fares(*events):
+        store.remove("engine")
+        store.put(backend("engine").model_copy(update={"policy_version": "v1"}))
+        return asyncio.run(asyncio.wait_for(kept(*events), PATIENCE_S))
+
+    away = (lambda: store.fail("engine", "does not answer", by="health"),)
+    pause, resume = (store.pause, "engine"), (store.resume, "engine")
+    assert fares((int,))[0] is True
+    assert fares(away)[0] is True, "that it died says nothing about its weights"
+    assert fares((store.set_version, "engine", "v2"))[0] is None
+    assert fares((store.remove, "engine"))[0] is None
+    assert fares((store.fail, "engine", "canary failed"))[0] is False
+    updated, waited = fares(pause, (store.set_version, "engine", "v2"), resume)
+    assert updated is None and waited >= 0.4
+    assert fares(pause, (int,), resume)[0] is True, "an update that failed before it began"
+    assert fares(pause, away, (store.fail, "engine", "no answer"), resume)[0] is False
+    assert fares(pause, away, resume)[0] is False, "it died before its canary"

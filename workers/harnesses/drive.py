@@ -14,8 +14,8 @@ from rollout.schema import EXTERNAL, RolloutRequest, Stage
 from rollout.trajectory import FinishReason
 from sandbox.client import ExecResult
 from sandbox.spec import BindSpec
+from services.capture.chains import build
 from services.settings import Settings
-from services.state.capture.chains import build
 from services.state.capture.nodes import decode
 from services.state.capture.session import MODEL, Session, key_of
 from services.state.capture.store import CaptureStore, Summary

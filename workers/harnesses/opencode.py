@@ -9,6 +9,8 @@ from workers.harnesses.starting import fed, instruction_file, npm_program
 
 PROVIDER = "rollout"
 """Not `openai`: for that name it takes another API, and settings of its own."""
+INSTALLED = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
+"""It installs what its configuration needs, unless a lock file names it beside a directory of modules."""
 ANSWER_SHARE = 4
 """The answer may take one part in so many of the context."""
 
@@ -58,5 +60,11 @@ class Opencode(Harness):
             **job.env,
         }
         path = instruction_file(job.home)
-        files = {path: job.instruction, f"{job.home}/.config/opencode/opencode.json": json.dumps(config)}
+        home = f"{job.home}/.config/opencode"
+        files = {
+            path: job.instruction,
+            f"{home}/opencode.json": json.dumps(config),
+            f"{home}/package-lock.json": json.dumps(INSTALLED),
+            f"{home}/node_modules/.keep": "",
+        }
         return Launch(fed(argv, path), env, files, (".local/share/opencode",))

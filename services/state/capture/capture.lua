@@ -35,8 +35,9 @@ local function known(s, id)
   if first then return known(s, first) end
   if not entry then return end
   local digest, word, told = entry:match('^(%S+) (%S+)(.*)$')
-  return {id = id, digest = digest, word = word, place = tonumber(word), told = told ~= '',
-    process = redis.call('HGET', s.key, 'flying:' .. id) or nil}
+  local token, process = (redis.call('HGET', s.key, 'flying:' .. id) or ''):match('^(%S+) (.*)$')
+  return {id = id, digest = digest, word = word, place = tonumber(word), told = told ~= '', token = token,
+    process = process}
 end
 
 local function enter(s, call, word) redis.call('HSET', s.calls, 'call:' .. call.id, call.digest .. ' ' .. word) end
@@ -99,12 +100,12 @@ function operations.begin(ask)
   local s, refusal = session(ask)
   if not s then return refusal end
   local call = repeated(s, ask)
-  if call then
+  -- With its token it is sent anew, for the connection was lost.
+  if call and call.token ~= ask.token then
     though_full()
     if ask.retry ~= nil then redis.call('HINCRBY', s.key, 'retries', 1) end
     if call.place then return {word = 'again', call = call.id, node = call.place} end
-    local own = call.process == ask.process
-    if own and not ask.lost or not own and lives(call.process) then
+    if call.process == ask.process or lives(call.process) then
       enter(s, call, 'begun')
       return {word = 'joined', call = call.id, process = call.process}
     end
@@ -120,7 +121,7 @@ function operations.begin(ask)
   call = call or {id = ask.call, digest = ask.body}
   enter(s, call, 'begun')
   redis.call('HSET', s.calls, 'body:' .. call.digest, call.id)
-  redis.call('HSET', s.key, 'flying:' .. call.id, ask.process)
+  redis.call('HSET', s.key, 'flying:' .. call.id, ask.token .. ' ' .. ask.process)
   operations.alive(ask)
   keep(s)
   return {word = 'ok', call = call.id, fence = s.fence, nodes = redis.call('LLEN', s.nodes), session = s.text,
@@ -165,11 +166,9 @@ function operations.note(ask)
   local place = call and call.place
   if ask.word == 'told' and place then enter(s, call, place .. ' told') end
   if ask.word == 'orphan' and call and not place then enter(s, call, 'orphan') end
-  if ask.kind and not place then
+  if ask.kind and call and not place then
     redis.call('HINCRBY', s.key, 'refused:' .. ask.kind, 1)
     redis.call('HSET', s.key, 'fault', ask.kind)
-  end
-  if ask.kind and call and not place then
     redis.call('HDEL', s.calls, 'call:' .. call.id)
     redis.call('HDEL', s.key, 'flying:' .. call.id)
     redis.call('HINCRBY', s.key, 'calls', -1)
@@ -196,7 +195,7 @@ function operations.summary(ask)
   for i = 1, #flat, 2 do
     local kind, rest = flat[i]:match('^(%l+):(.*)$')
     if kind == 'refused' then its.refused[rest] = flat[i + 1] end
-    if kind == 'flying' and lives(flat[i + 1]) then its.in_flight = its.in_flight + 1 end
+    if kind == 'flying' and lives(flat[i + 1]:match(' (.*)$')) then its.in_flight = its.in_flight + 1 end
     if not kind then its[flat[i]] = flat[i + 1] end
   end
   return its

@@ -78,15 +78,7 @@ class CaptureStore:
         return msgspec.convert(its, Summary, strict=False) if "session" in its else None
 
     def begin(
-        self,
-        rollout_id: str,
-        attempt: int,
-        *,
-        call_id: str,
-        body: str,
-        retry: bool | None,
-        process: str,
-        lost: bool = False,
+        self, rollout_id: str, attempt: int, *, call_id: str, body: str, retry: bool | None, process: str
     ) -> Call:
         """A program calls the model.
 
@@ -94,15 +86,14 @@ class CaptureStore:
             body: Digest of what it sent (hexadecimal).
             retry: Whether its SDK says that this is one; None: it waits since it was answered `joined`.
             process: A name that no other process has or had; see `alive`.
-            lost: Whether that process has the call by what Redis says, and does not serve it.
 
         The answers: `ok` with the `call` to answer, perhaps an earlier one whose process is lost, `fence`,
         `nodes` (their number), `session`, `calls`, `sampled`; `again` with `call` and `node`, the place of
-        its answer; `joined` with the `call` under way and its `process`; `limit` with `why` and `answered`
-        (times).
+        its answer; `joined` with the `call` under way and its `process`, which by `fail` gives up one that it
+        does not know; `limit` with `why`, `answered` (times). The same `Call` sent again is answered alike.
         """
-        ask = {"call": call_id, "body": body, "retry": retry, "process": process, "lost": lost}
-        return self._call("begin", rollout_id, attempt, **ask)
+        ask = {"call": call_id, "body": body, "retry": retry, "process": process}
+        return self._call("begin", rollout_id, attempt, **ask, token=secrets.token_hex(8))
 
     def look(self, rollout_id: str, attempt: int) -> Call:
         """What `begin` would say of `nodes` and `session`, of a call that is none."""

@@ -82,6 +82,7 @@ class Capture:
                 seen += segment.token_ids
             assert chain.parent != number and (chain.parent is None or 0 <= chain.parent < len(chains))
         if chains:
+            assert chains[-1].role in TRAINED
             assert all(s.sampled for s in chains[-1].segments if s.call_id)
         # Parents lead to a chain that has none.
         for chain in chains:
@@ -255,6 +256,12 @@ def test_calls_beside_the_task_are_auxiliary(capture):
     chains, receipt = capture.chains()
     assert table(chains) == [("auxiliary", None), ("auxiliary", None), ("agent", None)]
     assert receipt.share_delivered < 1
+
+
+def test_the_first_call_with_tools_is_the_agents_though_others_came_before(capture):
+    capture.call([user("Is this a new topic?")], "yes", tools=[])
+    capture.call(START, "Done.")
+    assert table(capture.chains()[0]) == [("auxiliary", None), ("agent", None)]
 
 
 def test_where_no_call_has_tools_they_make_no_difference(capture):

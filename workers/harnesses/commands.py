@@ -1,0 +1,84 @@
+"""`rollout harness`: build the pack of agent programs and list it; an entry point of `rollout.commands`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from sandbox import paths
+from workers.harnesses import catalogue, pack
+
+err = Console(stderr=True)
+
+
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in catalogue.names() if name.startswith(incomplete)]
+
+
+@click.group()
+def harness() -> None:
+    """Build and list the agent programs that rollouts can be driven by."""
+
+
+@harness.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=_complete)
+@click.option(
+    "--python", metavar="PROGRAM", help="Python 3.12 or newer to copy. [default: one of this machine]"
+)
+@click.option("--force", is_flag=True, help="Make anew what is there.")
+def build(names: tuple[str, ...], python: str | None, force: bool) -> None:
+    """Install the programs NAME (default: all) from npm and PyPI, for sandboxes to show read-only.
+
+    What is there already stays as it is. One that cannot be installed is named, and the others are.
+    """
+    failed = []
+    for name in names or catalogue.names():
+        begun = time.monotonic()
+        try:
+            found = catalogue.find(name)
+            with err.status(f"{name} …") if err.is_terminal else err:
+                made = pack.build(
+                    found, lambda line: err.print(line, style="dim"), python=python, force=force
+                )
+        except (pack.PackError, catalogue.UnknownHarness) as error:
+            click.echo(f"{name}: FAILED: {error}", err=True)
+            failed.append(name)
+            continue
+        own = pack.part(found)
+        took = f"built in {time.monotonic() - begun:.0f} s" if made else "there already"
+        click.echo(f"{name} {own.version}: {took}" if own else f"{name}: nothing to build")
+    if closed := paths.sandbox_user() and paths.closed_to_others(pack.directory()):
+        click.echo(f"WARNING: sandboxes of root are another user's, who may not enter {closed}", err=True)
+    if failed:
+        raise click.ClickException(f"could not be built: {', '.join(failed)}; see above")
+
+
+@harness.command("list")
+@click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
+def list_(as_json: bool) -> None:
+    """List the harnesses, the versions that are pinned, and what of them is built."""
+    rows = []
+    for name in catalogue.names():
+        row = {"name": name, "version": None, "packages": [], "built": False, "error": None}
+        try:
+            if own := pack.part(catalogue.find(name)):
+                row |= {"version": own.version, "packages": list(own.packages), "built": own.built}
+            else:
+                row["built"] = True
+        except (pack.PackError, catalogue.UnknownHarness) as error:
+            row["error"] = str(error)
+        rows.append(row)
+    if as_json:
+        click.echo(json.dumps({"directory": str(pack.directory()), "harnesses": rows}))
+        return
+    table = Table("name", "version", "built", "packages", box=None, pad_edge=False)
+    for row in rows:
+        built = row["error"] or ("yes" if row["built"] else "no")
+        table.add_row(row["name"], row["version"] or "–", built, " ".join(row["packages"]))
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe a row is a line
+    click.echo(f"in {pack.directory()}")

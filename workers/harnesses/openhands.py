@@ -1,0 +1,54 @@
+"""OpenHands, by its SDK: its default agent without a browser, whose last word ends the run."""
+
+from __future__ import annotations
+
+from workers.harnesses.base import Harness, Job, Launch
+from workers.harnesses.starting import PYTHON, instruction_file, site
+
+RUN = '''\
+"""OpenHands on one instruction: run.py INSTRUCTION_FILE WORKSPACE TRANSCRIPTS, model from LLM_* variables."""
+
+import sys
+from pathlib import Path
+
+from openhands.sdk import LLM, Conversation
+from openhands.sdk.conversation.state import ConversationExecutionStatus
+from openhands.tools.preset.default import get_default_agent
+
+instruction, workspace, transcripts = sys.argv[1:]
+conversation = Conversation(
+    agent=get_default_agent(LLM.load_from_env(), cli_mode=True),
+    workspace=workspace,
+    persistence_dir=transcripts,
+    visualizer=None,
+    delete_on_close=False,
+)
+conversation.send_message(Path(instruction).read_text(encoding="utf-8"))
+conversation.run()
+ended = conversation.state.execution_status
+conversation.close()
+print(ended.value)
+sys.exit(ended is not ConversationExecutionStatus.FINISHED)
+'''
+"""A program of ours, for the SDK has none."""
+
+
+class OpenHands(Harness):
+    name = "openhands"
+    packages = ("pypi:openhands-sdk", "pypi:openhands-tools")
+
+    def launch(self, job: Job) -> Launch:
+        program, path, transcripts = f"{job.home}/run.py", instruction_file(job.home), "conversations"
+        argv = (PYTHON, site(self.name), program, path, job.workspace, f"{job.home}/{transcripts}")
+        env = {
+            "LLM_MODEL": f"openai/{job.model}",
+            "LLM_BASE_URL": f"{job.base_url}/v1",
+            "LLM_API_KEY": job.key,
+            "LLM_TIMEOUT": str(int(job.timeout_s)),
+            "LLM_MAX_INPUT_TOKENS": str(job.context_tokens),
+            "ALLOW_SHORT_CONTEXT_WINDOWS": "true",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            **job.env,
+        }
+        return Launch(argv, env, {path: job.instruction, program: RUN}, (transcripts,))
