@@ -39,8 +39,8 @@ setup-slurm: setup ## unpack Slurm without root, for the virtual cluster of the 
 demo: setup ## run 64 real rollouts, show them, leave nothing running (SANDBOX=local-unsafe: without isolation)
 	@$(BIN)/rollout demo $(if $(SANDBOX),--sandbox-runtime $(SANDBOX))
 
-train-demo: setup-trainer ## train the demo model with GRPO for 150 steps; ends with a picture and two numbers (docs/training.md)
-	@$(BIN)/python examples/train.py --algorithm $(or $(ALGORITHM),grpo) --steps $(or $(STEPS),150) $(TRAIN_ARGS)
+train-demo: setup-trainer ## train the demo model with GRPO for 150 steps (AGENT=examples/agents/calculator_agent.py: driven by that program); ends with a picture and two numbers (docs/training.md)
+	@$(BIN)/python examples/train.py --algorithm $(or $(ALGORITHM),grpo) --steps $(or $(STEPS),150) $(if $(AGENT),--agent $(AGENT)) $(TRAIN_ARGS)
 
 up: setup ## start the whole service on this machine
 	@$(BIN)/rollout up

@@ -33,7 +33,7 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
 from examples.demo_model.task import make_tasks  # noqa: E402
-from examples.training import losses  # noqa: E402
+from examples.training import agents, losses  # noqa: E402
 from examples.training.actor import Actor  # noqa: E402
 from examples.training.data import Rows, Sample, collate, is_informative, samples_of, scored  # noqa: E402
 from examples.training.feed import Collected, Feed, Plan, read_lines  # noqa: E402
@@ -42,13 +42,15 @@ from examples.training.service import own_service  # noqa: E402
 from rollout.batch import Verdict  # noqa: E402
 from rollout.client import Client  # noqa: E402
 from rollout.policy import Canary, UpdateState  # noqa: E402
-from rollout.schema import Limits, RolloutRequest  # noqa: E402
+from rollout.schema import EXTERNAL, Agent, Limits, RolloutRequest  # noqa: E402
 
 DEMO_MODEL = ROOT / "examples" / "demo_model" / "checkpoint"
 CANARY_TEXT = "37 times 85 is 3145; 3145 over 37 is 85; 85 plus 37 minus 3145"
 TOLERANCE = 1e-3
 """Nats by which a backend may differ on the canary; float32 against float32 differs by 1e-5."""
 TASK_DRAW = 256
+PROGRAM_S = 300.0
+"""Seconds of RUN for a rollout that a program drives, its wait for a place among --at-once included."""
 PLOT_EVERY = 10
 DEFAULTS = {
     # groups, n, filters, prompts at hand, gradient steps a batch, learning rate
@@ -226,7 +228,11 @@ class Trainer:
                 ]
                 rng.shuffle(tasks)
             limits = Limits(max_turns=self.args.max_turns, max_response_tokens=self.args.max_tokens)
-            yield from (RolloutRequest(handler=self.args.handler, task=task, limits=limits) for task in tasks)
+            how = {"handler": self.args.handler, "limits": limits}
+            if self.args.agent:
+                limits.run_timeout_s = PROGRAM_S
+                how |= {"agent": Agent(harness=EXTERNAL), "tags": [self.run]}
+            yield from (RolloutRequest(task=task, **how) for task in tasks)
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -297,6 +303,7 @@ def _shown(value: float | None, form: str) -> str:
 def settings_of(args: argparse.Namespace) -> dict:
     """What makes two runs the same run; the number of steps may grow."""
     left_out = {"out", "url", "backend", "report", "steps", "device", "sandbox_runtime", "micro_batch"}
+    left_out |= {"at_once"} if args.agent else {"at_once", "ask"}
     return {
         name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
         for name, value in vars(args).items()
@@ -310,8 +317,11 @@ def train(args: argparse.Namespace, client: Client, console: Console) -> Trainer
         # The processors belong to the rollouts; on busy ones, threads that wait for each other cost a lot.
         torch.set_num_threads(1)
     trainer = Trainer(args, client)
+    programs: AbstractContextManager[None] = nullcontext()
+    if args.agent:
+        programs = agents.driven(client, trainer.run, args.agent, args.ask, args.at_once)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+    with programs, Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
         task = bar.add_task(args.algorithm, total=args.steps, completed=trainer.step, note="")
         note = ""
         while trainer.step < args.steps:
@@ -322,7 +332,7 @@ def train(args: argparse.Namespace, client: Client, console: Console) -> Trainer
             bar.update(task, completed=trainer.step, note=note)
             if trainer.step % PLOT_EVERY == 0:
                 plot(trainer.log.rows, args.out / "progress.png", f"{args.algorithm}, {trainer.run}")
-    trainer.feed.close(trainer.step)
+        trainer.feed.close(trainer.step)
     return trainer
 
 
@@ -348,6 +358,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, default=DEMO_MODEL, help="checkpoint to start from [the demo model]")
     add("--handler", default="calculator")
     add("--tasks", type=Path, help="JSON lines, a task each [the calculator's]")
+    add("--agent", type=Path, help="program that drives the rollouts [the service's own loop]")
+    add("--ask", default="question", help="field of a task that is the program's question")
+    add("--at-once", type=int, default=8, help="programs that run beside each other")
     add("--url", help="gateway of a service that runs [a service of its own]")
     add("--backend", help="LLM server for the service of its own [the embedded one]")
     add("--sandbox-runtime", help="auto, apptainer, bubblewrap or local-unsafe")

@@ -24,6 +24,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -34,6 +35,7 @@ from msgspec.msgpack import Decoder
 from pydantic_core import from_json
 
 from rollout.schema import Chain, Trajectory
+from rollout.schema.trajectory import TRAINED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,14 +120,28 @@ class Record(Struct, frozen=True):
             WireError: The document is damaged.
             ValidationError: It is no trajectory.
         """
-        try:
-            text = zlib.decompress(self.document) if isinstance(self.document, bytes) else self.document
-            document = from_json(text)
+        with self._opened() as document:
             for chain, record in zip(document["chains"], self.chains, strict=True):
                 record.fill(chain["segments"])
-        except (zlib.error, ValueError, KeyError, TypeError) as error:
-            raise WireError(f"the document of a record is damaged: {error}") from error
         return Trajectory.model_validate(document)
+
+    def roles(self) -> list[str]:
+        """What each chain was for.
+
+        Raises:
+            WireError: The document is damaged.
+        """
+        with self._opened() as document:
+            return [chain.get("role", "agent") for chain in document["chains"]]
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        try:
+            yield from_json(
+                zlib.decompress(self.document) if isinstance(self.document, bytes) else self.document
+            )
+        except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WireError(f"the document of a record is damaged: {error}") from error
 
 
 def is_record(stored: bytes) -> bool:
@@ -387,6 +403,16 @@ class Arrays(ChainArrays):
     def of(cls, trajectory: Trajectory) -> Arrays:
         """The arrays of a trajectory that came as lists; this copies."""
         return cls(decode(encode(trajectory)))
+
+    @cached_property
+    def trained(self) -> list[ChainArrays]:
+        """The chains to learn from: something was sampled in them, and their roles are trained.
+
+        Roles are in the document, which is read where there are several chains: one alone is the agent's.
+        """
+        roles = self.record.roles() if len(self.chains) > 1 else ["agent"]
+        pairs = zip(self.chains, roles, strict=True)
+        return [chain for chain, role in pairs if role in TRAINED and chain.loss_mask.any()]
 
     def trajectory(self) -> Trajectory:
         """The whole trajectory, messages too, with Python lists."""

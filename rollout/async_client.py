@@ -20,6 +20,7 @@ from rollout.errors import Unavailable, WaitTimeout
 from rollout.http import Polls, present
 from rollout.schema import (
     AckResponse,
+    AgentAccess,
     BatchRequest,
     Group,
     ResultPage,
@@ -125,6 +126,14 @@ class AsyncClient(AsyncService):
         filters = present(state=state, handler=handler, group_id=group_id, tag=tag)
         filters |= present(limit=limit, cursor=cursor, tenant=tenant)
         return await self.fetch(RolloutPage, "GET", "/v1/rollouts", params=filters)
+
+    async def agent(self, rollout_id: str) -> AgentAccess:
+        """Where a program that runs elsewhere finds the model, and its keys of the current attempt.
+
+        `submit` tells those of the first one. The status of an `ApiError` is 410 once the rollout has ended,
+        and 409 where another harness than `external` drives it.
+        """
+        return await self.fetch(AgentAccess, "GET", f"/v1/rollouts/{quote(rollout_id)}/agent")
 
     async def cancel(self, rollout_id: str) -> dict[str, Any]:
         """Cancel a rollout: `{"id", "state", "cancelling"}`. Harmless when it has ended."""

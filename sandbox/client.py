@@ -15,6 +15,7 @@ from sandbox import connection, journal, transfer
 from sandbox.connection import Address, BlockingConnection
 from sandbox.errors import SandboxRequestError
 from sandbox.journal import Journal
+from sandbox.tunnel import Tunnel
 from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
 
 REPLY_GRACE_S = 15.0
@@ -395,6 +396,10 @@ class SandboxClient:
         """
         reply = await self._ask("changed_tree", transfer.PIECE_TIMEOUT_S, path=path)
         return TreeChanges([TreeEntry(**entry) for entry in reply["changed"]], reply["removed"])
+
+    def tunnel(self, host: str, port: int) -> Tunnel:
+        """The way out: requests to a loopback port inside are led to this address for as long as it lasts."""
+        return Tunnel(self._address, host, port)
 
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""

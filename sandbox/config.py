@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sandbox import paths
 from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.room import Floors
 from sandbox.runtimes import AUTO, RUNTIMES
@@ -55,7 +56,9 @@ class HostConfig:
     them, besides the host's own; services name their run directories.
     """
     binds: tuple[AllowedBind, ...] = ()
-    """`ROLLOUT_SANDBOX_BINDS`: `PATH:ro` or `PATH:rw`, separated by commas."""
+    """`ROLLOUT_SANDBOX_BINDS`: `PATH:ro` or `PATH:rw`, separated by commas; and `paths.pack_dir()`, always,
+    read-only.
+    """
     warm: int = 4
     """`ROLLOUT_SANDBOX_WARM`: started sandboxes kept ready for each kind that was asked for; 0 = none."""
     warm_total: int = 16
@@ -81,7 +84,8 @@ class HostConfig:
                 given[field.name] = _PARSERS.get(field.name, _range)(text)
             except ValueError as error:
                 raise SandboxError(f"{name}={text!r}: {error}") from error
-        return cls(**given)
+        pack = AllowedBind(paths.pack_dir().resolve(), writable=False)
+        return cls(**given | {"binds": (*given.get("binds", ()), pack)})
 
     def limits(self, request: Limits) -> Limits:
         """What a request is held to. Raises SandboxRequestError when it asks for more than the node gives."""

@@ -43,6 +43,11 @@ def image_dir() -> Path:
     return Path(value).resolve() if value else rollout_home() / "images"
 
 
+def pack_dir() -> Path:
+    """Programs that the operator has built for sandboxes: `harnesses` in `ROLLOUT_HOME`."""
+    return rollout_home() / "harnesses"
+
+
 def tool_path() -> str:
     """PATH that also finds what the set-up scripts unpacked privately; the machine's own tools come first."""
     private = (rollout_home() / "apptainer").resolve()  # set-up may have put it where others may enter

@@ -31,6 +31,8 @@ _PATTERNS = (
     (re.compile(r"(?i)((?:password|passwd|secret|api_?key|token)=)[^&\s'\";,)]+"), rf"\1{MASK}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}"), rf"\1 {MASK}"),
     (re.compile(r"\b(rlt_[0-9a-f]{12})_[0-9A-Za-z]+"), rf"\1_{MASK}"),
+    # Of an attempt. With the rollout's id: that may end as a key does.
+    (re.compile(r"(rl[mw]-[0-9]{1,9}-)[0-9A-Za-z._:%-]+"), rf"\1{MASK}"),
 )
 
 _identity: dict[str, Any] = {}

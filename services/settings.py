@@ -155,6 +155,17 @@ class Settings(BaseModel):
     node_min_free_memory_mb: int = Field(
         1024, ge=0, description="The same for memory that the node, or the job's cgroup, can still give."
     )
+    capture_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Address of capture as programs reach it; empty = there is none.",
+    )
+    capture_processes: int = Field(
+        1,
+        ge=0,
+        description="Processes of capture that `rollout up`, or the head of a Slurm service, runs where "
+        "`ROLLOUT_CAPTURE_URL` names none; 0 = no program can drive a rollout there.",
+    )
     backend_load: str = Field(
         "tokens",
         pattern="^(tokens|rollouts)$",

@@ -31,6 +31,7 @@ from workers.agent.placement import Placements, PromptSizes
 from workers.agent.replay import Action, ReplayRouter
 from workers.agent.router import BackendRouter, Router
 from workers.agent.turns import TurnLog
+from workers.errors import TaskError
 from workers.evaluate import evaluate
 from workers.handlers.base import AgentHandler
 from workers.held import Held
@@ -92,6 +93,9 @@ class Server(Placements):
     async def trusted(self, backend_id: str, version: str | None) -> bool:
         return True
 
+    async def kept(self, backend: Backend) -> bool | None:
+        return True
+
 
 Model = Actions | Server
 """Where the turns come from; its `router` is the way of one RUN to them."""
@@ -143,7 +147,9 @@ class _Episode:
 
     # -- what a stage asks for -----------------------------------------------------------------
 
-    def handler(self, name: str) -> AgentHandler[Any]:
+    def handler(self, request: RolloutRequest) -> AgentHandler[Any]:
+        if request.agent is not None:
+            raise TaskError("agent: a program drives turns where there is a whole service alone")
         return self._runner.handler
 
     def router(self, claim: Claim) -> Router:

@@ -34,7 +34,7 @@ async def run_turns(run: StageRun) -> Finish:
     agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools, log)
     agent.metrics.update(claim.metrics)
     more = {"metrics": agent.metrics, "artifacts": agent.trajectory.artifacts, "agent": agent}
-    ctx = run.context(RunContext, spent_s=log.spent_before_s, **more)
+    ctx = run.context(RunContext, fence=claim.fence, spent_s=log.spent_before_s, **more)
     if claim.turns:
         text = f"RUN goes on at turn {log.turns + 1}"
         run.log.info(text)

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -78,6 +79,8 @@ class Sandboxes:
         self.booted = False
         self.own_id: str | None = None
         """Id of the rollout's own sandbox, where it was booted here."""
+        self.shown: tuple[BindSpec, ...] = ()
+        """Places of the operator's that the own sandbox shows, whatever the tenant may mount."""
 
     async def boot(
         self,
@@ -107,7 +110,8 @@ class Sandboxes:
             SandboxError: It did not start; the message carries the runtime's own words.
         """
         more = {"env": env or {}, "files": files or {}, "binds": tuple(binds), "ipython": ipython}
-        info = await self._start(await self._spec(ctx, image, network, limits, **more))
+        spec = await self._spec(ctx, image, network, limits, **more)
+        info = await self._start(replace(spec, binds=(*self.shown, *spec.binds)))
         record = SandboxRecord(
             id=info.id,
             runtime=info.runtime,

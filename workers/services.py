@@ -63,7 +63,7 @@ class WorkerServices:
         self.fleet = FleetStore(self.redis)
         self.dispatcher = Dispatcher(app, self.store)
         self.handlers = Registry(settings)
-        self.handler, self.tenant, self.note = self.handlers.get, self.tenants.get, self.store.note
+        self.handler, self.tenant, self.note = self.handlers.of, self.tenants.get, self.store.note
         self.host = HostClient()
         self._connection = LoopConnection(settings.redis_url)
         self.placements = Placements(self.backends, self._connection)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import redis
 import structlog
 
-from rollout.schema import ErrorInfo, Stage, State
+from rollout.schema import ErrorInfo, RolloutRequest, Stage, State
 from rollout.trajectory import FinishReason
 from sandbox.client import SandboxClient
 from sandbox.errors import ImageError, RuntimeUnavailable, SandboxError
@@ -60,7 +60,7 @@ class StageServices(SandboxServices, Protocol):
 
     prompts: PromptSizes
 
-    def handler(self, name: str) -> AgentHandler[Any]: ...
+    def handler(self, request: RolloutRequest) -> AgentHandler[Any]: ...
     def router(self, claim: Claim) -> Router: ...
     def turn_log(self, claim: Claim, held: Held) -> TurnLog: ...
     def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]: ...
@@ -93,7 +93,7 @@ class StageRun:
         Raises:
             UnknownHandler: This worker does not carry it.
         """
-        return self.services.handler(self.claim.request.handler)
+        return self.services.handler(self.claim.request)
 
     @property
     def can_pass_on(self) -> bool:

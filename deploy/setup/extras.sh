@@ -21,7 +21,7 @@ extras_of() {
     case "$1" in
         bench) echo bench ;;
         tasks) echo math,stem,reasoning-gym,swe,datasets ;;
-        trainer) echo trainer,trl ;;
+        trainer) echo trainer,trl,agents ;;
         sources) echo dev ;;
         *) die "there is no ${1:-empty name}: bench, tasks, trainer or sources" ;;
     esac

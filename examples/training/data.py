@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.adapters.base import usable
+from rollout.adapters.base import teaches, usable
 from rollout.batch import Group
 from rollout.schema import Rollout
 
@@ -41,23 +41,27 @@ def is_informative(group: Group) -> bool:
 
 
 def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]]) -> list[Sample]:
-    """A sample for every chain with something sampled; all chains of a rollout share its advantage."""
+    """A sample for every chain to learn from; all chains of a rollout share its advantage.
+
+    A group's mean is over its rollouts, and the loss is a mean over tokens, each of which is sampled in one
+    chain: so a rollout of several chains counts as one chain of their length would.
+    """
     rollouts = scored(group)
     rewards = [float(rollout.reward) for rollout in rollouts]
     samples = []
     for rollout, reward, advantage in zip(rollouts, rewards, advantages(rewards), strict=True):
-        for chain in rollout.trajectory.chains:
+        for chain in filter(teaches, rollout.trajectory.chains):
             prompt = [False] * len(chain.prompt_ids)
-            sample = Sample(
-                token_ids=chain.token_ids,
-                sampled=prompt + [bool(bit) for bit in chain.loss_mask],
-                logprobs=[0.0] * len(prompt) + chain.logprobs,
-                versions=[None] * len(prompt) + chain.policy_versions,
-                reward=reward,
-                advantage=advantage,
+            samples.append(
+                Sample(
+                    token_ids=chain.token_ids,
+                    sampled=prompt + [bool(bit) for bit in chain.loss_mask],
+                    logprobs=[0.0] * len(prompt) + chain.logprobs,
+                    versions=[None] * len(prompt) + chain.policy_versions,
+                    reward=reward,
+                    advantage=advantage,
+                )
             )
-            if any(sample.sampled):
-                samples.append(sample)
     return samples
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def tensor_dict(rollout: Rollout, *, step_of: StepOf = step_of) -> dict[str, np.ndarray] | None:
     """`input_ids`, `loss_mask`, `logprobs`, `versions`, `attention_mask` (1 × tokens) and `rewards` (1).
 
-    Of the last chain in which something was sampled. `versions` is -1 on what was not. None for a rollout
+    Of the last chain to learn from. `versions` is -1 on what was not sampled. None for a rollout
     that must not be learned from, which AReaL then leaves out.
 
     Raises:
@@ -28,11 +28,10 @@ def tensor_dict(rollout: Rollout, *, step_of: StepOf = step_of) -> dict[str, np.
     if not usable(rollout):
         return None
     try:
-        chains = rollout.arrays.chains
+        # A later one ends in a prompt that may be what did not fit.
+        arrays = rollout.arrays.trained[-1]
     except LookupError:
         return None
-    # A later one ends in a prompt that may be what did not fit.
-    arrays = next(chain for chain in reversed(chains) if chain.loss_mask.any())
     prompt = arrays.prompt_tokens
     # The last place is for -1, not sampled, which indexes it from the end.
     steps = np.array([*map(step_of, arrays.versions), -1], np.int64)

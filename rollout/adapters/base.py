@@ -4,6 +4,9 @@ One rule for all: a dropped rollout was not judged, and one without a sampled to
 policy, so neither is ever a reward, nor ends a step (`usable`). A trainer that can leave a row out does not
 get it. One that wants a row for every rollout gets one with a mask of zeros (`weightless` where nothing was
 sampled), and for its reward none, or the mean of the others in its group: no baseline shifts (`rewards`).
+
+Chains that were `discarded`, or `auxiliary` to the task, are nobody's sample. Of the others each sampled
+token is in one alone, and all have their rollout's reward and advantage: a group counts rollouts, not chains.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rollout.schema import Chain, FinishReason, Rollout, Trajectory
+from rollout.schema.trajectory import TRAINED
 
 TRUNCATED = frozenset(
     {
@@ -53,13 +57,18 @@ def usable(rollout: Rollout) -> bool:
 
 
 def _silent(rollout: Rollout) -> bool:
-    """Whether its trajectory is not kept, or nothing was sampled in it. One not fetched is not looked at."""
+    """Whether its trajectory is not kept, or has no chain to learn from. One not fetched is not looked at."""
     if rollout.trajectory is not None:
-        return not any(s.sampled for chain in rollout.trajectory.chains for s in chain.segments)
+        return not any(map(teaches, rollout.trajectory.chains))
     arrays = rollout.__dict__.get("arrays")
     if arrays is None:
         return rollout.trajectory_dropped is not None
-    return not any(chain.loss_mask.any() for chain in arrays.chains)
+    return not arrays.trained
+
+
+def teaches(chain: Chain) -> bool:
+    """Whether something was sampled in it, and for a role that is trained."""
+    return chain.role in TRAINED and any(segment.sampled for segment in chain.segments)
 
 
 def trajectory_of(rollout: Rollout) -> Trajectory | None:
@@ -73,7 +82,7 @@ def trajectory_of(rollout: Rollout) -> Trajectory | None:
 
 
 def samples(rollout: Rollout) -> list[Sample]:
-    """Its chains in which something was sampled; none where no model call was made."""
+    """Its chains to learn from, in which something was sampled; none where no model call was made."""
     trajectory = trajectory_of(rollout)
     chains = [] if trajectory is None else trajectory.chains
     keep = int(usable(rollout))
@@ -88,12 +97,12 @@ def samples(rollout: Rollout) -> list[Sample]:
             policy_versions=chain.policy_versions,
         )
         for chain in chains
-        if any(segment.sampled for segment in chain.segments)
+        if teaches(chain)
     ]
 
 
 def last_sample(rollout: Rollout) -> Sample:
-    """The last chain in which something was sampled, for trainers that take one row a rollout.
+    """The last chain to learn from, for trainers that take one row a rollout.
 
     Without one it is a row that weighs nothing: two ids that every vocabulary has, neither sampled. The
     prompt is not in it, for it may be what did not fit.

@@ -54,7 +54,7 @@ def masked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_of(rollout: Rollout) -> list[dict[str, Any]]:
-    """The items of the last chain in which something was sampled.
+    """The items of the last chain to learn from.
 
     Those of a rollout that must not be learned from have no tokens, and an item that weighs nothing follows:
     NeMo RL takes rows with the same first prompt for a group, and counts masked ones in its mean.

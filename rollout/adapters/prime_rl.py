@@ -18,6 +18,8 @@ def training_samples(
 ) -> list[dict[str, Any]]:
     """Arguments of `TrainingSample`, one a chain; none for a dropped rollout, which teaches nothing.
 
+    prime-rl's loss weighs tokens: a rollout of many chains weighs as one chain of as many sampled tokens.
+
     Args:
         advantage: Of the rollout, for every token that was sampled; see `base.advantages`. None = none is
             set, which prime-rl's trainer takes only where a sample's weights for RL are 0.

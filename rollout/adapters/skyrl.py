@@ -16,6 +16,7 @@ def generator_output(
 
     Args:
         step_wise: A row for every chain, `is_last_step` set on a rollout's last; else the last chain alone.
+            SkyRL takes a group's advantages from the last rows, one a rollout, and gives them to the others.
         trajectory_id: SkyRL's class `TrajectoryID`; without it the ids are dicts.
     """
     rows: list[tuple[Rollout, Sample, float, bool]] = []

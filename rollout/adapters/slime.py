@@ -8,19 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.adapters.base import TRUNCATED, Sample, rewards, samples, usable, weightless
+from rollout.adapters.base import TRUNCATED, Sample, advantages, rewards, samples, usable, weightless
 from rollout.schema import Rollout, State
 
 
-def sample_dicts(group: Sequence[Rollout], *, group_index: int, first_index: int = 0) -> list[dict[str, Any]]:
+def sample_dicts(
+    group: Sequence[Rollout], *, group_index: int, first_index: int = 0, centred: bool = False
+) -> list[dict[str, Any]]:
     """One `Sample` a chain; the chains of a rollout share `rollout_id`, by which slime weighs them as one.
 
     Args:
         group_index: Number of the prompt.
         first_index: Number of the group's first rollout; samples and rollouts count on from it.
+        centred: Give advantages for rewards, each rollout counted once in its group's mean. It goes with
+            `--disable-rewards-normalization`: slime itself takes the mean of a batch's samples as soon as one
+            rollout has several.
     """
     rows = []
-    for number, (rollout, reward) in enumerate(zip(group, rewards(group), strict=True), first_index):
+    values = advantages(group) if centred else rewards(group)
+    for number, (rollout, reward) in enumerate(zip(group, values, strict=True), first_index):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
         for sample in samples(rollout) or [weightless()]:
             place = {"group_index": group_index, "index": first_index + len(rows), "rollout_id": number}

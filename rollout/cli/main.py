@@ -21,7 +21,7 @@ from rollout.cli.batches import batches
 from rollout.cli.completion import completion, with_example
 from rollout.cli.plan import plan_command
 from rollout.cli.policy import policy
-from rollout.cli.rollouts import cancel, list_, show, status, watch
+from rollout.cli.rollouts import agent, cancel, list_, show, status, watch
 from rollout.cli.tasks import fetch, submit, tasks
 from rollout.cli.top import top
 from rollout.errors import RolloutError
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 for _command in (
-    *(archive, backends, batches, cancel, completion, fetch, list_, plan_command, policy),
+    *(agent, archive, backends, batches, cancel, completion, fetch, list_, plan_command, policy),
     *(show, status, submit, tasks, top, watch),
 ):
     main.add_command(_command)

@@ -1,8 +1,9 @@
-"""`rollout status|list|show|watch|cancel`: look at rollouts, and end them."""
+"""`rollout status|list|show|watch|agent|cancel`: look at rollouts, drive one, and end them."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from contextlib import suppress
 
@@ -112,6 +113,18 @@ def watch(tag: str | None, seconds: float | None, as_json: bool, url: str | None
             cursor = page.cursor
             for rollout in page.rollouts:
                 show_view(render.ended_line(rollout), rollout, as_json)
+
+
+@click.command()
+@click.argument("rollout_id", metavar="ID", shell_complete=complete_ids)
+@json_option
+@url_option
+def agent(rollout_id: str, as_json: bool, url: str | None) -> None:
+    """Print what a program of yours needs to drive a rollout, for `eval`; --json has the reward's key."""
+    with connect(url) as client:
+        access = client.agent(rollout_id)
+    lines = (f"export {name}={shlex.quote(value)}" for name, value in access.environment().items())
+    click.echo(access.model_dump_json() if as_json else "\n".join(lines))
 
 
 @click.command()

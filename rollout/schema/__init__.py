@@ -1,5 +1,6 @@
 """The contract of the HTTP API (pydantic models), shared by gateway, workers and client; a noun a file."""
 
+from rollout.schema.agents import *  # noqa: F403
 from rollout.schema.backends import *  # noqa: F403
 from rollout.schema.base import *  # noqa: F403
 from rollout.schema.batches import *  # noqa: F403

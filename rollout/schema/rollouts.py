@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from rollout.schema.agents import AgentAccess
 from rollout.schema.base import (
     MAX_INT32,
     MAX_INT53,
@@ -143,8 +144,8 @@ class Agent(Strict):
     harness: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     """How it is started: `claude_code`, `codex`, …, `command`; `external` = by the caller, anywhere."""
     command: Items[Annotated[str, Field(max_length=100_000)]] | None = Field(default=None, max_length=256)
-    """Of `command`: the program and its arguments, of which `{instruction}`, `{base_url}`, `{key}` and `{model}`
-    are filled in."""
+    """Of `command`: the program and its arguments; `{instruction}`, `{base_url}`, `{key}` and `{model}` are
+    filled in."""
     env: dict[str, Annotated[str, Field(max_length=10_000)]] = Field(default_factory=dict, max_length=64)
     """Further variables of the program's environment."""
 
@@ -215,6 +216,8 @@ class Submitted(BaseModel):
     state: State
     created: bool
     """False: the same id with the same body was there already."""
+    agent: AgentAccess | None = None
+    """Of the first attempt, where the harness is `external`; `GET /v1/rollouts/<id>/agent` has later ones."""
 
 
 class SubmitResponse(BaseModel):

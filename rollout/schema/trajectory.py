@@ -22,6 +22,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 ChainRole = Literal["agent", "sub_agent", "compaction", "auxiliary", "discarded"]
 """What a chain was for: the agent's own turns, those of an agent that it started, a summary of a history that
 was to be forgotten, calls beside the task (a title, a topic), and what was sampled and never used."""
+TRAINED: frozenset[ChainRole] = frozenset({"agent", "sub_agent", "compaction"})
+"""Roles of chains that are to be learned from."""
 
 
 class FinishReason(StrEnum):
@@ -157,8 +159,8 @@ class Chain(BaseModel):
     segments: list[Segment] = Field(default_factory=list)
     role: ChainRole = "agent"
     parent: int | None = None
-    """Place among the trajectory's chains of the one that it left, or that started it. What it shares with that
-    one was sampled there, and is given here: each sampled id has loss in one chain alone."""
+    """Place among the trajectory's chains of the one that it left, or that started it. What it shares with
+    that one was sampled there, and is given here: each sampled id has loss in one chain alone."""
 
     def append(self, segment: Segment) -> None:
         """Add a segment; the only way a chain grows.
@@ -230,7 +232,7 @@ class Receipt(BaseModel):
     share_delivered: float = 1.0
     """Share of the sampled tokens that are in chains to be trained on."""
     digest: str = ""
-    """SHA-256, chained over the calls in order: of each the digest before, the ids sent and the ids sampled."""
+    """SHA-256 chained over the calls in order: of the digest before, the ids sent and the ids sampled."""
 
 
 class Trajectory(BaseModel):

@@ -42,6 +42,7 @@ class Server:
         self._operations = {}
         self._workspace = workspace
         self._loading = threading.Lock()
+        self._bridge = None
         terminal = Terminal(shell, ipython.while_all_end)
         self._ledger = Ledger()
         self._add(self, self._ledger, terminal, ipython, programs, Trees(workspace))
@@ -73,7 +74,10 @@ class Server:
                     request = wire.receive(connection)
                     if request is None:
                         return
-                    wire.send(connection, self._answer(request, connection))
+                    reply = self._answer(request, connection)
+                    if connection.fileno() < 0:
+                        return  # an operation has taken it over
+                    wire.send(connection, reply)
             except (OSError, ValueError, wire.FrameTooLarge):
                 return  # the peer is gone or speaks something else; others are not disturbed
 
@@ -93,6 +97,16 @@ class Server:
             return _failure("SandboxRequestError", error)
         except ServerError as error:
             return _failure(error.kind, error)
+
+    def op_listen(self, request, connection):
+        """The bridge's, which comes with the first of these: most sandboxes need none."""
+        with self._loading:
+            if self._bridge is None:
+                from bridge import Bridge
+
+                self._bridge = Bridge(int(request["port"]))
+                self._add(self._bridge)
+        return self._bridge.op_listen(request, connection)
 
     def op_ping(self, request, connection):
         return {"shell_pid": self._shell.pid(), "uptime_s": time.monotonic() - self._started}

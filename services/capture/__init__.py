@@ -1,1 +1,1 @@
-"""Model calls of programs that know nothing of us: the dialects that they speak, and a tree of turns a rollout."""
+"""Model calls of programs that know nothing of us: their dialects, and a tree of turns a rollout."""

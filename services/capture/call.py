@@ -29,10 +29,23 @@ class Refusal(Exception):
     """A call that is not answered by the model. Each dialect says it in its own way; `context` has one of its
     own in all of them, by which programs know that they must shorten their history."""
 
-    def __init__(self, kind: Kind, message: str, *, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        retry_after_s: int | None = None,
+        tokens: int = 0,
+        most_tokens: int = 0,
+    ) -> None:
+        """Args:
+        tokens, most_tokens: Of a prompt that is too long, and what there is room for: dialects tell both.
+        """
         super().__init__(message)
         self.kind: Kind = kind
         self.retry_after_s = retry_after_s
+        self.tokens = tokens
+        self.most_tokens = most_tokens
 
     @property
     def status(self) -> int:
@@ -74,10 +87,10 @@ class Answer:
 
 
 class Stream(ABC):
-    """The answer to one streamed call, as bytes in order: begin, then deltas and heartbeats, then end or fail.
+    """The answer to one streamed call, as bytes in order: begin, deltas and heartbeats, then end or fail.
 
-    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn is
-    written.
+    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn
+    is written.
     """
 
     @abstractmethod

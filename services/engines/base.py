@@ -58,7 +58,7 @@ class Completion:
     logprobs: list[float]
     """Natural log-probabilities, finite and at most 0, one per id."""
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop` or `length`; `cut` of a piece behind which the stream broke off."""
     spans: list[tuple[str | None, int, int]]
     """Policy version of the ids from start to end (exclusive), in order and without gaps."""
     cached_tokens: int | None = None

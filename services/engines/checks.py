@@ -41,7 +41,7 @@ class Verdict:
         *,
         token_ids: list[int],
         logprobs: list[float],
-        finish_reason: str,
+        finish_reason: str | None,
         stop_reason: Any,
         spans: list[Span] | None,
         cached_tokens: Any,
@@ -54,6 +54,8 @@ class Verdict:
         """A checked `Completion`; without spans all ids get the version that the backend had before the call.
 
         Args:
+            finish_reason: None = a stream that broke off here. It has no end to check, and without spans its
+                ids have no version.
             stop_reason: The id that ended the call, if the answer names it.
             usage: Counts of `prompt_tokens` and `completion_tokens`; what is None is not told.
             echoes: What the answer repeats of the call, as pairs of `id` or `prompt` and the value.
@@ -66,26 +68,46 @@ class Verdict:
         """
         if finish_reason in BEFORE_ITS_TIME:
             raise CallAborted(f"backend {self._backend.id}: the call ended with {finish_reason!r}")
-        if finish_reason not in ("stop", "length"):
+        if finish_reason not in ("stop", "length", None):
             self._broken(f"{finish_reason!r:.100} is no reason for which a call ends")
-        self._echoes(echoes)
-        self._ids(token_ids)
-        if len(logprobs) != len(token_ids):
-            self._broken(f"{len(token_ids)} ids with {len(logprobs)} log-probs")
-        if logged is not None and logged != token_ids:
-            self._broken("the log-probs are of other ids than those sampled")
+        if not token_ids:
+            self._broken("no token was sampled")
+        checked = self.part([], token_ids=token_ids, logprobs=logprobs, echoes=echoes, logged=logged)
         self._usage(usage, len(token_ids))
-        self._end(token_ids, finish_reason, stop_reason, short_is_odd)
+        if finish_reason is not None:
+            self._end(token_ids, finish_reason, stop_reason, short_is_odd)
         self._experts(routed_experts, len(token_ids))
         return Completion(
             self._request.call_id,
             token_ids,
-            checked_logprobs(self._backend, logprobs),
-            finish_reason,
-            self._spans(spans, len(token_ids)),
+            checked,
+            finish_reason or "cut",
+            self._spans(spans, len(token_ids), finish_reason and self._backend.policy_version),
             self._cached(cached_tokens),
             routed_experts,
         )
+
+    def part(
+        self,
+        before: list[int],
+        *,
+        token_ids: list[int],
+        logprobs: list[float],
+        echoes: Iterable[tuple[str, Any]],
+        logged: list[int] | None = None,
+    ) -> list[float]:
+        """The log-probs of ids that follow those before, once nothing is wrong with them.
+
+        Raises:
+            BrokenAnswer: Something is.
+        """
+        self._echoes(echoes)
+        self._ids(token_ids, before)
+        if len(logprobs) != len(token_ids):
+            self._broken(f"{len(token_ids)} ids with {len(logprobs)} log-probs")
+        if logged is not None and logged != token_ids:
+            self._broken("the log-probs are of other ids than those sampled")
+        return checked_logprobs(self._backend, logprobs)
 
     def _broken(self, what: str) -> None:
         raise BrokenAnswer(f"backend {self._backend.id}: {what}")
@@ -100,20 +122,18 @@ class Verdict:
             if name == "prompt" and value != self._request.prompt:
                 self._broken("the answer is to another prompt than was sent")
 
-    def _ids(self, token_ids: list[int]) -> None:
+    def _ids(self, token_ids: list[int], before: list[int]) -> None:
         request = self._request
-        if not token_ids:
-            self._broken("no token was sampled")
         most = min(request.max_tokens, self._backend.max_model_len - len(request.prompt))
-        if len(token_ids) > most:
-            self._broken(f"{len(token_ids)} ids were sampled where {most} had room")
-        if request.vocab_size is not None and max(token_ids) >= request.vocab_size:
+        if len(before) + len(token_ids) > most:
+            self._broken(f"{len(before) + len(token_ids)} ids were sampled where {most} had room")
+        if request.vocab_size is not None and max(token_ids, default=0) >= request.vocab_size:
             self._broken(
                 f"id {max(token_ids)} is outside the vocabulary of {request.vocab_size}; if the model has "
                 "it, set the backend's `tokenizer` to the model's own directory, with its config.json"
             )
         stops = request.stops
-        early = next((token for token in token_ids[:-1] if token in stops), None)
+        early = next((token for token in [*before[-1:], *token_ids][:-1] if token in stops), None)
         if early is not None:
             self._broken(f"ids follow the stop id {early}")
 
@@ -138,9 +158,9 @@ class Verdict:
         if short_is_odd and len(token_ids) < most:
             self._broken(f"the call was cut at {len(token_ids)} ids, and {most} had room")
 
-    def _spans(self, spans: list[Span] | None, length: int) -> list[Span]:
+    def _spans(self, spans: list[Span] | None, length: int, untold: str | None) -> list[Span]:
         spans = [span for span in spans or [] if span[2] != span[1]]
-        spans = spans or [(self._backend.policy_version, 0, length)]
+        spans = spans or [(untold, 0, length)]
         edges = [0, *(end for _, _, end in spans)]
         ordered = all(start < end for _, start, end in spans)
         if not ordered or [start for _, start, _ in spans] != edges[:-1] or edges[-1] != length:

@@ -14,10 +14,11 @@ class SGLang(Engine):
     """`POST /generate` with `input_ids`.
 
     A seed takes effect only in a server started with `--enable-deterministic-inference`. Log-probs are of the
-    logits divided by the temperature, before top-p and top-k.
+    logits divided by the temperature, before top-p and top-k. It is never asked for a stream: whether an
+    event repeats what came before depends on how the server was started.
     """
 
-    def generate(self, request: SampleRequest) -> Call:
+    def generate(self, request: SampleRequest, *, stream: bool = False) -> Call:
         body = {
             "rid": request.call_id,
             "input_ids": request.prompt,

@@ -20,12 +20,14 @@ class _Vllm(Engine):
 
     path: str
 
-    def generate(self, request: SampleRequest) -> Call:
+    def generate(self, request: SampleRequest, *, stream: bool = False) -> Call:
         params = self._sampling(request, max_tokens="max_tokens", seed="seed")
         params["logprobs"] = 0  # of the sampled token alone
         body = self._body(request.prompt, params) | {"request_id": request.call_id}
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         return Call(self.path, body)
 
     def score(self, token_ids: list[int]) -> Call:
@@ -34,17 +36,20 @@ class _Vllm(Engine):
         return Call(self.path, self._body(token_ids, params) | {"cache_salt": SCORE_SALT})
 
     def _fields(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        choice, usage = the_choice(answer), answer.get("usage") or {}
+        choice = the_choice(answer)
         return {
             "token_ids": as_ids(choice["token_ids"]),
-            "finish_reason": choice["finish_reason"] or "abort",
+            "finish_reason": choice["finish_reason"],
             "stop_reason": choice.get("stop_reason"),
-            "usage": usage,
-            # vLLM: only with `--enable-prompt-tokens-details`.
-            "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             "routed_experts": choice.get("routed_experts"),
+            **_counts(answer),
             **self._own_fields(answer, choice, choice.get("logprobs") or {}),
         }
+
+    def _event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        # Each has the ids since the one before, with their log-probs. The one with the end also has the
+        # weights of all ids; the counts come behind it, without a choice.
+        return self._fields(event) if event["choices"] else _counts(event)
 
     def _scores(self, answer: Mapping[str, Any], token_ids: list[int]) -> list[float]:
         # Per id an object `{"<id>": {"logprob"}}`, and null for the first id.
@@ -69,6 +74,14 @@ class _Vllm(Engine):
         """Where this format has the log-probs of the prompt."""
 
 
+def _counts(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer says of its size."""
+    usage = answer.get("usage") or {}
+    # vLLM: only with `--enable-prompt-tokens-details`.
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return {"usage": usage, "cached_tokens": cached}
+
+
 class VllmGenerate(_Vllm):
     """`POST /inference/v1/generate`."""
 
@@ -88,7 +101,7 @@ class VllmGenerate(_Vllm):
         return {
             "logged": as_ids(entry["token_id"] for entry in entries),
             "logprobs": as_numbers(entry["logprob"] for entry in entries),
-            "spans": as_spans(choice.get("weight_versions") or []),
+            "spans": as_spans(choice.get("weight_versions") or []) or None,
             "echoes": [("id", answer.get("request_id")), ("prompt", answer.get("prompt_token_ids"))],
         }
 

@@ -23,6 +23,7 @@ _PROBLEMS = {
     403: "The key, or its tenant, may not do this",
     404: "There is none, or not for this tenant",
     409: "Not with what is there already",
+    410: "It has ended",
     413: "The body is too large",
     415: "The body is not declared as JSON",
     429: "Over quota, or too much that waits for this tenant; Retry-After says when to try again",

@@ -49,6 +49,7 @@ def check_submission(
     gate.tasks.check(named)
     refuse(_too_large(named, gate.settings.max_group_bytes, n))
     refuse(_undeliverable(named, gate.settings, gate.webhook_addresses))
+    refuse(_without_capture(named, gate.tasks.handlers(), gate.settings))
 
 
 class TaskChecker:
@@ -174,3 +175,23 @@ def _undeliverable(named: Named, settings: Settings, addresses: AllowedAddresses
             except AddressRefused as error:
                 message = str(error)
         yield FieldError(field=f"{prefix}webhook.url", message=message)
+
+
+def _without_capture(
+    named: Named, handlers: Mapping[str, HandlerInfo], settings: Settings
+) -> Iterator[FieldError]:
+    """Agents whose calls nobody would answer. Whether a harness can be started, only its worker knows."""
+    for prefix, request in named:
+        if request.agent is None:
+            continue
+        info = handlers.get(request.handler)
+        if not settings.capture_url:
+            message = (
+                "no program can drive a rollout here: the operator has set no ROLLOUT_CAPTURE_URL; leave "
+                "`agent` out for the service's own loop"
+            )
+        elif info and not info.uses_model:
+            message = f"handler {info.name!r} asks no model, so no program can drive it; leave `agent` out"
+        else:
+            continue
+        yield FieldError(field=f"{prefix}agent", message=message)

@@ -141,6 +141,7 @@ class Stack:
         env = self._environment(options, port)
         self._prepare_compat(options, env)
         self._prepare_flower(options, settings, env)
+        capture = self._prepare_capture(options, settings, host, env)
         env["ROLLOUT_REDIS_URL"] = self._start_redis(env)
         self._make_key(env["ROLLOUT_REDIS_URL"], private=options.private_ports)
         if not os.environ.get(redis.URL_VARIABLE):
@@ -153,6 +154,8 @@ class Stack:
         gateway = self._spawn(parts.gateway(), env)
         slots = {stage: parts.slots_of(stage, options.slots) for stage in STAGES}
         fleets = [self._spawn(parts.fleet(stage, slots[stage], settings.node), env) for stage in STAGES]
+        for part in capture:
+            self._spawn(part, env)
         backend = self._start_backend(options, env)
         monitor = None
         if record.flower_url:
@@ -162,6 +165,8 @@ class Stack:
 
         self._check_sandbox(sandbox, begun, required=options.require_sandbox)
         self._await(gateway, f"{record.url}/health", begun, record.url)
+        for part in capture:
+            self._await_capture(part, env["ROLLOUT_CAPTURE_URL"], begun)
         with self._telling("the fleets still start"):
             self._supervisor.wait_for(fleets[0], self._fleets_missing, START_TIMEOUT_S, fleets[1:])
         text = ", ".join(f"{stage} {count}" for stage, count in slots.items())
@@ -261,6 +266,20 @@ class Stack:
         env.update(flower.environment(file, Path(settings.flower_db or self.dir / "flower.db")))
         env.setdefault(flower.URL_VARIABLE, self.record.flower_url)
 
+    def _prepare_capture(
+        self, options: Options, settings: Settings, host: str, env: dict[str, str]
+    ) -> list[Part]:
+        """Its processes, to be started, and their address for gateway and workers; none where there is one.
+
+        Args:
+            host: By which others reach what listens on the gateway's address.
+        """
+        if settings.capture_url or not settings.capture_processes:
+            return []
+        port = self._port(parts.CAPTURE, parts.CAPTURE_PORT, options)
+        env["ROLLOUT_CAPTURE_URL"] = f"http://{host}:{port}"
+        return parts.capture(settings.gateway_host, port, settings.capture_processes)
+
     def _start_redis(self, env: dict[str, str]) -> str:
         choice, begun = redis.choose(), time.monotonic()
         if choice.url:
@@ -355,6 +374,11 @@ class Stack:
         self.record.save(self._file)
         return part
 
+    def _await_capture(self, part: Part, url: str, begun: float) -> None:
+        with self._telling(f"{part.name} still starts; its log: {part.log}"):
+            self._supervisor.wait_for(part, lambda: parts.unheard(part, url), START_TIMEOUT_S)
+        self._done(part.name, begun, url)
+
     def _await(self, part: Part, url: str, begun: float, text: str) -> None:
         with self._telling(f"{part.name} still starts; its log: {part.log}"):
             self._supervisor.wait_for(part, lambda: answers(url), START_TIMEOUT_S)
@@ -416,6 +440,9 @@ class Stack:
             if record.sandbox_dir:
                 self._hand_back(record, by_name["gateway"].env if "gateway" in by_name else {})
                 _stop_sandbox_host(Path(record.sandbox_dir), self.say)
+            # No program in a sandbox calls it any more; those elsewhere get the answers under way.
+            capture = [name for name in by_name if name.startswith(parts.CAPTURE)]
+            ended += stop([by_name[name] for name in capture], record.grace_s + END_S)
             for names in (("flower", "backend", "gateway"), ("redis",)):
                 ended += stop([by_name[name] for name in names if name in by_name], END_S)
             strays = end_marked(record.mark, 3.0)

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
 import requests
 
 from rollout import account
@@ -21,6 +23,9 @@ from services.launch.supervisor import Part
 from services.settings import Settings
 
 STAGES = tuple(stage.value for stage in Stage)
+CAPTURE = "capture"
+"""Name of its first process; further ones have a number."""
+CAPTURE_PORT = 8090
 SLOTS = {"init": 16, "eval": 16}
 """Rollouts at once unless somebody says otherwise; of RUN as the settings have it. Starting a sandbox is work
 for the machine, so more at once would only make each slower."""
@@ -44,6 +49,14 @@ def gateway() -> Part:
     return Part(
         "gateway", [sys.executable, "-m", "gunicorn", "-c", config, "services.gateway.app:create_app()"]
     )
+
+
+def capture(host: str, port: int, processes: int) -> list[Part]:
+    """Its processes, which share a port."""
+    command = [sys.executable, "-m", "services.capture", "--host", host, "--port", str(port)]
+    return [
+        Part(CAPTURE if number == 1 else f"{CAPTURE}-{number}", command) for number in range(1, processes + 1)
+    ]
 
 
 def fleet(stage: str, slots: int, node: str, number: str = "") -> Part:
@@ -113,6 +126,18 @@ def answers(url: str | None) -> str | None:
     except requests.RequestException as error:
         return text_of(error)
     return None if status < 400 else f"it answers {status}"
+
+
+def unheard(part: Part, url: str) -> str | None:
+    """None when a part listens at the URL itself, and it answers; else why not. Others may share the port."""
+    port = urlsplit(url).port
+    try:
+        connections = part.process.net_connections("tcp") if part.process else []
+    except psutil.Error as error:
+        return str(error)
+    if not any(it.status == psutil.CONN_LISTEN and it.laddr.port == port for it in connections):
+        return f"it does not listen on port {port}"
+    return answers(f"{url}/health")
 
 
 def port_is_free(host: str, port: int) -> bool:

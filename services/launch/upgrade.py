@@ -44,10 +44,12 @@ class Upgrade:
         self._begun = time.monotonic()
 
     def begin(self) -> None:
-        """Everything is due: who reads messages and records before who writes them, so the gateway late."""
+        """Everything is due: who reads messages, records and turns before who writes them, so the gateway
+        late."""
         names = {part.name for part in self._record.parts}
         fleets = [f"{stage} fleet" for stage in reversed(parts.STAGES)]
-        self._record.due = [name for name in (*fleets, "gateway", "flower") if name in names]
+        capture = sorted(name for name in names if name.startswith(parts.CAPTURE))
+        self._record.due = [name for name in (*fleets, *capture, "gateway", "flower") if name in names]
         self._record.told, self._record.trouble = [], ""
         self._record.upgrades += 1
 
@@ -80,6 +82,9 @@ class Upgrade:
         if name.endswith("fleet"):
             self._replace_fleet(old)
             return
+        if name.startswith(parts.CAPTURE):
+            self._replace_capture(old)
+            return
         self._supervisor.dismiss(name)
         if name == "flower":
             stop([old], END_S)  # it has the file of tasks open
@@ -109,6 +114,20 @@ class Upgrade:
                 raise
         self._supervisor.dismiss(old.name)
         self._tell(f"{new.name}: {worker} (pid {new.pid}) is ready, and pid {old.pid} is to end")
+
+    def _replace_capture(self, old: Part) -> None:
+        """Start the new process beside the old one, on the same port, and let the old one go then."""
+        host, port = _option(old, "--host"), int(_option(old, "--port"))
+        (new,) = parts.capture(host, port, 1)
+        new.name, url = old.name, old.env["ROLLOUT_CAPTURE_URL"]
+        try:
+            self._exchange(old, new)
+            self._supervisor.wait_for(new, lambda: self._turned(parts.unheard(new, url)), START_S)
+        except (StackError, OSError):
+            self._undo(new.name)
+            raise
+        self._supervisor.dismiss(old.name)
+        self._tell(f"{new.name}: pid {new.pid} answers in place of pid {old.pid}, which is to end")
 
     def _exchange(self, old: Part, new: Part) -> None:
         """Start a part in the place and with the environment of another one."""

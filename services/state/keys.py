@@ -29,6 +29,17 @@ trajectory = Key("rollout:{<rollout_id>}:trajectory")
 turns = Key("rollout:{<rollout_id>}:turns:<attempt>")
 """List: the turn log of an attempt in RUN, in the form that `turns/entries.py` says. At RUN's end the
 trajectory takes its place; else it expires some time after the rollout's deadline."""
+capture = Key("rollout:{<rollout_id>}:capture:<attempt>")
+"""Hash: the session of an attempt that a program drives: what it may, counts, who answers which call now, the
+reward. It and the next two end as the turn log does."""
+capture_calls = Key("rollout:{<rollout_id>}:capture:<attempt>:calls")
+"""Hash: `call:<id>` → how far it is (see `capture.lua`); `body:<digest>` → the latest call with that body."""
+capture_nodes = Key("rollout:{<rollout_id>}:capture:<attempt>:nodes")
+"""List: the calls that were answered, in the form that `capture/nodes.py` says."""
+capture_alive = Key("capture:alive:<process>")
+"""String: a process that answers model calls lives; expires with it."""
+CAPTURE_SECRET = "capture:secret"
+"""String: what the keys of attempts are made of. Without it none of them holds any more."""
 request = Key("request:{<tenant>/<digest>}")
 """Hash: a request of the tenant by the digest of its body: the `body` (JSON), kept once for all rollouts
 that were submitted with it, and how many of them are `live`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
+import aiohttp
 import httpx
 import pytest
 
@@ -17,13 +19,17 @@ from tests.helpers import llm_reference
 from tests.helpers.llm_servers import DEMO_MODEL
 from tests.helpers.stack import wait_until
 from workers.agent.llm import EngineClient, session
+from workers.agent.router import BackendRouter
 from workers.errors import ModelError
+from workers.inprocess import Server
 
 TOLERANCE = 1e-3
 PROMPT = [18, 22, 311, 220, 23, 20]
 """`37 times 85`."""
 LONG_PROMPT = PROMPT * 50
 """Two blocks of vLLM's prefix cache (128 tokens each), and some."""
+ENDLESS = [25] * 40
+"""The greedy model says 16 and 22 to it, by turns and without end."""
 LONG = 1900
 """Tokens of a call that shall still run when something is done to it."""
 TRIES = 10
@@ -42,14 +48,14 @@ def version(backend):
     return httpx.get(f"{backend.url}/weight_info", timeout=240).json()["weight_version"]
 
 
-def complete(described, *, prompt=PROMPT, temperature=1.0, max_tokens=24, seed=None, **sampling):
+def complete(described, *, prompt=PROMPT, temperature=1.0, max_tokens=24, seed=None, watch=None, **sampling):
     """One call as a worker makes it."""
 
     async def main():
         async with session() as http:
             params = SamplingParams(temperature=temperature, **sampling)
             request = SampleRequest("call-1", prompt, max_tokens, params, seed, cache_salt="v0")
-            return await EngineClient(http, described).generate(request, timeout_s=240)
+            return await EngineClient(http, described).generate(request, timeout_s=240, watch=watch)
 
     return asyncio.run(main())
 
@@ -131,6 +137,47 @@ def test_log_probs_of_a_prompt_come_in_vllms_shape_from_both(backend):
         ordered = sorted(entries.values(), key=lambda entry: entry["rank"])
         assert [e["logprob"] for e in ordered] == sorted((e["logprob"] for e in ordered), reverse=True)
         assert len(entries) == (2 if entries[str(token)]["rank"] <= 2 else 3)
+
+
+def test_a_watched_call_tells_its_ids_as_they_come_and_ends_as_the_whole_one(described):
+    whole = complete(described, temperature=0.0, max_tokens=60, stop_token_ids=[7])
+    told = []
+    streamed = complete(described, temperature=0.0, max_tokens=60, stop_token_ids=[7], watch=told.append)
+    assert [token for run in told for token in run] == streamed.token_ids
+    assert len(told) > 1 or len(whole.token_ids) == 1
+    assert streamed.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE)
+    assert replace(streamed, logprobs=whole.logprobs, cached_tokens=None) == replace(
+        whole, cached_tokens=None
+    )
+    assert streamed.cached_tokens is not None or whole.cached_tokens is None
+
+
+def test_a_watched_call_that_a_pause_ends_in_mid_stream_goes_on_from_its_ids(described, version):
+    """Greedy, so that the pieces must be what one call says."""
+    request = SampleRequest("watched", ENDLESS, 400, SamplingParams(temperature=0.0))
+
+    async def main():
+        told = []
+        async with session() as http, aiohttp.ClientSession() as control:
+            router = BackendRouter("r", Server(described), http)
+            call = asyncio.create_task(router.generate(request, 240, told.extend))
+            while not call.done() and len(told) < 3:
+                await asyncio.sleep(0.001)
+            for path in ("/pause?mode=abort", "/resume"):
+                (await control.post(described.url + path)).raise_for_status()
+            return told, await call, router.metrics.get("failed_calls", 0)
+
+    whole = complete(described, prompt=ENDLESS, temperature=0.0, max_tokens=400)
+    assert len(whole.token_ids) == 400 and len(set(whole.token_ids)) > 1
+    for _ in range(TRIES):
+        told, joined, failed = asyncio.run(main())
+        assert told == joined.token_ids == whole.token_ids
+        assert joined.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE)
+        assert joined.spans == [(version, 0, len(told))]
+        assert joined.finish_reason == whole.finish_reason
+        if failed:
+            return
+    pytest.fail(f"none of {TRIES} calls was ended in its middle")
 
 
 def test_a_call_that_a_pause_ends_is_told_apart_from_one_that_failed(described):

@@ -7,10 +7,12 @@ from typing import Any
 
 KINDS = {
     "die": "the engine ends in the middle of a call, after `tokens` sampled ids",
-    "hang": "a call is accepted and never answered; with `health` neither is /health",
+    "abort": "the engine ends the call itself after `tokens` sampled ids",
+    "hang": "a call is accepted and never answered (a stream: not beyond `tokens` ids), with `health` nor is "
+    "/health",
     "error": "a call is answered with `status`",
-    "truncated": "the answer's JSON ends in the middle",
-    "cut": "the connection closes in the middle of the answer",
+    "truncated": "the answer's JSON ends in the middle; of a stream the event behind `tokens` ids",
+    "cut": "the connection closes in the middle of the answer; of a stream behind `tokens` ids",
     "slow": "every step takes `factor` times as long",
     "unhealthy": "/health answers 503",
     "lie": "an answer is the lie `name` (`engine_lies.LIES`); `*` is each of them in turn",

@@ -45,6 +45,10 @@ class Sequence:
     hashes: list[int]
     """Of prompt and answer."""
     done: asyncio.Future[None]
+    streaming: bool = False
+    """Each id is told when it is sampled."""
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something was sampled, and at the end."""
     computed: int = 0
     """Tokens whose keys and values are in the cache."""
     sampled: int = 0
@@ -128,6 +132,7 @@ class EngineModel:
         seed: int | None = None,
         stop_token_ids: Ids[int] = (),
         cache_salt: str | None = None,
+        streaming: bool = False,
     ) -> Sequence:
         """Queue a call; `wait` for it.
 
@@ -146,7 +151,7 @@ class EngineModel:
         prompt = list(prompt)
         loop = asyncio.get_running_loop()
         hashes = block_hashes(prompt + answer.token_ids, cache_salt)
-        sequence = Sequence(prompt, answer, hashes, loop.create_future())
+        sequence = Sequence(prompt, answer, hashes, loop.create_future(), streaming)
         self._waiting.append(sequence)
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._run())
@@ -290,7 +295,10 @@ class EngineModel:
 
     def _leap(self, decode: list[Sequence]) -> int:
         """Steps until the first sequence ends or blocks run out; their blocks are allocated."""
-        steps = min([LEAP, *(len(s.answer.token_ids) - s.sampled for s in decode)])
+        if any(sequence.streaming for sequence in decode):
+            steps = 1
+        else:
+            steps = min([LEAP, *(len(s.answer.token_ids) - s.sampled for s in decode)])
         while steps > 1:
             missing = [blocks_for(s.computed + steps) - s.shared - s.private for s in decode]
             if self.cache.allocate(sum(count for count in missing if count > 0)):
@@ -330,11 +338,13 @@ class EngineModel:
             if sequence.spans and sequence.spans[-1][0] == self.version:
                 start = sequence.spans.pop()[1]
             sequence.spans.append((self.version, start, sequence.sampled))
+            sequence.progress.set()
         if sequence.sampled == len(sequence.answer.token_ids):
             self._end(sequence, sequence.answer.finish_reason)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
+        sequence.progress.set()
         if sequence in self._running:
             self._running.remove(sequence)
             self._free(sequence)

@@ -22,7 +22,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -34,6 +34,7 @@ from tests.helpers.engine_faults import EngineDied, Fault, Faults
 from tests.helpers.engine_lies import LIES, Raw, tell
 from tests.helpers.engine_model import EngineModel, PromptTooLong, Sequence, Timing
 from tests.helpers.fake_language import FakeLanguage
+from tests.helpers.fake_streams import Cut, Events, end_of, lines_of, lines_of_lies, sampled, send
 from tests.helpers.fake_wire import COMPLETIONS, GENERATE, Call, Refused, answer, metrics, parse
 from tests.helpers.llm_servers import DEMO_MODEL, LLMServer, running_server
 
@@ -42,7 +43,7 @@ MAX_BODY = 64 * 2**20
 START_TIMEOUT = 240.0
 
 Reply = tuple[int, Any]
-"""Status and JSON body; None = an empty body, a str = text, a `Raw` = as it is."""
+"""Status and JSON body; None = an empty body, a str = text, a `Raw` = as it is, an `Events` = a stream."""
 
 
 @dataclass
@@ -56,6 +57,10 @@ class CallRecord:
     cache_salt: str | None = None
     sampled: int = 0
     cached_tokens: int | None = None
+    params: dict[str, Any] | None = None
+    prompt_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    """With `--keep`: what was asked for, read and sampled."""
     state: str = "running"
     """`running`, `done`, `aborted`, `cancelled` (the caller went away), `failed` (by a fault)."""
 
@@ -71,6 +76,7 @@ class FakeEngine:
         tokenizer: str = str(DEMO_MODEL),
         max_model_len: int = 32768,
         completions_only: bool = False,
+        keep: bool = False,
     ) -> None:
         """`completions_only`: as vLLM without --enable-scale-out, 403 on the generate route."""
         self.model = model
@@ -78,6 +84,7 @@ class FakeEngine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.completions_only = completions_only
+        self.keep = keep
         self.faults = Faults()
         self.calls: list[CallRecord] = []
         self.reloads: list[dict[str, Any]] = []
@@ -177,53 +184,111 @@ class FakeEngine:
         call = parse(path, body, self.max_model_len)
         record = CallRecord(call.call_id, path, len(call.prompt), call.cache_salt, state="failed")
         self.calls.append(record)
+        if self.keep:
+            ids = ("token_ids", "prompt")
+            given = {**body, **body.get("sampling_params", {})}
+            record.params = {name: value for name, value in given.items() if name not in ids}
         if fault := self.faults.take("error"):
             raise Refused("a fault of the fake engine", fault.status)
         record.state = "running"
         dying = self.faults.take("die")
         if dying:
             call = replace(call, max_tokens=min(call.max_tokens, dying.tokens))
-        try:
-            if self.faults.take("hang"):
+        hanging, aborting = self.faults.take("hang"), self.faults.take("abort")
+        if hanging and not call.stream:
+            with self._entered(record):
                 await asyncio.Event().wait()
-            sequence = await self._sampled(call, record)
-        except asyncio.CancelledError:
-            record.state = "cancelled"
-            raise
+        sequence = self._submitted(call)
+        if call.stream:
+            faults = {"die": dying, "hang": hanging, "abort": aborting}
+            faults |= {kind: self.faults.take(kind) for kind in ("truncated", "cut")}
+            if lie := self.faults.take("lie"):
+                return 200, await self._lied(call, sequence, record, lie)
+            return 200, Events(self._stream(call, sequence, record, faults))
+        with self._entered(record, call, sequence):
+            if aborting:
+                await sampled(sequence, aborting.tokens)
+                self.model.abort(sequence)
+            await self.model.wait(sequence)
+        self._end(record, sequence, dying)
+        return 200, self._answer(call, sequence)
+
+    def _end(self, record: CallRecord, sequence: Sequence, dying: Fault | None) -> None:
         if dying or self.dead:
             record.state, self.dead = "failed", True
             for neighbour in self._sequences.values():
                 self.model.abort(neighbour)
             raise EngineDied("connection reset: the fake engine has died")
         record.state = "aborted" if sequence.finish_reason == "abort" else "done"
-        return 200, self._answer(call, sequence)
 
-    async def _sampled(self, call: Call, record: CallRecord) -> Sequence:
+    @contextmanager
+    def _entered(
+        self, record: CallRecord, call: Call | None = None, sequence: Sequence | None = None
+    ) -> Iterator[None]:
+        """A call while it is served; whoever goes away takes it out of the engine."""
+        if call is not None:
+            self._sequences[call.wire_id] = sequence
         try:
-            sequence = self.model.submit(
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            record.state = "cancelled"
+            if sequence is not None:
+                self.model.abort(sequence)
+            raise
+        finally:
+            if sequence is not None:
+                self._sequences.pop(call.wire_id, None)
+                record.sampled, record.cached_tokens = sequence.sampled, sequence.cached_tokens
+                if self.keep:
+                    record.prompt_ids, record.token_ids = call.prompt, sequence.token_ids
+
+    async def _stream(
+        self, call: Call, sequence: Sequence, record: CallRecord, faults: dict[str, Fault | None]
+    ) -> AsyncIterator[bytes]:
+        """The events of a call, each as soon as it has ids, and what befalls them."""
+        with self._entered(record, call, sequence):
+            try:
+                async for line in lines_of(call, sequence, self.model, self.served_name, faults):
+                    yield line
+            except Cut:
+                record.state = "failed"
+                self.model.abort(sequence)
+                raise
+        self._end(record, sequence, faults["die"])
+        async for line in end_of(call, sequence, self.served_name):
+            yield line
+
+    async def _lied(self, call: Call, sequence: Sequence, record: CallRecord, fault: Fault) -> Any:
+        """The lie of a whole answer, as a stream where it can be told in events."""
+        with self._entered(record, call, sequence):
+            await self.model.wait(sequence)
+        self._end(record, sequence, None)
+        body = self._lie(call, answer(call, sequence, None, self.served_name), fault)
+        return body if isinstance(body, Raw) else Events(lines_of_lies(call, body))
+
+    def _submitted(self, call: Call) -> Sequence:
+        try:
+            return self.model.submit(
                 call.prompt,
                 max_tokens=call.max_tokens,
                 seed=call.seed,
                 stop_token_ids=call.stop_token_ids,
                 cache_salt=call.cache_salt,
+                streaming=call.stream,
             )
         except PromptTooLong as error:
             raise Refused(str(error)) from None
-        self._sequences[call.wire_id] = sequence
-        try:
-            return await self.model.wait(sequence)
-        finally:
-            del self._sequences[call.wire_id]
-            record.sampled, record.cached_tokens = sequence.sampled, sequence.cached_tokens
 
     def _answer(self, call: Call, sequence: Sequence) -> Any:
         scores = self.model.language.prompt_logprobs(call.prompt) if call.prompt_logprobs else None
-        honest = answer(call, sequence, sequence.logprobs, scores, self.served_name)
-        if fault := self.faults.take("lie"):
-            name = fault.name if fault.name != "*" else [*LIES][self.lies_told % len(LIES)]
-            self.lies_told += 1
-            return tell(name, honest, call)
-        return honest
+        honest = answer(call, sequence, scores, self.served_name)
+        fault = self.faults.take("lie")
+        return self._lie(call, honest, fault) if fault else honest
+
+    def _lie(self, call: Call, honest: dict[str, Any], fault: Fault) -> Any:
+        name = fault.name if fault.name != "*" else [*LIES][self.lies_told % len(LIES)]
+        self.lies_told += 1
+        return tell(name, honest, call)
 
 
 def create_app(engine: FakeEngine) -> web.Application:
@@ -244,6 +309,11 @@ def create_app(engine: FakeEngine) -> web.Application:
             os._exit(EXIT_OF_THE_DEAD)
         if reply is None or isinstance(reply, str):
             return web.Response(status=status, text=reply, content_type="text/plain")
+        if isinstance(reply, Events):
+            try:
+                return await send(request, reply)
+            except EngineDied:
+                os._exit(EXIT_OF_THE_DEAD)
         if isinstance(reply, Raw):
             return web.Response(status=reply.status, body=reply.body, headers=reply.headers)
         payload = json.dumps(reply).encode()
@@ -293,6 +363,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=32768)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--completions-only", action="store_true", help="as vLLM without --enable-scale-out")
+    parser.add_argument("--keep", action="store_true", help="tell the ids of every call at /calls")
     parser.add_argument("--capacity-tokens", type=int, default=200_000)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=0.5, help="one decode step")
@@ -300,6 +371,7 @@ def main() -> None:
     parser.add_argument("--first-id", type=int, default=20, help="least id that is sampled")
     parser.add_argument("--vocab-size", type=int, default=300, help="ids are below")
     parser.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"))
+    parser.add_argument("--ends", type=int, metavar="N", help="one id in N ends the answer")
     parser.add_argument("--script", metavar="MODULE:FUNCTION", help="(prompt ids, call number) to ids")
     options = parser.parse_args()
     script = None
@@ -310,6 +382,7 @@ def main() -> None:
         first_id=options.first_id,
         vocab_size=options.vocab_size,
         answer_tokens=tuple(options.answer_tokens) if options.answer_tokens else None,
+        ends=options.ends,
         script=script,
     )
     timing = Timing(base_s=options.step_ms / 1e3, prefill_tokens_per_s=options.prefill_tokens_per_s)
@@ -329,6 +402,7 @@ async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Ti
         tokenizer=options.tokenizer,
         max_model_len=options.max_model_len,
         completions_only=options.completions_only,
+        keep=options.keep,
     )
     # Without it a client that closes its connection would leave its call in the engine.
     runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)

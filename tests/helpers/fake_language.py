@@ -27,13 +27,21 @@ class Answer:
 
 @dataclass(frozen=True)
 class FakeLanguage:
-    """Next id = hash(all ids before, seed); log-prob of an id = hash(all ids before and it)."""
+    """Next id = hash(all ids before, seed); log-prob of an id = hash(all ids before and it).
+
+    So an answer that is asked for in two parts, the second behind the ids of the first, is as in one,
+    log-probs too, if the seed is the same and only the ids before decide the end: `ends`, or `max_tokens`.
+    With `answer_tokens` the prompt decides how long an answer is, so the second part has a
+    length of its own. A script sees the longer prompt and has to know itself what it has said.
+    """
 
     first_id: int = 1000
     vocab_size: int = 32000
     """Sampled ids lie in [first_id, vocab_size): below may be control tokens that mean something."""
     answer_tokens: tuple[int, int] | None = None
     """Least and most ids of an answer, its stop id included; None = as many as the call allows."""
+    ends: int | None = None
+    """One id in so many is the stop id, by the hash of the ids before; None = none is."""
     script: Script | None = None
 
     def answer(
@@ -82,6 +90,8 @@ class FakeLanguage:
         for _ in range(length):
             token = self.first_id + _mixed(context + seed) % (self.vocab_size - self.first_id)
             if len(ids) == length - 1 and self.answer_tokens is not None and stop_token_ids:
+                token = min(stop_token_ids)
+            if self.ends is not None and stop_token_ids and _mixed(context ^ 0xE4D) % self.ends == 0:
                 token = min(stop_token_ids)
             ids.append(token)
             context = zlib.crc32(token.to_bytes(4, "little"), context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class Call:
     logprobs: bool
     prompt_logprobs: bool
     return_token_ids: bool
+    stream: bool
+    include_usage: bool
 
 
 def parse(path: str, body: Any, max_model_len: int) -> Call:
@@ -59,8 +62,6 @@ def parse(path: str, body: Any, max_model_len: int) -> Call:
         array("I", prompt)
     except (TypeError, OverflowError) as error:
         raise Refused(f"the prompt holds something that is no token id: {error}") from None
-    if body.get("stream"):
-        raise Refused("the fake engine does not stream")
     room = max_model_len - len(prompt)
     max_tokens = params.get("max_tokens") or (room if path == GENERATE else 16)
     if room < 1:
@@ -83,14 +84,17 @@ def parse(path: str, body: Any, max_model_len: int) -> Call:
         logprobs=params.get("logprobs") is not None,
         prompt_logprobs=params.get("prompt_logprobs") is not None,
         return_token_ids=bool(body.get("return_token_ids")),
+        stream=bool(body.get("stream")),
+        include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
     )
 
 
 def answer(
-    call: Call, sequence: Sequence, logprobs: list[float], scores: list[float] | None, model: str
+    call: Call, sequence: Sequence, scores: list[float] | None, model: str, *, start: int = 0
 ) -> dict[str, Any]:
-    """The body of a whole reply; `scores` = log-probs of the prompt's ids but the first."""
-    ids = sequence.token_ids
+    """The body of a whole reply, or of one with the ids from `start` on; `scores` = log-probs of the prompt's
+    ids but the first."""
+    ids, logprobs = sequence.token_ids[start:], sequence.logprobs[start:]
     choice: dict[str, Any] = {
         "index": 0,
         "token_ids": ids,
@@ -122,11 +126,48 @@ def answer(
         head |= {"id": call.wire_id, "object": "text_completion"}
     usage = {
         "prompt_tokens": len(call.prompt),
-        "completion_tokens": len(ids),
-        "total_tokens": len(call.prompt) + len(ids),
+        "completion_tokens": sequence.sampled,
+        "total_tokens": len(call.prompt) + sequence.sampled,
         "prompt_tokens_details": {"cached_tokens": sequence.cached_tokens or 0},
     }
     return {**head, "choices": [choice], "usage": usage}
+
+
+def chunk(call: Call, body: dict[str, Any], part: slice, *, first: bool, last: bool) -> dict[str, Any]:
+    """The event of a stream with a part of a whole body's ids; the last one tells what the end tells."""
+    event = _envelope(call, body)
+    choice = {name: value for name, value in body["choices"][0].items() if name != "prompt_logprobs"}
+    choice["token_ids"] = choice["token_ids"][part]
+    if choice["logprobs"] is not None:
+        parted = ("content", "tokens", "text_offset", "token_logprobs")
+        choice["logprobs"] = {
+            name: value[part] if name in parted else value for name, value in choice["logprobs"].items()
+        }
+    if not last:
+        told = ("finish_reason", "stop_reason", "weight_versions", "routed_experts")
+        choice |= {name: None for name in told if name in choice}
+    if call.path == COMPLETIONS and call.return_token_ids:
+        choice["prompt_token_ids"] = call.prompt if first else None
+    return event | {"choices": [choice, *body["choices"][1:]]}
+
+
+def usage_chunk(call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    """The event behind the last one with a choice."""
+    return _envelope(call, body) | {"choices": [], "usage": body["usage"]}
+
+
+def _envelope(call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    """What of a body is in every event; vLLM names the model on one route only."""
+    without = {"usage", "prompt_logprobs"} | ({"model", "created"} if call.path == GENERATE else set())
+    return {name: value for name, value in body.items() if name not in without}
+
+
+def event_line(event: Any) -> bytes:
+    """An event as it is sent."""
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
 
 
 def _logprob(value: float) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Generous(AgentHandler):
         return Reward(1.0)
 
 
-class _Fleet(Server):
+class Fleet(Server):
     """Some backends; the first that has not failed the turn."""
 
     def __init__(self, backends: list[Backend]) -> None:
@@ -57,7 +57,8 @@ class _Fleet(Server):
 
 
 @asynccontextmanager
-async def _served(engines: list[FakeEngine]) -> AsyncIterator[_Fleet]:
+async def served(engines: list[FakeEngine]) -> AsyncIterator[Fleet]:
+    """A fleet of these engines, each at an address of its own."""
     runners, backends = [], []
     for number, engine in enumerate(engines):
         runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
@@ -78,7 +79,7 @@ async def _served(engines: list[FakeEngine]) -> AsyncIterator[_Fleet]:
         )
         runners.append(runner)
     try:
-        yield _Fleet(backends)
+        yield Fleet(backends)
     finally:
         for runner in runners:
             await runner.cleanup()
@@ -109,6 +110,6 @@ async def rollout_at(lie: str, *, honest: bool) -> Told:
     request = RolloutRequest(
         handler="generous", sampling={"max_tokens": TURN_TOKENS}, limits={"max_turns": 1, "max_attempts": 1}
     )
-    async with _served([liar, engine()] if honest else [liar]) as fleet:
+    async with served([liar, engine()] if honest else [liar]) as fleet:
         (rollout,) = await InProcess(Generous(), fleet).run(request)
     return Told(rollout, liar.lies_told, fleet.suspected)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rollout.cli import render as _render
 from rollout.schema import RolloutRequest, Stage, State
 from services import logs
+from services.capture import metrics as capture_metrics
 from services.dispatch import _expand
 from services.gateway.app import create_app
 from services.settings import Settings
@@ -286,7 +287,9 @@ def test_every_metric_is_documented_and_every_documented_one_exists(server):
     rows = re.findall(
         r"^\| `(rollout_\w+?)(?:_total)?(?:\{[^}]*\})?` \|", DOCUMENTED.read_text(), re.MULTILINE
     )
-    documented = {name for name in rows if not name.startswith("rollout_worker_")}
+    captured = {name for name in rows if name.startswith("rollout_capture_")}
+    assert captured == {family.name for family in capture_metrics.registry.collect()}
+    documented = {name for name in rows if not name.startswith("rollout_worker_")} - captured
     assert names - documented == set(), "describe them in docs/observability.md"
     assert documented - names == set()
 
@@ -349,6 +352,7 @@ def test_secrets_are_left_out_by_name_by_form_and_by_value(configured, capfd, mo
     secret = "rlt_0123456789ab_" + "f" * 64
     log = structlog.get_logger("test")
     log.info("a", password="p1", api_key="p2", headers={"Authorization": "Bearer p3p3p3p3", "n": [secret]})
+    log.info(f"calls with rlm-2-mine:1-{'e' * 64}", path=f"/s/rlw-10-it.s-{'e' * 64}/v1/reward", id="rlm-x")
     log.info("b", url="rediss://u:p4@h/0", tokens=7, text="got correct-horse and staple-battery")
     logging.getLogger("lib").warning("Bearer %s password=p5&x=1", "p6p6p6p6")
     try:
@@ -356,12 +360,14 @@ def test_secrets_are_left_out_by_name_by_form_and_by_value(configured, capfd, mo
     except ValueError:
         log.exception("c")
     output = capfd.readouterr().err
-    for hidden in ("p1", "p2", "p3", "p4", "p5", "p6", "ffff", "correct-horse", "staple-battery"):
+    for hidden in ("p1", "p2", "p3", "p4", "p5", "p6", "ffff", "eeee", "correct-horse", "staple-battery"):
         assert hidden not in output, hidden
     lines = [json.loads(line) for line in output.splitlines()]
-    assert lines[1]["tokens"] == 7 and lines[1]["url"] == "rediss://***@h/0"
+    assert lines[1]["event"] == "calls with rlm-2-***" and lines[1]["id"] == "rlm-x"
+    assert lines[1]["path"] == "/s/rlw-10-***/v1/reward"
+    assert lines[2]["tokens"] == 7 and lines[2]["url"] == "rediss://***@h/0"
     assert "rlt_0123456789ab_***" in lines[0]["headers"]["n"][0]
-    assert "ValueError" in lines[3]["exception"]
+    assert "ValueError" in lines[4]["exception"]
 
 
 @pytest.fixture(scope="module")

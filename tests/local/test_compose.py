@@ -52,7 +52,7 @@ def test_secrets_come_from_the_caller_s_environment_and_are_asked_for():
 
 
 def test_it_has_a_service_for_each_part():
-    assert set(SERVICES) >= {"redis", "gateway", "node", "flower", "backend"}
+    assert set(SERVICES) >= {"redis", "gateway", "capture", "node", "flower", "backend"}
     script = OURS["node"]["command"][-1]
     assert {line.split()[1] for line in script.splitlines() if line.startswith("fleet ")} == {
         "init",

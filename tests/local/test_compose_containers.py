@@ -46,6 +46,7 @@ class Project:
             "FLOWER_BASIC_AUTH": ":".join(self.flower_user),
             "ROLLOUT_GATEWAY_PORT": self.url.rpartition(":")[2],
             "ROLLOUT_FLOWER_PORT": self.flower.rpartition(":")[2],
+            "ROLLOUT_CAPTURE_PORT": str(free_port()),
         }
 
     def compose(self, *args: str) -> str:

@@ -46,7 +46,7 @@ class Compose:
 
     def __init__(self, directory: Path, sandboxes: Path) -> None:
         self.directory, self.sandboxes = directory, sandboxes
-        self.ports = {name: free_port() for name in ("redis", "gateway", "flower", "backend")}
+        self.ports = {name: free_port() for name in ("redis", "gateway", "capture", "flower", "backend")}
         self.secrets = {
             "ROLLOUT_API_KEY": f"rlt_{secrets.token_hex(6)}_{secrets.token_hex(32)}",
             "FLOWER_BASIC_AUTH": f"operator:{secrets.token_hex(24)}",
@@ -57,13 +57,14 @@ class Compose:
         (directory / "bin" / "redis-server").symlink_to(redis_binary())
         (directory / "bin" / "celery").write_text(f'#!/bin/sh\nexec {sys.executable} -m celery "$@"\n')
         (directory / "bin" / "celery").chmod(0o755)
-        numbers = {"redis": 6379, "gateway": 8080, "flower": 5555, "backend": 8000}
+        numbers = {"redis": 6379, "gateway": 8080, "capture": 8090, "flower": 5555, "backend": 8000}
         self.meanings = [
             *(
                 (rf"\b(?:{name}|127\.0\.0\.1):{numbers[name]}\b", f"127.0.0.1:{p}")
                 for name, p in self.ports.items()
             ),
             (r"^8000$", str(self.ports["backend"])),
+            (r"^8090$", str(self.ports["capture"])),
             (r"^--port=5555$", f"--port={self.ports['flower']}"),
             (r"\b0\.0\.0\.0\b", "127.0.0.1"),
             (r"^/data$", str(directory / "data")),
@@ -72,6 +73,7 @@ class Compose:
             (r"^/var/lib/flower/", str(directory / "flower") + "/"),
             (r"/run/sbx\b", str(sandboxes)),
             (r"\$\{ROLLOUT_FLOWER_PORT:-5555\}", str(self.ports["flower"])),
+            (r"\$\{ROLLOUT_CAPTURE_PORT:-8090\}", str(self.ports["capture"])),
             (r"\$\{(\w+)(?::\?[^}]*)?\}", lambda match: self.secrets[match[1]]),
             (r"\$\$", "$"),
         ]

@@ -37,10 +37,11 @@ from tests.helpers.stack import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 ROLLOUT = [sys.executable, "-m", "rollout.cli"]
+OURS = ("ROLLOUT_REDIS_URL", "ROLLOUT_URL", "ROLLOUT_CAPTURE_URL")
 
 
 def rollout(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    clean = {k: v for k, v in os.environ.items() if k not in ("ROLLOUT_REDIS_URL", "ROLLOUT_URL")}
+    clean = {k: v for k, v in os.environ.items() if k not in OURS}
     # Seconds of a processor for each start of a RUN worker; most stacks here see no tokenizer.
     clean["ROLLOUT_PRELOAD_TOKENIZERS"] = "0"
     return subprocess.run(
@@ -126,12 +127,12 @@ def first(tmp_path_factory):
 
 def test_up_serves_rollouts_and_nobody_gets_in_without_a_key(first):
     started, state = first.record, first.state
-    for name in ("redis", "gateway", "fleets", "backend", "registered", "flower"):
+    for name in ("redis", "gateway", "capture", "fleets", "backend", "registered", "flower"):
         assert re.search(rf"^{name} +[\d.]+ s  ", first.output, re.MULTILINE), first.output
     assert "init 2, run 4, eval 16 slots" in first.output
     assert f"export ROLLOUT_URL={started.url} ROLLOUT_API_KEY=$(cat {state}/api.key)" in first.output
     assert f"port {first.usual} is taken: gateway gets" in first.output
-    assert len(started.live) == len(started.parts) == 7
+    assert len(started.live) == len(started.parts) == 8
     # Without a key nobody is answered; client and command line of this account find it by themselves.
     assert httpx.get(f"{started.url}/v1/status").status_code == 401
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -169,6 +170,16 @@ def test_what_is_secret_is_in_files_of_its_owner_alone(first):
         assert password.encode() not in (process / "cmdline").read_bytes()
 
 
+def test_gateway_and_workers_know_where_capture_listens(first):
+    (url,) = re.findall(r"^capture +[\d.]+ s  (http://127\.0\.0\.1:\d+)$", first.output, re.MULTILINE)
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer rlm-1-a-b"}).status_code == 401
+    assert b"rollout_capture_in_flight 0.0" in httpx.get(f"{url}/metrics").content
+    for name in ("gateway", "init fleet", "run fleet", "eval fleet"):
+        variables = Path(f"/proc/{first.part(name).pid}/environ").read_bytes().split(b"\0")
+        assert f"ROLLOUT_CAPTURE_URL={url}".encode() in variables, name
+
+
 def test_a_port_without_keys_is_for_the_tenant_it_was_opened_for(first):
     assert f"NO KEY IS NEEDED AT 127.0.0.1:{first.compat}" in first.output
     assert (
@@ -194,13 +205,16 @@ def test_a_second_up_is_refused(first):
     again = rollout("up", "--state-dir", str(first.state))
     assert again.returncode == 1
     assert f"a stack runs already: gateway at {first.record.url}" in again.stderr
-    assert len(first.record.live) == 7
+    assert len(first.record.live) == 8
 
 
 def test_each_part_that_is_killed_comes_back_and_rollouts_go_on(first):
     """The shell that ran `up` is gone: `subprocess.run` has waited for it."""
     before = first.record
-    groups = ("gateway", "init fleet", "eval fleet", "flower"), ("run fleet", "backend"), ("redis",)
+    groups = (
+        *(("gateway", "init fleet", "eval fleet", "flower"), ("run fleet", "backend", "capture")),
+        ("redis",),
+    )
     names = sorted(name for group in groups for name in group)
     assert sorted(part.name for part in before.parts) == names
     with Client(before.url, retry_for=240) as client:
@@ -363,7 +377,7 @@ def test_a_part_that_does_not_start_shows_its_log_and_ends_everything(state, mon
     lines = str(caught.value).splitlines()
     assert lines[0] == f"gateway ended. The end of {state}/logs/gateway.log:"
     assert lines[1:] == [f"line {i}" for i in range(11, 31)]
-    assert len(stack.record.parts) == 6
+    assert len(stack.record.parts) == 7
     assert stack.record.live == []
     assert list(marked(stack.record.mark)) == []
     assert stack.down() is None

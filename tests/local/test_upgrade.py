@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -29,7 +30,7 @@ HANDLERS = "tests.helpers.diary:Diary"
 LONG_S = 25
 """What a rollout takes that outlives its worker, in lines of a second each."""
 STAYS = {"redis"}
-NEW = {"gateway", "flower", "init fleet", "run fleet", "eval fleet"}
+NEW = {"gateway", "flower", "capture", "capture-2", "init fleet", "run fleet", "eval fleet"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def stack(tmp_path_factory):
     with fake_engine(script="tests.helpers.diary:script", step_ms=0.2) as engine:
         up = rollout(
             *("up", "--state-dir", str(state), "--backend", engine.url, "--slots-init", "4"),
-            env={"ROLLOUT_HANDLERS": HANDLERS},
+            env={"ROLLOUT_HANDLERS": HANDLERS, "ROLLOUT_CAPTURE_PROCESSES": "2"},
         )
         try:
             assert up.returncode == 0, up.stdout + up.stderr
@@ -71,7 +72,7 @@ def pids(stack: Started) -> dict[str, int]:
 def require_whole(stack: Started) -> Record:
     """Every part lives once, and nothing else of the stack but them, their children and its sandbox host."""
     now = stack.record
-    assert {part.name for part in now.parts} == STAYS | NEW and len(now.live) == len(now.parts) == 6
+    assert {part.name for part in now.parts} == STAYS | NEW and len(now.live) == len(now.parts) == 8
     assert not now.due and now.supervisor.alive
 
     def workers():
@@ -115,6 +116,33 @@ class Trainer(threading.Thread):
         return self.ids
 
 
+class Agent(threading.Thread):
+    """Calls capture all the time, each time on a new connection, and once again where that was cut."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self._ends = url, threading.Event()
+        self.statuses: list[int] = []
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._ends.wait(0.02):
+                try:
+                    answer = httpx.get(f"{self._url}/v1/models")
+                except httpx.TransportError:
+                    answer = httpx.get(f"{self._url}/v1/models")
+                self.statuses.append(answer.status_code)
+        except Exception as error:
+            self.error = error
+
+    def finish(self) -> None:
+        """No call found nobody."""
+        self._ends.set()
+        self.join(60)
+        assert self.error is None and set(self.statuses) == {401}, (self.error, set(self.statuses))
+
+
 def write_long(client: Client) -> str:
     """The id of a rollout that now runs, in its sandbox, and outlives the worker."""
     (item,) = client.submit([RolloutRequest(handler="diary", task={"lines": LONG_S, "pause_s": 1.0})])
@@ -125,6 +153,8 @@ def write_long(client: Client) -> str:
 def test_an_upgrade_ends_no_rollout_repeats_none_and_can_be_done_again(stack):
     trainer = Trainer(stack.url)
     trainer.start()
+    agent = Agent(stack.part("gateway").env["ROLLOUT_CAPTURE_URL"])
+    agent.start()
     wait_until(lambda: len(trainer.ids) > 12, 120, "rollouts to be under way")
     before, supervisor, long = pids(stack), stack.record.supervisor, []
     with Client(stack.url) as client:
@@ -145,6 +175,7 @@ def test_an_upgrade_ends_no_rollout_repeats_none_and_can_be_done_again(stack):
             assert {part for part in before if before[part] != after[part]} == NEW
             before = after
         now = require_whole(stack)
+        agent.finish()
         assert now.supervisor == supervisor, "it is the same process"
         assert b"--upgrade" in Path(f"/proc/{supervisor.pid}/cmdline").read_bytes(), "with new code"
         for rollout_id in [*trainer.finish(), *long]:
@@ -173,7 +204,7 @@ def test_a_supervisor_that_is_killed_in_the_middle_is_followed_by_one_that_finis
     assert "looks after the stack again" in rollout("up", "--state-dir", str(stack.state)).stdout
 
     def is_over():
-        return not stack.record.due and len(stack.record.parts) == 6
+        return not stack.record.due and len(stack.record.parts) == 8
 
     wait_until(is_over, 120, "the upgrade to be finished")
     require_whole(stack)
@@ -185,7 +216,7 @@ def test_what_dies_in_the_middle_comes_back(stack):
         stack.kill("redis")
         out, err = child.communicate(timeout=240)
     assert child.returncode == 0, out + err
-    wait_until(lambda: len(stack.record.live) == 6, 60, "all to live")
+    wait_until(lambda: len(stack.record.live) == 8, 60, "all to live")
 
 
 def test_a_worker_that_does_not_start_stops_the_upgrade_and_the_old_one_stays(stack):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import trees
-from sandbox.errors import SandboxError
+from sandbox import paths, trees
+from sandbox.errors import SandboxError, SandboxRequestError
 from sandbox.runtimes import writable_root
 from sandbox.spec import BindSpec, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
@@ -144,6 +144,30 @@ def shown(monkeypatch) -> Iterator[Path]:
     (place / "names").write_text("127.0.0.1 of-the-request\n")
     yield place / "names"
     shutil.rmtree(place)
+
+
+def test_the_pack_of_programs_is_shown_and_cannot_be_changed(state, container, monkeypatch):
+    home, installed = new_state(), paths.rollout_home()
+    home.chmod(0o755)
+    for name in ("apptainer", "images"):
+        (home / name).symlink_to(installed / name)
+    (home / "harnesses" / "agent").mkdir(parents=True)
+    (home / "harnesses" / "agent" / "run").write_text("echo runs\n")
+    monkeypatch.setenv("ROLLOUT_HOME", str(home))
+    monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", "/nowhere:ro")
+    pack, target = str(paths.pack_dir()), "/rollout/harnesses"
+    host = SyncHostClient(state)
+    try:
+        with sandbox_of(host, runtime=container, binds=(BindSpec(pack, target),)) as (_, client):
+            assert client.bash(f"bash {target}/agent/run").output == "runs\n"
+            assert client.bash(f"echo >{target}/agent/run || echo >{target}/new").exit_code != 0
+        with pytest.raises(SandboxRequestError, match="not read-write"):
+            host.start(SandboxSpec(runtime=container, binds=(BindSpec(pack, target, read_only=False),)))
+        assert (home / "harnesses" / "agent" / "run").read_text() == "echo runs\n"
+        with pytest.raises(SandboxRequestError, match="not below a path of ROLLOUT_SANDBOX_BINDS"):
+            host.start(SandboxSpec(runtime=container, binds=(BindSpec(str(home), target),)))
+    finally:
+        shutil.rmtree(home)
 
 
 def test_what_a_request_binds_covers_a_place_of_our_own(state, shown, container):

@@ -65,6 +65,16 @@ def test_a_setting_that_makes_no_sense_is_named(name, value):
         HostConfig.from_environment({f"ROLLOUT_SANDBOX_{name}": value})
 
 
+@pytest.mark.parametrize("binds", ["", "/data:rw", "/data:ro,/scratch:rw"])
+def test_the_pack_of_programs_may_always_be_shown_read_only(binds, monkeypatch, tmp_path):
+    (tmp_path / "home").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("ROLLOUT_HOME", str(tmp_path / "home"))
+    config = HostConfig.from_environment({"ROLLOUT_SANDBOX_BINDS": binds})
+    *others, pack = config.binds
+    assert pack == AllowedBind(tmp_path / "elsewhere" / "harnesses", writable=False)
+    assert ",".join(f"{it.path}:{'rw' if it.writable else 'ro'}" for it in others) == binds
+
+
 def test_every_setting_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
     names = {f"ROLLOUT_SANDBOX_{field.upper()}" for field in HostConfig.__dataclass_fields__}

@@ -102,6 +102,64 @@ def test_every_chain_is_a_sample_where_the_trainer_takes_several():
     assert verl.agent_loop_output(rewritten)["extra_fields"]["min_global_steps"] == 4
 
 
+def captured() -> Rollout:
+    """Of a program: a retry's first answer, an agent that it started, a title, and what it did itself."""
+    chains = [chain("step-1"), chain("step-2"), chain("step-3"), chain("step-4")]
+    shared = chains[1].segments[2]
+    chains[3].segments[1:1] = [Segment(role="assistant", token_ids=[7, 8], call_id="c9"), shared]
+    for made, role in zip(chains, ("discarded", "sub_agent", "auxiliary", "agent"), strict=True):
+        made.role = role
+    return rollout(chains=chains)
+
+
+ADAPTED = {
+    "skyrl": lambda r: skyrl.generator_output([r], step_wise=True)["response_ids"],
+    "slime": lambda r: [
+        row["tokens"][-row["response_length"] :] for row in slime.sample_dicts([r], group_index=0)
+    ],
+    "prime-rl": lambda r: [
+        row["token_ids"][row["mask"].index(True) :] for row in prime_rl.training_samples(r)
+    ],
+}
+
+
+@pytest.mark.parametrize("adapted", ADAPTED.values(), ids=ADAPTED.keys())
+def test_what_was_discarded_or_beside_the_task_is_nobodys_sample(adapted):
+    assert adapted(captured()) == [[10, 20, 30], [10, 20, 30]]
+
+
+def test_one_row_a_rollout_is_of_the_last_chain_to_learn_from():
+    other = captured()
+    other.trajectory.chains[3].role = "auxiliary"
+    for made, prompt in ((captured(), [1, 2, 7, 8, 30]), (other, [1, 2])):
+        assert trl.rollout_func_result([made])["prompt_ids"] == [prompt]
+        assert verl.agent_loop_output(made)["prompt_ids"] == prompt
+        assert areal.tensor_dict(made)["input_ids"].tolist() == [[*prompt, 10, 20, 30]]
+        light = rollout(trajectory=None)
+        light.__dict__["arrays"] = Arrays.of(made.trajectory)
+        assert areal.tensor_dict(light)["input_ids"].tolist() == [[*prompt, 10, 20, 30]]
+        item = nemo_gym.run_response(made)["response"]["output"][1]
+        assert item["prompt_token_ids"] == prompt and item["generation_token_ids"] == [10, 20]
+
+
+@pytest.mark.parametrize("role", ["discarded", "auxiliary"])
+def test_a_rollout_of_nothing_to_learn_from_is_as_one_without_a_turn(role):
+    made = chain("step-1")
+    made.role = role
+    rows = [rollout(chains=[made, chain_of([1])])]
+    assert not base.usable(rows[0]) and base.last_sample(rows[0]).loss_mask == [0]
+    assert areal.tensor_dict(rows[0]) is None and trl.rollout_func_result(rows)["reward"] == [None]
+
+
+def test_a_rollout_counts_once_in_its_group_whatever_its_chains():
+    group = [captured(), rollout(1, 0.0), DROPPED]
+    assert base.advantages(group) == [0.5, -0.5, 0.0]
+    rows = slime.sample_dicts(group, group_index=0, centred=True)
+    assert [row["reward"] for row in rows] == [0.5, 0.5, -0.5, 0.0]
+    assert [row["rollout_id"] for row in rows] == [0, 0, 1, 2]
+    assert skyrl.generator_output(group, step_wise=True)["is_last_step"] == [False, True, True, True]
+
+
 def test_verl_gets_no_more_than_its_limits_and_no_prompt_that_it_would_cut():
     row = verl.agent_loop_output(rollout(), prompt_length=2, response_length=4)
     assert row["response_ids"] == [10, 20, 30, 11] and row["response_mask"] == [1, 1, 0, 1]

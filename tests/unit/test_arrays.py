@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollout import arrays
 from rollout.arrays import Arrays
-from rollout.trajectory import Message, Segment, ToolCall, Trajectory
+from rollout.trajectory import Message, Receipt, Segment, ToolCall, Trajectory
 from tests.helpers.rollouts import chain, sampled
 
 
@@ -72,6 +72,31 @@ def test_a_trajectory_comes_back_as_it_was_and_its_arrays_say_what_the_lists_say
             assert getattr(view, name).tolist() == getattr(lists, name)
         named = [view.versions[i] if i >= 0 else None for i in view.policy_versions]
         assert named == lists.policy_versions
+
+
+def test_roles_parents_and_the_receipt_are_in_the_document():
+    one, other = (chain([1, 2], sampled([3, 4], policy_version="v")) for _ in range(2))
+    one.role, other.parent = "sub_agent", 0
+    receipt = Receipt(harness="codex", engines=["vllm b0"], calls=2, sampled_tokens=4, digest="ab")
+    made = Trajectory(chains=[one, other], receipt=receipt)
+    record = arrays.decode(arrays.encode(made))
+    assert record.trajectory() == made and record.roles() == ["sub_agent", "agent"]
+    assert [view.token_ids.tolist() for view in Arrays(record).trained] == [[1, 2, 3, 4]] * 2
+
+
+def test_a_record_without_roles_is_of_agents_and_one_with_more_than_is_known_is_read():
+    made = Trajectory(chains=[chain([1], sampled([2])), chain([1], sampled([3]))])
+    fields = msgpack.unpackb(arrays.encode(made))
+    document = json.loads(fields["document"])
+    for entry in (document, *document["chains"]):
+        for name in ("receipt", "role", "parent"):
+            entry.pop(name, None)
+    old = arrays.decode(msgpack.packb(fields | {"document": json.dumps(document)}))
+    assert old.trajectory() == made and old.roles() == ["agent", "agent"]
+    # Readers of the releases before this one pass over roles and receipts as this one does over this:
+    document["later"] = document["chains"][0]["later"] = {"a": 1}
+    new = arrays.decode(msgpack.packb(fields | {"document": json.dumps(document)}))
+    assert new.trajectory() == made
 
 
 def short(logprobs=(-0.5, -0.25), ids=(3, 4)) -> Trajectory:

@@ -184,6 +184,14 @@ def test_every_chain_of_a_rollout_is_a_sample_with_its_advantage():
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, 1.0, -1.0], abs=1e-4)
 
 
+def test_chains_that_are_not_to_be_learned_from_are_left_out_and_shift_no_mean():
+    first, second = rollout(0, 1.0), rollout(1, 0.0)
+    for role in ("discarded", "sub_agent", "auxiliary", "compaction"):
+        first.trajectory.chains.insert(0, first.trajectory.chains[0].model_copy(update={"role": role}))
+    samples = data.samples_of(group(first, second), losses.group_advantages)
+    assert [sample.advantage for sample in samples] == pytest.approx([1.0] * 3 + [-1.0], abs=1e-4)
+
+
 # -- files -----------------------------------------------------------------------------------
 
 

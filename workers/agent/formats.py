@@ -141,7 +141,8 @@ class Codec(ABC):
     def _chat(self, messages: list[Message]) -> list[dict[str, Any]]:
         return [self._guard.chat(message) for message in messages]
 
-    def _text_of(self, sampled: list[int]) -> str:
+    def text_of(self, sampled: list[int]) -> str:
+        """All that a turn says, its end left out."""
         return self._guard.decode([token for token in sampled if token not in self.stop_token_ids])
 
 
@@ -259,4 +260,4 @@ class TemplateCodec(Codec):
 
     def parse(self, prompt: list[int], sampled: list[int]) -> ParsedTurn:
         thinking = self._guard.decode(prompt[-8:]).rstrip().endswith("<think>")
-        return parse_text(self._text_of(sampled), thinking)
+        return parse_text(self.text_of(sampled), thinking)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import aiohttp
@@ -12,6 +14,8 @@ from rollout.schema import Backend
 from services.engines import engine_of
 from services.engines.address import root
 from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
+from services.engines.wire import Partial
+from workers.agent.pieces import EVENTS, Watch, events
 from workers.errors import ModelError
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -54,11 +58,18 @@ class EngineClient:
 
     def __init__(self, http: aiohttp.ClientSession, backend: Backend) -> None:
         self._http = http
-        self._backend = backend
+        self.backend = backend
         self._engine = engine_of(backend)
+        self.partial: Partial | None = None
 
-    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
+    async def generate(
+        self, request: SampleRequest, timeout_s: float, watch: Watch | None = None
+    ) -> Completion:
         """Sample a continuation. Cancelling it cancels the call in the engine.
+
+        Args:
+            watch: Is told the ids of a streamed answer as they come, checked as far as they can be by then.
+                An engine that answers whole (it sends no event stream) tells it nothing.
 
         Raises:
             BackendUnavailable: No usable answer: connection, time-out, 408, 429, 5xx, an aborted call, a body
@@ -66,22 +77,42 @@ class EngineClient:
             BrokenCall: The answer breaks the contract, or is none to this call.
             ModelError: The engine refused the call (other 4xx).
         """
-        answer = await self._post(request, timeout_s)
+        partial = self.partial = self._engine.partial(request)
+        async with aclosing(self._answers(request, timeout_s, watch is not None)) as answers:
+            async for whole, answer in answers:
+                with self._blamed():
+                    if whole:
+                        return self._engine.read(answer, request)
+                    token_ids = partial.add(answer)
+                if token_ids:
+                    watch(token_ids)
+        with self._blamed():
+            return partial.whole()
+
+    def cut(self) -> Completion | None:
+        """What the last call was streamed, or None; a `BrokenCall` where it contradicts itself."""
+        with self._blamed():
+            return self.partial and self.partial.cut()
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
         try:
-            return self._engine.read(answer, request)
+            yield
         except CallAborted as error:
             raise BackendUnavailable(str(error), aborted=True) from error
         except BrokenAnswer as error:
             raise BrokenCall(str(error)) from error
         except Exception as error:
             # Whatever else an answer brings about: it is the backend's fault and nobody else's.
-            raise BrokenCall(f"backend {self._backend.id}: unreadable answer: {error!r:.300}") from error
+            raise BrokenCall(f"backend {self.backend.id}: unreadable answer: {error!r:.300}") from error
 
-    async def _post(self, request: SampleRequest, timeout_s: float) -> Any:
-        """The JSON of the answer."""
-        call = self._engine.generate(request)
-        url = root(self._backend.url) + call.path
-        where = f"backend {self._backend.id} ({url})"
+    async def _answers(
+        self, request: SampleRequest, timeout_s: float, stream: bool
+    ) -> AsyncIterator[tuple[bool, Any]]:
+        """True and the JSON of the whole answer; or false and that of each event of a stream."""
+        call = self._engine.generate(request, stream=stream)
+        url = root(self.backend.url) + call.path
+        where = f"backend {self.backend.id} ({url})"
         most = _most_bytes(request)
         try:
             async with (
@@ -94,7 +125,16 @@ class EngineClient:
                     allow_redirects=False,
                 ) as response,
             ):
+                if stream and response.status < 300 and response.content_type == EVENTS:
+                    async for data in events(response.content, most, request.max_tokens):
+                        event = _json(data, where)
+                        if isinstance(event, dict) and event.get("error"):
+                            raise BackendUnavailable(f"{where}: the stream failed: {event['error']!s:.500}")
+                        yield False, event
+                    return
                 body = await _read(response.content, most)
+        except BrokenAnswer as error:
+            raise BrokenCall(f"{where}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             if type(error) is TimeoutError:  # aiohttp has further ones
                 raise BackendUnavailable(f"{where}: no answer within {timeout_s:g} s") from None
@@ -107,10 +147,14 @@ class EngineClient:
         if len(body) > most:
             asked = request.max_tokens
             raise BrokenCall(f"{where}: the answer has more than {most} bytes, for {asked} ids asked for")
-        try:
-            return from_json(body)
-        except ValueError as error:
-            raise BackendUnavailable(f"{where}: the answer is no JSON: {error}") from error
+        yield True, _json(body, where)
+
+
+def _json(body: bytes | bytearray, where: str) -> Any:
+    try:
+        return from_json(body)
+    except ValueError as error:
+        raise BackendUnavailable(f"{where}: the answer is no JSON: {error}") from error
 
 
 def _most_bytes(request: SampleRequest) -> int:

@@ -92,6 +92,13 @@ class AgentLoop:
                 return FinishReason.CONTEXT_LENGTH
         return FinishReason.TURN_LIMIT
 
+    async def place(self) -> Backend:
+        """The rollout's backend, for turns that are driven elsewhere."""
+        backend = await self._router.acquire()
+        self.trajectory.model, self.trajectory.logprobs_mode = backend.model, backend.logprobs_mode
+        self.trajectory.warnings += logprob_warnings(self._request.sampling, backend.logprobs_mode)
+        return backend
+
     async def start(self, messages: list[Message]) -> None:
         """Take a backend and render the prompt.
 

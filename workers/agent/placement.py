@@ -16,6 +16,7 @@ from typing import Any
 import redis
 from pydantic_core import from_json
 
+from rollout.schema import Backend
 from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
 from services.state.redis import LoopConnection
@@ -105,6 +106,20 @@ class Placements:
         if backend is None or backend.policy_version == version:
             return backend is not None
         return backend.healthy and await ask(self._store.knows_version, version)
+
+    async def kept(self, backend: Backend) -> bool | None:
+        """Whether a backend has sampled from no other weights than it had when it was placed.
+
+        Waits while they are exchanged. None: it got others meanwhile. False: the ones it got may be wrong.
+        """
+        exchanged = False
+        while (now := await ask(self._store.get, backend.id)) is not None and now.paused:
+            exchanged = True
+            await asyncio.sleep(EXCHANGE_POLL_S)
+        # Who died during an exchange did not pass its canary.
+        if now is not None and not now.healthy and (now.reachable or exchanged):
+            return False
+        return True if now is not None and now.policy_version == backend.policy_version else None
 
     def clock(self) -> float:
         """Monotonic seconds without those of Redis' outages: nobody hears of a usable backend then."""

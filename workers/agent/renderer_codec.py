@@ -124,7 +124,7 @@ class RendererCodec(Codec):
         turn = self._parsed(prompt, sampled)
         if not turn.attempts and self._calls(sampled):
             # As an answer it would end the rollout, and be scored.
-            turn.attempts.append(Malformed(f"not a call of a function: {self._text_of(sampled)[:SHOWN]}"))
+            turn.attempts.append(Malformed(f"not a call of a function: {self.text_of(sampled)[:SHOWN]}"))
         return turn
 
     def _calls(self, sampled: list[int]) -> bool:
@@ -133,7 +133,7 @@ class RendererCodec(Codec):
             return True
         if self._code is None:
             return False
-        text = self._text_of(sampled).lstrip()
+        text = self.text_of(sampled).lstrip()
         at = text.find('{"name"')
         return text.startswith(_CODE) or at == 0 or (at > 0 and '"parameters"' in text[at:])
 
@@ -156,7 +156,7 @@ class RendererCodec(Codec):
         except Exception as error:
             # Seen: nesting beyond the stack, and integers beyond what Python converts.
             log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])
-            return parse_text(self._text_of(sampled))
+            return parse_text(self.text_of(sampled))
         attempts = [
             tool_call(call.name, call.arguments, call.raw, call.id)
             if str(call.status) == "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 import aiohttp
@@ -14,6 +15,7 @@ from rollout.schema import Backend
 from services.engines.base import Completion, SampleRequest
 from services.state.backends.store import Placed
 from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient
+from workers.agent.pieces import Pieces, Watch
 from workers.agent.placement import Placements
 from workers.errors import InfrastructureError, ModelError
 
@@ -23,6 +25,10 @@ MIN_ATTEMPTS = 4
 """Calls tried for one turn before the attempt may fail, however long each of them took."""
 MAX_PAUSE_S = 5.0
 """The longest pause between two calls of one turn, when no other backend is left to try."""
+
+
+class RolloutLost(InfrastructureError):
+    """Another worker holds the rollout, or nobody does."""
 
 
 class Router(Protocol):
@@ -128,27 +134,43 @@ class BackendRouter:
             self._asked, self.backend = False, None
             await self._placements.release(self._rollout_id)
 
-    async def generate(self, request: SampleRequest, timeout_s: float) -> Completion:
+    async def generate(
+        self, request: SampleRequest, timeout_s: float, watch: Watch | None = None
+    ) -> Completion:
         """One call; retried on another backend, or on the same while there is no other.
+
+        Args:
+            timeout_s: Of each try.
+            watch: Is told the ids as they are sampled; those of an engine that does not stream at the end. A
+                call that breaks off goes on from the ids it has, and the answer is its pieces joined.
 
         Raises:
             ModelError: The engine refused the call, or every answer broke the contract; trying again would
                 not help.
             InfrastructureError: No backend gave an answer.
+            BrokenCall: Ids that `watch` was told do not count: what came with them broke the contract, or
+                their weights were wrong. Somebody has seen them, so the call is not made elsewhere.
         """
         failed: tuple[str, ...] = ()
         attempts, trouble_since, last = 0, None, None
+        pieces = Pieces(request)
         while True:
-            backend = await self._extend(len(request.prompt), failed)
+            backend = await self._extend(len(pieces.rest.prompt), failed)
             if backend is not None:
+                client = EngineClient(self._http, backend)
                 try:
-                    return await self._call(backend, request, timeout_s)
+                    return pieces.joined(await self._call(client, pieces.rest, timeout_s, watch))
                 except BackendUnavailable as error:
                     last = error
+                if piece := await self._piece(client, last):
+                    if answer := pieces.add(piece, backend):
+                        return answer
+                    attempts, trouble_since = 0, None
                 attempts += 1
                 self._count("failed_calls")
                 log.warning(
-                    "model call failed; its tokens are discarded",
+                    "model call failed",
+                    kept=0 if piece is None else len(piece.token_ids),
                     rollout_id=self._rollout_id,
                     backend=backend.id,
                     attempt=attempts,
@@ -173,8 +195,11 @@ class BackendRouter:
                 ) from last
             await asyncio.sleep(min(0.1 * 2 ** min(attempts, 6), MAX_PAUSE_S))
 
-    async def _call(self, backend: Backend, request: SampleRequest, timeout_s: float) -> Completion:
-        call = asyncio.ensure_future(EngineClient(self._http, backend).generate(request, timeout_s))
+    async def _call(
+        self, client: EngineClient, request: SampleRequest, timeout_s: float, watch: Watch | None
+    ) -> Completion:
+        backend = client.backend
+        call = asyncio.ensure_future(client.generate(request, timeout_s, watch))
         self._placements.watch(backend.id, call)
         try:
             completion = await call
@@ -184,6 +209,32 @@ class BackendRouter:
             raise BackendUnavailable(f"backend {backend.id} was found unusable during the call") from None
         finally:
             call.cancel()
+        await self._trust(backend, completion)
+        if watch is not None and not client.partial.token_ids:
+            watch(completion.token_ids)
+        return completion
+
+    async def _piece(self, client: EngineClient, why: BackendUnavailable) -> Completion | None:
+        """What a watched call told before it failed; None = nothing. Raises as `generate` does."""
+        backend = client.backend
+        try:
+            if (piece := client.cut()) is None:
+                return None
+            if isinstance(why, BrokenCall):
+                raise why
+            if piece.spans[0][0] is not None:
+                await self._trust(backend, piece)
+                return piece
+            # Nobody said which weights they are from; a call that was ended for new ones had the old.
+            if (kept := await self._placements.kept(backend)) is False:
+                raise BackendUnavailable(f"backend {backend.id}: its weights turned out to be wrong")
+            version = backend.policy_version if kept or why.aborted else None
+            return replace(piece, spans=[(version, 0, len(piece.token_ids))])
+        except BackendUnavailable as error:
+            await self._placements.suspect(backend.id)
+            raise BrokenCall(f"ids that were passed on do not count: {error}") from error
+
+    async def _trust(self, backend: Backend, completion: Completion) -> None:
         # Weights that came during the call: an engine samples from them before the canary has passed. And
         # none that the service does not know of: they would pass for another policy's samples.
         for version in dict.fromkeys(version for version, _, _ in completion.spans):
@@ -191,7 +242,6 @@ class BackendRouter:
                 continue
             if not await self._placements.trusted(backend.id, version):
                 raise BackendUnavailable(f"backend {backend.id}: weights {version!r} turned out to be wrong")
-        return completion
 
     async def _extend(self, context: int, failed: tuple[str, ...]) -> Backend | None:
         """Reserve what the call needs; the backend to use, or None when every one has failed."""
@@ -230,8 +280,8 @@ class BackendRouter:
     def _count(self, name: str) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + 1
 
-    def _lost(self) -> InfrastructureError:
-        return InfrastructureError(f"rollout {self._rollout_id} is not this worker's any more")
+    def _lost(self) -> RolloutLost:
+        return RolloutLost(f"rollout {self._rollout_id} is not this worker's any more")
 
     def _none_usable(self, why: str) -> InfrastructureError:
         version = f" of policy version {self._policy_version!r}" if self._policy_version else ""

@@ -90,6 +90,8 @@ class InitContext(Context[TaskT]):
 class RunContext(Context[TaskT]):
     agent: AgentLoop = None  # type: ignore[assignment]
     """Drives turns of model and tools, and owns the trajectory."""
+    fence: int = 0
+    """Of RUN's claim: who writes for the rollout elsewhere does so under it."""
     spent_s: float = 0.0
     """Seconds of `limits.run_timeout_s` that workers before this one have used up."""
 

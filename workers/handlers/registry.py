@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 import structlog
 
+from rollout.schema import RolloutRequest
 from services.settings import Settings
 from workers.errors import HandlerError, UnknownHandler
 from workers.handlers.base import AgentHandler
@@ -28,6 +29,7 @@ class Registry:
     """The handlers of this process."""
 
     def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._handlers: dict[str, AgentHandler] = {}
         for point in entry_points(group=GROUP):
             try:
@@ -65,6 +67,19 @@ class Registry:
                 f"this worker has no handler {name!r} (it has: {known}); "
                 "install its package here or name it in ROLLOUT_HANDLERS"
             ) from None
+
+    def of(self, request: RolloutRequest) -> AgentHandler:
+        """The handler of a request, whose turns a program drives where it says so.
+
+        Raises:
+            UnknownHandler: As `get`.
+        """
+        handler = self.get(request.handler)
+        if request.agent is None:
+            return handler
+        from workers.harnesses.drive import Driven
+
+        return Driven(handler, request, self._settings)
 
     def all(self) -> list[AgentHandler]:
         return list(self._handlers.values())

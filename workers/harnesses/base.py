@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-PACK = "/opt/rollout/harnesses"
-"""Where a sandbox shows the pack: `<PACK>/node/bin/node`, `<PACK>/<name>/…`; read-only."""
+PACK = "/rollout/harnesses"
+"""Where a sandbox shows the pack: `<PACK>/node/bin/node`, `<PACK>/<name>/…`; read-only. No image has the
+first of it: bubblewrap can make no place inside of an image's own directory."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from rollout import schema
 from rollout.schema import (
+    AgentAccess,
     CancelResponse,
     FieldError,
     Rollout,
@@ -22,6 +23,7 @@ from rollout.schema import (
 )
 from rollout.schema.base import MAX_INT53, Items, Strict
 from services.dispatch import IdConflict
+from services.gateway.agents import AgentDoor, is_external
 from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
@@ -52,8 +54,10 @@ def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
     single = isinstance(body, RolloutRequest)
     requests = [body] if single else body.requests
     check_submission(requests, None if single else "requests")
+    gate = gateway()
+    door = AgentDoor(gate.redis, gate.settings) if any(map(is_external, requests)) else None
     try:
-        submitted = gateway().dispatcher.submit(requests, caller().tenant)
+        submitted = gate.dispatcher.submit(requests, caller().tenant)
     except IdConflict as error:
         wrong = set(error.ids)
         fields = [
@@ -65,6 +69,8 @@ def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
             if wrong & set(item.rollout_ids()[1])
         ]
         raise ApiProblem(409, "Id in use", f"{error}; nothing was enqueued", fields) from None
+    if door is not None:
+        door.tell(requests, submitted)
     return SubmitResponse(rollouts=submitted)
 
 
@@ -90,6 +96,23 @@ def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Respon
     if include == "trajectory" and rollout.state is State.RUNNING:
         rollout.trajectory = gate.rollouts.so_far(rollout)
     return answer.send(rollout)
+
+
+@blueprint.get("/rollouts/<rollout_id>/agent")
+@operation(409, 410, scope=Scope.SUBMIT)
+def agent(rollout_id: str, tenant: Tenant) -> AgentAccess:
+    """Where a program that drives the rollout from elsewhere finds the model, and its keys now."""
+    gate = gateway()
+    rollout = gate.rollouts.get(rollout_id, trajectory=False, tenant=tenant)
+    if rollout is None:
+        raise _absent(rollout_id)
+    if not is_external(rollout.request):
+        detail = f"rollout {rollout_id!r} is not driven from elsewhere: it has no agent.harness 'external'"
+        raise ApiProblem(409, "Driven here", detail)
+    if rollout.state.terminal:
+        detail = f"rollout {rollout_id!r} is {rollout.state.value}, and its keys ended with it"
+        raise ApiProblem(410, "Ended", detail)
+    return AgentDoor(gate.redis, gate.settings).access(rollout_id, rollout.attempt)
 
 
 @blueprint.get("/rollouts")

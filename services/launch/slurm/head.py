@@ -1,4 +1,4 @@
-"""The head of the service: Redis, gateway, Flower on one node. It comes back with its data, perhaps
+"""The head of the service: Redis, gateway, capture, Flower on one node. It comes back with its data, perhaps
 elsewhere.
 
 Its Redis has a certificate, by which clients tell it from whoever took its port while it was away. That signs
@@ -38,7 +38,9 @@ log = structlog.get_logger("slurm")
 LAST_S = 95.0
 """For nodes to hand back before their time limit: of the 120 s that `#SBATCH --signal` gives."""
 STOP_S = 8.0
-"""For gateway and Flower to end; what waits at the gateway is answered first."""
+"""For gateway, capture and Flower to end; what waits at the first two is answered first."""
+CAPTURE_ENDS_S = 2.0
+"""Of these, for capture to end once its calls have."""
 TLS_VARIABLE = "ROLLOUT_SLURM_TLS"
 """`0`: Redis without TLS, as where its traffic must cost nothing and all users of the cluster are trusted."""
 OPENSSL_S = 60.0
@@ -83,15 +85,24 @@ class HeadJob(ServiceJob):
         base = self._environment()
         redis_port, redis_tls = self._start_redis(address, before, base)
         port = self._port(address, before and urlsplit(before.url).port, settings().gateway_port)
-        url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-        head = Head(self.place.job, self.place.node, address, STARTING, url, "", redis_port, redis_tls)
+        base_url = f"http://{f'[{address}]' if ':' in address else address}"
+        url, capture_url = f"{base_url}:{port}", ""
+        if capture_port := self._capture_port(address, before):
+            capture_url = base["ROLLOUT_CAPTURE_URL"] = f"{base_url}:{capture_port}"
+        head = Head(
+            *(self.place.job, self.place.node, address, STARTING, url, "", redis_port, redis_tls),
+            capture_url,
+        )
         env = base | {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
         self._make_key(env["ROLLOUT_REDIS_URL"])
         self.run_dir.write_head(head)
         flower_env = self._start_flower(env)
         listen = {"ROLLOUT_GATEWAY_HOST": address, "ROLLOUT_GATEWAY_PORT": str(port)}
         gateway = self._spawn(parts.gateway(), env | flower_env | listen)
+        capture = self._start_capture(address, capture_port, env)
         self.supervisor.wait_for(gateway, lambda: answers(f"{head.url}/health"))
+        for part in capture:
+            self.supervisor.wait_for(part, lambda part=part: parts.unheard(part, capture_url))
         head = replace(head, state=UP, flower_url=flower_env.get(flower.URL_VARIABLE, ""))
         self.run_dir.write_head(head)
         log.info("the head is up", url=head.url, flower=head.flower_url, node=head.node)
@@ -119,6 +130,22 @@ class HeadJob(ServiceJob):
         """That of the head's earlier life if it is free, for then nobody notices; else the usual one, else
         any."""
         return parts.pick_port([port for port in (before, usual) if port], self._taken, address)
+
+    def _capture_port(self, address: str, before: Head | None) -> int | None:
+        """Where capture is to listen; None: there is another one, or there is to be none."""
+        if settings().capture_url or not settings().capture_processes:
+            return None
+        last = urlsplit(before.capture_url).port if before else None
+        return self._port(address, last, parts.CAPTURE_PORT)
+
+    def _start_capture(self, address: str, port: int | None, env: dict[str, str]) -> list[Part]:
+        """Its processes, which end as soon as the head's job must."""
+        if port is None:
+            return []
+        grace_s = min(settings().shutdown_grace_s, STOP_S - CAPTURE_ENDS_S)
+        env = env | {"ROLLOUT_SHUTDOWN_GRACE_S": str(grace_s)}
+        started = parts.capture(address, port, settings().capture_processes)
+        return [self._spawn(part, env) for part in started]
 
     def _make_key(self, url: str) -> None:
         with connect(url, max_connections=2) as client:
@@ -161,7 +188,8 @@ class HeadJob(ServiceJob):
 
     def _end(self) -> None:
         """Redis last: whoever still writes shall be able to."""
-        self.supervisor.stop(["gateway", "flower"], STOP_S)
+        capture = [name for name in self.supervisor.parts if name.startswith(parts.CAPTURE)]
+        self.supervisor.stop(["gateway", *capture, "flower"], STOP_S)
         if any(part.alive for part in self.supervisor.stop(["redis"], REDIS_STOP_S)) or not self._turn:
             return  # nothing ends it, and it may still write: the next head waits for the end of the job
         head = self.run_dir.head()

@@ -57,7 +57,8 @@ class NodeJob(MemberJob):
         """Rollouts that were here when nothing new was to begin."""
         self._init_lives = True
         self._check: parts.SandboxCheck | None = None
-        self._url = ""
+        self._addresses_now: dict[str, str] = {}
+        """Of the head, as the workers have them."""
         self._env: dict[str, str] = {}
 
     # -- life --------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ class NodeJob(MemberJob):
     def _start_programs(self) -> None:
         head = self._wait_for_head()
         self._env = self._environment()
-        self._start_workers(self.run_dir.redis_url(head))
+        self._start_workers(self._addresses(head))
         self._publish()
         if INIT in self.stages:
             self._check_sandbox()
@@ -98,11 +99,16 @@ class NodeJob(MemberJob):
             env.setdefault("ROLLOUT_IMAGE_CACHE", str(root / f"rollout-images-{os.getuid()}"))
         return env
 
-    def _start_workers(self, url: str) -> None:
+    def _addresses(self, head: Head) -> dict[str, str]:
+        """Variables that lead the workers to a head."""
+        addresses = {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
+        return addresses | ({"ROLLOUT_CAPTURE_URL": head.capture_url} if head.capture_url else {})
+
+    def _start_workers(self, addresses: dict[str, str]) -> None:
         for stage in self.stages:
             part = parts.fleet(stage, self.member.slots[stage], self.place.name)
-            self._spawn(part, self._env | {"ROLLOUT_REDIS_URL": url})
-        self._url = url
+            self._spawn(part, self._env | addresses)
+        self._addresses_now = addresses
 
     def _check_sandbox(self) -> None:
         """Have the member tell what works here, as soon as that is known."""
@@ -122,11 +128,13 @@ class NodeJob(MemberJob):
         leases run out."""
         super()._tend()
         head = self.run_dir.head()
-        url = self.run_dir.redis_url(head) if head is not None and head.state != DOWN else self._url
-        if url != self._url and ping(url) is None:
+        if head is None or head.state == DOWN:
+            return
+        addresses = self._addresses(head)
+        if addresses != self._addresses_now and ping(addresses["ROLLOUT_REDIS_URL"]) is None:
             log.warning("the head has moved: the workers start anew", node=head.node, address=head.address)
             self.supervisor.stop_all(MOVE_S)
-            self._start_workers(url)
+            self._start_workers(addresses)
 
     # -- end ---------------------------------------------------------------------------------
 
@@ -173,7 +181,7 @@ class NodeJob(MemberJob):
             return waiting + RolloutStore(client, settings).ahead(self.place.name)[0] == 0
 
     def _settings(self) -> Settings:
-        return Settings.from_env(self._env | {"ROLLOUT_REDIS_URL": self._url})
+        return Settings.from_env(self._env | self._addresses_now)
 
     def _stop(self) -> None:
         """End what is left, and give back what waits for this node."""

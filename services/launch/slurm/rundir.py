@@ -61,6 +61,8 @@ class Head:
     """None: the Redis is not ours, its address is in ROLLOUT_REDIS_URL."""
     redis_tls: bool = False
     """It speaks TLS, with the certificate of the run directory."""
+    capture_url: str = ""
+    """Of capture; empty: there is none, or its address is in ROLLOUT_CAPTURE_URL."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Node(Struct, array_like=True):
     messages: str
     """What they say: of a root all messages of the call, else those behind the parent's answer."""
     tools: str
-    """Of a root, and where they are others than the parent's: the tools that were offered (JSON); empty = none."""
+    """Of a root, and where they are others than the parent's: the tools offered (JSON); empty = none."""
     sampled: bytes
     logprobs: bytes
     width: Literal[4, 8]
@@ -44,10 +44,12 @@ class Node(Struct, array_like=True):
     """What the program asked for of sampling."""
     body: bytes
     """Digest of the request's body."""
-    at_ms: int
-    """When it was written, by Redis' clock; 0 = it is not yet."""
     cached_tokens: int | None = None
     routed_experts: Any = None
+    tokenizer: str = ""
+    """Of a root: name and digest of what made its ids."""
+    at_ms: int = 0
+    """When it was written, by Redis' clock. It stays the last field, which the store fills in."""
 
 
 _DECODER = msgspec.msgpack.Decoder(Node)
@@ -55,8 +57,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(node: Node) -> bytes:
-    """A node as it is stored."""
-    return _ENCODER.encode(node)
+    """A node as it is given to the store, which adds the time."""
+    return _ENCODER.encode(msgspec.structs.replace(node, at_ms=0))
 
 
 def decode(stored: Iterable[bytes]) -> list[Node]:

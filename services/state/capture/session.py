@@ -17,10 +17,10 @@ class Session(Struct):
     """What RUN says of an attempt when it opens it to calls; kept as JSON."""
 
     harness: str
+    backend: str
+    """The one that RUN was placed on (JSON): others are held to its tokenizer and its context."""
     index: int
     """Position within the group, of which each rollout has seeds of its own."""
-    group: str = ""
-    """`<tenant>/<group>` of a group of several; empty = none."""
     policy_version: str | None = None
     sampling: str = "{}"
     """The request's `SamplingParams` (JSON)."""
@@ -47,7 +47,8 @@ def read_key(secret: str, key: str) -> tuple[str, str, int] | None:
     mark, _, rest = text.partition("-")
     attempt, _, rollout_id = rest.partition("-")
     kind = _KIND.get(mark)
-    if kind is None or not (attempt.isascii() and attempt.isdigit()) or len(attempt) > 9:
+    # Headers that are no UTF-8 come with half characters in them, which cannot be encoded.
+    if kind is None or not (key.isascii() and attempt.isdigit()) or len(attempt) > 9:
         return None
     genuine = key_of(secret, kind, rollout_id, int(attempt))
     return (kind, rollout_id, int(attempt)) if hmac.compare_digest(genuine.encode(), key.encode()) else None

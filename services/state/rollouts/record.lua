@@ -94,7 +94,10 @@ end
 
 -- The turns of this attempt, and of the one before where that has just ended.
 local function forget_turns(r)
-  redis.call('DEL', KEY.turns(r.id, r.attempt), KEY.turns(r.id, r.attempt - 1))
+  for attempt = r.attempt - 1, r.attempt do
+    redis.call('DEL', KEY.turns(r.id, attempt), KEY.capture(r.id, attempt), KEY.capture_calls(r.id, attempt),
+      KEY.capture_nodes(r.id, attempt))
+  end
   forget(r.id, 'handed')
 end
 
@@ -202,7 +205,10 @@ end
 -- one costs an attempt where no other can have been it. The third ends it.
 local SUSPECT, GUILTY, ALONE_AGAIN_MS = 2, 3, 1000
 
-local function turns(r) return redis.call('LLEN', KEY.turns(r.id, r.attempt)) end
+-- Of its own loop, or of the program that drives it.
+local function turns(r)
+  return redis.call('LLEN', KEY.turns(r.id, r.attempt)) + redis.call('LLEN', KEY.capture_nodes(r.id, r.attempt))
+end
 
 -- How many workers it saw end in this stage since its last turn.
 local function deaths(r, stage)

@@ -1,0 +1,289 @@
+"""The HTTP side of capture: routes, keys, bodies, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+from prometheus_client import generate_latest
+
+from services.capture import metrics
+from services.capture.call import Dialect, ModelCall, Refusal
+from services.capture.dialects.anthropic import Anthropic
+from services.capture.dialects.chat import Chat
+from services.capture.dialects.gemini import Gemini
+from services.capture.dialects.responses import Responses
+from services.capture.serving import Caller, Service, Turn
+from services.state.capture.session import MODEL, REWARD, read_key
+
+log = structlog.get_logger("capture")
+
+HEARTBEAT_S = 3.0
+"""Between two signs of life on a stream: proxies and programs give up on silence."""
+STALLED_S = 120.0
+"""For a program to take what it is sent; then it is as if it had gone."""
+MODEL_NAME = "policy"
+"""What the model is called where a program asks. No slash, no colon, no version to be parsed."""
+CALL_HEADER = "X-Rollout-Call"
+RETRY_HEADERS = ("X-Stainless-Retry-Count", "X-Rollout-Try")
+"""By which SDKs, and the bridge of a sandbox, say that they repeat a call: a number above 0."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Posted(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a reward."""
+
+    reward: float
+    components: dict[str, float] = {}
+
+
+def create_app(service: Service, secret: str, store: Any, send: Any, max_body_bytes: int) -> web.Application:
+    """The application. `secret`: of the keys. `store`, `send`: how rewards are entered."""
+    app = web.Application(client_max_size=max_body_bytes)
+    routes = Routes(service, secret, store, send, max_body_bytes)
+    chat, responses, anthropic, gemini = Chat(), Responses(), Anthropic(), Gemini()
+    # A program that loses headers may have its key in the path; some leave out, or double, the version.
+    for prefix in ("", "/s/{key}"):
+        for version in ("", "/v1"):
+            for path, dialect in (
+                ("chat/completions", chat),
+                ("responses", responses),
+                ("messages", anthropic),
+            ):
+                app.router.add_post(f"{prefix}{version}/{path}", routes.generates(dialect))
+            app.router.add_post(f"{prefix}{version}/messages/count_tokens", routes.counts(anthropic))
+            app.router.add_get(f"{prefix}{version}/models", routes.models)
+            app.router.add_get(f"{prefix}{version}/models/{{name}}", routes.models)
+        for version in ("v1beta", "v1", "v1alpha"):
+            base = f"{prefix}/{version}/models/{{model:[^:]+}}"
+            app.router.add_post(f"{base}:generateContent", routes.generates(gemini, stream=False))
+            app.router.add_post(f"{base}:streamGenerateContent", routes.generates(gemini, stream=True))
+            app.router.add_post(f"{base}:countTokens", routes.counts(gemini))
+        app.router.add_post(f"{prefix}/v1/reward", routes.reward)
+        app.router.add_post(f"{prefix}/v1/finish", routes.finish)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/metrics", _metrics)
+    return app
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(body=generate_latest(metrics.registry), content_type="text/plain")
+
+
+class Routes:
+    """What the routes do."""
+
+    def __init__(self, service: Service, secret: str, store: Any, send: Any, most_bytes: int) -> None:
+        self._service, self._secret, self._store, self._send = service, secret, store, send
+        self._most_bytes = most_bytes
+
+    def generates(self, dialect: Dialect, stream: bool | None = None) -> Handler:
+        """A route of model calls. `stream`: what its path says."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            with metrics.IN_FLIGHT.track_inprogress():
+                try:
+                    caller = self._caller(request, MODEL)
+                    body = await self._body(request)
+                    call = dialect.read(body, model=request.match_info.get("model", ""), stream=stream)
+                    turn = await self._service.turn(
+                        caller,
+                        dialect.name,
+                        call,
+                        _digest(dialect, request, body),
+                        request.headers.get(CALL_HEADER, "")[:64] or None,
+                        any(request.headers.get(name, "0").lstrip("0") for name in RETRY_HEADERS),
+                    )
+                    return await self._tell(request, dialect, caller, call, turn)
+                except Refusal as refusal:
+                    return _refused(dialect, refusal)
+                except Exception:
+                    log.exception("a call failed", dialect=dialect.name)
+                    return _refused(dialect, Refusal("internal", "capture failed; its log has more"))
+
+        return handle
+
+    async def _tell(
+        self, request: web.Request, dialect: Dialect, caller: Caller, call: ModelCall, turn: Turn
+    ) -> web.StreamResponse:
+        """The answer of a turn, to whoever listens."""
+        whole = False
+        try:
+            await asyncio.shield(turn.begun)
+            if not call.stream or (turn.result.done() and turn.result.exception()):
+                answer = await asyncio.shield(turn.result)
+                response = web.Response(body=dialect.answer(call, answer), content_type="application/json")
+                await response.prepare(request)
+                await _patiently(response.write_eof())
+            else:
+                response = await self._stream(request, dialect, call, turn)
+            whole = True
+            return response
+        finally:
+            # Also where it broke: the program may come again, and is then told the same.
+            (self._service.told if whole else self._service.orphan)(caller, turn)
+
+    async def _stream(
+        self, request: web.Request, dialect: Dialect, call: ModelCall, turn: Turn
+    ) -> web.StreamResponse:
+        array = dialect.name == "gemini" and request.query.get("alt") != "sse"
+        kind = "application/json" if array else "text/event-stream"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        stream = dialect.stream(call, turn.call_id, turn.created, turn.prompt_tokens)
+        await response.prepare(request)
+        text, reasoning = "", ""
+        await _patiently(response.write(stream.begin()))
+        while not turn.result.done():
+            if not await turn.change(HEARTBEAT_S):
+                await _patiently(response.write(stream.heartbeat()))
+            elif not turn.result.done():
+                piece = stream.delta(text=turn.text[len(text) :], reasoning=turn.reasoning[len(reasoning) :])
+                text, reasoning = turn.text, turn.reasoning
+                await _patiently(response.write(piece))
+        try:
+            last = stream.end(turn.result.result())
+        except Refusal as refusal:
+            last = stream.fail(refusal)
+        await _patiently(response.write(last))
+        await _patiently(response.write_eof())
+        return response
+
+    def counts(self, dialect: Dialect) -> Handler:
+        """A route that counts the tokens of a prompt; nothing of it is kept."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                caller = self._caller(request, MODEL)
+                call = dialect.read(
+                    await self._body(request), model=request.match_info.get("model", ""), stream=False
+                )
+                tokens = await self._service.count(caller, call)
+                return web.Response(body=dialect.count(tokens), content_type="application/json")
+            except Refusal as refusal:
+                return _refused(dialect, refusal)
+
+        return handle
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The one model that there is, in words that OpenAI's and Anthropic's clients take."""
+        try:
+            self._caller(request, MODEL)
+        except Refusal as refusal:
+            return _refused(Chat(), refusal)
+        model = {
+            "id": request.match_info.get("name", MODEL_NAME),
+            "object": "model",
+            "type": "model",
+            "display_name": MODEL_NAME,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "rollout",
+        }
+        if "name" in request.match_info:
+            return web.json_response(model)
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """The score that an external program gives its own rollout."""
+        try:
+            caller = self._caller(request, REWARD)
+            try:
+                posted = msgspec.json.decode(await self._body(request), type=Posted)
+            except msgspec.MsgspecError as error:
+                raise Refusal("invalid", f"reward: {error}") from error
+            values = (posted.reward, *posted.components.values())
+            if not all(abs(value) < float("inf") for value in values):
+                raise Refusal("invalid", "reward: a number is not finite")
+            call = self._store.reward(caller.rollout_id, caller.attempt, posted.reward, posted.components)
+            return self._entered(await self._send(call))
+        except Refusal as refusal:
+            return _refused(Chat(), refusal)
+
+    async def finish(self, request: web.Request) -> web.Response:
+        """An external program says that it is done; the handler scores, unless a reward was posted."""
+        try:
+            caller = self._caller(request, REWARD)
+            return self._entered(await self._send(self._store.finish(caller.rollout_id, caller.attempt)))
+        except Refusal as refusal:
+            return _refused(Chat(), refusal)
+
+    def _entered(self, answer: dict[str, Any]) -> web.Response:
+        match answer["word"]:
+            case "ok" | "again":
+                return web.json_response({"accepted": answer["word"] == "ok"})
+            case "forbidden":
+                raise Refusal("unauthorized", "only the harness `external` posts a reward")
+            case "early":
+                raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
+            case "unknown":
+                raise Refusal("unauthorized", "this key is of no rollout that is known here")
+        raise Refusal("ended", "this attempt of the rollout has ended")
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            metrics.REFUSED.labels("size").inc()
+            raise Refusal("too_large", f"the body has more than {self._most_bytes} bytes") from error
+
+    def _caller(self, request: web.Request, kind: str) -> Caller:
+        """Whose call it is. The key alone says it, whatever else a program sends along.
+
+        Raises:
+            Refusal: 401.
+        """
+        found = read_key(self._secret, _key(request))
+        if found is None or found[0] != kind:
+            metrics.REFUSED.labels("key").inc()
+            other = "" if found is None else f", but one for the {found[0]}"
+            raise Refusal("unauthorized", f"this is no key for the {kind} of a rollout{other}")
+        structlog.contextvars.bind_contextvars(rollout_id=found[1], attempt=found[2])
+        return Caller(found[1], found[2])
+
+
+def _key(request: web.Request) -> str:
+    headers = request.headers
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return (
+        request.match_info.get("key")
+        or bearer
+        or headers.get("x-api-key")
+        or headers.get("x-goog-api-key")
+        or request.query.get("key", "")
+    )
+
+
+def _digest(dialect: Dialect, request: web.Request, body: bytes) -> bytes:
+    """Of a call: the same for a repetition, in whatever order headers come."""
+    text = f"{dialect.name} {request.match_info.get('model', '')} {request.path.rpartition(':')[2]}\n"
+    return hashlib.blake2b(text.encode() + body, digest_size=16).digest()
+
+
+def _refused(dialect: Dialect, refusal: Refusal) -> web.Response:
+    headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else None
+    body = dialect.refusal(refusal)
+    return web.Response(body=body, status=refusal.status, headers=headers, content_type="application/json")
+
+
+async def _patiently(writing: Awaitable[None]) -> None:
+    """Write, unless the program takes nothing for long.
+
+    Raises:
+        ConnectionResetError: It has gone, or might as well have.
+    """
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await writing
+    except TimeoutError:
+        raise ConnectionResetError("the program does not read its answer") from None

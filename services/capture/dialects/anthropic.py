@@ -1,0 +1,209 @@
+"""Messages of Anthropic: `POST /v1/messages` and `/v1/messages/count_tokens`.
+
+Refused: content other than text, tools that Anthropic's servers run in a history, an answer that the program
+begins itself. Left out of the prompt: tools without a schema, which Anthropic's servers or its models bring.
+Schemas of output, forced choices of tools and stop strings are recorded and not obeyed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from rollout.trajectory import Message
+from services.capture.call import Answer, ModelCall, Refusal
+from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, unserved
+from services.capture.dialects.messages import (
+    Content,
+    conversation,
+    joined,
+    message,
+    offered,
+    result,
+    said,
+    text_of,
+    tool_call,
+)
+from services.capture.dialects.writing import Kind, WireStream, arguments, encoded, event, told
+
+_ASKED = "temperature top_p top_k stop_sequences thinking tool_choice output_config context_management"
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
+"""A line of Claude Code's system text that differs from call to call."""
+_TYPES = {"unauthorized": "authentication_error", "not_found": "not_found_error", "busy": "rate_limit_error"}
+_TYPES |= {"too_large": "request_too_large", "unavailable": "overloaded_error", "internal": "api_error"}
+_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_SIGNATURE = "cm9sbG91dA=="
+"""SDKs want one of each block of thinking; it says nothing and is never read."""
+
+
+class _Block(Struct):
+    type: str = "text"
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: Raw = Raw(b"null")
+    is_error: bool | None = None
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[_Block]
+
+
+class _Tool(Struct):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+def _given(blocks: list[_Block], where: str) -> list[Message]:
+    """A user's message: the results of tools in it come first."""
+    results: list[Message] = []
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        if block.type == "tool_result":
+            path = f"{where}[{index}].content"
+            text = text_of(decoded(block.content, Content, path), path)
+            results.append(result(text, block.tool_use_id, failed=block.is_error))
+        elif block.type == "text":
+            texts.append(block.text)
+        else:
+            raise unserved(f"{where}[{index}].type", block.type)
+    return results + ([message("user", joined(texts))] if texts or not results else [])
+
+
+def _turn(blocks: list[_Block], where: str) -> Message:
+    text = reasoning = ""
+    calls = []
+    for index, block in enumerate(blocks):
+        if block.type == "text":
+            text += block.text
+        elif block.type == "thinking":
+            reasoning += block.thinking
+        elif block.type == "tool_use":
+            calls.append(tool_call(block.id, block.name, block.input, f"{where}[{index}].input"))
+        elif block.type != "redacted_thinking":
+            raise unserved(f"{where}[{index}].type", block.type)
+    return said(text, reasoning, calls)
+
+
+def _messages(entry: _Message, where: str) -> list[Message]:
+    blocks = [_Block(text=entry.content)] if isinstance(entry.content, str) else entry.content
+    path = f"{where}.content"
+    if entry.role == "assistant":
+        return [_turn(blocks, path)]
+    if entry.role not in ("user", "system"):
+        raise unserved(f"{where}.role", entry.role)
+    given = _given(blocks, path)
+    return given if entry.role == "user" else [message("system", one.text) for one in given]
+
+
+def _block(kind: Kind, text: str = "", signature: str = "") -> dict[str, Any]:
+    if kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, sampled_tokens: int) -> dict[str, Any]:
+    # Anthropic counts what was read from a cache beside the rest of the prompt, not within it.
+    given = {"input_tokens": prompt_tokens - cached_tokens, "cache_read_input_tokens": cached_tokens}
+    return given | {"cache_creation_input_tokens": 0, "output_tokens": sampled_tokens}
+
+
+def _head(call_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
+    """A message without its content and its end."""
+    empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    return {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "model": model} | empty
+
+
+class _AnthropicStream(WireStream):
+    _index = -1
+    _error_name = "error"
+
+    def begin(self) -> bytes:
+        head = _head(self._call_id, self._call.model, _usage(self._prompt_tokens, 0, 0))
+        return self._event("message_start", message=head)
+
+    def heartbeat(self) -> bytes:
+        return self._event("ping")
+
+    def _open(self, kind: Kind) -> bytes:
+        return self._start(_block(kind))
+
+    def _piece(self, kind: Kind, text: str) -> bytes:
+        name = "text" if kind == "text" else "thinking"
+        return self._delta(f"{name}_delta", name, text)
+
+    def _shut(self, kind: Kind) -> bytes:
+        out = self._delta("signature_delta", "signature", _SIGNATURE) if kind == "reasoning" else b""
+        return out + self._event("content_block_stop", index=self._index)
+
+    def _close(self, answer: Answer) -> bytes:
+        out = b""
+        for made in answer.message.tool_calls:
+            out += self._start({"type": "tool_use", "id": made.id, "name": made.name, "input": {}})
+            out += self._delta("input_json_delta", "partial_json", arguments(made))
+            out += self._event("content_block_stop", index=self._index)
+        stop = {"stop_reason": _STOPS[answer.finish], "stop_sequence": None}
+        usage = _usage(answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens)
+        return out + self._event("message_delta", delta=stop, usage=usage) + self._event("message_stop")
+
+    @staticmethod
+    def error(refusal: Refusal) -> Any:
+        text = str(refusal)
+        if refusal.kind == "context":
+            # By these words programs know that they must shorten their history.
+            text = f"prompt is too long: {refusal.tokens} tokens > {refusal.most_tokens} maximum"
+        kind = _TYPES.get(refusal.kind, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": text}}
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        self._index += 1
+        return self._event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, kind: str, field: str, text: str) -> bytes:
+        return self._event("content_block_delta", index=self._index, delta={"type": kind, field: text})
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+
+class Anthropic(WireDialect):
+    """Messages."""
+
+    name = "anthropic"
+    _stream = _AnthropicStream
+
+    def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
+        system = text_of(fields.take("system", Content), "system")
+        messages = [message("system", _BILLING.sub("", system))]
+        for where, entry in fields.items("messages", _Message):
+            messages += _messages(entry, where)
+        if messages[-1].role == "assistant":
+            raise invalid("messages", "an answer that the program begins itself is not served here")
+        tools = [
+            offered(tool.name, tool.description, tool.input_schema, where)
+            for where, tool in fields.items("tools", _Tool)
+            if tool.input_schema is not None
+        ]
+        if fields.inner("tool_choice").take("type", str) == "none":
+            tools = []
+        limit = fields.most_tokens("max_tokens")
+        messages = conversation(messages, where="messages", merge=True)
+        return self._call(fields, model, messages, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
+
+    def answer(self, call: ModelCall, answer: Answer) -> bytes:
+        content = [_block(kind, text, _SIGNATURE) for kind, text in told(answer)]
+        for made in answer.message.tool_calls:
+            content.append({"type": "tool_use", "id": made.id, "name": made.name, "input": made.arguments})
+        usage = _usage(answer.prompt_tokens, answer.cached_tokens, answer.sampled_tokens)
+        end = {"content": content, "stop_reason": _STOPS[answer.finish]}
+        return encoded(_head(answer.call_id, call.model, usage) | end)
+
+    def count(self, tokens: int) -> bytes:
+        return encoded({"input_tokens": tokens})

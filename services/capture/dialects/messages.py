@@ -1,0 +1,127 @@
+"""Messages and tools as the model is given them, built of what a dialect has read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec import Struct
+
+from rollout.trajectory import Message, Role, TextPart, ToolCall
+from services.capture.dialects.fields import decoded, invalid, shallow, unserved
+
+FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Parameters of a tool that takes a text instead of arguments."""
+TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"})
+_OF_SYSTEM = ("system", "developer")
+
+
+class Part(Struct):
+    """A piece of content, in the dialects that call it by its type."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | list[Part] | None
+
+
+def text_of(content: Content, where: str, *, seam: str = "\n") -> str:
+    """The text of content.
+
+    Raises:
+        Refusal: `invalid`: a part is something else, an image for example.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type not in TEXTS:
+            raise unserved(f"{where}[{index}].type", part.type)
+    return joined((part.text or part.refusal or "" for part in content), seam)
+
+
+def joined(texts: Iterable[str], seam: str = "\n") -> str:
+    """Texts as one; with the seam between two, unless a line ends there anyway."""
+    whole = ""
+    for text in texts:
+        if whole and text and not (whole.endswith("\n") or text.startswith("\n")):
+            whole += seam
+        whole += text
+    return whole
+
+
+def message(role: Role, text: str, **fields: Any) -> Message:
+    """A message of one text."""
+    return Message(role=role, content=[TextPart(text=text)] if text else [], **fields)
+
+
+def said(text: str = "", reasoning: str = "", calls: Iterable[ToolCall] = ()) -> Message:
+    """A message of the assistant."""
+    return message("assistant", text, reasoning=reasoning or None, tool_calls=list(calls))
+
+
+def result(
+    text: str, call_id: str | None, *, failed: bool | None = False, name: str | None = None
+) -> Message:
+    """What a tool has answered; where it failed, the text says so."""
+    mark = "Error: " if failed and "error" not in text[:100].lower() else ""
+    return message("tool", mark + text, tool_call_id=call_id, name=name)
+
+
+def of_role(role: str, content: Content, where: str) -> Message:
+    """A message of OpenAI's dialects, by its role alone."""
+    text = text_of(content, f"{where}.content", seam="" if role == "assistant" else "\n")
+    if role == "assistant":
+        return said(text)
+    if role not in ("user", *_OF_SYSTEM):
+        raise unserved(f"{where}.role", role)
+    return message("system" if role in _OF_SYSTEM else "user", text)
+
+
+def tool_call(call_id: str | None, name: str, arguments: str | dict[str, Any] | None, where: str) -> ToolCall:
+    """A call of a tool in a history.
+
+    Raises:
+        Refusal: `invalid`: its arguments are no object.
+    """
+    if not isinstance(arguments, dict):
+        arguments = decoded(arguments.encode(), dict[str, Any], where) if arguments else {}
+    return ToolCall(id=call_id or "", name=name, arguments=shallow(arguments, where))
+
+
+def offered(name: str, description: str | None, parameters: Any, where: str) -> dict[str, Any]:
+    """A tool as codecs render it."""
+    if not name:
+        raise invalid(f"{where}.name", "a tool needs a name")
+    schema = shallow(parameters, where) or {"type": "object", "properties": {}}
+    function = {"name": name, "description": description or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def conversation(messages: Iterable[Message], *, where: str, merge: bool = False) -> list[Message]:
+    """Messages as a `ModelCall` has them: what of the system leads is one message, what comes later a user's.
+
+    Args:
+        merge: Whether assistant's messages that follow each other are parts of one turn.
+    """
+    system: list[str] = []
+    rest: list[Message] = []
+    for entry in messages:
+        if entry.role == "system" and not rest:
+            system.append(entry.text)
+        elif entry.role == "system":
+            rest.append(message("user", entry.text))
+        elif merge and rest and rest[-1].role == entry.role == "assistant":
+            rest[-1] = _merged(rest[-1], entry)
+        else:
+            rest.append(entry)
+    text = joined(system, "\n\n")
+    if not (text or rest):
+        raise invalid(where, "there are no messages")
+    return [message("system", text), *rest] if text else rest
+
+
+def _merged(first: Message, second: Message) -> Message:
+    reasoning = (first.reasoning or "") + (second.reasoning or "")
+    return said(first.text + second.text, reasoning, first.tool_calls + second.tool_calls)

@@ -1,0 +1,132 @@
+"""What the dialects share in writing: JSON, events, and a stream that adds up to its answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from typing import Any, Literal
+
+import msgspec
+
+from rollout.trajectory import ToolCall
+from services.capture.call import Answer, ModelCall, Refusal, Stream
+
+_CODES = {"unauthorized": "invalid_api_key", "context": "context_length_exceeded", "ended": "session_ended"}
+_CODES |= {"busy": "rate_limit_exceeded", "not_found": "not_found", "too_large": "request_too_large"}
+_TYPES = {"busy": "rate_limit_error", "unavailable": "server_error", "internal": "server_error"}
+"""Codes and types of errors of OpenAI's two APIs."""
+Kind = Literal["reasoning", "text"]
+_ENCODER = msgspec.json.Encoder()
+_LINE_ENDS = re.compile("\x85|\u2028|\u2029".encode())
+"""Some readers of events take these for the ends of lines."""
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON."""
+    try:
+        return _ENCODER.encode(value)
+    except UnicodeEncodeError:  # a model may write half of a surrogate pair
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def arguments(call: ToolCall) -> str:
+    """The arguments of a call as a text of JSON."""
+    return encoded(call.arguments).decode()
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """An event of a stream."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + _LINE_ENDS.sub(_escaped, encoded(value)) + b"\n\n"
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
+
+
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """An error as OpenAI's two APIs tell it."""
+    text = str(refusal)
+    if refusal.kind == "context" and refusal.most_tokens:
+        text = (
+            f"This model's maximum context length is {refusal.most_tokens} tokens. However, your messages "
+            f"resulted in {refusal.tokens} tokens. Please reduce the length of the messages."
+        )
+    kind = _TYPES.get(refusal.kind, "invalid_request_error")
+    return {"message": text, "type": kind, "param": None, "code": _CODES.get(refusal.kind)}
+
+
+def told(answer: Answer) -> list[tuple[Kind, str]]:
+    """What was thought and what was said, where there is any."""
+    texts: list[tuple[Kind, str]] = [
+        ("reasoning", answer.message.reasoning or ""),
+        ("text", answer.message.text),
+    ]
+    return [(kind, text) for kind, text in texts if text]
+
+
+class WireStream(Stream):
+    """A stream that knows what it has sent."""
+
+    _error_name = ""
+
+    def __init__(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> None:
+        self._call = call
+        self._call_id = call_id
+        self._created = created
+        self._prompt_tokens = prompt_tokens
+        self._text = ""
+        self._reasoning = ""
+        self._kind: Kind | None = None
+
+    def heartbeat(self) -> bytes:
+        return b": waiting\n\n"
+
+    def delta(self, *, text: str = "", reasoning: str = "") -> bytes:
+        self._reasoning += reasoning
+        out = self._of("reasoning", reasoning)
+        self._text += text
+        return out + self._of("text", text)
+
+    def _of(self, kind: Kind, text: str) -> bytes:
+        out = b""
+        if text and kind != self._kind:
+            out = self._stop() + self._open(kind)
+            self._kind = kind
+        return out + self._piece(kind, text) if text else out
+
+    def _stop(self) -> bytes:
+        kind, self._kind = self._kind, None
+        return self._shut(kind) if kind else b""
+
+    def end(self, answer: Answer) -> bytes:
+        text, reasoning = answer.message.text, answer.message.reasoning or ""
+        if not (text.startswith(self._text) and reasoning.startswith(self._reasoning)):
+            raise ValueError(f"call {self._call_id}: what was streamed is no beginning of its answer")
+        rest = self.delta(text=text[len(self._text) :], reasoning=reasoning[len(self._reasoning) :])
+        return rest + self._stop() + self._close(answer)
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return event(self.error(refusal), self._error_name)
+
+    @staticmethod
+    @abstractmethod
+    def error(refusal: Refusal) -> Any:
+        """The dialect's error, before it is JSON."""
+
+    def _open(self, kind: Kind) -> bytes:
+        """What comes before the first piece of a kind."""
+        return b""
+
+    def _shut(self, kind: Kind) -> bytes:
+        """What comes behind the last piece of a kind."""
+        return b""
+
+    @abstractmethod
+    def _piece(self, kind: Kind, text: str) -> bytes:
+        """Some more of the text or of the reasoning, which is not empty."""
+
+    @abstractmethod
+    def _close(self, answer: Answer) -> bytes:
+        """The calls of tools, and the end."""

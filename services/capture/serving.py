@@ -1,0 +1,619 @@
+"""A model call of a program, from what it asks to its answer.
+
+The turn is served by a task of its own: whoever listens may go away and come back, in this process or, when
+it has ended, in another one. What a program may act on is said only when the turn is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import aiohttp
+import msgspec
+import structlog
+
+from rollout.arrays import pack_ids, pack_logprobs
+from rollout.schema import Backend, SamplingParams, new_id
+from rollout.trajectory import Message
+from services.capture import metrics
+from services.capture.call import Answer, ModelCall, Refusal
+from services.capture.matching import after
+from services.capture.tree import Attachment, Tree
+from services.engines.base import Completion, SampleRequest
+from services.state.capture.nodes import ROOT, Node, decode, encode
+from services.state.capture.session import Session
+from services.state.capture.store import CaptureStore
+from services.state.turns.entries import to_json
+from workers.agent.codec import load_codec, takeover_obstacle
+from workers.agent.formats import Codec, CodecError
+from workers.agent.placement import Placements
+from workers.agent.router import BackendRouter, RolloutLost
+from workers.errors import InfrastructureError, ModelError
+from workers.patience import ask
+
+log = structlog.get_logger("capture")
+
+MOST_SESSIONS = 4096
+"""Sessions whose trees a process keeps; of further ones the oldest is read again when it is asked for."""
+MOST_AT_ONCE = 256
+"""Calls of one attempt that a process works on at a time."""
+EARLY_S = 30.0
+"""For RUN to open a session that is asked for before; then the program is told to come again."""
+TAKEOVER_S = 300.0
+"""For another worker to take the rollout over whose RUN worker was lost."""
+LOOK_S = 0.2
+"""Between two looks at what another process, or worker, is to do."""
+SHOW_S = 0.05
+"""Between two looks at what was sampled so far, to show it; more where many are shown …"""
+SHOW_SHARE = 0.25
+"""… so that all looks together take at most so much of the process' time."""
+LONGEST_MARK = 32
+"""Characters of the longest word of a chat format that begins a call."""
+LEAST_ROOM = 256
+"""Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
+LARGE = 20_000
+"""Characters of a prompt that is rendered in a thread."""
+MOST_STOPPED = 20
+"""Calls past a limit that are answered in peace; who goes on is told that the attempt has ended."""
+STOPPED = "The budget of this task is used up. Stopping here."
+
+
+class Turn:
+    """One call in this process."""
+
+    def __init__(self, call_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.call_id = call_id
+        self.created = int(time.time())
+        self.prompt_tokens = 0
+        self.begun: asyncio.Future[None] = loop.create_future()
+        """Done when the model is asked: no error of the call itself comes any more."""
+        self.result: asyncio.Future[Answer] = loop.create_future()
+        """The answer, once it is written; or a `Refusal`."""
+        self.text = self.reasoning = ""
+        """Of the answer, as far as it may be shown."""
+        self._changed = asyncio.Event()
+
+    def show(self, text: str, reasoning: str) -> None:
+        """Let listeners see more. Only what goes on where the last one ended is taken."""
+        if text.startswith(self.text) and reasoning.startswith(self.reasoning):
+            self.text, self.reasoning = text, reasoning
+            self._changed.set()
+
+    def end(self, outcome: Answer | Exception) -> None:
+        """The call has ended, so."""
+        if self.result.done():
+            return
+        if isinstance(outcome, Answer):
+            self.result.set_result(outcome)
+        else:
+            self.result.set_exception(outcome)
+            self.result.exception()  # nobody may be listening
+        if not self.begun.done():
+            self.begun.set_result(None)
+        self._changed.set()
+
+    async def change(self, timeout_s: float) -> bool:
+        """Wait until there is more to see, or the end; False: not within so many seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+
+@dataclass
+class Known:
+    """What a process keeps of a session."""
+
+    session: Session
+    sampling: SamplingParams
+    first: Backend
+    """The backend that RUN was placed on, to which others are held."""
+    backend: Backend
+    """The one that answered last."""
+    tree: Tree = field(default_factory=Tree)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    running: int = 0
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose call it is, by its key."""
+
+    rollout_id: str
+    attempt: int
+
+
+class Service:
+    """All calls of a process."""
+
+    def __init__(self, store: CaptureStore, placements: Placements, http: aiohttp.ClientSession) -> None:
+        self.process = new_id()
+        self._store, self._placements, self._http = store, placements, http
+        self._known: OrderedDict[Caller, Known] = OrderedDict()
+        self._opening: dict[tuple[Caller, str], asyncio.Task[Turn]] = {}
+        self._turns: dict[tuple[Caller, str], Turn] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def live(self) -> None:
+        """Say again and again that this process lives."""
+        while True:
+            await self._placements.send(self._store.alive(self.process))
+            await asyncio.sleep(1.0)
+
+    async def close(self, patience_s: float) -> None:
+        """Give the calls under way some time; what is not written then is begun again elsewhere."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
+        for task in self._tasks:
+            task.cancel()
+
+    # -- one call ----------------------------------------------------------------------------
+
+    async def turn(
+        self, caller: Caller, dialect: str, call: ModelCall, body: bytes, call_id: str | None, retry: bool
+    ) -> Turn:
+        """The turn that answers a call: a new one, or the one that it repeats.
+
+        Args:
+            body: Digest of the request's body.
+            call_id: The id that a bridge gives each call, and repeats with it.
+            retry: The program says that it repeats a call.
+
+        Raises:
+            Refusal: It is not served.
+        """
+        call_id = call_id or new_id()
+        if turn := self._turns.get((caller, call_id)):
+            return turn
+        opening = self._opening.get((caller, call_id))
+        if opening is None:
+            # A task of its own: a program that goes away in between must not leave a call that nobody serves.
+            opening = self._task(self._open(caller, dialect, call, body, call_id, retry))
+            self._opening[caller, call_id] = opening
+            opening.add_done_callback(lambda _: self._opening.pop((caller, call_id), None))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if not opening.done():
+                self._task(self._unheard(caller, opening))
+            raise
+
+    def told(self, caller: Caller, turn: Turn) -> None:
+        """The program has got the whole answer."""
+        self._task(self._placements.send(self._store.told(*_ids(caller), turn.call_id)))
+
+    def orphan(self, caller: Caller, turn: Turn) -> None:
+        """The program went away before. The turn goes on, for it may come again."""
+        metrics.GONE.inc()
+        self._task(self._placements.send(self._store.orphan(*_ids(caller), turn.call_id)))
+
+    async def count(self, caller: Caller, call: ModelCall) -> int:
+        """Ids of a call's prompt."""
+        known = await self._looked_up(caller)
+        prompt, _, _ = await self._prompt(known, await self._codec(known), call)
+        return len(prompt)
+
+    async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
+        """Whoever asked went away before the turn had begun."""
+        with suppress(Refusal):
+            self.orphan(caller, await opening)
+
+    async def _looked_up(self, caller: Caller) -> Known:
+        """A session as it is now."""
+        answer = await self._placements.send(self._store.look(*_ids(caller)))
+        known = self._know(caller, self._session(answer))
+        await self._read(caller, known, answer["nodes"])
+        return known
+
+    def _task(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _open(
+        self, caller: Caller, dialect: str, call: ModelCall, body: bytes, call_id: str, retry: bool
+    ) -> Turn:
+        begin = partial(
+            self._store.begin,
+            *_ids(caller),
+            body=body.hex(),
+            retry=retry,
+            process=self.process,
+            call_id=call_id,
+        )
+        ends = time.monotonic() + EARLY_S
+        while True:
+            answer = await self._placements.send(begin())
+            word = answer["word"]
+            if word == "joined":
+                if turn := self._turns.get((caller, answer["call"])):
+                    metrics.JOINED.inc()
+                    return turn
+                if answer["process"] == self.process:
+                    # Redis was not told that it was refused.
+                    await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "internal"))
+                begin = partial(begin, retry=None)
+            if word == "early" and time.monotonic() > ends:
+                raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
+            if word not in ("joined", "early"):
+                break
+            await asyncio.sleep(LOOK_S)
+        if word == "limit":
+            return self._stopped(call_id, answer)
+        if word == "again":
+            metrics.JOINED.inc()
+            return await self._replay(caller, answer["node"])
+        known = self._know(caller, self._session(answer))
+        if known.running >= MOST_AT_ONCE:
+            await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "busy"))
+            raise Refusal("busy", f"{known.running} calls of this rollout are under way", retry_after_s=1)
+        turn = self._turns[caller, answer["call"]] = Turn(answer["call"])
+        self._task(self._serve(caller, known, turn, dialect, call, body, answer, begin))
+        return turn
+
+    def _session(self, answer: dict[str, Any]) -> Session:
+        """The session of an answer of Redis'.
+
+        Raises:
+            Refusal: There is none that may be called.
+        """
+        match answer["word"]:
+            case "ended":
+                raise Refusal("ended", "this attempt of the rollout has ended, and its key with it")
+            case "unknown":
+                raise Refusal("unauthorized", "this key is of no rollout that is known here")
+            case "early":
+                raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
+        return msgspec.json.decode(answer["session"], type=Session)
+
+    def _know(self, caller: Caller, session: Session) -> Known:
+        known = self._known.get(caller)
+        if known is None:
+            backend = Backend.model_validate_json(session.backend)
+            sampling = SamplingParams.model_validate_json(session.sampling)
+            known = self._known[caller] = Known(session, sampling, backend, backend)
+            while len(self._known) > MOST_SESSIONS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(caller)
+        return known
+
+    def _stopped(self, call_id: str, answer: dict[str, Any]) -> Turn:
+        """A last answer past a limit, as if the model had ended by itself."""
+        metrics.STOPPED.labels(answer["why"]).inc()
+        if answer["answered"] > MOST_STOPPED:
+            raise Refusal("ended", f"this rollout has ended ({answer['why']})")
+        turn = Turn(call_id)
+        message = Message(role="assistant", content=STOPPED)
+        turn.end(Answer(call_id, message, "stop", 0, 0, created=turn.created))
+        return turn
+
+    async def _replay(self, caller: Caller, place: int) -> Turn:
+        """A turn that was answered before."""
+        known = await self._looked_up(caller)
+        node = known.tree.nodes[place]
+        turn = Turn(node.call_id)
+        turn.prompt_tokens = len(known.tree.prompt(place))
+        turn.end(_answer(node, turn))
+        return turn
+
+    async def _serve(
+        self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
+        begun: dict[str, Any], begin: partial[Any],
+    ) -> None:  # fmt: skip
+        known.running += 1
+        began, kind = time.monotonic(), "ok"
+        try:
+            with structlog.contextvars.bound_contextvars(
+                rollout_id=caller.rollout_id, attempt=caller.attempt, call=turn.call_id
+            ):
+                turn.end(await self._answered(caller, known, turn, dialect, call, body, begun, begin))
+        except asyncio.CancelledError:
+            kind = "cancelled"
+            turn.end(Refusal("unavailable", "this process ends", retry_after_s=1))
+            raise
+        except Exception as error:
+            refusal = _refusal(error)
+            kind = refusal.kind
+            write = log.info if isinstance(error, Refusal) else log.warning
+            trace = error if kind == "internal" and not isinstance(error, ModelError) else None
+            names = {"rollout_id": caller.rollout_id, "attempt": caller.attempt, "call": turn.call_id}
+            write("call refused", **names, kind=kind, error=str(error), exc_info=trace)
+            if kind != "ended":
+                await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, kind))
+            turn.end(refusal)
+        finally:
+            known.running -= 1
+            self._turns.pop((caller, turn.call_id), None)
+            metrics.CALLS.labels(dialect, kind).inc()
+            metrics.SECONDS.observe(time.monotonic() - began)
+
+    async def _answered(
+        self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
+        begun: dict[str, Any], begin: partial[Any],
+    ) -> Answer:  # fmt: skip
+        codec = await self._codec(known)
+        await self._read(caller, known, begun["nodes"])
+        prompt, place, given = await self._prompt(known, codec, call)
+        request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
+        turn.prompt_tokens = len(prompt)
+        turn.begun.set_result(None)
+        shown = _Shown(turn, codec, prompt) if call.stream else None
+        _Shown.live += call.stream
+        try:
+            completion = await self._sample(caller, known, request, shown, begun, begin)
+        finally:
+            _Shown.live -= call.stream
+        known_backend = f"{known.backend.engine} {known.backend.id}"
+        message = told(codec, prompt, completion, shown and turn)
+        root = place.parent == ROOT
+        (metrics.BRANCHES if root else metrics.ATTACHED).inc()
+        node = Node(
+            turn.call_id,
+            place.parent,
+            after(place.path, message),
+            pack_ids(given),
+            to_json(call.messages if root else place.tail),
+            json.dumps(call.tools) if root and call.tools else "",
+            pack_ids(completion.token_ids),
+            *pack_logprobs(completion.logprobs),
+            completion.spans,
+            completion.finish_reason,
+            message.model_dump_json(exclude_defaults=True),
+            dialect,
+            known_backend,
+            call.asked | ({"max_tokens": call.max_tokens} if call.max_tokens else {}),
+            body,
+            completion.cached_tokens,
+            completion.routed_experts,
+            codec.digest if root else "",
+        )
+        metrics.TOKENS.inc(len(completion.token_ids))
+        return _answer(await self._write(caller, known, node, len(completion.token_ids)), turn)
+
+    # -- its prompt --------------------------------------------------------------------------
+
+    async def _codec(self, known: Known) -> Codec:
+        return await asyncio.to_thread(load_codec, known.first.tokenizer)
+
+    async def _read(self, caller: Caller, known: Known, length: int) -> None:
+        """Have at least so many nodes of the tree here."""
+        while len(known.tree.nodes) < length:
+            async with known.reading:
+                start = len(known.tree.nodes)
+                if start < length:
+                    for node in decode(await ask(self._store.nodes, *_ids(caller), start)):
+                        known.tree.add(node)
+                    if len(known.tree.nodes) < length:
+                        raise InfrastructureError(f"{length} turns were written and are not there any more")
+
+    async def _prompt(
+        self, known: Known, codec: Codec, call: ModelCall
+    ) -> tuple[list[int], Attachment, list[int]]:
+        """All ids that the engine is to read, where they begin in the tree, and which of them are new.
+
+        Raises:
+            Refusal: The model's chat format cannot hold the conversation.
+        """
+        place = known.tree.attach(call)
+        if place.parent != ROOT:
+            before, sampled = known.tree.prompt(place.parent), known.tree.sampled(place.parent)
+            try:
+                given = codec.bridge(before, sampled, place.tail)
+                return [*before, *sampled, *given], place, given
+            except CodecError as error:
+                log.info("begins a branch: the format cannot append", error=str(error))
+                metrics.UNBRIDGED.inc()
+                place = replace(place, parent=ROOT, tail=call.messages)
+        try:
+            size = sum(len(message.text) for message in call.messages)
+            render = partial(codec.render, call.messages, call.tools)
+            ids = await asyncio.to_thread(render) if size > LARGE else render()
+        except CodecError as error:
+            raise Refusal(
+                "invalid", f"the model's chat format cannot hold these messages: {error}"
+            ) from error
+        return ids, place, ids
+
+    def _request(
+        self, known: Known, codec: Codec, turn: Turn, call: ModelCall, prompt: list[int], place: Attachment,
+        sampled: int,
+    ) -> SampleRequest:  # fmt: skip
+        """What to sample.
+
+        Raises:
+            Refusal: The context has no room for a turn.
+        """
+        most = known.first.max_model_len
+        room = most - len(prompt)
+        if room < min(LEAST_ROOM, most // 8, call.max_tokens or LEAST_ROOM):
+            raise Refusal(
+                "context",
+                f"the prompt has {len(prompt)} tokens of {most}",
+                tokens=len(prompt),
+                most_tokens=most,
+            )
+        left = None if known.session.most_sampled is None else known.session.most_sampled - sampled
+        bounds = (room, call.max_tokens, known.sampling.max_tokens, left)
+        return SampleRequest(
+            turn.call_id,
+            prompt,
+            max(1, min(bound for bound in bounds if bound is not None)),
+            known.sampling,
+            _seed(known, place),
+            frozenset(codec.stop_token_ids),
+            known.first.policy_version,
+            codec.end_ids,
+            codec.vocab_size,
+        )
+
+    # -- its answer --------------------------------------------------------------------------
+
+    async def _sample(
+        self, caller: Caller, known: Known, request: SampleRequest, shown: _Shown | None,
+        begun: dict[str, Any], begin: partial[Any],
+    ) -> Completion:  # fmt: skip
+        """Ask the engine, under the fence of whichever worker holds the rollout now."""
+        session, ends = known.session, time.monotonic() + TAKEOVER_S
+        while True:
+            router = BackendRouter(
+                caller.rollout_id,
+                self._placements,
+                self._http,
+                fence=begun["fence"],
+                policy_version=session.policy_version,
+                wait_s=session.backend_wait_s,
+            )
+            router.backend, router.accepts = known.backend, partial(_obstacle, known.first)
+            try:
+                completion = await router.generate(request, session.call_timeout_s, shown and shown.watch)
+            except RolloutLost:
+                if time.monotonic() > ends or (shown and shown.ids):
+                    raise
+                await asyncio.sleep(LOOK_S)
+                begun = await self._placements.send(begin(call_id=request.call_id))
+                self._session(begun)
+            else:
+                known.backend = router.backend or known.backend
+                return completion
+
+    async def _write(self, caller: Caller, known: Known, node: Node, sampled: int) -> Node:
+        """Enter a turn, and those before it that Redis has lost. The first answer to a call is its turn.
+
+        Raises:
+            Refusal: The attempt has ended.
+        """
+        add = partial(self._store.add, *_ids(caller))
+        while True:
+            answer = await self._placements.send(
+                add(node.call_id, node=encode(node), parent=node.parent, sampled=sampled)
+            )
+            if answer["word"] != "behind":
+                break
+            for lost in known.tree.nodes[answer["at"] :]:
+                again = add(lost.call_id, node=encode(lost), parent=lost.parent, sampled=0)
+                await self._placements.send(again)
+        if answer["word"] != "ok":
+            raise Refusal("ended", "this attempt of the rollout has ended")
+        place, nodes = answer["node"], known.tree.nodes
+        if place == len(nodes):
+            known.tree.add(node)
+        elif place < len(nodes) and nodes[place].call_id != node.call_id:
+            # Redis lost turns, and another process wrote on: what is there is the truth.
+            self._known.pop(caller, None)
+        if answer["other"]:
+            (stored, *_) = await ask(self._store.nodes, *_ids(caller), place)
+            (node,) = decode([stored])
+        return node
+
+
+class _Shown:
+    """Shows listeners what is sampled, as far as it can be told already what it says."""
+
+    live = 0
+    """How many there are in the process: together they look for a share of its time."""
+
+    def __init__(self, turn: Turn, codec: Codec, prompt: list[int]) -> None:
+        self.ids: list[int] = []
+        self._turn, self._codec, self._prompt = turn, codec, prompt
+        self._looking = False
+        self._pause_s = SHOW_S
+
+    def watch(self, ids: list[int]) -> None:
+        """Ids were sampled."""
+        self.ids += ids
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_later(self._pause_s, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._turn.result.done():
+            return
+        began = time.monotonic()
+        message = self._codec.parse(self._prompt, self.ids).message
+        text, reasoning = _settled(message.text), message.reasoning or ""
+        self._turn.show(text, reasoning if text else _settled(reasoning))
+        self._pause_s = max(SHOW_S, (time.monotonic() - began) * _Shown.live / SHOW_SHARE)
+
+
+def _settled(text: str) -> str:
+    """What of a text stands: its last characters may yet begin a call, or be half a character."""
+    mark = text.rfind("<", max(0, len(text) - LONGEST_MARK))
+    return (text[:mark] if mark >= 0 else text).rstrip("\ufffd").rstrip()
+
+
+def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | None) -> Message:
+    """A sampled turn as the program is told it: what was meant as a call and is none is text.
+
+    `shown`: the turn that was shown while it was sampled; what was said is not taken back.
+    """
+    parsed = codec.parse(prompt, completion.token_ids)
+    message = parsed.message
+    if parsed.malformed:
+        message = message.model_copy(update={"content": _parts(codec.text_of(completion.token_ids))})
+    if shown is None:
+        return message
+    if not (message.text.startswith(shown.text) and (message.reasoning or "").startswith(shown.reasoning)):
+        metrics.MISSHOWN.inc()
+        message = message.model_copy(
+            update={"content": _parts(shown.text), "reasoning": shown.reasoning or None}
+        )
+    return message
+
+
+def _parts(text: str) -> list[Any]:
+    return Message(role="assistant", content=text).content
+
+
+def _answer(node: Node, turn: Turn) -> Answer:
+    """A written turn as an answer."""
+    message = Message.model_validate_json(node.message)
+    finish = "length" if node.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
+    sampled = len(node.sampled) // 4
+    return Answer(
+        node.call_id, message, finish, turn.prompt_tokens, sampled, node.cached_tokens or 0, turn.created
+    )
+
+
+def _ids(caller: Caller) -> tuple[str, int]:
+    return caller.rollout_id, caller.attempt
+
+
+def _refusal(error: Exception) -> Refusal:
+    """What a program is told of an error."""
+    match error:
+        case Refusal():
+            return error
+        case ModelError():
+            return Refusal("internal", f"the model's server refuses the call: {error}")
+        case InfrastructureError() | CodecError():
+            return Refusal("unavailable", str(error), retry_after_s=2)
+    return Refusal("internal", f"{type(error).__name__} in capture; its log has more")
+
+
+async def _obstacle(first: Backend, backend: Backend) -> str | None:
+    return await asyncio.to_thread(takeover_obstacle, first, backend)
+
+
+def _seed(known: Known, place: Attachment) -> int | None:
+    """Another seed for each rollout of a group and each turn; the same for the same, in whichever process."""
+    seed = known.sampling.seed
+    if seed is None:
+        return None
+    text = f"{seed}/{known.session.index}/{place.path.hex()}/{place.earlier}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1

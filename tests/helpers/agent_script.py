@@ -1,0 +1,102 @@
+"""A model for programs that we did not write: it follows the plan that stands in its task, by whatever shell
+tool it is offered, in Qwen3's format.
+
+    PLAN: ["echo hello > out.txt", "seq 1 2000", "! all done"]
+
+A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by the
+turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What is
+asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by one
+that carries the rest of the plan on.
+
+For `--script tests.helpers.agent_script:turn` of the fake engine, started with `--tokenizer` and AGENT_TOKENIZER
+at Qwen3's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+START, END, THOUGHT = "<|im_start|>assistant\n", "<|im_end|>", "<think>\n\n</think>\n\n"
+PLAN = re.compile(r'PLAN: (\[(?:"(?:[^"\\]|\\.)*"(?:, )?)*\])')
+DONE = re.compile(r"STEPS DONE: (\d+)")
+SUMMARY = re.compile(r"(?i)summar|compact|compress|handoff|hand-off")
+SHELLS = re.compile(r"(?i)bash|shell|exec|terminal|command")
+COMMAND = ("command", "cmd", "script", "code")
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    # Not by transformers, which take seconds to import: the engine stands still meanwhile.
+    return Tokenizer.from_file(f"{os.environ['AGENT_TOKENIZER']}/tokenizer.json")
+
+
+def turn(prompt: list[int], number: int) -> list[int]:
+    """The rest of the turn that these ids begin."""
+    return rest_of_turn(prompt, says)
+
+
+def rest_of_turn(prompt: list[int], says: Callable[[str], str]) -> list[int]:
+    """The same of a turn whose text another script says."""
+    tokenizer = _tokenizer()
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    before, _, begun = text.rpartition(START)
+    whole = tokenizer.encode(says(before) + END, add_special_tokens=False).ids
+    at = len(tokenizer.encode(begun, add_special_tokens=False).ids) if begun else 0
+    return whole[at:] or whole[-1:]
+
+
+def says(before: str) -> str:
+    """The turn's text behind this conversation."""
+    messages = before.split("<|im_start|>")
+    last = next((part for part in reversed(messages) if part.startswith("user")), "")
+    plans = PLAN.findall(before)
+    tools = _tools(before)
+    turns = sum(part.startswith("assistant") for part in messages)
+    marks = [int(mark) for mark in DONE.findall(before)]
+    at = turns + (marks[-1] if marks else 0)
+    if not plans:
+        return f"{THOUGHT}A short title of {len(before)} characters"
+    steps = json.loads(plans[0])
+    asked = last[-6000:] if "tool_response" not in last else ""
+    if turns and SUMMARY.search(PLAN.sub("", asked)):
+        summary = (
+            f"The task was given as PLAN: {json.dumps(steps)}\nSTEPS DONE: {at}\nAll went well so far. " * 2
+        )
+        return f"{THOUGHT}<summary>{summary}</summary>"
+    step = steps[min(at, len(steps) - 1)]
+    shell = next((tool for tool in tools if SHELLS.search(tool["name"])), None)
+    if step.startswith("! ") or shell is None:
+        return f"{THOUGHT}{step.removeprefix('! ')}"
+    call = {"name": shell["name"], "arguments": _arguments(shell, step)}
+    return f"{THOUGHT}Step {at}.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def _tools(before: str) -> list[dict[str, Any]]:
+    block = before.partition("<tools>\n")[2].partition("\n</tools>")[0]
+    return [json.loads(line)["function"] for line in block.splitlines() if line.strip()]
+
+
+def _arguments(tool: dict[str, Any], command: str) -> dict[str, Any]:
+    """What a schema requires, the command in its place."""
+    schema = tool.get("parameters") or {}
+    fields = schema.get("properties") or {}
+    name = next((name for name in COMMAND if name in fields), "command")
+    kind = fields.get(name, {}).get("type")
+    arguments: dict[str, Any] = {name: ["bash", "-lc", command] if kind == "array" else command}
+    for needed in schema.get("required", ()):
+        arguments.setdefault(needed, _dummy(fields.get(needed, {})))
+    return arguments
+
+
+def _dummy(field: dict[str, Any]) -> Any:
+    if field.get("enum"):
+        return field["enum"][0]
+    kind = field.get("type")
+    return {"boolean": False, "integer": 1, "number": 1, "array": [], "object": {}}.get(str(kind), "step")

@@ -1,0 +1,348 @@
+"""Capture as a service: real Redis, gateway, workers, capture processes and client, a scripted engine.
+
+Every prompt that the engine saw is held, id by id, against what the trajectory says of the call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State
+from rollout.trajectory import FinishReason
+from services.capture.serving import STOPPED
+from tests.helpers.capture import CaptureWorld, capture_world
+
+SHELL = {
+    "type": "function",
+    "function": {
+        "name": "shell",
+        "description": "Run a command.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
+    },
+}
+
+
+KILLS = int(os.environ.get("CAPTURE_KILLS", "6"))
+"""20 in the long form."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[CaptureWorld]:
+    with capture_world(tmp_path_factory.mktemp("capture"), processes=2) as world:
+        yield world
+
+
+def openai_client(access: Any, **more: Any) -> openai.OpenAI:
+    more = {"max_retries": 0, "timeout": 60, **more}
+    return openai.OpenAI(base_url=f"{access.base_url}/v1", api_key=access.api_key, **more)
+
+
+def chat(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    options = {"model": "m", "tools": [SHELL], **more}
+    return client.chat.completions.create(messages=messages, **options).choices[0]
+
+
+def asks(plan: list[str]) -> list[Any]:
+    return [{"role": "user", "content": f"Do this. PLAN: {json.dumps(plan)}"}]
+
+
+def answered(messages: list[Any], choice: Any) -> list[Any]:
+    """The conversation with a turn, and what its tools say."""
+    message = choice.message.model_dump(exclude_none=True)
+    outputs = [
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": f"ran {json.loads(call.function.arguments)['command']}",
+        }
+        for call in choice.message.tool_calls or ()
+    ]
+    return [*messages, message, *outputs]
+
+
+def follow(client: openai.OpenAI, messages: list[Any], **more: Any) -> str:
+    """An agent's loop as anybody writes it."""
+    while True:
+        choice = chat(client, messages, **more)
+        messages = answered(messages, choice)
+        if not choice.message.tool_calls:
+            return choice.message.content
+
+
+def test_a_program_elsewhere_is_trained_token_for_token(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    assert follow(openai_client(access), asks(["echo 1", "echo 2", "! all done"])) == "all done"
+    assert world.reward(access, 0.5).json() == {"accepted": True}
+    rollout = world.ended(rollout_id)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 0.5)
+    (chain,) = rollout.trajectory.chains
+    assert [segment.sampled for segment in chain.segments] == [False, True] * 3
+    assert world.hold_prompts(rollout) == 3
+    receipt = rollout.trajectory.receipt
+    assert (receipt.calls, receipt.branches, receipt.drift, receipt.share_delivered) == (3, 1, 0, 1.0)
+    assert rollout.finish_reason is FinishReason.STOP
+
+
+def test_the_handler_scores_where_the_program_posts_no_reward(world: CaptureWorld):
+    rollout_id, access = world.submit({"question": "1 plus 1", "answer": "2"})
+    assert follow(openai_client(access), asks(["! it is 2"])) == "it is 2"
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0)
+
+
+def test_what_a_program_asks_of_sampling_is_recorded_and_the_requests_holds(world: CaptureWorld):
+    rollout_id, access = world.submit(sampling=SamplingParams(temperature=0.7))
+    follow(openai_client(access), asks(["! x"]), temperature=0.1, top_p=0.5, max_tokens=50)
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    (call,) = world.of(rollout)
+    assert (call["params"]["temperature"], call["params"]["max_tokens"]) == (0.7, 50)
+
+
+def test_a_repeated_call_is_sampled_once(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    client = openai_client(access)
+    messages = asks(["echo 1", "! done"])
+    first = chat(client, messages)
+    again = chat(client, messages, extra_headers={"X-Stainless-Retry-Count": "1"})
+    assert again.model_dump() == first.model_dump()
+    # Without the header it is another call: a program may want two answers.
+    other = chat(client, messages)
+    assert other.message.tool_calls[0].id != first.message.tool_calls[0].id
+    assert follow(client, answered(messages, first)) == "done"
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    assert world.hold_prompts(rollout) == 3
+    assert rollout.trajectory.receipt.retries == 1
+    roles = [chain.role for chain in rollout.trajectory.chains]
+    assert roles == ["discarded", "agent"]
+
+
+def test_a_program_that_went_away_gets_the_same_answer_when_it_comes_again(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    messages = asks(["echo 1", "! done"])
+    with world.slow_engine():
+        with pytest.raises(openai.APITimeoutError):
+            chat(openai_client(access, timeout=0.4), messages)
+        time.sleep(1)  # for it to be noticed
+        first = chat(openai_client(access), messages)
+    assert follow(openai_client(access), answered(messages, first)) == "done"
+    world.finish(access)
+    assert world.hold_prompts(world.ended(rollout_id)) == 2
+
+
+def test_what_repeats_no_conversation_is_a_branch_and_every_token_counts_once(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    client = openai_client(access)
+    messages = asks(["echo 1", "echo 2", "echo 3", "! done"])
+    first = chat(client, messages)
+    fork = answered(messages, first)
+    one, other = list(fork), list(fork)
+    other[-1] = {**other[-1], "content": "something else came of it"}
+    assert follow(client, other) == "done"
+    assert follow(client, one) == "done"
+    # A history that was rewritten begins anew.
+    assert follow(client, [{"role": "system", "content": "Be brief."}, *messages]) == "done"
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    assert world.hold_prompts(rollout) == 1 + 3 + 3 + 4
+    trajectory = rollout.trajectory
+    assert trajectory.receipt.branches == 2 and len(trajectory.chains) == 3
+    calls = [s.call_id for chain in trajectory.chains for s in chain.segments if s.sampled]
+    assert len(calls) == len(set(calls)) == 11
+    assert trajectory.receipt.sampled_tokens == trajectory.sampled_tokens
+
+
+def test_limits_end_a_program_with_a_normal_answer(world: CaptureWorld):
+    rollout_id, access = world.submit(limits=Limits(max_turns=2))
+    client = openai_client(access)
+    text = follow(client, asks(["echo 1", "echo 2", "echo 3", "! done"]))
+    assert text == STOPPED
+    stream = client.chat.completions.create(model="m", messages=asks(["echo 9"]), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == STOPPED
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    assert rollout.finish_reason is FinishReason.TURN_LIMIT
+    assert world.hold_prompts(rollout) == 2
+
+
+def test_a_full_context_is_the_dialects_own_error(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(openai_client(access), [{"role": "user", "content": "word " * 45_000}])
+    assert caught.value.code == "context_length_exceeded"
+    assert follow(openai_client(access), asks(["! shorter"])) == "shorter"
+    world.finish(access)
+    assert world.ended(rollout_id).finish_reason is FinishReason.STOP
+
+
+def test_keys_open_what_they_are_for_and_no_more(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    messages = asks(["! x"])
+    forged = access.api_key.replace("rlm-1-", "rlm-2-", 1)
+    for key in ("", "x", forged, access.api_key[:-1] + "0", access.reward_key):
+        with pytest.raises(openai.AuthenticationError):
+            chat(openai_client(SimpleNamespace(base_url=access.base_url, api_key=key or "none")), messages)
+    posted = httpx.post(
+        f"{access.base_url}/v1/reward",
+        json={"reward": 9.0},
+        headers={"Authorization": f"Bearer {access.api_key}"},
+    )
+    assert posted.status_code == 401
+    other_id, other = world.submit()
+    assert follow(openai_client(other), messages) == "x"
+    world.finish(other)
+    world.ended(other_id)
+    with pytest.raises(openai.APIStatusError) as caught:
+        chat(openai_client(other), messages)
+    assert caught.value.status_code == 410
+    assert follow(openai_client(access), messages) == "x"
+    world.finish(access)
+    assert world.hold_prompts(world.ended(rollout_id)) == 1
+
+
+def test_a_program_that_sends_too_much_or_never_reads_harms_nobody(world: CaptureWorld):
+    rollout_id, access = world.submit(limits=Limits(max_turns=500))
+    address = urlsplit(access.base_url)
+    head = {"Authorization": f"Bearer {access.api_key}"}
+    huge = httpx.post(f"{access.base_url}/v1/chat/completions", content=b" " * (50 << 20), headers=head)
+    assert huge.status_code == 413 and "error" in huge.json()
+    deaf = []
+    for _ in range(20):
+        body = json.dumps({"model": "m", "stream": True, "messages": asks(["! " + "long " * 200])}).encode()
+        deaf.append(socket.create_connection((address.hostname, address.port)))
+        deaf[-1].sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nAuthorization: Bearer "
+            % len(body)
+            + access.api_key.encode()
+            + b"\r\n\r\n"
+            + body
+        )
+    with ThreadPoolExecutor(100) as pool:
+        client = openai_client(access, max_retries=5)
+        texts = list(pool.map(lambda number: follow(client, asks([f"! {number}"])), range(200)))
+    assert texts == [str(number) for number in range(200)]
+    for connection in deaf:
+        connection.close()
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    assert world.hold_prompts(rollout) >= 200
+
+
+PROGRAM = """
+import json, os, subprocess, sys, urllib.request
+messages = [{"role": "user", "content": sys.argv[1]}]
+while True:
+    body = json.dumps({"model": "m", "messages": messages, "tools": json.loads(sys.argv[2])}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(message)
+    if not message.get("tool_calls"):
+        break
+    for call in message["tool_calls"]:
+        command = json.loads(call["function"]["arguments"])["command"]
+        output = subprocess.run(command, shell=True, capture_output=True, text=True).stdout
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+print("SAID", message["content"])
+"""
+
+
+def in_sandbox(world: CaptureWorld, plan: list[str], **more: Any) -> str:
+    command = ["python3", "-c", PROGRAM, "{instruction}", json.dumps([SHELL])]
+    question = f"PLAN: {json.dumps(plan)}"
+    (submitted,) = world.stack.client.submit(
+        RolloutRequest(
+            handler="calculator",
+            task={"question": question, "answer": "2"},
+            agent=Agent(harness="command", command=command),
+            **more,
+        )
+    )
+    return submitted.id
+
+
+def test_a_program_in_the_rollouts_sandbox_is_trained_token_for_token(world: CaptureWorld):
+    rollout_id = in_sandbox(world, ["echo 1 > a; echo $((1 + 1))", "cat a", "! it is 2"])
+    rollout = world.ended(rollout_id)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0), rollout.error
+    assert world.hold_prompts(rollout) == 3
+    said = [message.text.strip() for message in rollout.trajectory.messages if message.role == "tool"]
+    assert said == ["2", "1"]
+    assert "SAID it is 2" in rollout.trajectory.artifacts["agent.output"]
+    assert rollout.metrics["agent_exit_code"] == 0
+
+
+def stubborn(access: Any, plan: list[str], pause_s: float = 0.05) -> str:
+    """A program that streams, and asks again when a call breaks."""
+    messages, broken = asks(plan), 0
+    client = openai_client(access, timeout=20)
+    while True:
+        try:
+            with client.chat.completions.stream(model="m", messages=messages, tools=[SHELL]) as stream:
+                choice = stream.get_final_completion().choices[0]
+        except (openai.APIConnectionError, openai.APIStatusError, openai.APIError, httpx.HTTPError) as error:
+            broken += 1
+            assert broken < 60, error
+            time.sleep(pause_s)
+            continue
+        messages = answered(messages, choice)
+        if not choice.message.tool_calls:
+            return choice.message.content
+
+
+def tree_of(rollout: Any) -> set[tuple[Any, ...]]:
+    """What was asked and sampled in a trajectory, without its names."""
+    tree = set()
+    for chain in rollout.trajectory.chains:
+        before: list[int] = []
+        for segment in chain.segments:
+            if segment.sampled:
+                tree.add((tuple(before), tuple(segment.token_ids)))
+            before += segment.token_ids
+    return tree
+
+
+PLAN = ["echo 1", "echo 2", "! all done after " + "a word and another one " * 40]
+
+
+def test_a_kill_of_capture_or_of_an_engine_in_mid_stream_costs_a_retry_and_nothing_else(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    stubborn(access, PLAN)
+    world.finish(access)
+    undisturbed = world.ended(rollout_id)
+    assert len(tree_of(undisturbed)) == 3
+    chance = random.Random(20)
+    with world.slow_engine(factor=20.0):
+        for number in range(KILLS):
+            rollout_id, access = world.submit()
+            with ThreadPoolExecutor(1) as pool:
+                program = pool.submit(stubborn, access, PLAN)
+                time.sleep(chance.uniform(0.05, 2.0))
+                world.kill_capture(number % len(world.captures)) if number % 3 else world.kill_engine()
+                text = program.result(60)
+            assert text == PLAN[-1].removeprefix("! ").rstrip()
+            world.finish(access)
+            rollout = world.ended(rollout_id)
+            assert tree_of(rollout) == tree_of(undisturbed), number
+            assert rollout.attempt == 1 and rollout.trajectory.receipt.drift == 0
+            calls = [s.call_id for c in rollout.trajectory.chains for s in c.segments if s.sampled]
+            assert len(calls) == len(set(calls)) == 3

@@ -1,0 +1,286 @@
+"""A handler whose turns a program drives: what the task is, and how it is scored, stays the handler's own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollout.schema import EXTERNAL, RolloutRequest, Stage
+from rollout.trajectory import FinishReason
+from sandbox.client import ExecResult
+from sandbox.spec import BindSpec
+from services.capture.chains import build
+from services.settings import Settings
+from services.state.capture.nodes import decode
+from services.state.capture.session import MODEL, Session, key_of
+from services.state.capture.store import CaptureStore, Summary
+from services.state.redis import connect
+from workers.errors import HandlerError, InfrastructureError, TaskError
+from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.harnesses import pack
+from workers.harnesses.base import PACK, Harness, Job, Launch
+from workers.harnesses.catalogue import UnknownHarness, find
+from workers.patience import ask
+
+LOOK_S = 1.0
+"""Between two looks at an external program's session."""
+KEEP_OPEN_S = 5.0
+"""Between two looks whether there is a session still."""
+MOST_MARGIN_S = 15.0
+"""Before RUN's own limit the program is ended, so that there is time to look at what it left."""
+WRAP_UP_S = 30.0
+"""Before that its calls are answered without the model, so that it may end by itself."""
+TAIL = 2000
+"""Characters of a program's output in an error."""
+MAX_TRANSCRIPTS = 1 << 20
+"""Bytes of transcript files that are kept; the rest of them is left."""
+OUTPUT, TRANSCRIPT, POSTED = "agent.output", "agent.transcript", "agent.reward"
+"""Names of artifacts."""
+
+
+@lru_cache(maxsize=4)
+def _store(redis_url: str) -> CaptureStore:
+    """Of a worker process, whose handlers are shared by its rollouts."""
+    return CaptureStore(connect(redis_url))
+
+
+class Driven(AgentHandler[Any]):
+    """A handler of one request whose `agent` drives the turns."""
+
+    uses_model = True
+
+    def __init__(self, inner: AgentHandler[Any], request: RolloutRequest, settings: Settings) -> None:
+        assert request.agent is not None
+        self.name = inner.name  # type: ignore[misc]
+        self.tools, self.advertise_tools = inner.tools, inner.advertise_tools  # type: ignore[misc]
+        self.uses_sandbox = inner.uses_sandbox or request.agent.harness != EXTERNAL  # type: ignore[misc]
+        # The program goes on in the sandbox, and its turns are in Redis, whoever holds RUN.
+        self.repeatable = {*inner.repeats, Stage.RUN}  # type: ignore[misc]
+        self._inner, self._agent, self._settings = inner, request.agent, settings
+
+    def check_task(self, task: dict[str, Any]) -> Any:
+        return self._inner.check_task(task)
+
+    def _harness(self) -> Harness:
+        try:
+            return find(self._agent.harness)
+        except UnknownHarness as error:
+            raise TaskError(f"agent.harness: {error}") from error
+
+    async def init(self, ctx: InitContext[Any]) -> None:
+        """INIT: as the handler has it, and a sandbox in any case; the program's pack is shown in it."""
+        if self._agent.harness == EXTERNAL:
+            await self._inner.init(ctx)
+            return
+        if not self._settings.capture_url:
+            raise InfrastructureError(
+                "no capture service is set up, which programs call the model by: ROLLOUT_CAPTURE_URL"
+            )
+        harness = self._harness()
+        if harness.packages:
+            try:
+                await asyncio.to_thread(pack.require, harness)
+            except pack.PackError as error:
+                raise InfrastructureError(str(error)) from error
+            ctx.sandboxes.shown = (BindSpec(str(pack.directory()), PACK),)
+        await self._inner.init(ctx)
+        if not ctx.sandboxes.booted:
+            await ctx.sandboxes.boot(ctx)
+
+    async def run(self, ctx: RunContext[Any]) -> FinishReason:
+        """RUN: until the program has ended, or a limit has ended it."""
+        backend = await ctx.agent.place()
+        left_s = ctx.limits.run_timeout_s - ctx.spent_s
+        ends_in_s = left_s - min(MOST_MARGIN_S, left_s / 10)
+        store = _store(self._settings.redis_url)
+        session = Session(
+            harness=self._agent.harness,
+            backend=backend.model_dump_json(exclude_defaults=True),
+            index=ctx.index,
+            policy_version=ctx.request.policy_version,
+            sampling=ctx.request.sampling.model_dump_json(),
+            backend_wait_s=self._settings.backend_wait_s,
+            call_timeout_s=ctx.limits.call_timeout_s,
+            most_calls=ctx.limits.max_turns,
+            most_sampled=ctx.limits.max_response_tokens,
+            ends_in_s=ends_in_s - min(WRAP_UP_S, ends_in_s / 10),
+            rewarded=self._agent.harness == EXTERNAL,
+        )
+        open_it = partial(ask, store.open, ctx.rollout_id, ctx.attempt, ctx.fence, session)
+        if (await open_it())["word"] != "ok":
+            raise InfrastructureError("the rollout is not this worker's any more")
+        watching = asyncio.create_task(self._keep_open(ctx, store, open_it))
+        try:
+            if self._agent.harness == EXTERNAL:
+                return await self._wait(ctx, store, ends_in_s)
+            return await self._drive(ctx, store, backend.max_model_len, ends_in_s)
+        finally:
+            watching.cancel()
+            # Also where the stage's own limit ended it: what was sampled is kept.
+            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store)))
+
+    async def _keep_open(
+        self, ctx: RunContext[Any], store: CaptureStore, open_it: Callable[[], Awaitable[Any]]
+    ) -> None:
+        """Open the session again where Redis was killed and has lost it."""
+        while True:
+            await asyncio.sleep(KEEP_OPEN_S)
+            if await ask(store.summary, ctx.rollout_id, ctx.attempt) is None:
+                await open_it()
+
+    async def _wait(self, ctx: RunContext[Any], store: CaptureStore, ends_in_s: float) -> FinishReason:
+        """Until a program somewhere says that it is done."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + ends_in_s
+        while loop.time() < ends:
+            summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+            if summary is not None and summary.finished:
+                return _reason(summary)
+            await asyncio.sleep(LOOK_S)
+        return FinishReason.TIME_LIMIT
+
+    async def _drive(
+        self, ctx: RunContext[Any], store: CaptureStore, context_tokens: int, ends_in_s: float
+    ) -> FinishReason:
+        """Run the program in the rollout's sandbox, the loopback port that it calls led to capture."""
+        assert ctx.sandbox is not None
+        address = urlsplit(self._settings.capture_url)
+        secret = await ask(store.secret)
+        async with ctx.sandbox.tunnel(address.hostname or "127.0.0.1", address.port or 80) as tunnel:
+            key = key_of(secret, MODEL, ctx.rollout_id, ctx.attempt)
+            job = self._job(ctx, tunnel.port, key, context_tokens, ends_in_s)
+            try:
+                launch = self._harness().launch(job)
+            except ValueError as error:
+                raise TaskError(f"agent: {self._agent.harness}: {error}") from error
+            for path, text in launch.files.items():
+                await ctx.sandbox.write_file(path, text)
+            result = await ctx.sandbox.exec(
+                list(launch.argv),
+                ends_in_s,
+                env={"HOME": job.home, **launch.env},
+                merge_output=True,
+            )
+        ctx.artifacts[OUTPUT] = result.stdout
+        await self._keep_transcripts(ctx, launch, job.home)
+        if result.exit_code is not None:
+            ctx.metrics["agent_exit_code"] = result.exit_code
+        summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+        return self._ended(ctx, result, summary)
+
+    def _job(self, ctx: RunContext[Any], port: int, key: str, context_tokens: int, timeout_s: float) -> Job:
+        messages = self._inner.prompt(ctx.task)
+        name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
+        return Job(
+            instruction="\n\n".join(message.text for message in messages),
+            base_url=f"http://127.0.0.1:{port}",
+            key=key,
+            model="policy",
+            home=f"/tmp/agent-{name}",
+            workspace="/workspace",
+            context_tokens=context_tokens,
+            timeout_s=timeout_s,
+            command=self._agent.command,
+            env=self._agent.env,
+        )
+
+    def _ended(self, ctx: RunContext[Any], result: ExecResult, summary: Summary) -> FinishReason:
+        """Why the program's turns have ended.
+
+        Raises:
+            HandlerError: It could not be started, or never called the model.
+            InfrastructureError: The model's servers failed it.
+        """
+        name = self._agent.harness
+        if result.not_started is not None:
+            raise HandlerError(f"{name} cannot be started: {result.not_started}")
+        if summary.refused.get("unavailable", 0) and result.exit_code != 0:
+            raise InfrastructureError(f"{name} ended ({result.exit_code}) where the model could not be asked")
+        if not summary.calls:
+            how = (
+                f"exit code {result.exit_code}" if result.exit_code is not None else "a time limit or signal"
+            )
+            raise HandlerError(f"{name} ended with {how} and without a model call: …{result.stdout[-TAIL:]}")
+        if result.limit_exceeded is not None:
+            ctx.agent.trajectory.warnings.append(f"ended by the agent's own doing: {result.limit_exceeded}")
+            return FinishReason.SANDBOX_LIMIT
+        if result.timed_out:
+            return FinishReason.TIME_LIMIT
+        return _reason(summary)
+
+    async def _keep_transcripts(self, ctx: RunContext[Any], launch: Launch, home: str) -> None:
+        """Keep what the program wrote about itself, the newest files first, as one artifact."""
+        if not launch.transcripts:
+            return
+        script = _GATHER.format(roots=json.dumps([f"{home}/{place}" for place in launch.transcripts]))
+        text = await ctx.sandbox.exec(
+            ["@python", "-c", script], 30.0, max_output_chars=MAX_TRANSCRIPTS, env={"LC_ALL": "C.UTF-8"}
+        )
+        if text.stdout:
+            ctx.artifacts[TRANSCRIPT] = text.stdout
+
+    async def _collect(self, ctx: RunContext[Any], store: CaptureStore) -> None:
+        """Make the trajectory of the turns that were written; no call is answered from here on."""
+        await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
+        stored = await ask(store.nodes, ctx.rollout_id, ctx.attempt)
+        summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+        nodes, trajectory = decode(stored), ctx.agent.trajectory
+        trajectory.chains, trajectory.receipt = build(
+            nodes, self._agent.harness, retries=summary.retries, refused=sum(summary.refused.values())
+        )
+        trajectory.tokenizer = next((node.tokenizer for node in nodes if node.tokenizer), None)
+        if summary.reward is not None:
+            ctx.artifacts[POSTED] = json.dumps({"reward": summary.reward, "components": summary.components})
+        receipt = trajectory.receipt
+        ctx.metrics |= {
+            "model_calls": receipt.calls,
+            "sampled_tokens": receipt.sampled_tokens,
+            "call_retries": receipt.retries,
+            "branches": receipt.branches,
+            "share_delivered": receipt.share_delivered,
+        }
+
+    async def evaluate(self, ctx: EvalContext[Any]) -> Reward:
+        """EVAL: the reward that an external program posted, else the handler's."""
+        posted = ctx.artifacts.get(POSTED) if self._agent.harness == EXTERNAL else None
+        if posted is None:
+            return await self._inner.evaluate(ctx)
+        reward = json.loads(posted)
+        return Reward(reward["reward"], reward["components"])
+
+    async def on_init_error(self, ctx: InitContext[Any], error: Exception) -> None:
+        await self._inner.on_init_error(ctx, error)
+
+    async def on_run_error(self, ctx: RunContext[Any], error: Exception) -> FinishReason | None:
+        return await self._inner.on_run_error(ctx, error)
+
+    async def on_eval_error(self, ctx: EvalContext[Any], error: Exception) -> Reward | None:
+        return await self._inner.on_eval_error(ctx, error)
+
+    def metrics(self, ctx: EvalContext[Any], reward: Reward) -> dict[str, float]:
+        return self._inner.metrics(ctx, reward)
+
+
+def _reason(summary: Summary) -> FinishReason:
+    """Why a program that ended by itself did so, as far as its calls tell."""
+    if summary.stopped:
+        return FinishReason(summary.stopped)
+    return FinishReason.CONTEXT_LENGTH if summary.fault == "context" else FinishReason.STOP
+
+
+_GATHER = """
+import os
+files = []
+for root in {roots}:
+    for place, _, names in os.walk(root):
+        files += [os.path.join(place, name) for name in names if name.endswith((".json", ".jsonl"))]
+for path in sorted(files, key=os.path.getmtime, reverse=True)[:100]:
+    with open(path, errors="replace") as file:
+        print("==>", path, "<==")
+        print(file.read(1 << 19))
+"""
