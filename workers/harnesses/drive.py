@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from functools import lru_cache
+from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +29,8 @@ from workers.patience import ask
 
 LOOK_S = 1.0
 """Between two looks at an external program's session."""
+KEEP_OPEN_S = 5.0
+"""Between two looks whether there is a session still."""
 MOST_MARGIN_S = 15.0
 """Before RUN's own limit the program is ended, so that there is time to look at what it left."""
 WRAP_UP_S = 30.0
@@ -108,16 +111,27 @@ class Driven(AgentHandler[Any]):
             ends_in_s=ends_in_s - min(WRAP_UP_S, ends_in_s / 10),
             rewarded=self._agent.harness == EXTERNAL,
         )
-        opened = await ask(store.open, ctx.rollout_id, ctx.attempt, ctx.fence, session)
-        if opened["word"] != "ok":
+        open_it = partial(ask, store.open, ctx.rollout_id, ctx.attempt, ctx.fence, session)
+        if (await open_it())["word"] != "ok":
             raise InfrastructureError("the rollout is not this worker's any more")
+        watching = asyncio.create_task(self._keep_open(ctx, store, open_it))
         try:
             if self._agent.harness == EXTERNAL:
                 return await self._wait(ctx, store, ends_in_s)
             return await self._drive(ctx, store, backend.max_model_len, ends_in_s)
         finally:
+            watching.cancel()
             # Also where the stage's own limit ended it: what was sampled is kept.
             await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store)))
+
+    async def _keep_open(
+        self, ctx: RunContext[Any], store: CaptureStore, open_it: Callable[[], Awaitable[Any]]
+    ) -> None:
+        """Open the session again where Redis was killed and has lost it."""
+        while True:
+            await asyncio.sleep(KEEP_OPEN_S)
+            if await ask(store.summary, ctx.rollout_id, ctx.attempt) is None:
+                await open_it()
 
     async def _wait(self, ctx: RunContext[Any], store: CaptureStore, ends_in_s: float) -> FinishReason:
         """Until a program somewhere says that it is done."""
@@ -125,7 +139,7 @@ class Driven(AgentHandler[Any]):
         ends = loop.time() + ends_in_s
         while loop.time() < ends:
             summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
-            if summary.finished or summary.reward is not None:
+            if summary is not None and summary.finished:
                 return _reason(summary)
             await asyncio.sleep(LOOK_S)
         return FinishReason.TIME_LIMIT
