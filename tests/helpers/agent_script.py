@@ -3,8 +3,8 @@ tool it is offered, in Qwen3's format.
 
     PLAN: ["echo hello > out.txt", "seq 1 2000", "! all done"]
 
-A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by the
-turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What is
+A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by what the
+turns say that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What is
 asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by one
 that carries the rest of the plan on.
 
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 START, END, THOUGHT = "<|im_start|>assistant\n", "<|im_end|>", "<think>\n\n</think>\n\n"
 PLAN = re.compile(r'PLAN: (\[(?:"(?:[^"\\]|\\.)*"(?:, )?)*\])')
-DONE = re.compile(r"STEPS DONE: (\d+)")
+DONE, STEP = re.compile(r"STEPS DONE: (\d+)"), re.compile(r"\bStep (\d+)\.(?=\s|<)")
 SUMMARY = re.compile(r"(?i)summar|compact|compress|handoff|hand-off")
 SHELLS = re.compile(r"(?i)bash|shell|exec|terminal|command")
 COMMAND = ("command", "cmd", "script", "code")
@@ -58,20 +58,20 @@ def says(before: str) -> str:
     """The turn's text behind this conversation."""
     messages = before.split("<|im_start|>")
     last = next((part for part in reversed(messages) if part.startswith("user")), "")
-    plans = PLAN.findall(before)
-    tools = _tools(before)
+    plans, tools = PLAN.findall(before), _tools(before)
     turns = sum(part.startswith("assistant") for part in messages)
-    marks = [int(mark) for mark in DONE.findall(before)]
-    at = turns + (marks[-1] if marks else 0)
+    # A program may leave turns out, or put what they said into a summary: they tell their number themselves.
+    said = "".join(part for part in messages if not part.startswith("system"))
+    marks = [int(mark) for mark in DONE.findall(said)] + [int(mark) + 1 for mark in STEP.findall(said)]
+    at = max(marks, default=0)
+    asked = last[-6000:] if "tool_response" not in last else ""
+    if (turns or not tools) and SUMMARY.search(PLAN.sub("", asked)):
+        plan = f"The task was given as PLAN: {plans[0]}\n" if plans else ""
+        summary = f"{plan}STEPS DONE: {at}\nAll went well so far, and what is left is to be done as it says.\n"
+        return f"{THOUGHT}<summary>{summary}</summary>"
     if not plans:
         return f"{THOUGHT}A short title of {len(before)} characters"
     steps = json.loads(plans[0])
-    asked = last[-6000:] if "tool_response" not in last else ""
-    if turns and SUMMARY.search(PLAN.sub("", asked)):
-        summary = (
-            f"The task was given as PLAN: {json.dumps(steps)}\nSTEPS DONE: {at}\nAll went well so far. " * 2
-        )
-        return f"{THOUGHT}<summary>{summary}</summary>"
     step = steps[min(at, len(steps) - 1)]
     shell = next((tool for tool in tools if SHELLS.search(tool["name"])), None)
     last, text = step.startswith("! "), step.removeprefix("! ")

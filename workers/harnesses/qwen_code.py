@@ -22,4 +22,7 @@ class QwenCode(Harness):
             "OPENAI_API_KEY": job.key,
             "OPENAI_MODEL": job.model,
         }
-        return fed(job, argv, env, {".qwen/settings.json": json.dumps(SETTINGS)}, ".qwen/projects")
+        # It shortens its history by itself where a share of this is full.
+        model = {"generationConfig": {"contextWindowSize": job.context_tokens}}
+        settings = {**SETTINGS, "model": model}
+        return fed(job, argv, env, {".qwen/settings.json": json.dumps(settings)}, ".qwen/projects")
