@@ -65,8 +65,8 @@ def says(before: str) -> str:
     said = "".join(part for part in messages if not part.startswith("system"))
     marks = [int(mark) for mark in DONE.findall(said)] + [int(mark) + 1 for mark in STEP.findall(said)]
     at = max(marks, default=0)
-    asked = HEARD.sub("", PLAN.sub("", before.rpartition(START)[2] if turns else said))
-    if (turns or not tools) and SUMMARY.search(asked):
+    asked = HEARD.sub("", PLAN.sub("", before.rpartition(START)[2]))
+    if (turns and SUMMARY.search(asked)) or (not tools and "summar" in before):
         plan = f"The task was given as PLAN: {plans[0]}\n" if plans else ""
         rest = "All went well so far, and what is left is to be done as the plan says."
         return f"{THOUGHT}<summary>{plan}STEPS DONE: {at}\n{rest}</summary>"
