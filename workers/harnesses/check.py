@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from services.launch import StackError, parts, paths
 from services.launch.local import Options, Stack
 
 ENGINE, TIMEOUT_S = "tests.helpers.agent_engine", 400.0
-PLAN = """PLAN: ["expr 20 + 22 > a; cat a", "seq 1 20000", "18 * yes {n}. line of many quiet words that say \
+PLAN = """PLAN: ["expr 40000 + 2042 > a; cat a", "seq 1 20000", "18 * yes {n}. line of many quiet words that say \
 nothing new | head -n 400", "cat a", "! it is 2"]"""
 
 
@@ -30,9 +31,12 @@ def check(names: Sequence[str], say: Callable[[str], None]) -> Iterator[tuple[st
     with tempfile.TemporaryDirectory(prefix="rollout-check-") as directory:
         port, stack = parts.pick_port([], set()), Stack(Path(directory, "run"), say)
         with subprocess.Popen([sys.executable, "-m", ENGINE, str(port), directory], cwd=paths.REPO) as engine:
+            url = f"http://127.0.0.1:{port}"
             more = {"private_ports": True, "flower": False, "require_sandbox": True}
             try:
-                record = stack.up(Options(stack.dir, backend_url=f"http://127.0.0.1:{port}", **more))
+                while engine.poll() is None and parts.answers(f"{url}/health"):
+                    time.sleep(0.1)
+                record = stack.up(Options(stack.dir, backend_url=url, **more))
                 with Client(record.url, api_key=stack.api_key) as client:
                     for name in names:
                         told = {"task": {"question": PLAN, "answer": "2"}, "agent": Agent(harness=name)}
@@ -52,7 +56,7 @@ def _row(rollout: Rollout) -> tuple[str, ...]:
     if rollout.finish_reason == "context_length" and not compactions:
         verdict = "ok, ends where the context is full"
     heard = [m for chain in rollout.trajectory.chains for s in chain.segments for m in s.messages]
-    if not any("42" in message.text.split() for message in heard if message.role == "tool"):
+    if not any("42042" in message.text for message in heard if message.role == "tool"):
         verdict = "its tools did nothing"
     verdict = "a prompt was another one than is recorded" if got.drift else verdict
     share = f"{got.share_delivered:.0%}"
