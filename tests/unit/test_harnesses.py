@@ -95,6 +95,16 @@ def test_codex_is_configured_by_a_file_that_is_toml():
     assert not any(config["features"].values())
 
 
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "mini_swe_agent"])
+def test_a_program_that_shortens_its_history_is_told_when(name):
+    launch = catalogue.find(name).launch(job())
+    if name == "gemini_cli":  # it has one context for all models, of which it takes a share
+        settings = json.loads(launch.files["/home/agent/.gemini/settings.json"])
+        assert 40_000 < settings["model"]["compressionThreshold"] * 1048576 < 55_000
+    else:
+        assert "60000" in told(launch)
+
+
 def test_claude_code_gets_an_address_without_a_version_and_one_model_for_all_its_roles():
     env = catalogue.find("claude_code").launch(job()).env
     assert env["ANTHROPIC_BASE_URL"] == URL and env["IS_SANDBOX"] == "1"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import KEY_VARIABLE, NODE, fed, npm_program
+from workers.harnesses.starting import COMPACTION_SHARE, KEY_VARIABLE, NODE, fed, npm_program
 
 OFF = ("shell_snapshot", "plugins", "remote_plugin", "apps")
 """Features that look at other hosts, and one that runs a shell before the first turn."""
-SHARE_BEFORE_COMPACTION = 0.9
-"""Of the context; past it the program shortens its history by itself."""
 
 
 class Codex(Harness):
@@ -32,7 +30,7 @@ class Codex(Harness):
                 "model": job.model,
                 "model_provider": "rollout",
                 "model_context_window": job.context_tokens,
-                "model_auto_compact_token_limit": int(job.context_tokens * SHARE_BEFORE_COMPACTION),
+                "model_auto_compact_token_limit": int(job.context_tokens * COMPACTION_SHARE),
                 "check_for_update_on_startup": False,
                 "web_search": "disabled",
             },

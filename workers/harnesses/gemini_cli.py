@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import NODE, fed, npm_program
+from workers.harnesses.starting import COMPACTION_SHARE, NODE, fed, npm_program
 
+BELIEVED_CONTEXT = 1 << 20
+"""Tokens; what it takes every model of an unknown name to have, and cannot be told."""
 SETTINGS = {
     "general": {"enableAutoUpdate": False},
     "privacy": {"usageStatisticsEnabled": False},
@@ -26,4 +28,6 @@ class GeminiCli(Harness):
         # It would start itself once more, for a larger heap.
         env = {"GEMINI_CLI_NO_RELAUNCH": "true"}
         env |= {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
-        return fed(job, argv, env, {".gemini/settings.json": json.dumps(SETTINGS)}, ".gemini/tmp")
+        share = min(1.0, COMPACTION_SHARE * job.context_tokens / BELIEVED_CONTEXT)
+        settings = {**SETTINGS, "model": {"compressionThreshold": share}}
+        return fed(job, argv, env, {".gemini/settings.json": json.dumps(settings)}, ".gemini/tmp")
