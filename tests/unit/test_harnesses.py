@@ -86,7 +86,7 @@ def test_variables_of_the_request_go_before_a_seams_own(name):
 
 
 def test_codex_is_configured_by_a_file_that_is_toml():
-    model = 'a"b\\c\n[x]'
+    model = 'a"b\\c\n[x] 🙂'
     launch = catalogue.find("codex").launch(job(model=model))
     config = tomllib.loads(launch.files[f"{launch.env['CODEX_HOME']}/config.toml"])
     provider = config["model_providers"][config["model_provider"]]

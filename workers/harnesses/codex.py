@@ -16,10 +16,8 @@ class Codex(Harness):
     packages = ("npm:@openai/codex",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (
-            *(NODE, npm_program(self.name, "codex"), "exec", "--json", "--skip-git-repo-check"),
-            *("--dangerously-bypass-approvals-and-sandbox", "-"),
-        )
+        argv = (NODE, npm_program(self.name, "codex"), "exec", "--json", "--skip-git-repo-check")
+        argv += ("--dangerously-bypass-approvals-and-sandbox", "-")
         env = {"CODEX_HOME": f"{job.home}/.codex", KEY_VARIABLE: job.key}
         return fed(job, argv, env, {".codex/config.toml": self._config(job)}, ".codex/sessions")
 
@@ -45,9 +43,8 @@ class Codex(Harness):
             "[features]": dict.fromkeys(OFF, False),
             "[analytics]": {"enabled": False},
         }
-        text = ""
+        lines = []
         for section, values in sections.items():
-            text += f"{section}\n" + "".join(
-                f"{name} = {json.dumps(value)}\n" for name, value in values.items()
-            )
-        return text
+            texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+            lines += [section, *(f"{name} = {text}" for name, text in texts.items())]
+        return "\n".join(lines) + "\n"

@@ -21,10 +21,8 @@ class GeminiCli(Harness):
     packages = ("npm:@google/gemini-cli",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (
-            *(NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust"),
-            *("--output-format=stream-json", f"--model={job.model}"),
-        )
+        argv = (NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust")
+        argv += ("--output-format=stream-json", f"--model={job.model}")
         # It would start itself once more, for a larger heap.
         env = {"GEMINI_CLI_NO_RELAUNCH": "true"}
         env |= {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
