@@ -27,7 +27,8 @@ def encoded(value: Any) -> bytes:
     try:
         return _ENCODER.encode(value)
     except UnicodeEncodeError:  # a model may write half of a surrogate pair
-        return json.dumps(value, separators=(",", ":")).encode()
+        plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(plain, separators=(",", ":")).encode()
 
 
 def arguments(call: ToolCall) -> str:
