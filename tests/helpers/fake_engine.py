@@ -23,10 +23,9 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 from aiohttp import web
@@ -35,42 +34,13 @@ from tests.helpers.engine_faults import EngineDied, Fault, Faults
 from tests.helpers.engine_lies import LIES, Raw, tell
 from tests.helpers.engine_model import EngineModel, PromptTooLong, Sequence, Timing
 from tests.helpers.fake_language import FakeLanguage
-from tests.helpers.fake_wire import (
-    COMPLETIONS,
-    DONE,
-    GENERATE,
-    Call,
-    Refused,
-    answer,
-    chunk,
-    event_line,
-    metrics,
-    parse,
-    usage_chunk,
-)
+from tests.helpers.fake_streams import Cut, Events, end_of, lines_of, lines_of_lies, sampled, send
+from tests.helpers.fake_wire import COMPLETIONS, GENERATE, Call, Refused, answer, metrics, parse
 from tests.helpers.llm_servers import DEMO_MODEL, LLMServer, running_server
 
 EXIT_OF_THE_DEAD = 70
 MAX_BODY = 64 * 2**20
 START_TIMEOUT = 240.0
-
-LIE_IDS = 4
-"""Ids of an event in a stream of lies: some are told before the lie."""
-
-
-class Cut(Exception):
-    """The connection is to be closed here."""
-
-
-@dataclass(frozen=True)
-class Events:
-    """A streamed answer: its lines, as they come.
-
-    Its iteration raises `EngineDied` or `Cut` in the middle, and is to be closed when the caller goes away.
-    """
-
-    lines: AsyncIterator[bytes]
-
 
 Reply = tuple[int, Any]
 """Status and JSON body; None = an empty body, a str = text, a `Raw` = as it is, an `Events` = a stream."""
@@ -237,7 +207,7 @@ class FakeEngine:
             return 200, Events(self._stream(call, sequence, record, faults))
         with self._entered(record, call, sequence):
             if aborting:
-                await self._sampled(sequence, aborting.tokens)
+                await sampled(sequence, aborting.tokens)
                 self.model.abort(sequence)
             await self.model.wait(sequence)
         self._end(record, sequence, dying)
@@ -250,12 +220,6 @@ class FakeEngine:
                 self.model.abort(neighbour)
             raise EngineDied("connection reset: the fake engine has died")
         record.state = "aborted" if sequence.finish_reason == "abort" else "done"
-
-    async def _sampled(self, sequence: Sequence, tokens: int) -> None:
-        """Wait until a call has so many ids, or has ended."""
-        while sequence.sampled < tokens and sequence.finish_reason is None:
-            sequence.progress.clear()
-            await sequence.progress.wait()
 
     @contextmanager
     def _entered(
@@ -282,34 +246,17 @@ class FakeEngine:
         self, call: Call, sequence: Sequence, record: CallRecord, faults: dict[str, Fault | None]
     ) -> AsyncIterator[bytes]:
         """The events of a call, each as soon as it has ids, and what befalls them."""
-        told, ended = 0, False
-
-        def reached(kind: str) -> bool:
-            return faults[kind] is not None and told >= faults[kind].tokens
-
         with self._entered(record, call, sequence):
-            while not ended:
-                await self._sampled(sequence, told + 1)
-                if reached("hang"):
-                    await asyncio.Event().wait()
-                if reached("abort"):
-                    self.model.abort(sequence)
-                if reached("truncated") or reached("cut"):
-                    record.state = "failed"
-                    self.model.abort(sequence)
-                    if reached("cut"):
-                        raise Cut
-                    yield b'data: {"choices": [{"index": 0, "token_\n\n'
-                    return
-                ended = sequence.finish_reason is not None
-                body = answer(call, sequence, None, self.served_name, start=told)
-                dying = self.dead or faults["die"] is not None
-                yield event_line(chunk(call, body, slice(None), first=not told, last=ended and not dying))
-                told += len(body["choices"][0]["token_ids"])
+            try:
+                async for line in lines_of(call, sequence, self.model, self.served_name, faults):
+                    yield line
+            except Cut:
+                record.state = "failed"
+                self.model.abort(sequence)
+                raise
         self._end(record, sequence, faults["die"])
-        if call.include_usage:
-            yield event_line(usage_chunk(body))
-        yield DONE
+        async for line in end_of(call, sequence, self.served_name):
+            yield line
 
     async def _lied(self, call: Call, sequence: Sequence, record: CallRecord, fault: Fault) -> Any:
         """The lie of a whole answer, as a stream where it can be told in events."""
@@ -317,25 +264,7 @@ class FakeEngine:
             await self.model.wait(sequence)
         self._end(record, sequence, None)
         body = self._lie(call, answer(call, sequence, None, self.served_name), fault)
-        if isinstance(body, Raw):
-            return body
-
-        async def lines() -> AsyncIterator[bytes]:
-            try:
-                ids = len(body["choices"][0]["token_ids"])
-                edges = [*range(0, ids, LIE_IDS), ids]
-                parts = [
-                    chunk(call, body, slice(start, end), first=not start, last=end == ids)
-                    for start, end in pairwise(edges)
-                ]
-                parts.append(usage_chunk(body))
-            except (TypeError, KeyError, IndexError, AttributeError):
-                parts = [body]
-            for part in parts or [body]:
-                yield event_line(part)
-            yield DONE
-
-        return Events(lines())
+        return body if isinstance(body, Raw) else Events(lines_of_lies(call, body))
 
     def _submitted(self, call: Call) -> Sequence:
         try:
@@ -381,7 +310,10 @@ def create_app(engine: FakeEngine) -> web.Application:
         if reply is None or isinstance(reply, str):
             return web.Response(status=status, text=reply, content_type="text/plain")
         if isinstance(reply, Events):
-            return await _streamed(request, reply)
+            try:
+                return await send(request, reply)
+            except EngineDied:
+                os._exit(EXIT_OF_THE_DEAD)
         if isinstance(reply, Raw):
             return web.Response(status=reply.status, body=reply.body, headers=reply.headers)
         payload = json.dumps(reply).encode()
@@ -395,21 +327,6 @@ def create_app(engine: FakeEngine) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_route("*", "/{path:.*}", handle)
     return app
-
-
-async def _streamed(request: web.Request, events: Events) -> web.StreamResponse:
-    """Server-sent events."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    try:
-        async with aclosing(events.lines) as lines:
-            async for line in lines:
-                await response.write(line)
-    except EngineDied:
-        os._exit(EXIT_OF_THE_DEAD)
-    except Cut:
-        request.transport.close()
-    return response
 
 
 async def _cut(request: web.Request, payload: bytes) -> web.StreamResponse:

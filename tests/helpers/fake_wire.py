@@ -135,7 +135,7 @@ def answer(
 
 def chunk(call: Call, body: dict[str, Any], part: slice, *, first: bool, last: bool) -> dict[str, Any]:
     """The event of a stream with a part of a whole body's ids; the last one tells what the end tells."""
-    event = {name: value for name, value in body.items() if name not in ("usage", "prompt_logprobs")}
+    event = _envelope(call, body)
     choice = {name: value for name, value in body["choices"][0].items() if name != "prompt_logprobs"}
     choice["token_ids"] = choice["token_ids"][part]
     if choice["logprobs"] is not None:
@@ -151,9 +151,15 @@ def chunk(call: Call, body: dict[str, Any], part: slice, *, first: bool, last: b
     return event | {"choices": [choice, *body["choices"][1:]]}
 
 
-def usage_chunk(body: dict[str, Any]) -> dict[str, Any]:
+def usage_chunk(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     """The event behind the last one with a choice."""
-    return {name: value for name, value in body.items() if name != "prompt_logprobs"} | {"choices": []}
+    return _envelope(call, body) | {"choices": [], "usage": body["usage"]}
+
+
+def _envelope(call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    """What of a body is in every event; vLLM names the model on one route only."""
+    without = {"usage", "prompt_logprobs"} | ({"model", "created"} if call.path == GENERATE else set())
+    return {name: value for name, value in body.items() if name not in without}
 
 
 def event_line(event: Any) -> bytes:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rollout.cli import render as _render
 from rollout.schema import RolloutRequest, Stage, State
 from services import logs
+from services.capture import metrics as capture_metrics
 from services.dispatch import _expand
 from services.gateway.app import create_app
 from services.settings import Settings
@@ -286,7 +287,9 @@ def test_every_metric_is_documented_and_every_documented_one_exists(server):
     rows = re.findall(
         r"^\| `(rollout_\w+?)(?:_total)?(?:\{[^}]*\})?` \|", DOCUMENTED.read_text(), re.MULTILINE
     )
-    documented = {name for name in rows if not name.startswith("rollout_worker_")}
+    captured = {name for name in rows if name.startswith("rollout_capture_")}
+    assert captured == {family.name for family in capture_metrics.registry.collect()}
+    documented = {name for name in rows if not name.startswith("rollout_worker_")} - captured
     assert names - documented == set(), "describe them in docs/observability.md"
     assert documented - names == set()
 

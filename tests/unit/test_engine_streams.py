@@ -547,8 +547,7 @@ def test_a_call_in_one_piece_is_left_as_it_is():
     ("ids", "request_", "finish"),
     [
         ([5, STOP], REQUEST, "stop"),
-        ([5, 9], replace(REQUEST, end_ids=frozenset([9])), "stop"),
-        ([5, 9], replace(REQUEST, end_ids=None), None),
+        ([5, 9], replace(REQUEST, end_ids=frozenset([9])), None),  # `<tool_call>`, for one
         ([5, 6], replace(REQUEST, max_tokens=2), "length"),
         ([5] * 16, REQUEST, "length"),
         ([5] * 15, REQUEST, None),

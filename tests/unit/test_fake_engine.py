@@ -244,6 +244,56 @@ def test_both_routes_give_the_same_ids_and_logprobs_as_json(path):
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+def test_a_stream_has_an_id_an_event_as_vllm_writes_them_and_ends_with_the_counts(path):
+    body = generate_body(tokens(40), request_id="r1", max_tokens=5)
+    if path == COMPLETIONS:
+        body = {"prompt": tokens(40), "request_id": "r1", "max_tokens": 5, "logprobs": 0}
+        body["return_token_ids"] = True
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        status, reply = await FakeEngine(EngineModel(timing=STEP)).request("POST", path, body)
+        return status, [(loop.time(), line) async for line in reply.lines]
+
+    status, lines = virtual_time.run(main())
+    times, texts = zip(*lines, strict=True)
+    assert status == 200 and texts[-1] == b"data: [DONE]\n\n"
+    *events, usage = [json.loads(text.removeprefix(b"data: ")) for text in texts[:-1]]
+    choices = [event["choices"][0] for event in events]
+    expected = FakeLanguage().answer(tokens(40), max_tokens=5)
+    assert [choice["token_ids"] for choice in choices] == [[token] for token in expected.token_ids]
+    assert len(set(times[:5])) == 5, "ids were told at once"
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["length"]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 5
+    keys = {*events[0], *choices[0]}
+    if path == GENERATE:
+        assert keys == {
+            *("request_id", "output_mode", "choices", "index", "finish_reason", "stop_reason", "token_ids"),
+            *("routed_experts", "sampling_mask", "weight_versions", "logprobs"),
+        }
+        spans = [choice["weight_versions"] for choice in choices]
+        assert spans == [None] * 4 + [[{"version": "default", "start": 0, "end": 5}]]
+    else:
+        assert keys == {
+            *("id", "object", "created", "model", "choices", "index", "text", "logprobs", "finish_reason"),
+            *("stop_reason", "prompt_token_ids", "token_ids"),
+        }
+        assert [choice["prompt_token_ids"] for choice in choices] == [tokens(40)] + [None] * 4
+
+
+def test_an_answer_asked_for_in_two_parts_is_as_in_one_where_the_ids_before_decide_its_end():
+    language = FakeLanguage(ends=20)
+    whole = language.answer(tokens(30), max_tokens=200, stop_token_ids=[2])
+    assert whole.finish_reason == "stop" and len(whole.token_ids) > 3
+    for at in range(1, len(whole.token_ids)):
+        prompt = [*tokens(30), *whole.token_ids[:at]]
+        rest = language.answer(prompt, max_tokens=200 - at, stop_token_ids=[2])
+        assert rest.token_ids == whole.token_ids[at:]
+        assert rest.logprobs == whole.logprobs[at:]
+
+
 def test_bad_requests_are_refused():
     bad = [
         (GENERATE, {}),

@@ -65,7 +65,8 @@ class Pieces:
         """Enter what a call to this backend gave before it broke off; the answer, if that was all of it."""
         asked, token_ids = self.rest, piece.token_ids
         if piece.finish_reason == "cut":
-            if token_ids[-1] in asked.stops | (asked.end_ids or frozenset()):
+            # Not at `end_ids`: these only may end a turn, and an engine tells its own end with the last id.
+            if token_ids[-1] in asked.stops:
                 piece = replace(piece, finish_reason="stop")
             elif len(token_ids) == min(asked.max_tokens, backend.max_model_len - len(asked.prompt)):
                 piece = replace(piece, finish_reason="length")

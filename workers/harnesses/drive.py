@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,13 +22,15 @@ from services.state.capture.store import CaptureStore, Summary
 from services.state.redis import connect
 from workers.errors import HandlerError, InfrastructureError, TaskError
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.harnesses import pack
 from workers.harnesses.base import PACK, Harness, Job, Launch
 from workers.harnesses.catalogue import UnknownHarness, find
-from workers.harnesses.pack import pack_directory
 from workers.patience import ask
 
 LOOK_S = 1.0
 """Between two looks at an external program's session."""
+KEEP_OPEN_S = 5.0
+"""Between two looks whether there is a session still."""
 MOST_MARGIN_S = 15.0
 """Before RUN's own limit the program is ended, so that there is time to look at what it left."""
 WRAP_UP_S = 30.0
@@ -81,7 +83,11 @@ class Driven(AgentHandler[Any]):
             )
         harness = self._harness()
         if harness.packages:
-            ctx.sandboxes.shown = (BindSpec(str(_pack(harness)), PACK),)
+            try:
+                await asyncio.to_thread(pack.require, harness)
+            except pack.PackError as error:
+                raise InfrastructureError(str(error)) from error
+            ctx.sandboxes.shown = (BindSpec(str(pack.directory()), PACK),)
         await self._inner.init(ctx)
         if not ctx.sandboxes.booted:
             await ctx.sandboxes.boot(ctx)
@@ -105,16 +111,27 @@ class Driven(AgentHandler[Any]):
             ends_in_s=ends_in_s - min(WRAP_UP_S, ends_in_s / 10),
             rewarded=self._agent.harness == EXTERNAL,
         )
-        opened = await ask(store.open, ctx.rollout_id, ctx.attempt, ctx.fence, session)
-        if opened["word"] != "ok":
+        open_it = partial(ask, store.open, ctx.rollout_id, ctx.attempt, ctx.fence, session)
+        if (await open_it())["word"] != "ok":
             raise InfrastructureError("the rollout is not this worker's any more")
+        watching = asyncio.create_task(self._keep_open(ctx, store, open_it))
         try:
             if self._agent.harness == EXTERNAL:
                 return await self._wait(ctx, store, ends_in_s)
             return await self._drive(ctx, store, backend.max_model_len, ends_in_s)
         finally:
+            watching.cancel()
             # Also where the stage's own limit ended it: what was sampled is kept.
             await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store)))
+
+    async def _keep_open(
+        self, ctx: RunContext[Any], store: CaptureStore, open_it: Callable[[], Awaitable[Any]]
+    ) -> None:
+        """Open the session again where Redis was killed and has lost it."""
+        while True:
+            await asyncio.sleep(KEEP_OPEN_S)
+            if await ask(store.summary, ctx.rollout_id, ctx.attempt) is None:
+                await open_it()
 
     async def _wait(self, ctx: RunContext[Any], store: CaptureStore, ends_in_s: float) -> FinishReason:
         """Until a program somewhere says that it is done."""
@@ -122,7 +139,7 @@ class Driven(AgentHandler[Any]):
         ends = loop.time() + ends_in_s
         while loop.time() < ends:
             summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
-            if summary.finished or summary.reward is not None:
+            if summary is not None and summary.finished:
                 return _reason(summary)
             await asyncio.sleep(LOOK_S)
         return FinishReason.TIME_LIMIT
@@ -254,20 +271,6 @@ def _reason(summary: Summary) -> FinishReason:
     if summary.stopped:
         return FinishReason(summary.stopped)
     return FinishReason.CONTEXT_LENGTH if summary.fault == "context" else FinishReason.STOP
-
-
-def _pack(harness: Harness) -> Path:
-    """The pack of this node.
-
-    Raises:
-        InfrastructureError: It was not built here.
-    """
-    directory = pack_directory(harness)
-    if not directory.exists():
-        raise InfrastructureError(
-            f"the pack of {harness.name} is not on this node: `rollout harness build {harness.name}` makes it"
-        )
-    return directory.parent
 
 
 _GATHER = """

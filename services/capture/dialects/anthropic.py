@@ -95,13 +95,12 @@ def _turn(blocks: list[_Block], where: str) -> Message:
 def _messages(entry: _Message, where: str) -> list[Message]:
     blocks = [_Block(text=entry.content)] if isinstance(entry.content, str) else entry.content
     path = f"{where}.content"
-    if entry.role == "user":
-        return _given(blocks, path)
     if entry.role == "assistant":
         return [_turn(blocks, path)]
-    if entry.role == "system":
-        return [message("system", given.text) for given in _given(blocks, path)]
-    raise unserved(f"{where}.role", entry.role)
+    if entry.role not in ("user", "system"):
+        raise unserved(f"{where}.role", entry.role)
+    given = _given(blocks, path)
+    return given if entry.role == "user" else [message("system", one.text) for one in given]
 
 
 def _block(kind: Kind, text: str = "", signature: str = "") -> dict[str, Any]:
@@ -124,7 +123,6 @@ def _head(call_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
 
 class _AnthropicStream(WireStream):
     _index = -1
-    _kind: Kind | None = None
     _error_name = "error"
 
     def begin(self) -> bytes:
@@ -134,16 +132,19 @@ class _AnthropicStream(WireStream):
     def heartbeat(self) -> bytes:
         return self._event("ping")
 
+    def _open(self, kind: Kind) -> bytes:
+        return self._start(_block(kind))
+
     def _piece(self, kind: Kind, text: str) -> bytes:
-        out = b""
-        if kind != self._kind:
-            out = self._stop() + self._start(_block(kind))
-            self._kind = kind
         name = "text" if kind == "text" else "thinking"
-        return out + self._delta(f"{name}_delta", name, text)
+        return self._delta(f"{name}_delta", name, text)
+
+    def _shut(self, kind: Kind) -> bytes:
+        out = self._delta("signature_delta", "signature", _SIGNATURE) if kind == "reasoning" else b""
+        return out + self._event("content_block_stop", index=self._index)
 
     def _close(self, answer: Answer) -> bytes:
-        out = self._stop()
+        out = b""
         for made in answer.message.tool_calls:
             out += self._start({"type": "tool_use", "id": made.id, "name": made.name, "input": {}})
             out += self._delta("input_json_delta", "partial_json", arguments(made))
@@ -167,12 +168,6 @@ class _AnthropicStream(WireStream):
 
     def _delta(self, kind: str, field: str, text: str) -> bytes:
         return self._event("content_block_delta", index=self._index, delta={"type": kind, field: text})
-
-    def _stop(self) -> bytes:
-        """The end of the block that is open."""
-        kind, self._kind = self._kind, None
-        out = self._delta("signature_delta", "signature", _SIGNATURE) if kind == "reasoning" else b""
-        return out + self._event("content_block_stop", index=self._index) if kind else out
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)

@@ -149,9 +149,8 @@ class Chat(WireDialect):
         messages = (_message(entry, where) for where, entry in fields.items("messages", _Message))
         limit = fields.most_tokens("max_completion_tokens", "max_tokens")
         given = conversation(messages, where="messages")
-        return self._call(
-            fields, model, given, tools=_tools(fields), max_tokens=limit, asked=fields.asked(_ASKED)
-        )
+        tools = _tools(fields)
+        return self._call(fields, model, given, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
         said: dict[str, Any] = {"role": "assistant", "content": answer.message.text or None, "refusal": None}

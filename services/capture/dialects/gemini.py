@@ -63,6 +63,7 @@ class _Declared(Struct, rename="camel"):
 
 class _Tool(Struct, rename="camel"):
     function_declarations: list[_Declared] | None = None
+    of_rest: list[_Declared] | None = field(name="function_declarations", default=None)
 
 
 def _result(given: _Result, where: str) -> Message:
@@ -106,11 +107,11 @@ def _paired(messages: Iterable[Message]) -> Iterator[Message]:
     number = 0
     for entry in messages:
         if entry.tool_calls:
-            names = enumerate(entry.tool_calls, number)
-            calls = [call if call.id else call.model_copy(update={"id": f"call_{at}"}) for at, call in names]
-            entry = entry.model_copy(update={"tool_calls": calls})
-            unanswered += calls
-            number += len(calls)
+            calls = enumerate(entry.tool_calls, number)
+            made = [call if call.id else call.model_copy(update={"id": f"call_{at}"}) for at, call in calls]
+            entry = entry.model_copy(update={"tool_calls": made})
+            unanswered += made
+            number += len(made)
         known = entry.tool_call_id
         fits = (call for call in unanswered if known in (None, call.id) and call.name == entry.name)
         if entry.role == "tool" and (found := next(fits, None)):
@@ -142,7 +143,7 @@ def _schema(value: Any) -> Any:
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     tools = []
     for where, tool in fields.items("tools", _Tool):
-        for index, declared in enumerate(tool.function_declarations or []):
+        for index, declared in enumerate(tool.function_declarations or tool.of_rest or []):
             path = f"{where}.functionDeclarations[{index}]"
             schema = declared.parameters_json_schema or declared.schema_of_sdk
             schema = schema or _schema(shallow(declared.parameters, path))
@@ -237,7 +238,7 @@ class Gemini(WireDialect):
         config.only("candidateCount", 1)
         config.only("responseModalities", ["TEXT"], ["text"], [])
         config.refuse("responseLogprobs logprobs speechConfig")
-        fields.refuse("cachedContent")
+        fields.refuse("cachedContent system_instruction generation_config tool_config cached_content")
         system = fields.take("systemInstruction", _Content, _Content())
         given = _messages(_Content(system.parts), "systemInstruction")
         messages = [message("system", entry.text) for entry in given]

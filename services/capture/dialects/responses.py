@@ -115,10 +115,6 @@ def _tools(fields: Fields) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return tools, {name: value for name, value in (("custom_tools", custom), ("namespaces", spaces)) if value}
 
 
-def _error(refusal: Refusal) -> dict[str, Any]:
-    return openai_error(refusal) | ({"message": _TOO_LONG} if refusal.kind == "context" else {})
-
-
 def _response(
     call: ModelCall, call_id: str, created: int, output: list[dict[str, Any]], answer: Answer | None = None
 ) -> dict[str, Any]:
@@ -169,7 +165,6 @@ def _calls(call: ModelCall, answer: Answer) -> Iterator[dict[str, Any]]:
 
 class _ResponsesStream(WireStream):
     _number = -1
-    _kind: Kind | None = None
 
     def begin(self) -> bytes:
         self._done: list[dict[str, Any]] = []
@@ -177,26 +172,21 @@ class _ResponsesStream(WireStream):
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def _piece(self, kind: Kind, text: str) -> bytes:
-        out = b""
-        if kind != self._kind:
-            out = self._stop() + self._added(_said(kind, self._call_id, None, "in_progress"))
-            out += self._of_part(kind, "response.content_part.added", part=_part(kind, ""))
-            self._kind = kind
-        return out + self._of_text(kind, "delta", delta=text)
+    def _open(self, kind: Kind) -> bytes:
+        out = self._added(_said(kind, self._call_id, None, "in_progress"))
+        return out + self._of_part(kind, "response.content_part.added", part=_part(kind, ""))
 
-    def _stop(self) -> bytes:
-        """The end of the item that is open."""
-        kind, self._kind = self._kind, None
-        if kind is None:
-            return b""
+    def _piece(self, kind: Kind, text: str) -> bytes:
+        return self._of_text(kind, "delta", delta=text)
+
+    def _shut(self, kind: Kind) -> bytes:
         text = self._text if kind == "text" else self._reasoning
         out = self._of_text(kind, "done", text=text)
         out += self._of_part(kind, "response.content_part.done", part=_part(kind, text))
         return out + self._finished(_said(kind, self._call_id, text))
 
     def _close(self, answer: Answer) -> bytes:
-        out = self._stop()
+        out = b""
         for item in _calls(self._call, answer):
             free = item["type"] == "custom_tool_call"
             field, name = (
@@ -211,7 +201,7 @@ class _ResponsesStream(WireStream):
         return out + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: Refusal) -> bytes:
-        error = _error(refusal)
+        error = self.error(refusal)["error"]
         code = _ERRORS.get(refusal.kind, "server_error")
         failed = {"status": "failed", "error": {"code": code, "message": error["message"]}}
         # OpenAI's SDK looks at the first of these, Codex at the second.
@@ -220,7 +210,8 @@ class _ResponsesStream(WireStream):
 
     @staticmethod
     def error(refusal: Refusal) -> Any:
-        return {"error": _error(refusal)}
+        words = {"message": _TOO_LONG} if refusal.kind == "context" else {}
+        return {"error": openai_error(refusal) | words}
 
     def _response(self, answer: Answer | None = None) -> dict[str, Any]:
         return _response(self._call, self._call_id, self._created, self._done, answer)

@@ -78,22 +78,34 @@ class WireStream(Stream):
         self._prompt_tokens = prompt_tokens
         self._text = ""
         self._reasoning = ""
+        self._kind: Kind | None = None
 
     def heartbeat(self) -> bytes:
         return b": waiting\n\n"
 
     def delta(self, *, text: str = "", reasoning: str = "") -> bytes:
         self._reasoning += reasoning
+        out = self._of("reasoning", reasoning)
         self._text += text
-        out = self._piece("reasoning", reasoning) if reasoning else b""
-        return out + self._piece("text", text) if text else out
+        return out + self._of("text", text)
+
+    def _of(self, kind: Kind, text: str) -> bytes:
+        out = b""
+        if text and kind != self._kind:
+            out = self._stop() + self._open(kind)
+            self._kind = kind
+        return out + self._piece(kind, text) if text else out
+
+    def _stop(self) -> bytes:
+        kind, self._kind = self._kind, None
+        return self._shut(kind) if kind else b""
 
     def end(self, answer: Answer) -> bytes:
         text, reasoning = answer.message.text, answer.message.reasoning or ""
         if not (text.startswith(self._text) and reasoning.startswith(self._reasoning)):
             raise ValueError(f"call {self._call_id}: what was streamed is no beginning of its answer")
         rest = self.delta(text=text[len(self._text) :], reasoning=reasoning[len(self._reasoning) :])
-        return rest + self._close(answer)
+        return rest + self._stop() + self._close(answer)
 
     def fail(self, refusal: Refusal) -> bytes:
         return event(self.error(refusal), self._error_name)
@@ -102,6 +114,14 @@ class WireStream(Stream):
     @abstractmethod
     def error(refusal: Refusal) -> Any:
         """The dialect's error, before it is JSON."""
+
+    def _open(self, kind: Kind) -> bytes:
+        """What comes before the first piece of a kind."""
+        return b""
+
+    def _shut(self, kind: Kind) -> bytes:
+        """What comes behind the last piece of a kind."""
+        return b""
 
     @abstractmethod
     def _piece(self, kind: Kind, text: str) -> bytes:

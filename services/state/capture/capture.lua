@@ -109,7 +109,6 @@ function operations.begin(ask)
       enter(s, call, 'begun')
       return {word = 'joined', call = call.id, process = call.process}
     end
-    redis.call('HDEL', s.key, 'flying:' .. call.id)
   end
   local why = exhausted(s, call)
   if why then

@@ -234,6 +234,15 @@ def test_tools_of_the_vendors_servers_are_left_out():
     assert read(*ASKED, tools=[TOOL], tool_choice={"type": "none"}).tools == []
 
 
+def test_messages_of_the_system_among_others_are_a_users():
+    call = read(*ASKED, {"role": "system", "content": "Agents:\n- claude"}, system="Be brief.")
+    assert [(entry.role, entry.text) for entry in call.messages] == [
+        ("system", "Be brief."),
+        ("user", "List the files."),
+        ("user", "Agents:\n- claude"),
+    ]
+
+
 def test_what_programs_ask_for_is_recorded():
     asked = {
         "temperature": 1,

@@ -204,6 +204,8 @@ def test_schemas_of_openapi_are_told_as_json_schema():
         "description": "",
         "parameters": {"type": "object", "properties": {}},
     }
+    [rest] = read(user({"text": "Go."}), tools=[{"function_declarations": [{"name": "h"}]}]).tools
+    assert rest["function"]["name"] == "h"
 
 
 def test_calls_without_ids_are_paired_with_their_results_by_name_and_order():
@@ -261,6 +263,7 @@ def test_what_programs_ask_for_is_recorded():
         ({"generationConfig": {"responseLogprobs": True}}, "generationConfig.responseLogprobs"),
         ({"generationConfig": {"responseModalities": ["AUDIO"]}}, "generationConfig.responseModalities"),
         ({"generationConfig": {"maxOutputTokens": -1}}, "generationConfig.maxOutputTokens"),
+        ({"system_instruction": {"parts": [{"text": "x"}]}}, "system_instruction"),
         ({"cachedContent": "c"}, "cachedContent"),
         ({"systemInstruction": {"parts": [{"fileData": {}}]}}, "systemInstruction.parts[0]"),
         ({"tools": [{"functionDeclarations": [{"name": ""}]}]}, "tools[0].functionDeclarations[0].name"),
