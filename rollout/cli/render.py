@@ -65,7 +65,8 @@ def rollout_view(rollout: Rollout) -> RenderableType:
     chains = rollout.trajectory.chains if rollout.trajectory else []
     for number, chain in enumerate(chains):
         if len(chains) > 1:
-            parts.append(Constrain(Rule(f"chain {number}", style="dim"), 80))  # a pipe is very wide
+            rule = Rule(f"chain {number}: {chain.role}", style="dim")
+            parts.append(Constrain(rule, 80))  # a pipe is very wide
         parts += _conversation(chain.segments)
     if rollout.trajectory and rollout.trajectory.unread:
         parts.append(Text("tool  not read by the model any more", style="dim"))

@@ -12,7 +12,7 @@ said, for a program does not tell them:
   prompt has fewer messages than the leaf's conversation. That root has left it: its parent.
 - `sub_agent`: chains of a root of which a leaf's text is in a tool message of another root's, behind a turn
   from before the root: the chain of that message is its parent. A text below 40 characters must be all of the
-  message. So is what goes on behind a sub-agent's compaction.
+  message.
 - `auxiliary`: chains of a root without tools, where others have them; or of one of a single turn that nothing
   repeats, where it began after the first other root and with another first message of a user.
 - `agent`: all else. A later root of it (such as one with another system prompt) has as its parent the chain
@@ -178,8 +178,7 @@ class _Labels:
         reader = next((place for leaf in leaves for place in self._readers(leaf)), None)
         before = self._summary.get(root)
         if before is not None:
-            inherited = self._kind[self._root[before]] == "sub_agent"
-            self._kind[root] = "sub_agent" if inherited or reader is not None else "agent"
+            self._kind[root] = "agent" if reader is None else "sub_agent"
         elif reader is not None:
             self._kind[root], before = "sub_agent", reader
         elif root in leaves and (before := self._beside(root)) is not None:
@@ -189,7 +188,8 @@ class _Labels:
         else:
             self._kind[root] = "agent"
             agents = (place for place in range(root) if self._kind[self._root[place]] == "agent")
-            before = max(agents, default=None)
+            used = (at for at in agents if self._tree.children(at) or self._beside(at) is None)
+            before = max(used, default=None)
         if before is not None:
             self.left[root] = before
 

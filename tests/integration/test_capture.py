@@ -346,3 +346,69 @@ def test_a_kill_of_capture_or_of_an_engine_in_mid_stream_costs_a_retry_and_nothi
             assert rollout.attempt == 1 and rollout.trajectory.receipt.drift == 0
             calls = [s.call_id for c in rollout.trajectory.chains for s in c.segments if s.sampled]
             assert len(calls) == len(set(calls)) == 3
+
+
+def test_a_program_outlives_the_worker_of_run(world: CaptureWorld):
+    plan = ["echo $((1 + 1)) >> a", "cat a", "sleep 1", "cat a", "! it is 2"]
+    undisturbed = world.ended(in_sandbox(world, plan))
+    assert undisturbed.reward == 1.0
+    with world.slow_engine(factor=100.0):
+        rollout_id = in_sandbox(world, plan)
+        world.await_calls(rollout_id, 2)
+        world.replace_run_worker()
+        rollout = world.ended(rollout_id, 120)
+    assert (rollout.state, rollout.reward, rollout.attempt) == (State.COMPLETED, 1.0, 1), rollout.error
+    assert rollout.resumed == 1
+    assert tree_of(rollout) == tree_of(undisturbed)
+    said = [message.text.strip() for message in rollout.trajectory.messages if message.role == "tool"]
+    assert said == ["", "2", "", "2"]
+
+
+def test_a_cancelled_rollout_ends_its_program_and_its_key(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    messages = asks(["! x"])
+    assert follow(openai_client(access), messages) == "x"
+    world.stack.client.cancel(rollout_id)
+    assert world.ended(rollout_id).state is State.CANCELLED
+    with pytest.raises(openai.APIStatusError) as caught:
+        chat(openai_client(access), messages)
+    assert caught.value.status_code == 410
+    inside = in_sandbox(world, ["sleep 600", "! x"])
+    world.await_calls(inside, 1)
+    world.stack.client.cancel(inside)
+    assert world.ended(inside).state is State.CANCELLED
+
+
+def test_a_program_that_never_calls_the_model_or_cannot_start_is_no_reward(world: CaptureWorld):
+    for command, words in ((["true"], "without a model call"), (["no-such-program"], "cannot be started")):
+        (submitted,) = world.stack.client.submit(
+            RolloutRequest(
+                handler="calculator",
+                task={"question": "x", "answer": "2"},
+                agent=Agent(harness="command", command=command),
+            )
+        )
+        rollout = world.ended(submitted.id)
+        assert (rollout.state, rollout.reward, rollout.error.blame) == (State.FAILED, None, "handler")
+        assert words in rollout.error.message
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_new_weights_in_mid_call_are_not_seen_by_the_program_and_told_of_every_token(world, mode):
+    rollout_id, access = world.submit()
+    plan = ["! " + "a word and another one " * 60]
+    with world.slow_engine(factor=20.0), ThreadPoolExecutor(1) as pool:
+        program = pool.submit(stubborn, access, plan)
+        world.await_calls(rollout_id, 1, begun=True)
+        time.sleep(0.5)
+        httpx.post(f"{world.engine}/pause", params={"mode": mode})
+        httpx.post(f"{world.engine}/update_weight_version", json={"new_version": f"step-{mode}"})
+        world.know_version(f"step-{mode}")
+        httpx.post(f"{world.engine}/resume")
+        assert program.result(60) == plan[0].removeprefix("! ").rstrip()
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    (chain,) = rollout.trajectory.chains
+    versions = [segment.policy_version for segment in chain.segments if segment.sampled]
+    assert len(versions) == 2 and versions[1] == f"step-{mode}" and versions[0] != versions[1]
+    assert rollout.trajectory.receipt.retries == 0

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import fed, instruction_file, npm_program
+from workers.harnesses.starting import fed, npm_program
+
+MODELS = (
+    *("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
+    *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
+)
 
 
 class ClaudeCode(Harness):
@@ -11,14 +16,17 @@ class ClaudeCode(Harness):
     packages = ("npm:@anthropic-ai/claude-code",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (npm_program(self.name, "claude"), "-p", "--verbose", "--output-format=stream-json")
+        argv = (
+            *(npm_program(self.name, "claude"), "-p", "--verbose", "--output-format=stream-json"),
+            "--dangerously-skip-permissions",
+        )
         wait_ms = str(int(job.timeout_s * 1000))
         env = {
             "CLAUDE_CONFIG_DIR": f"{job.home}/.claude",
             "ANTHROPIC_BASE_URL": job.base_url,
             "ANTHROPIC_API_KEY": job.key,
+            **dict.fromkeys(MODELS, job.model),
             "API_TIMEOUT_MS": wait_ms,
-            "BASH_DEFAULT_TIMEOUT_MS": "120000",
             "BASH_MAX_TIMEOUT_MS": wait_ms,
             # Without it root may not skip permissions, and it ends without a word and without a call.
             "IS_SANDBOX": "1",
@@ -29,19 +37,5 @@ class ClaudeCode(Harness):
             # What goes on in the background may outlive the last turn.
             "CLAUDE_CODE_DISABLE_BACKGROUND_TASKS": "1",
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(job.context_tokens),
-            **dict.fromkeys(
-                (
-                    *("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
-                    *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
-                ),
-                job.model,
-            ),
-            **job.env,
         }
-        path = instruction_file(job.home)
-        return Launch(
-            fed((*argv, "--dangerously-skip-permissions"), path),
-            env,
-            {path: job.instruction},
-            (".claude/projects",),
-        )
+        return fed(job, argv, env, {}, ".claude/projects")

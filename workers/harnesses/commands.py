@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,10 +16,7 @@ from sandbox import paths
 from workers.harnesses import catalogue, pack
 
 err = Console(stderr=True)
-
-
-def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    return [name for name in catalogue.names() if name.startswith(incomplete)]
+FAULTS = (pack.PackError, catalogue.UnknownHarness)
 
 
 @click.group()
@@ -26,12 +25,11 @@ def harness() -> None:
 
 
 @harness.command()
-@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=_complete)
+@click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=lambda *_: catalogue.names())
 @click.option(
     "--python", metavar="PROGRAM", help="Python 3.12 or newer to copy. [default: one of this machine]"
 )
-@click.option("--force", is_flag=True, help="Make anew what is there.")
-def build(names: tuple[str, ...], python: str | None, force: bool) -> None:
+def build(names: tuple[str, ...], python: str | None) -> None:
     """Install the programs NAME (default: all) from npm and PyPI, for sandboxes to show read-only.
 
     What is there already stays as it is. One that cannot be installed is named, and the others are.
@@ -41,15 +39,13 @@ def build(names: tuple[str, ...], python: str | None, force: bool) -> None:
         begun = time.monotonic()
         try:
             found = catalogue.find(name)
-            with err.status(f"{name} …") if err.is_terminal else err:
-                made = pack.build(
-                    found, lambda line: err.print(line, style="dim"), python=python, force=force
-                )
-        except (pack.PackError, catalogue.UnknownHarness) as error:
+            with err.status(name) if err.is_terminal else nullcontext():
+                made = pack.build(found, lambda line: err.print(line, style="dim"), python)
+            own = pack.part(found)
+        except FAULTS as error:
             click.echo(f"{name}: FAILED: {error}", err=True)
             failed.append(name)
             continue
-        own = pack.part(found)
         took = f"built in {time.monotonic() - begun:.0f} s" if made else "there already"
         click.echo(f"{name} {own.version}: {took}" if own else f"{name}: nothing to build")
     if closed := paths.sandbox_user() and paths.closed_to_others(pack.directory()):
@@ -58,27 +54,31 @@ def build(names: tuple[str, ...], python: str | None, force: bool) -> None:
         raise click.ClickException(f"could not be built: {', '.join(failed)}; see above")
 
 
+def _row(name: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "version": "–", "packages": [], "built": True, "error": None}
+    try:
+        if own := pack.part(catalogue.find(name)):
+            row |= {"version": own.version, "packages": own.packages, "built": own.built}
+    except FAULTS as error:
+        row |= {"built": False, "error": str(error)}
+    return row
+
+
 @harness.command("list")
 @click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
 def list_(as_json: bool) -> None:
     """List the harnesses, the versions that are pinned, and what of them is built."""
-    rows = []
-    for name in catalogue.names():
-        row = {"name": name, "version": None, "packages": [], "built": False, "error": None}
-        try:
-            if own := pack.part(catalogue.find(name)):
-                row |= {"version": own.version, "packages": list(own.packages), "built": own.built}
-            else:
-                row["built"] = True
-        except (pack.PackError, catalogue.UnknownHarness) as error:
-            row["error"] = str(error)
-        rows.append(row)
+    rows = [_row(name) for name in catalogue.names()]
     if as_json:
         click.echo(json.dumps({"directory": str(pack.directory()), "harnesses": rows}))
         return
     table = Table("name", "version", "built", "packages", box=None, pad_edge=False)
     for row in rows:
-        built = row["error"] or ("yes" if row["built"] else "no")
-        table.add_row(row["name"], row["version"] or "–", built, " ".join(row["packages"]))
+        table.add_row(
+            row["name"],
+            row["version"],
+            "yes" if row["built"] else "no",
+            row["error"] or " ".join(row["packages"]),
+        )
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe a row is a line
     click.echo(f"in {pack.directory()}")

@@ -16,13 +16,9 @@ from openhands.sdk.conversation.state import ConversationExecutionStatus
 from openhands.tools.preset.default import get_default_agent
 
 instruction, workspace, transcripts = sys.argv[1:]
-conversation = Conversation(
-    agent=get_default_agent(LLM.load_from_env(), cli_mode=True),
-    workspace=workspace,
-    persistence_dir=transcripts,
-    visualizer=None,
-    delete_on_close=False,
-)
+agent = get_default_agent(LLM.load_from_env(), cli_mode=True)
+options = {"visualizer": None, "delete_on_close": False}
+conversation = Conversation(agent=agent, workspace=workspace, persistence_dir=transcripts, **options)
 conversation.send_message(Path(instruction).read_text(encoding="utf-8"))
 conversation.run()
 ended = conversation.state.execution_status
@@ -33,12 +29,12 @@ sys.exit(ended is not ConversationExecutionStatus.FINISHED)
 """A program of ours, for the SDK has none."""
 
 
-class OpenHands(Harness):
+class Openhands(Harness):
     name = "openhands"
     packages = ("pypi:openhands-sdk", "pypi:openhands-tools")
 
     def launch(self, job: Job) -> Launch:
-        program, path, transcripts = f"{job.home}/run.py", instruction_file(job.home), "conversations"
+        program, path, transcripts = f"{job.home}/run.py", instruction_file(job), "conversations"
         argv = (PYTHON, site(self.name), program, path, job.workspace, f"{job.home}/{transcripts}")
         env = {
             "LLM_MODEL": f"openai/{job.model}",
