@@ -30,8 +30,8 @@ STALLED_S = 120.0
 MODEL_NAME = "policy"
 """What the model is called where a program asks. No slash, no colon, no version to be parsed."""
 CALL_HEADER = "X-Rollout-Call"
-RETRY_HEADERS = ("X-Stainless-Retry-Count", "X-Rollout-Try")
-"""By which SDKs, and the bridge of a sandbox, say that they repeat a call: a number above 0."""
+RETRY_HEADER = "X-Stainless-Retry-Count"
+"""By which SDKs say that they repeat a call: a number above 0."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,13 +63,23 @@ def create_app(service: Service, secret: str, store: Any, send: Any, max_body_by
         for version in ("v1beta", "v1", "v1alpha"):
             base = f"{prefix}/{version}/models/{{model:[^:]+}}"
             app.router.add_post(f"{base}:generateContent", routes.generates(gemini, stream=False))
-            app.router.add_post(f"{base}:streamGenerateContent", routes.generates(gemini, stream=True))
+            listed = routes.generates(gemini, stream=True), routes.generates(Gemini(sse=False), stream=True)
+            app.router.add_post(f"{base}:streamGenerateContent", _by_alt(*listed))
             app.router.add_post(f"{base}:countTokens", routes.counts(gemini))
         app.router.add_post(f"{prefix}/v1/reward", routes.reward)
         app.router.add_post(f"{prefix}/v1/finish", routes.finish)
     app.router.add_get("/health", _health)
     app.router.add_get("/metrics", _metrics)
     return app
+
+
+def _by_alt(events: Handler, entries: Handler) -> Handler:
+    """A stream of Gemini's, as its query asks: events, or the entries of one list."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await (events if request.query.get("alt") == "sse" else entries)(request)
+
+    return handle
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -102,7 +112,7 @@ class Routes:
                         call,
                         _digest(dialect, request, body),
                         request.headers.get(CALL_HEADER, "")[:64] or None,
-                        any(request.headers.get(name, "0").lstrip("0") for name in RETRY_HEADERS),
+                        bool(request.headers.get(RETRY_HEADER, "").strip("0")),
                     )
                     return await self._tell(request, dialect, caller, call, turn)
                 except Refusal as refusal:
@@ -117,7 +127,6 @@ class Routes:
         self, request: web.Request, dialect: Dialect, caller: Caller, call: ModelCall, turn: Turn
     ) -> web.StreamResponse:
         """The answer of a turn, to whoever listens."""
-        whole = False
         try:
             await asyncio.shield(turn.begun)
             if not call.stream or (turn.result.done() and turn.result.exception()):
@@ -127,18 +136,21 @@ class Routes:
                 await _patiently(response.write_eof())
             else:
                 response = await self._stream(request, dialect, call, turn)
-            whole = True
-            return response
-        finally:
-            # Also where it broke: the program may come again, and is then told the same.
-            (self._service.told if whole else self._service.orphan)(caller, turn)
+        except Refusal:
+            raise
+        except BaseException:
+            # The program went away, or does not read: it may come again, and is then told the same.
+            self._service.orphan(caller, turn)
+            raise
+        self._service.told(caller, turn)
+        return response
 
     async def _stream(
         self, request: web.Request, dialect: Dialect, call: ModelCall, turn: Turn
     ) -> web.StreamResponse:
-        array = dialect.name == "gemini" and request.query.get("alt") != "sse"
-        kind = "application/json" if array else "text/event-stream"
-        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": dialect.stream_type, "Cache-Control": "no-cache"}
+        )
         stream = dialect.stream(call, turn.call_id, turn.created, turn.prompt_tokens)
         await response.prepare(request)
         text, reasoning = "", ""

@@ -35,6 +35,7 @@ from services.state.capture.store import CaptureStore
 from services.state.turns.entries import to_json
 from workers.agent.codec import load_codec, takeover_obstacle
 from workers.agent.formats import Codec, CodecError
+from workers.agent.llm import BrokenCall
 from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter, RolloutLost
 from workers.errors import InfrastructureError, ModelError
@@ -563,7 +564,13 @@ def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | 
     `shown`: the turn that was shown while it was sampled; what was said is not taken back.
     """
     parsed = codec.parse(prompt, completion.token_ids)
-    message = parsed.message
+    # Programs drop a call whose id they have seen, and some formats count from 0 in each turn.
+    name = completion.call_id.replace("-", "")[-16:]
+    calls = [
+        call.model_copy(update={"id": f"call_{name}{number}"})
+        for number, call in enumerate(parsed.message.tool_calls)
+    ]
+    message = parsed.message.model_copy(update={"tool_calls": calls})
     if parsed.malformed:
         message = message.model_copy(update={"content": _parts(codec.text_of(completion.token_ids))})
     if shown is None:
@@ -601,7 +608,7 @@ def _refusal(error: Exception) -> Refusal:
             return error
         case ModelError():
             return Refusal("internal", f"the model's server refuses the call: {error}")
-        case InfrastructureError() | CodecError():
+        case InfrastructureError() | CodecError() | BrokenCall():
             return Refusal("unavailable", str(error), retry_after_s=2)
     return Refusal("internal", f"{type(error).__name__} in capture; its log has more")
 
