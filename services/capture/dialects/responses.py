@@ -180,7 +180,7 @@ class _ResponsesStream(WireStream):
         return self._of_text(kind, "delta", delta=text)
 
     def _shut(self, kind: Kind) -> bytes:
-        text = self._text if kind == "text" else self._reasoning
+        text = self._sent(kind)
         out = self._of_text(kind, "done", text=text)
         out += self._of_part(kind, "response.content_part.done", part=_part(kind, text))
         return out + self._finished(_said(kind, self._call_id, text))
