@@ -90,10 +90,10 @@ class CaptureWorld:
 
         wait_until(reached, 60, f"{count} calls of {rollout_id}")
 
-    def replace_run_worker(self) -> None:
-        """SIGKILL to the worker of RUN, and another one in its place."""
+    def replace_run_worker(self, stop: bool = False) -> None:
+        """SIGKILL (`stop`: SIGTERM) to the worker of RUN, and another one in its place."""
         old = next(process for process in self.stack.processes if process.name.startswith("run"))
-        old.kill()
+        old.stop() if stop else old.kill()
         self.stack.processes.remove(old)
         self.stack.start_worker("run", f"{old.name}x")
 

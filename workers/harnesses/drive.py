@@ -115,14 +115,19 @@ class Driven(AgentHandler[Any]):
         if (await open_it())["word"] != "ok":
             raise InfrastructureError("the rollout is not this worker's any more")
         watching = asyncio.create_task(self._keep_open(ctx, store, open_it))
+        ends = True
         try:
             if self._agent.harness == EXTERNAL:
                 return await self._wait(ctx, store, ends_in_s)
             return await self._drive(ctx, store, backend.max_model_len, ends_in_s)
+        except asyncio.CancelledError:
+            # The stage's own limit, and what was sampled is kept; or this worker stops, and another goes on
+            # while the program does: its calls must be answered meanwhile.
+            ends = False
+            raise
         finally:
             watching.cancel()
-            # Also where the stage's own limit ended it: what was sampled is kept.
-            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store)))
+            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store, ends)))
 
     async def _keep_open(
         self, ctx: RunContext[Any], store: CaptureStore, open_it: Callable[[], Awaitable[Any]]
@@ -224,9 +229,10 @@ class Driven(AgentHandler[Any]):
         if text.stdout:
             ctx.artifacts[TRANSCRIPT] = text.stdout
 
-    async def _collect(self, ctx: RunContext[Any], store: CaptureStore) -> None:
-        """Make the trajectory of the turns that were written; no call is answered from here on."""
-        await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
+    async def _collect(self, ctx: RunContext[Any], store: CaptureStore, ends: bool) -> None:
+        """Make the trajectory of the turns that were written; where RUN ends no call is answered any more."""
+        if ends:
+            await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
         stored = await ask(store.nodes, ctx.rollout_id, ctx.attempt)
         summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
         nodes, trajectory = decode(stored), ctx.agent.trajectory
