@@ -4,12 +4,12 @@ tool it is offered, in Qwen3's format.
     PLAN: ["echo hello > out.txt", "seq 1 2000", "! all done"]
 
 A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by the
-turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What is
-asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by one
-that carries the rest of the plan on.
+turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What
+is asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by
+one that carries the rest of the plan on.
 
-For `--script tests.helpers.agent_script:turn` of the fake engine, started with `--tokenizer` and AGENT_TOKENIZER
-at Qwen3's.
+For `--script tests.helpers.agent_script:turn` of the fake engine, started with `--tokenizer` and
+AGENT_TOKENIZER at Qwen3's.
 """
 
 from __future__ import annotations
