@@ -23,5 +23,7 @@ class GeminiCli(Harness):
             *(NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust"),
             *("--output-format=stream-json", f"--model={job.model}"),
         )
-        env = {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
+        # It would start itself once more, for a larger heap.
+        env = {"GEMINI_CLI_NO_RELAUNCH": "true"}
+        env |= {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
         return fed(job, argv, env, {".gemini/settings.json": json.dumps(SETTINGS)}, ".gemini/tmp")

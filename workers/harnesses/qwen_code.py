@@ -21,5 +21,7 @@ class QwenCode(Harness):
             "OPENAI_BASE_URL": f"{job.base_url}/v1",
             "OPENAI_API_KEY": job.key,
             "OPENAI_MODEL": job.model,
+            # It would start itself once more, for a larger heap.
+            "QWEN_CODE_NO_RELAUNCH": "true",
         }
         return fed(job, argv, env, {".qwen/settings.json": json.dumps(SETTINGS)}, ".qwen/projects")
