@@ -114,7 +114,7 @@ class CaptureWorld:
 
     def calls(self) -> list[dict[str, Any]]:
         """What the engine was asked, and said."""
-        return httpx.get(f"{self.engine}/calls").json()
+        return httpx.get(f"{self.engine}/calls", timeout=60).json()
 
     def hold_prompts(self, rollout: Rollout) -> int:
         """Every sampled call of the trajectory had exactly the ids before it as its prompt; how many."""

@@ -24,4 +24,7 @@ class QwenCode(Harness):
             # It would start itself once more, for a larger heap.
             "QWEN_CODE_NO_RELAUNCH": "true",
         }
-        return fed(job, argv, env, {".qwen/settings.json": json.dumps(SETTINGS)}, ".qwen/projects")
+        # It shortens its history by itself where a share of this is full.
+        model = {"generationConfig": {"contextWindowSize": job.context_tokens}}
+        settings = {**SETTINGS, "model": model}
+        return fed(job, argv, env, {".qwen/settings.json": json.dumps(settings)}, ".qwen/projects")
