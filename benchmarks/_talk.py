@@ -16,6 +16,8 @@ SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "requ
 CALL = json.dumps({"name": TOOL, "arguments": {"command": COMMAND}})
 TURN = f"<think>\n\n</think>\n\n{SAID}\n<tool_call>\n{CALL}\n</tool_call><|im_end|>"
 """What the engine samples, in Qwen3's format."""
+JSON_BYTES = 220
+"""Of a turn with its answer, around what they say."""
 _WORDS = "the of test in def return error line file self path None import assert value = == ( ) : 0 1 42 x_1"
 
 
@@ -31,7 +33,7 @@ class Talk:
 
     def __init__(self, shape: Shape, number: int) -> None:
         self._random = random.Random(number)
-        self._left = shape.turn - len(SAID) - len(COMMAND)
+        self._left = shape.turn - len(SAID) - len(COMMAND) - JSON_BYTES
         self.description = self._text(shape.first // 3)
         self.system, self.question = self._text(shape.first // 2), self._text(shape.first // 6)
         self.outputs: list[str] = []

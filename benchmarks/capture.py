@@ -42,6 +42,7 @@ from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
+from services.capture.history import Histories
 from services.capture.matching import after
 from services.capture.prompts import Prompt, prompt_of
 from services.capture.tree import Tree
@@ -355,11 +356,12 @@ async def attaching(codec: Any, turn: list[int], rounds: int) -> dict[str, Any]:
     readers = {"chat": Chat(), "responses": Responses(), "anthropic": Anthropic(), "gemini": Gemini()}
     taken: dict[str, dict[int, list[float]]] = {name: {20: [], 200: []} for name in DIALECTS}
     for number, name in harness.in_turns(DIALECTS, rounds):
-        talk, tree = Talk(LARGE, number), Tree()
+        talk, tree, histories = Talk(LARGE, number), Tree(), Histories()
         for at in range(1, 202):
             body = talk.body(name)
             began = time.perf_counter()
-            call = readers[name].read(body)
+            call = readers[name].read(body, recent=histories.of(number))
+            histories.keep(number, call.history, len(body))
             made = await prompt_of(tree, codec, call)
             seconds = time.perf_counter() - began
             if (made.place.parent == ROOT) != (at == 1):

@@ -18,6 +18,7 @@ from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
+from services.capture.history import Histories
 from services.capture.serving import Caller, Service, Turn
 from services.state.capture.session import MODEL, REWARD, read_key
 
@@ -96,6 +97,7 @@ class Routes:
     def __init__(self, service: Service, secret: str, store: Any, send: Any, most_bytes: int) -> None:
         self._service, self._secret, self._store, self._send = service, secret, store, send
         self._most_bytes = most_bytes
+        self._histories = Histories()
 
     def generates(self, dialect: Dialect, stream: bool | None = None) -> Handler:
         """A route of model calls. `stream`: what its path says."""
@@ -105,7 +107,10 @@ class Routes:
                 try:
                     caller = self._caller(request, MODEL)
                     body = await self._body(request)
-                    call = dialect.read(body, model=request.match_info.get("model", ""), stream=stream)
+                    recent = self._histories.of((caller, dialect.name))
+                    model = request.match_info.get("model", "")
+                    call = dialect.read(body, model=model, stream=stream, recent=recent)
+                    self._histories.keep((caller, dialect.name), call.history, len(body))
                     turn = await self._service.turn(
                         caller,
                         dialect.name,
