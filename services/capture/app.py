@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
 from services.capture.serving import Caller, Service, Turn
 from services.state.capture.session import MODEL, REWARD, read_key
+from workers.errors import InfrastructureError
 
 log = structlog.get_logger("capture")
 
@@ -111,12 +113,17 @@ class Routes:
                         dialect.name,
                         call,
                         _digest(dialect, request, body),
-                        request.headers.get(CALL_HEADER, "")[:64] or None,
+                        request.headers.get(CALL_HEADER) if _is_name(request) else None,
                         bool(request.headers.get(RETRY_HEADER, "").strip("0")),
                     )
                     return await self._tell(request, dialect, caller, call, turn)
                 except Refusal as refusal:
+                    if self._service.ending and CALL_HEADER in request.headers and request.transport:
+                        # The bridge leads a call that has no answer yet to another process, by itself.
+                        request.transport.abort()
                     return _refused(dialect, refusal)
+                except InfrastructureError as error:
+                    return _refused(dialect, Refusal("unavailable", str(error), retry_after_s=2))
                 except Exception:
                     log.exception("a call failed", dialect=dialect.name)
                     return _refused(dialect, Refusal("internal", "capture failed; its log has more"))
@@ -274,6 +281,11 @@ def _key(request: web.Request) -> str:
         or headers.get("x-goog-api-key")
         or request.query.get("key", "")
     )
+
+
+def _is_name(request: web.Request) -> bool:
+    """Whether a call has a name that an engine and Redis may be told."""
+    return re.fullmatch(r"[0-9A-Za-z-]{1,64}", request.headers.get(CALL_HEADER, "")) is not None
 
 
 def _digest(dialect: Dialect, request: web.Request, body: bytes) -> bytes:

@@ -129,7 +129,7 @@ end
 
 function operations.look(ask)
   local s, refusal = session(ask)
-  return refusal or {word = 'ok', nodes = redis.call('LLEN', s.nodes), session = s.text}
+  return refusal or {word = 'ok', nodes = redis.call('LLEN', s.nodes), session = s.text, fence = s.fence}
 end
 
 function operations.add(ask)
