@@ -212,6 +212,14 @@ class Chain(BaseModel):
         return [s.policy_version for s in self._response() for _ in s.token_ids]
 
 
+class Asked(BaseModel):
+    """What a program asked of sampling in some of its calls. It is told here alone: the request's holds."""
+
+    parameters: dict[str, Any]
+    """By their names in the program's dialect; empty = it asked for nothing."""
+    calls: int
+
+
 class Receipt(BaseModel):
     """What was captured of a program's model calls, for who wants to check a trajectory."""
 
@@ -231,6 +239,10 @@ class Receipt(BaseModel):
     sampled_tokens: int = 0
     share_delivered: float = 1.0
     """Share of the sampled tokens that are in chains to be trained on."""
+    asked: list[Asked] = Field(default_factory=list)
+    """What the program asked of sampling, in order of first use; at most 32, further ones are left out."""
+    reward_source: Literal["handler", "program"] = "handler"
+    """Who scores the rollout: its handler, or the program from elsewhere that posted a reward."""
     digest: str = ""
     """SHA-256 chained over the calls in order: of the digest before, the ids sent and the ids sampled."""
 

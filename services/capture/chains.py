@@ -25,11 +25,12 @@ trained all the same; what is wrongly taken for auxiliary or discarded is not, a
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
-from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Receipt, Segment
+from rollout.schema.trajectory import TRAINED, Asked, Chain, ChainRole, Receipt, Segment
 from services.capture.matching import after
 from services.capture.tree import Tree, answer_of
 from services.engines.base import Completion
@@ -39,6 +40,8 @@ from services.state.turns.entries import from_json, sampled_segments
 LEAST_SUMMARY = 80
 """Characters of a text that would hardly be in a prompt by chance."""
 LEAST_REPORT = 40
+MOST_ASKED = 32
+"""Sets of parameters that a receipt tells: a program that has another one in each call fills no record."""
 _TAGGED = re.compile(r"<(\w+)>(.*?)</\1>")
 
 
@@ -121,8 +124,19 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
         drift=drift,
         sampled_tokens=sampled,
         share_delivered=delivered / sampled if sampled else 1.0,
+        asked=_parameters(nodes),
         digest=digest.hex(),
     )
+
+
+def _parameters(nodes: Sequence[Node]) -> list[Asked]:
+    """What was asked of sampling, and in how many calls."""
+    sets: dict[str, Asked] = {}
+    for node in nodes:
+        name = json.dumps(node.asked, sort_keys=True)
+        if name in sets or len(sets) < MOST_ASKED:
+            sets.setdefault(name, Asked(parameters=node.asked, calls=0)).calls += 1
+    return list(sets.values())
 
 
 class _Labels:

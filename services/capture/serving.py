@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollout.trajectory import Message
 from services.capture import metrics
 from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.matching import after
+from services.capture.prompts import prompt_of
 from services.capture.tree import Attachment, Tree
 from services.engines.base import Completion, SampleRequest
 from services.state.capture.nodes import ROOT, Node, decode, encode
@@ -63,8 +64,6 @@ LONGEST_MARK = 32
 """Characters of the longest word of a chat format that begins a call."""
 LEAST_ROOM = 256
 """Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
-LARGE = 20_000
-"""Characters of a prompt that is rendered in a thread."""
 MOST_STOPPED = 20
 """Calls past a limit that are answered in peace; who goes on is told that the attempt has ended."""
 STOPPED = "The budget of this task is used up. Stopping here."
@@ -214,8 +213,7 @@ class Service:
     async def count(self, caller: Caller, call: ModelCall) -> int:
         """Ids of a call's prompt."""
         known = await self._looked_up(caller)
-        prompt, _, _ = await self._prompt(known.tree, await self._codec(known), call)
-        return len(prompt)
+        return len((await prompt_of(known.tree, await self._codec(known), call)).ids)
 
     async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
         """Whoever asked went away before the turn had begun."""
@@ -366,7 +364,8 @@ class Service:
         codec = await self._codec(known)
         await self._read(caller, known, begun["nodes"])
         tree = known.tree
-        prompt, place, given = await self._prompt(tree, codec, call)
+        made = await prompt_of(tree, codec, call)
+        prompt, place = made.ids, made.place
         request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
         turn.prompt_tokens = len(prompt)
         turn.begun.set_result(None)
@@ -384,7 +383,7 @@ class Service:
             turn.call_id,
             place.parent,
             after(place.path, message),
-            pack_ids(given),
+            pack_ids(made.given),
             to_json(call.messages if root else place.tail),
             json.dumps(call.tools) if root and call.tools else "",
             pack_ids(completion.token_ids),
@@ -413,6 +412,8 @@ class Service:
         while len(known.tree.nodes) < length:
             async with known.reading:
                 tree, here = known.tree, known.tree.nodes
+                if len(here) >= length:
+                    break
                 last = max(0, len(here) - 1)
                 stored = decode(await ask(self._store.nodes, *_ids(caller), last))
                 if known.tree is not tree:
@@ -426,34 +427,6 @@ class Service:
                     tree.add(node)
                 if len(here) < length:
                     raise InfrastructureError(f"{length} turns were written and are not there any more")
-
-    async def _prompt(
-        self, tree: Tree, codec: Codec, call: ModelCall
-    ) -> tuple[list[int], Attachment, list[int]]:
-        """All ids that the engine is to read, where they begin in the tree, and which of them are new.
-
-        Raises:
-            Refusal: The model's chat format cannot hold the conversation.
-        """
-        place = tree.attach(call)
-        if place.parent != ROOT:
-            before, sampled = tree.prompt(place.parent), tree.sampled(place.parent)
-            try:
-                given = codec.bridge(before, sampled, place.tail)
-                return [*before, *sampled, *given], place, given
-            except CodecError as error:
-                log.info("begins a branch: the format cannot append", error=str(error))
-                metrics.UNBRIDGED.inc()
-                place = replace(place, parent=ROOT, tail=call.messages)
-        try:
-            size = sum(len(message.text) for message in call.messages)
-            render = partial(codec.render, call.messages, call.tools)
-            ids = await asyncio.to_thread(render) if size > LARGE else render()
-        except CodecError as error:
-            raise Refusal(
-                "invalid", f"the model's chat format cannot hold these messages: {error}"
-            ) from error
-        return ids, place, ids
 
     def _request(
         self, known: Known, codec: Codec, turn: Turn, call: ModelCall, prompt: list[int], place: Attachment,

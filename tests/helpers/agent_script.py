@@ -4,12 +4,12 @@ tool it is offered, in Qwen3's format.
     PLAN: ["echo hello > out.txt", "seq 1 2000", "! all done"]
 
 A step is a command for the shell, or with `! ` in front a last answer. Which step is next is told by the
-turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What is
-asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by one
-that carries the rest of the plan on.
+turns that the prompt holds, so the answer to the same ids is the same, also where some of it is there. What
+is asked beside the task (no plan, or no tools) is answered with a sentence, and a request for a summary by
+one that carries the rest of the plan on.
 
-For `--script tests.helpers.agent_script:turn` of the fake engine, started with `--tokenizer` and AGENT_TOKENIZER
-at Qwen3's.
+For `--script tests.helpers.agent_script:turn` of the fake engine, started with `--tokenizer` and
+AGENT_TOKENIZER at Qwen3's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ DONE = re.compile(r"STEPS DONE: (\d+)")
 SUMMARY = re.compile(r"(?i)summar|compact|compress|handoff|hand-off")
 SHELLS = re.compile(r"(?i)bash|shell|exec|terminal|command")
 COMMAND = ("command", "cmd", "script", "code")
+LAST = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""By a shell's echo of it mini-SWE-agent is told that the work is done: it knows no other end."""
 
 
 @cache
@@ -72,10 +74,12 @@ def says(before: str) -> str:
         return f"{THOUGHT}<summary>{summary}</summary>"
     step = steps[min(at, len(steps) - 1)]
     shell = next((tool for tool in tools if SHELLS.search(tool["name"])), None)
-    if step.startswith("! ") or shell is None:
-        return f"{THOUGHT}{step.removeprefix('! ')}"
+    last, text = step.startswith("! "), step.removeprefix("! ")
+    if shell is None or (last and LAST not in before):
+        return f"{THOUGHT}{text}"
+    text, step = (text, f"echo {LAST}") if last else (f"Step {at}.", step)
     call = {"name": shell["name"], "arguments": _arguments(shell, step)}
-    return f"{THOUGHT}Step {at}.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return f"{THOUGHT}{text}\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def _tools(before: str) -> list[dict[str, Any]]:

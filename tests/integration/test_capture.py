@@ -97,6 +97,7 @@ def test_a_program_elsewhere_is_trained_token_for_token(world: CaptureWorld):
     assert world.hold_prompts(rollout) == 3
     receipt = rollout.trajectory.receipt
     assert (receipt.calls, receipt.branches, receipt.drift, receipt.share_delivered) == (3, 1, 0, 1.0)
+    assert receipt.reward_source == "program"
     assert rollout.finish_reason is FinishReason.STOP
 
 
@@ -106,15 +107,19 @@ def test_the_handler_scores_where_the_program_posts_no_reward(world: CaptureWorl
     world.finish(access)
     rollout = world.ended(rollout_id)
     assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0)
+    assert rollout.trajectory.receipt.reward_source == "handler"
 
 
 def test_what_a_program_asks_of_sampling_is_recorded_and_the_requests_holds(world: CaptureWorld):
     rollout_id, access = world.submit(sampling=SamplingParams(temperature=0.7))
-    follow(openai_client(access), asks(["! x"]), temperature=0.1, top_p=0.5, max_tokens=50)
+    client, wanted = openai_client(access), {"temperature": 0.1, "top_p": 0.5, "max_tokens": 50}
+    follow(client, asks(["! x"]), **wanted)
     world.finish(access)
     rollout = world.ended(rollout_id)
     (call,) = world.of(rollout)
     assert (call["params"]["temperature"], call["params"]["max_tokens"]) == (0.7, 50)
+    (asked,) = rollout.trajectory.receipt.asked
+    assert (asked.parameters, asked.calls) == (wanted, 1)
 
 
 def test_a_repeated_call_is_sampled_once(world: CaptureWorld):

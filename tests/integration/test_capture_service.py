@@ -1,4 +1,4 @@
-"""Capture's processes as objects, on a real Redis: several share sessions, and Redis forgets what it did last."""
+"""Capture's processes as objects, on a real Redis: several share sessions; Redis forgets what it did last."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_a_process_that_ends_gives_its_calls_up_for_others_to_begin_at_once(proc
 
 
 def test_a_turn_whose_session_was_lost_is_written_when_it_is_open_again(mortal, says):
-    servers, processes = mortal
+    _, processes = mortal
     captured = processes.captured
 
     async def scenario() -> None:

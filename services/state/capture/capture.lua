@@ -190,11 +190,14 @@ end
 function operations.summary(ask)
   local flat = redis.call('HGETALL', KEY.capture(ask.rollout, ask.attempt))
   local nodes = redis.call('LLEN', KEY.capture_nodes(ask.rollout, ask.attempt))
-  local its = {refused = {}, in_flight = 0, nodes = nodes, now_ms = now}
+  local its = {refused = {}, in_flight = 0, lost = 0, nodes = nodes, now_ms = now}
   for i = 1, #flat, 2 do
     local kind, rest = flat[i]:match('^(%l+):(.*)$')
     if kind == 'refused' then its.refused[rest] = flat[i + 1] end
-    if kind == 'flying' and lives(flat[i + 1]:match(' (.*)$')) then its.in_flight = its.in_flight + 1 end
+    if kind == 'flying' then
+      local where = lives(flat[i + 1]:match(' (.*)$')) and 'in_flight' or 'lost'
+      its[where] = its[where] + 1
+    end
     if not kind then its[flat[i]] = flat[i + 1] end
   end
   return its

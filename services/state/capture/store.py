@@ -26,6 +26,8 @@ class Summary(Struct):
     nodes: int
     in_flight: int
     """Calls that living processes are to answer."""
+    lost: int
+    """Calls whose processes have ended, and that did not come again."""
     refused: dict[str, int]
     """By kind; see `fail`."""
     fault: str | None = None

@@ -17,7 +17,7 @@ from rollout.arrays import pack_ids
 from rollout.schema.trajectory import TRAINED
 from rollout.trajectory import Message, Trajectory
 from services.capture.call import ModelCall
-from services.capture.chains import build
+from services.capture.chains import MOST_ASKED, build
 from services.capture.tree import Tree
 from services.state.capture.nodes import ROOT, decode, encode
 from tests.helpers.published import TOOLS, directory
@@ -330,6 +330,20 @@ def test_a_node_behind_another_conversation_than_its_own_is_drift(capture):
     assert capture.chains()[1].drift == 0
     capture.tree.nodes[2].parent = 0
     assert build(capture.tree.nodes, "command")[1].drift == 1
+
+
+def test_what_was_asked_of_sampling_is_told_once_with_its_calls_and_without_end_never(capture):
+    for wanted in ({"top_k": 1, "seed": 2}, {}, {"seed": 2, "top_k": 1}):
+        capture.call(START, "An animal.")
+        capture.tree.nodes[-1].asked = wanted
+    told = [(asked.parameters, asked.calls) for asked in capture.chains()[1].asked]
+    assert told == [({"top_k": 1, "seed": 2}, 2), ({}, 1)]
+    for seed in range(60):
+        capture.call(START, "An animal.")
+        capture.tree.nodes[-1].asked = {"seed": seed % 50}
+    asked = capture.chains()[1].asked
+    assert len(asked) == MOST_ASKED and asked[0].calls == 2
+    assert [one.calls for one in asked[2:]] == [2] * 10 + [1] * 20
 
 
 @st.composite
