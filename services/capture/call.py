@@ -69,6 +69,8 @@ class ModelCall:
     """What the program calls the model."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Parameters of sampling that it asked for: recorded, not obeyed."""
+    size: int = 0
+    """Bytes of the body that it was read from."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,11 @@ SHOW_SHARE = 0.25
 """… so that all looks together take at most so much of the process' time."""
 LONGEST_MARK = 32
 """Characters of the longest word of a chat format that begins a call."""
+MOST_BYTES_OF_AN_ID = 32
+"""Of a body, for each id of the context: no text that means anything takes so many, and a larger body is not
+even rendered, which takes seconds a megabyte."""
+IDLE_S = 600.0
+"""After it a session's tree is read again if it is called for."""
 LEAST_ROOM = 256
 """Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
 MOST_STOPPED = 20
@@ -128,6 +133,8 @@ class Known:
     tree: Tree = field(default_factory=Tree)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: int = 0
+    used_at: float = 0.0
+    """Monotonic time of the last call."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,8 @@ class Service:
         """Say again and again that this process lives."""
         while True:
             await self._placements.send(self._store.alive(self.process))
+            while self._known and next(iter(self._known.values())).used_at < time.monotonic() - IDLE_S:
+                self._known.popitem(last=False)
             await asyncio.sleep(1.0)
 
     async def close(self, patience_s: float) -> None:
@@ -213,6 +222,7 @@ class Service:
     async def count(self, caller: Caller, call: ModelCall) -> int:
         """Ids of a call's prompt."""
         known = await self._looked_up(caller)
+        _check_size(known, call)
         return len((await prompt_of(known.tree, await self._codec(known), call)).ids)
 
     async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
@@ -299,6 +309,7 @@ class Service:
             while len(self._known) > MOST_SESSIONS:
                 self._known.popitem(last=False)
         self._known.move_to_end(caller)
+        known.used_at = time.monotonic()
         return known
 
     def _stopped(self, call_id: str, answer: dict[str, Any]) -> Turn:
@@ -361,6 +372,7 @@ class Service:
         self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
         begun: dict[str, Any],
     ) -> Answer:  # fmt: skip
+        _check_size(known, call)
         codec = await self._codec(known)
         await self._read(caller, known, begun["nodes"])
         tree = known.tree
@@ -629,6 +641,18 @@ def _refusal(error: Exception) -> Refusal:
         case InfrastructureError() | CodecError() | BrokenCall():
             return Refusal("unavailable", str(error), retry_after_s=2)
     return Refusal("internal", f"{type(error).__name__} in capture; its log has more")
+
+
+def _check_size(known: Known, call: ModelCall) -> None:
+    """
+    Raises:
+        Refusal: The context has no room for a call of so many bytes, however it is rendered.
+    """
+    most = known.first.max_model_len
+    if call.size > MOST_BYTES_OF_AN_ID * most:
+        tokens = call.size // 4
+        problem = f"a body of {call.size} bytes is more than {most} tokens"
+        raise Refusal("context", problem, tokens=tokens, most_tokens=most)
 
 
 async def _obstacle(first: Backend, backend: Backend) -> str | None:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import ClientError, ClientSession, web
 
 from rollout.schema import Backend
 from rollout.trajectory import Message
+from services.capture import app as routes
 from services.capture import serving
 from services.capture.call import ModelCall, Refusal
 from services.capture.serving import Caller, Service
@@ -20,6 +22,7 @@ from services.engines.base import Completion
 from services.settings import Settings
 from services.state import keys
 from services.state.backends.store import BackendStore, PlacementPolicy
+from services.state.capture.session import MODEL, key_of
 from services.state.redis import connect
 from services.state.rollouts.store import RolloutStore
 from tests.helpers.stack import RedisServer
@@ -289,3 +292,146 @@ def test_a_turn_whose_session_was_lost_is_written_when_it_is_open_again(mortal, 
         assert await asyncio.wait_for(call, 5) == "x"
 
     asyncio.run(scenario())
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_a_session_that_has_filled_its_share_of_redis_is_answered_without_the_model(processes, says):
+    service = processes.start()
+    assert asyncio.run(processes.call(service, "a")) == "answer 4"
+    stored = sum(map(len, processes.captured.store.nodes(processes.captured.id, 1)))
+    key = keys.capture(processes.captured.id, 1)
+    assert 0 <= stored - int(processes.captured.client.hget(key, "bytes")) < 16
+    processes.captured.client.hset(key, "bytes", 64 << 20)
+    assert asyncio.run(processes.call(processes.start(), "b")) == serving.STOPPED
+    assert processes.captured.summary.stopped == "turn_limit"
+
+
+def test_a_body_that_no_context_holds_is_not_even_rendered(processes, says, monkeypatch):
+    rendered = []
+    monkeypatch.setattr(Bytes, "render", lambda self, *args: rendered.append(args) or [1])
+
+    async def scenario() -> Refusal:
+        call = ModelCall([Message(role="user", content="x")], size=32 * 4096 + 1)
+        for asking in (
+            processes.start().count(processes.caller, call),
+            (await processes.start().turn(processes.caller, "chat", call, b"b", None, False)).result,
+        ):
+            with pytest.raises(Refusal) as caught:
+                await asking
+        return caught.value
+
+    refusal = asyncio.run(scenario())
+    assert (refusal.kind, refusal.most_tokens, rendered) == ("context", 4096, [])
+
+
+def test_trees_of_sessions_that_are_not_called_are_dropped(processes, says, monkeypatch):
+    monkeypatch.setattr(serving, "IDLE_S", 0.2)
+
+    async def scenario() -> list[int]:
+        service = processes.start()
+        living = asyncio.create_task(service.live())
+        await processes.call(service, "a")
+        kept = [len(service._known)]
+        await asyncio.sleep(1.5)
+        kept.append(len(service._known))
+        await processes.call(service, "b")
+        living.cancel()
+        return [*kept, len(service._known)]
+
+    assert asyncio.run(scenario()) == [1, 0, 1]
+    assert len(processes.captured.nodes) == 2
+
+
+SECRET = "secret"
+
+
+class Served:
+    """One process' routes."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes, self.service = processes, processes.start()
+        self.key = key_of(SECRET, MODEL, processes.captured.id, 1)
+
+    async def __aenter__(self) -> Served:
+        store, send = self.processes.captured.store, self.service._placements.send
+        app = routes.create_app(self.service, SECRET, store, send, 32 << 20)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.http = ClientSession()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.http.close()
+        await self._runner.cleanup()
+
+    async def ask(self, text: str, data: Any = None, **headers: str) -> tuple[int, Any]:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+        headers = {"Authorization": f"Bearer {self.key}", **headers}
+        url = f"{self.url}/v1/chat/completions"
+        async with self.http.post(url, data=data or body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+
+def test_bodies_of_calls_under_way_are_bounded_and_room_comes_back(processes, says, monkeypatch):
+    monkeypatch.setattr(routes, "MOST_HELD_OF_ONE", 1000)
+
+    async def scenario() -> list[int]:
+        go = asyncio.Event()
+
+        async def late(router: Any, request: Any) -> str:
+            await go.wait()
+            return "x"
+
+        says(late)
+        async with Served(processes) as served:
+            waiting = asyncio.create_task(served.ask("a" * 700))
+            await asyncio.sleep(0.3)
+            busy, _ = await served.ask("b" * 700)
+            go.set()
+            first, _ = await waiting
+            after, _ = await served.ask("c" * 700)
+            return [first, busy, after]
+
+    assert asyncio.run(scenario()) == [200, 429, 200]
+
+
+def test_a_body_that_does_not_come_is_given_up(processes, says, monkeypatch):
+    monkeypatch.setattr(routes, "BODY_S", 0.3)
+
+    async def slowly() -> Any:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    async def scenario() -> tuple[int, Any]:
+        async with Served(processes) as served:
+            return await served.ask("", data=slowly())
+
+    status, answer = asyncio.run(scenario())
+    assert status == 400 and "did not come" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["é", "a b", "x" * 65, "c\"'{"])
+def test_a_call_under_a_name_that_is_none_gets_one(processes, says, name):
+    async def scenario() -> int:
+        async with Served(processes) as served:
+            return (await served.ask("a", **{routes.CALL_HEADER: name}))[0]
+
+    assert asyncio.run(scenario()) == 200
+    (node,) = processes.captured.nodes
+    assert node.call_id != name and node.call_id.isascii()
+
+
+def test_a_call_through_the_bridge_to_a_process_that_ends_breaks_and_one_of_others_is_told(processes, says):
+    async def scenario() -> int:
+        async with Served(processes) as served:
+            await served.service.close(0.1)
+            status, _ = await served.ask("a")
+            with pytest.raises(ClientError):
+                await served.ask("a", **{routes.CALL_HEADER: "c1"})
+            return status
+
+    assert asyncio.run(scenario()) == 503
