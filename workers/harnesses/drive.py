@@ -233,6 +233,8 @@ class Driven(AgentHandler[Any]):
                 f"exit code {result.exit_code}" if result.exit_code is not None else "a time limit or signal"
             )
             raise HandlerError(f"{name} ended with {how} and without a model call: …{result.stdout[-TAIL:]}")
+        if not summary.nodes and not summary.stopped and summary.fault is None:
+            raise InfrastructureError(f"{name} ended before one of its {summary.calls} calls was answered")
         return FinishReason.TIME_LIMIT if result.timed_out else _reason(summary)
 
     async def _keep_transcripts(self, ctx: RunContext[Any], launch: Launch, home: str) -> None:
