@@ -421,6 +421,22 @@ def test_a_program_outlives_the_worker_of_run(world: CaptureWorld):
     assert said == ["", "2", "", "2"]
 
 
+def test_the_turns_so_far_of_a_program_are_shown_while_it_runs(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    client, messages = openai_client(access), asks(["echo 1", "! done"])
+    first = chat(client, messages)
+    now = world.stack.client.get(rollout_id)
+    assert (now.state, now.trajectory.receipt.calls) == (State.RUNNING, 1)
+    assert world.hold_prompts(now) == 1
+    assert chat(client, answered(messages, first)).message.content == "done"
+    now = world.stack.client.get(rollout_id)
+    assert world.hold_prompts(now) == 2 and now.trajectory.final_text() == "done"
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    of_the_end = {"finish_reason": rollout.finish_reason, "warnings": rollout.trajectory.warnings}
+    assert now.trajectory.model_copy(update=of_the_end) == rollout.trajectory
+
+
 def test_a_cancelled_rollout_ends_its_program_and_its_key(world: CaptureWorld):
     rollout_id, access = world.submit()
     messages = asks(["! x"])

@@ -239,9 +239,8 @@ class Driven(AgentHandler[Any]):
         stored = await ask(store.nodes, ctx.rollout_id, ctx.attempt)
         summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
         nodes, trajectory = decode(stored), ctx.agent.trajectory
-        counts = {"retries": summary.retries, "refused": sum(summary.refused.values()) + summary.limited}
         trajectory.chains, trajectory.receipt = await asyncio.to_thread(
-            build, nodes, self._agent.harness, **counts
+            build, nodes, self._agent.harness, **summary.unsampled
         )
         trajectory.tokenizer = next((node.tokenizer for node in nodes if node.tokenizer), None)
         if summary.reward is not None:
