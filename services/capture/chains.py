@@ -30,7 +30,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
-from rollout.schema.trajectory import TRAINED, Asked, Chain, ChainRole, Receipt, Segment
+from rollout.schema.agents import Asked, Receipt
+from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Segment
 from services.capture.matching import after
 from services.capture.tree import Tree, answer_of
 from services.engines.base import Completion

@@ -20,7 +20,8 @@ import httpx
 import openai
 import pytest
 
-from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State
+from rollout.batch import BatchRequest
+from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State, new_id
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
 from tests.helpers.capture import CaptureWorld, capture_world
@@ -296,6 +297,57 @@ def test_a_program_in_the_rollouts_sandbox_is_trained_token_for_token(world: Cap
     assert rollout.metrics["agent_exit_code"] == 0
 
 
+TITLE = """
+import json, os, urllib.request
+body = {"model": "m", "messages": [{"role": "user", "content": "Give it a title."}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+def test_a_question_that_is_made_for_the_rollout_is_told_to_its_program(world: CaptureWorld):
+    """And held against what EVAL makes, whatever else the program says to the model before."""
+    plan = json.dumps(["! <answer>7</answer>"])
+    entry = {
+        "question": f"4 + 3 = ? PLAN: {plan}",
+        "answer": "7",
+        "metadata": {"source_dataset": "chain_sum"},
+    }
+    command = ["python3", "-c", TITLE + PROGRAM, "{instruction}", json.dumps([SHELL])]
+    agent = Agent(harness="command", command=command)
+    (submitted,) = world.stack.client.submit(RolloutRequest(handler="reasoning_gym", task=entry, agent=agent))
+    rollout = world.ended(submitted.id)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0), rollout.error
+    assert [chain.role for chain in rollout.trajectory.chains] == ["auxiliary", "agent"]
+    assert rollout.trajectory.artifacts["question"] == entry["question"]
+
+
+CHANCE = """
+import sys
+answer = 1 + int(sys.argv[3][-1], 16) % 2  # the home's name is another one in each rollout
+sys.argv[1] = sys.argv[1].replace("CHANCE", str(answer))
+"""
+
+
+def test_batches_sample_dynamically_what_programs_drive(world: CaptureWorld):
+    plan = json.dumps(["echo 1", "! it is CHANCE"])
+    command = ["python3", "-c", CHANCE + PROGRAM, "{instruction}", json.dumps([SHELL]), "{home}"]
+    prompt = RolloutRequest(
+        handler="calculator",
+        task={"question": f"PLAN: {plan}", "answer": "2"},
+        agent=Agent(harness="command", command=command),
+    )
+    request = BatchRequest(id=new_id(), prompts=[prompt] * 16, n=3, groups=2, max_in_flight=6, carry="none")
+    groups = list(world.stack.client.batch(request))
+    assert len(groups) == 2
+    for group in groups:
+        assert {rollout.reward for rollout in group.rollouts} == {0.0, 1.0}
+        for rollout in group.rollouts:
+            assert world.hold_prompts(rollout) == 2
+            assert rollout.trajectory.final_text() == f"it is {1 + int(rollout.reward)}"
+
+
 def stubborn(access: Any, plan: list[str], pause_s: float = 0.05) -> str:
     """A program that streams, and asks again when a call breaks."""
     messages, broken = asks(plan), 0
@@ -367,6 +419,22 @@ def test_a_program_outlives_the_worker_of_run(world: CaptureWorld):
     assert tree_of(rollout) == tree_of(undisturbed)
     said = [message.text.strip() for message in rollout.trajectory.messages if message.role == "tool"]
     assert said == ["", "2", "", "2"]
+
+
+def test_the_turns_so_far_of_a_program_are_shown_while_it_runs(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    client, messages = openai_client(access), asks(["echo 1", "! done"])
+    first = chat(client, messages)
+    now = world.stack.client.get(rollout_id)
+    assert (now.state, now.trajectory.receipt.calls) == (State.RUNNING, 1)
+    assert world.hold_prompts(now) == 1
+    assert chat(client, answered(messages, first)).message.content == "done"
+    now = world.stack.client.get(rollout_id)
+    assert world.hold_prompts(now) == 2 and now.trajectory.final_text() == "done"
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    of_the_end = {"finish_reason": rollout.finish_reason, "warnings": rollout.trajectory.warnings}
+    assert now.trajectory.model_copy(update=of_the_end) == rollout.trajectory
 
 
 def test_a_cancelled_rollout_ends_its_program_and_its_key(world: CaptureWorld):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from rollout import arrays
 from rollout.arrays import Arrays
-from rollout.trajectory import Asked, Message, Receipt, Segment, ToolCall, Trajectory
+from rollout.schema.agents import Asked, Receipt
+from rollout.trajectory import Message, Segment, ToolCall, Trajectory
 from tests.helpers.rollouts import chain, sampled
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout.schema import EXTERNAL, RolloutRequest, Stage
-from rollout.trajectory import FinishReason
+from rollout.trajectory import FinishReason, Message
 from sandbox.client import ExecResult
 from sandbox.spec import BindSpec
 from services.capture.chains import build
@@ -76,6 +76,10 @@ class Driven(AgentHandler[Any]):
         except UnknownHarness as error:
             raise TaskError(f"agent.harness: {error}") from error
 
+    def _has_opening(self) -> bool:
+        its = type(self._inner)
+        return its.prompt is not AgentHandler.prompt or its.opening is not AgentHandler.opening
+
     async def init(self, ctx: InitContext[Any]) -> None:
         """INIT: as the handler has it, and a sandbox in any case; the program's pack is shown in it."""
         if self._agent.harness == EXTERNAL:
@@ -85,6 +89,9 @@ class Driven(AgentHandler[Any]):
             raise InfrastructureError(
                 "no capture service is set up, which programs call the model by: ROLLOUT_CAPTURE_URL"
             )
+        if not self._has_opening():
+            missing = "has neither `prompt` nor `opening`, so there is nothing to tell a program"
+            raise TaskError(f"agent: handler {self.name!r} {missing}")
         harness = self._harness()
         if harness.packages:
             try:
@@ -162,7 +169,7 @@ class Driven(AgentHandler[Any]):
         secret = await ask(store.secret)
         async with ctx.sandbox.tunnel(address.hostname or "127.0.0.1", address.port or 80) as tunnel:
             key = key_of(secret, MODEL, ctx.rollout_id, ctx.attempt)
-            job = self._job(ctx, tunnel.port, key, context_tokens, ends_in_s)
+            job = self._job(ctx, await self._inner.opening(ctx), tunnel.port, key, context_tokens, ends_in_s)
             try:
                 launch = self._harness().launch(job)
             except ValueError as error:
@@ -187,8 +194,10 @@ class Driven(AgentHandler[Any]):
             summary = await _summary(ctx, store)
         return self._ended(ctx, result, summary, unanswered, cut_off)
 
-    def _job(self, ctx: RunContext[Any], port: int, key: str, context_tokens: int, timeout_s: float) -> Job:
-        messages = self._inner.prompt(ctx.task)
+    def _job(
+        self, ctx: RunContext[Any], messages: list[Message], port: int, key: str, context_tokens: int,
+        timeout_s: float,
+    ) -> Job:  # fmt: skip
         name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
         return Job(
             instruction="\n\n".join(message.text for message in messages),
@@ -255,9 +264,8 @@ class Driven(AgentHandler[Any]):
         stored = await ask(store.nodes, ctx.rollout_id, ctx.attempt)
         summary = await _summary(ctx, store)
         nodes, trajectory = decode(stored), ctx.agent.trajectory
-        counts = {"retries": summary.retries, "refused": sum(summary.refused.values()) + summary.limited}
         trajectory.chains, trajectory.receipt = await asyncio.to_thread(
-            build, nodes, self._agent.harness, **counts
+            build, nodes, self._agent.harness, **summary.unsampled
         )
         trajectory.tokenizer = next((node.tokenizer for node in nodes if node.tokenizer), None)
         if summary.reward is not None:

@@ -24,6 +24,8 @@ class Summary(Struct):
     """Begun; neither repetitions nor what was refused are among them."""
     sampled: int
     nodes: int
+    session: str
+    """The `Session` (JSON)."""
     in_flight: int
     """Calls that living processes are to answer."""
     lost: int
@@ -43,6 +45,11 @@ class Summary(Struct):
     closed: bool = False
     last_call_ms: int = 0
     """When a call was begun or answered; 0 = none was."""
+
+    @property
+    def unsampled(self) -> dict[str, int]:
+        """Calls that have no node, as a receipt counts them."""
+        return {"retries": self.retries, "refused": sum(self.refused.values()) + self.limited}
 
 
 class CaptureStore:
