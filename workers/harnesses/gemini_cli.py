@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import COMPACTION_SHARE, NODE, fed, npm_program
+from workers.harnesses.starting import NODE, fed, npm_program
 
-BELIEVED_CONTEXT = 1 << 20
-"""Tokens; what it takes every model of an unknown name to have, and cannot be told."""
 SETTINGS = {
     "general": {"enableAutoUpdate": False},
     "privacy": {"usageStatisticsEnabled": False},
     "security": {"auth": {"selectedType": "gemini-api-key"}},
 }
+ASSUMED_CONTEXT = 1_048_576
+"""Tokens that it takes every model's context for that it does not know."""
+SHARE_BEFORE_COMPRESSION = 0.6
+"""Of the context; past it the program shortens its history by itself."""
 
 
 class GeminiCli(Harness):
@@ -21,11 +23,13 @@ class GeminiCli(Harness):
     packages = ("npm:@google/gemini-cli",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust")
-        argv += ("--output-format=stream-json", f"--model={job.model}")
+        argv = (
+            *(NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust"),
+            *("--output-format=stream-json", f"--model={job.model}"),
+        )
         # It would start itself once more, for a larger heap.
         env = {"GEMINI_CLI_NO_RELAUNCH": "true"}
         env |= {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
-        share = min(1.0, COMPACTION_SHARE * job.context_tokens / BELIEVED_CONTEXT)
-        settings = {**SETTINGS, "model": {"compressionThreshold": share}}
+        threshold = job.context_tokens * SHARE_BEFORE_COMPRESSION / ASSUMED_CONTEXT
+        settings = {**SETTINGS, "model": {"compressionThreshold": threshold}}
         return fed(job, argv, env, {".gemini/settings.json": json.dumps(settings)}, ".gemini/tmp")
