@@ -12,7 +12,7 @@ said, for a program does not tell them:
   prompt has fewer messages than the leaf's conversation. That root has left it: its parent.
 - `sub_agent`: chains of a root of which a leaf's text is in a tool message of another root's, behind a turn
   from before the root: the chain of that message is its parent. A text below 40 characters must be all of the
-  message. So is what goes on behind a sub-agent's compaction.
+  message.
 - `auxiliary`: chains of a root without tools, where others have them; or of one of a single turn that nothing
   repeats, where it began after the first other root and with another first message of a user.
 - `agent`: all else. A later root of it (such as one with another system prompt) has as its parent the chain
@@ -25,11 +25,13 @@ trained all the same; what is wrongly taken for auxiliary or discarded is not, a
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
-from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Receipt, Segment
+from rollout.schema.agents import Asked, Receipt
+from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Segment
 from services.capture.matching import after
 from services.capture.tree import Tree, answer_of
 from services.engines.base import Completion
@@ -39,6 +41,8 @@ from services.state.turns.entries import from_json, sampled_segments
 LEAST_SUMMARY = 80
 """Characters of a text that would hardly be in a prompt by chance."""
 LEAST_REPORT = 40
+MOST_ASKED = 32
+"""Sets of parameters that a receipt tells: a program that has another one in each call fills no record."""
 _TAGGED = re.compile(r"<(\w+)>(.*?)</\1>")
 
 
@@ -121,8 +125,19 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
         drift=drift,
         sampled_tokens=sampled,
         share_delivered=delivered / sampled if sampled else 1.0,
+        asked=_parameters(nodes),
         digest=digest.hex(),
     )
+
+
+def _parameters(nodes: Sequence[Node]) -> list[Asked]:
+    """What was asked of sampling, and in how many calls."""
+    sets: dict[str, Asked] = {}
+    for node in nodes:
+        name = json.dumps(node.asked, sort_keys=True)
+        if name in sets or len(sets) < MOST_ASKED:
+            sets.setdefault(name, Asked(parameters=node.asked, calls=0)).calls += 1
+    return list(sets.values())
 
 
 class _Labels:
@@ -178,8 +193,7 @@ class _Labels:
         reader = next((place for leaf in leaves for place in self._readers(leaf)), None)
         before = self._summary.get(root)
         if before is not None:
-            inherited = self._kind[self._root[before]] == "sub_agent"
-            self._kind[root] = "sub_agent" if inherited or reader is not None else "agent"
+            self._kind[root] = "agent" if reader is None else "sub_agent"
         elif reader is not None:
             self._kind[root], before = "sub_agent", reader
         elif root in leaves and (before := self._beside(root)) is not None:
@@ -189,7 +203,8 @@ class _Labels:
         else:
             self._kind[root] = "agent"
             agents = (place for place in range(root) if self._kind[self._root[place]] == "agent")
-            before = max(agents, default=None)
+            used = (at for at in agents if self._tree.children(at) or self._beside(at) is None)
+            before = max(used, default=None)
         if before is not None:
             self.left[root] = before
 

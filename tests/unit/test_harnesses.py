@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import threading
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from rollout.schema import RolloutRequest
+from rollout.trajectory import FinishReason, Message
+from services.settings import Settings
+from workers.errors import TaskError
+from workers.handlers.base import AgentHandler
+from workers.handlers.calculator import Calculator
 from workers.harnesses import catalogue, pack
 from workers.harnesses.base import PACK, Harness, Job, Launch
 from workers.harnesses.commands import harness as harness_command
+from workers.harnesses.drive import Driven
 from workers.harnesses.starting import fed
 
 LONGEST_ARGUMENT = 131071
@@ -59,7 +68,9 @@ def arrived(name: str, launch: Launch) -> str:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_instruction_arrives_as_it_is_whatever_is_in_it(name, instruction, tmp_path):
     launch = catalogue.find(name).launch(job(tmp_path, instruction))
-    assert arrived(name, launch) == instruction
+    # What begins with a slash is a command of some programs' own, but not in a second line.
+    moved = instruction.startswith("/") and name not in ("mini_swe_agent", "openhands")
+    assert arrived(name, launch) == ("\n" if moved else "") + instruction
     assert max(len(word.encode()) for word in [*launch.argv, *launch.env.values()]) <= LONGEST_ARGUMENT
 
 
@@ -84,13 +95,23 @@ def test_variables_of_the_request_go_before_a_seams_own(name):
 
 
 def test_codex_is_configured_by_a_file_that_is_toml():
-    model = 'a"b\\c\n[x]'
+    model = 'a"b\\c\n[x] 🙂'
     launch = catalogue.find("codex").launch(job(model=model))
     config = tomllib.loads(launch.files[f"{launch.env['CODEX_HOME']}/config.toml"])
     provider = config["model_providers"][config["model_provider"]]
     assert config["model"] == model and config["model_context_window"] == 60_000
     assert provider["base_url"] == f"{URL}/v1" and launch.env[provider["env_key"]] == KEY
     assert not any(config["features"].values())
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "mini_swe_agent"])
+def test_a_program_that_shortens_its_history_is_told_when(name):
+    launch = catalogue.find(name).launch(job())
+    if name == "gemini_cli":  # it has one context for all models, of which it takes a share
+        settings = json.loads(launch.files["/home/agent/.gemini/settings.json"])
+        assert 30_000 < settings["model"]["compressionThreshold"] * 1048576 < 55_000
+    else:
+        assert "60000" in told(launch)
 
 
 def test_claude_code_gets_an_address_without_a_version_and_one_model_for_all_its_roles():
@@ -313,3 +334,32 @@ def test_the_commands_build_what_they_can_and_list_it(calls, monkeypatch):
     listed = json.loads(CliRunner().invoke(harness_command, ["list", "--json"]).output)
     assert {row["name"]: row["built"] for row in listed["harnesses"]} == {"program": True, "broken": False}
     assert "program" in CliRunner().invoke(harness_command, ["list"]).output
+
+
+def test_a_handler_that_has_nothing_to_tell_a_program_is_named_before_anything_is_booted():
+    class Own(Calculator):
+        """Asks by itself."""
+
+        prompt = AgentHandler.prompt
+
+        async def run(self, ctx):
+            return FinishReason.STOP
+
+    class Late(Own):
+        """Has to do something for its question."""
+
+        async def opening(self, ctx):
+            return [Message(role="user", content="?")]
+
+    def begun(handler: type[Calculator], harness: str) -> str:
+        agent = {"harness": harness} | ({"command": ["true"]} if harness == "command" else {})
+        request = RolloutRequest(handler="calculator", agent=agent)
+        booted = SimpleNamespace(boot=None, booted=True)
+        driven = Driven(handler(), request, Settings(capture_url="http://capture.test"))
+        with pytest.raises((TaskError, TypeError)) as raised:
+            asyncio.run(driven.init(SimpleNamespace(sandboxes=booted)))
+        return str(raised.value)
+
+    assert "handler 'calculator' has neither `prompt` nor `opening`" in begun(Own, "command")
+    for handler, harness in (Calculator, "command"), (Late, "command"), (Own, "external"):
+        assert "not callable" in begun(handler, harness), "it boots a sandbox"

@@ -15,8 +15,8 @@ from services.launch import StackError, parts, paths
 from services.launch.local import Options, Stack
 
 ENGINE, TIMEOUT_S = "tests.helpers.agent_engine", 400.0
-PLAN = """PLAN: ["expr 40000 + 2042 > a; cat a", "seq 1 20000", "18 * yes {n}. line of many quiet words that say \
-nothing new | head -n 400", "cat a", "! it is 2"]"""
+PLAN = """PLAN: ["expr 40000 + 2042 > a; cat a", "seq 1 20000", "18 * yes {n}. line of many quiet words that \
+say nothing new | head -n 400", "cat a", "! it is 2"]"""
 
 
 def check(names: Sequence[str], say: Callable[[str], None]) -> Iterator[tuple[str, ...]]:

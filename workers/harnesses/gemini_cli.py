@@ -27,7 +27,9 @@ class GeminiCli(Harness):
             *(NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust"),
             *("--output-format=stream-json", f"--model={job.model}"),
         )
-        env = {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
+        # It would start itself once more, for a larger heap.
+        env = {"GEMINI_CLI_NO_RELAUNCH": "true"}
+        env |= {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
         threshold = job.context_tokens * SHARE_BEFORE_COMPRESSION / ASSUMED_CONTEXT
         settings = {**SETTINGS, "model": {"compressionThreshold": threshold}}
         return fed(job, argv, env, {".gemini/settings.json": json.dumps(settings)}, ".gemini/tmp")

@@ -27,7 +27,8 @@ def encoded(value: Any) -> bytes:
     try:
         return _ENCODER.encode(value)
     except UnicodeEncodeError:  # a model may write half of a surrogate pair
-        return json.dumps(value, separators=(",", ":")).encode()
+        plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(plain, separators=(",", ":")).encode()
 
 
 def arguments(call: ToolCall) -> str:
@@ -76,36 +77,41 @@ class WireStream(Stream):
         self._call_id = call_id
         self._created = created
         self._prompt_tokens = prompt_tokens
-        self._text = ""
-        self._reasoning = ""
+        self._pieces: dict[Kind, list[str]] = {"reasoning": [], "text": []}
         self._kind: Kind | None = None
 
     def heartbeat(self) -> bytes:
         return b": waiting\n\n"
 
     def delta(self, *, text: str = "", reasoning: str = "") -> bytes:
-        self._reasoning += reasoning
-        out = self._of("reasoning", reasoning)
-        self._text += text
-        return out + self._of("text", text)
+        return self._more("reasoning", reasoning) + self._more("text", text)
 
-    def _of(self, kind: Kind, text: str) -> bytes:
+    def _more(self, kind: Kind, text: str) -> bytes:
+        if not text:
+            return b""
         out = b""
-        if text and kind != self._kind:
+        if kind != self._kind:
             out = self._stop() + self._open(kind)
             self._kind = kind
-        return out + self._piece(kind, text) if text else out
+        self._pieces[kind].append(text)
+        return out + self._piece(kind, text)
+
+    def _sent(self, kind: Kind) -> str:
+        """What of a kind was sent."""
+        return "".join(self._pieces[kind])
 
     def _stop(self) -> bytes:
         kind, self._kind = self._kind, None
         return self._shut(kind) if kind else b""
 
     def end(self, answer: Answer) -> bytes:
-        text, reasoning = answer.message.text, answer.message.reasoning or ""
-        if not (text.startswith(self._text) and reasoning.startswith(self._reasoning)):
-            raise ValueError(f"call {self._call_id}: what was streamed is no beginning of its answer")
-        rest = self.delta(text=text[len(self._text) :], reasoning=reasoning[len(self._reasoning) :])
-        return rest + self._stop() + self._close(answer)
+        out = b""
+        for kind, whole in (("reasoning", answer.message.reasoning or ""), ("text", answer.message.text)):
+            sent = self._sent(kind)
+            if not whole.startswith(sent):
+                raise ValueError(f"call {self._call_id}: what was streamed is no beginning of its answer")
+            out += self._more(kind, whole[len(sent) :])
+        return out + self._stop() + self._close(answer)
 
     def fail(self, refusal: Refusal) -> bytes:
         return event(self.error(refusal), self._error_name)

@@ -17,7 +17,7 @@ from rollout.arrays import pack_ids
 from rollout.schema.trajectory import TRAINED
 from rollout.trajectory import Message, Trajectory
 from services.capture.call import ModelCall
-from services.capture.chains import build
+from services.capture.chains import MOST_ASKED, build
 from services.capture.tree import Tree
 from services.state.capture.nodes import ROOT, decode, encode
 from tests.helpers.published import TOOLS, directory
@@ -199,6 +199,17 @@ def test_of_two_last_answers_the_one_that_was_never_told_is_discarded(capture):
     assert table(capture.chains(untold={first})[0]) == [("discarded", 1), ("agent", None)]
 
 
+def test_what_a_discarded_leaf_shares_has_loss_where_it_is_trained(capture):
+    now = [*capture.call(START, "One."), user("And?")]
+    capture.call([*capture.call(now, "Kept."), user("Go on.")], "Two.")
+    capture.call(now, "Asked for once more.")
+    capture.call([Message(role="system", content="You are another."), *START[1:]], "Done.")
+    chains, _ = capture.chains()
+    assert table(chains) == [("agent", None), ("discarded", 0), ("agent", 0)]
+    assert [s.sampled for s in chains[0].segments if s.call_id] == [True, True, True]
+    assert [s.sampled for s in chains[1].segments if s.call_id] == [False, True]
+
+
 @pytest.mark.parametrize("told", ["{}", "Here is it:\n\n{}\nGo on.", "first turn"])
 @pytest.mark.parametrize(
     "said", [SUMMARY, f"<think>hm</think>So: <summary>\n{SUMMARY}\n</summary> That is all."]
@@ -243,6 +254,29 @@ def test_a_history_that_was_only_edited_is_no_compaction(capture):
     assert table(capture.chains()[0]) == [("agent", None), ("agent", 0)]
 
 
+def test_a_turn_in_a_longer_history_of_another_system_is_no_compaction(capture):
+    now = capture.call(START, SUMMARY)
+    capture.call([Message(role="system", content="You are another."), *now[1:], user("And?")], "Done.")
+    assert table(capture.chains()[0]) == [("agent", None), ("agent", 0)]
+
+
+def test_words_of_its_own_prompt_make_no_compaction(capture):
+    now = [SYSTEM, user(f"Say so: {SUMMARY}")]
+    capture.call([user("Another matter.")], "yes", tools=[])
+    capture.call(now, SUMMARY)
+    assert table(capture.chains()[0]) == [("auxiliary", None), ("agent", None)]
+
+
+def test_a_sub_agents_compaction_is_the_parent_of_what_then_reports(capture):
+    now = capture.call(START, calls("ox"))
+    helper = answered(capture.call([user("Look up ox.")], calls("ox")), "an animal")
+    capture.call([*helper, user("Summarise.")], SUMMARY)
+    report = "An ox is an animal that many people keep in their fields."
+    capture.call([user(f"Go on from: {SUMMARY}")], report)
+    capture.call(answered(now, report), "Done.")
+    assert table(capture.chains()[0]) == [("compaction", 2), ("sub_agent", 0), ("agent", None)]
+
+
 def test_a_root_whose_text_a_tool_then_told_is_a_sub_agents(capture):
     now = capture.call(START, calls("ox", "horn"))
     one = [Message(role="system", content="You help."), user("Look up ox.")]
@@ -259,6 +293,15 @@ def test_short_words_of_a_tool_make_no_sub_agent(capture):
     capture.call([user("Another matter?")], "an animal")
     capture.call(answered(now, "it is an animal with horns"), "Done.")
     assert "sub_agent" not in [chain.role for chain in capture.chains()[0]]
+
+
+def test_what_a_tool_says_that_was_called_later_is_no_sub_agents_report(capture):
+    now = answered(capture.call(START, calls("ox")), "a beast")
+    said = "It is an animal that many people keep in their fields."
+    capture.call([user("Another matter?")], said)
+    now = capture.call(now, calls("ox"))
+    capture.call(answered(now, said), "Done.")
+    assert table(capture.chains()[0]) == [("agent", 1), ("agent", None)]
 
 
 def test_calls_beside_the_task_are_auxiliary(capture):
@@ -285,11 +328,12 @@ def test_where_no_call_has_tools_they_make_no_difference(capture):
 
 def test_another_system_prompt_makes_another_chain_of_the_agent(capture):
     now = answered(capture.call(START, calls("ox")), "an animal")
+    capture.call([user("A title, please.")], "Of oxen")
     swapped = [Message(role="system", content="You are another."), *now[1:]]
     capture.call(swapped, "Done.")
     chains, receipt = capture.chains()
-    assert table(chains) == [("agent", None), ("agent", 0)]
-    assert receipt.branches == 2
+    assert table(chains) == [("agent", None), ("auxiliary", None), ("agent", 0)]
+    assert receipt.branches == 3
 
 
 def test_a_node_behind_another_conversation_than_its_own_is_drift(capture):
@@ -299,6 +343,20 @@ def test_a_node_behind_another_conversation_than_its_own_is_drift(capture):
     assert capture.chains()[1].drift == 0
     capture.tree.nodes[2].parent = 0
     assert build(capture.tree.nodes, "command")[1].drift == 1
+
+
+def test_what_was_asked_of_sampling_is_told_once_with_its_calls_and_without_end_never(capture):
+    for wanted in ({"top_k": 1, "seed": 2}, {}, {"seed": 2, "top_k": 1}):
+        capture.call(START, "An animal.")
+        capture.tree.nodes[-1].asked = wanted
+    told = [(asked.parameters, asked.calls) for asked in capture.chains()[1].asked]
+    assert told == [({"top_k": 1, "seed": 2}, 2), ({}, 1)]
+    for seed in range(60):
+        capture.call(START, "An animal.")
+        capture.tree.nodes[-1].asked = {"seed": seed % 50}
+    asked = capture.chains()[1].asked
+    assert len(asked) == MOST_ASKED and asked[0].calls == 2
+    assert [one.calls for one in asked[2:]] == [2] * 10 + [1] * 20
 
 
 @st.composite

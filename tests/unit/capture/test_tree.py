@@ -129,6 +129,18 @@ def test_of_the_same_words_that_were_said_twice_the_ids_of_calls_tell_which_were
         assert world.tree.attach(ModelCall([USER, said(mine), done], TOOLS)).parent == place
 
 
+def test_a_repeated_request_is_known_by_which_calls_its_answers_are_for():
+    world = World()
+    world.answer(ModelCall([USER], TOOLS), said("a", "b"))
+    answers = [Message(role="tool", content="o", tool_call_id=of) for of in ("b", "a")]
+    asked = ModelCall([USER, said("a", "b"), *answers], TOOLS)
+    assert world.tree.attach(asked).earlier == 0
+    world.answer(asked, said(text="done"))
+    assert world.tree.attach(asked).earlier == 1
+    in_order = ModelCall([USER, said("a", "b"), *answers[::-1]], TOOLS)
+    assert (world.tree.attach(in_order).parent, world.tree.attach(in_order).earlier) == (0, 0)
+
+
 def test_a_request_that_ends_in_a_turn_begins_anew():
     world = World()
     world.answer(ModelCall([USER]), said(text="a"))
