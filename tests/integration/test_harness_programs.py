@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from rollout.schema import Agent, Limits, Rollout, RolloutRequest, State
 from rollout.trajectory import FinishReason
 from tests.helpers.capture import CaptureWorld, capture_world
 from tests.helpers.long_forms import HARNESSES
-from workers.harnesses import catalogue, pack
+from workers.harnesses import catalogue, commands, pack
 
 ALL = ("claude_code", "codex", "gemini_cli", "qwen_code", "mini_swe_agent", "opencode", "openhands", "pi")
 PROGRAMS = HARNESSES("programs", short=ALL[:4], long=ALL)
@@ -106,3 +107,14 @@ def test_a_program_whose_context_is_full_goes_on_or_ends_for_a_reason(world: Cap
     last = trajectory.chains[-1]
     assert last.role == "agent" and trajectory.chains[last.parent].role == "compaction"
     assert "42042" in heard(rollout)[-1]
+
+
+@HARNESSES.only
+def test_the_check_tells_what_works_and_what_does_not():
+    """On a stack of its own, of which nothing is left."""
+    ran = CliRunner().invoke(commands.harness, ["check", "codex", "no_such_program"])
+    assert ran.exit_code == 1, ran.output
+    lines = {line.split()[0]: line.split() for line in ran.stdout.splitlines() if line.strip()}
+    assert lines["codex"][3:6] == ["0", "100%", "0"] and lines["codex"][-1] == "ok"
+    assert int(lines["codex"][1]) > 20 and int(lines["codex"][6]) >= 1
+    assert "there is no harness 'no_such_program'" in " ".join(lines["no_such_program"])
