@@ -32,11 +32,11 @@ def check(names: Sequence[str], say: Callable[[str], None]) -> Iterator[tuple[st
         port, stack = parts.pick_port([], set()), Stack(Path(directory, "run"), say)
         with subprocess.Popen([sys.executable, "-m", ENGINE, str(port), directory], cwd=paths.REPO) as engine:
             url = f"http://127.0.0.1:{port}"
-            more = {"private_ports": True, "flower": False, "require_sandbox": True}
+            more = {"backend_url": url, "private_ports": True, "flower": False, "require_sandbox": True}
             try:
                 while engine.poll() is None and parts.answers(f"{url}/health"):
                     time.sleep(0.1)
-                record = stack.up(Options(stack.dir, backend_url=url, **more))
+                record = stack.up(Options(stack.dir, **more))
                 with Client(record.url, api_key=stack.api_key) as client:
                     for name in names:
                         told = {"task": {"question": PLAN, "answer": "2"}, "agent": Agent(harness=name)}
@@ -44,8 +44,8 @@ def check(names: Sequence[str], say: Callable[[str], None]) -> Iterator[tuple[st
                         request = RolloutRequest(handler="calculator", limits=limits, **told)
                         yield from map(_row, client.run([request], TIMEOUT_S))
             finally:
+                engine.terminate()  # first: leaving the block waits for its end
                 stack.down()
-                engine.terminate()
 
 
 def _row(rollout: Rollout) -> tuple[str, ...]:
