@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,8 +22,10 @@ from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
+from services.capture.history import Histories
 from services.capture.serving import Caller, Service, Turn
 from services.state.capture.session import MODEL, REWARD, read_key
+from workers.errors import InfrastructureError
 
 log = structlog.get_logger("capture")
 
@@ -27,6 +33,10 @@ HEARTBEAT_S = 3.0
 """Between two signs of life on a stream: proxies and programs give up on silence."""
 STALLED_S = 120.0
 """For a program to take what it is sent; then it is as if it had gone."""
+BODY_S = 60.0
+"""For a whole body to come."""
+MOST_HELD, MOST_HELD_OF_ONE = 1 << 30, 128 << 20
+"""Bytes of bodies of the calls under way in a process, and of one attempt's: what is made of them is more."""
 MODEL_NAME = "policy"
 """What the model is called where a program asks. No slash, no colon, no version to be parsed."""
 CALL_HEADER = "X-Rollout-Call"
@@ -96,6 +106,8 @@ class Routes:
     def __init__(self, service: Service, secret: str, store: Any, send: Any, most_bytes: int) -> None:
         self._service, self._secret, self._store, self._send = service, secret, store, send
         self._most_bytes = most_bytes
+        self._histories = Histories()
+        self._held: Counter[Caller] = Counter()
 
     def generates(self, dialect: Dialect, stream: bool | None = None) -> Handler:
         """A route of model calls. `stream`: what its path says."""
@@ -104,19 +116,24 @@ class Routes:
             with metrics.IN_FLIGHT.track_inprogress():
                 try:
                     caller = self._caller(request, MODEL)
-                    body = await self._body(request)
-                    call = dialect.read(body, model=request.match_info.get("model", ""), stream=stream)
-                    turn = await self._service.turn(
-                        caller,
-                        dialect.name,
-                        call,
-                        _digest(dialect, request, body),
-                        request.headers.get(CALL_HEADER, "")[:64] or None,
-                        bool(request.headers.get(RETRY_HEADER, "").strip("0")),
-                    )
-                    return await self._tell(request, dialect, caller, call, turn)
+                    with self._holding(caller, request):
+                        call, digest = await self._read(request, caller, dialect, stream)
+                        turn = await self._service.turn(
+                            caller,
+                            dialect.name,
+                            call,
+                            digest,
+                            request.headers.get(CALL_HEADER) if _is_name(request) else None,
+                            bool(request.headers.get(RETRY_HEADER, "").strip("0")),
+                        )
+                        return await self._tell(request, dialect, caller, call, turn)
                 except Refusal as refusal:
+                    if self._service.ending and CALL_HEADER in request.headers and request.transport:
+                        # The bridge leads a call that has no answer yet to another process, by itself.
+                        request.transport.abort()
                     return _refused(dialect, refusal)
+                except InfrastructureError as error:
+                    return _refused(dialect, Refusal("unavailable", str(error), retry_after_s=2))
                 except Exception:
                     log.exception("a call failed", dialect=dialect.name)
                     return _refused(dialect, Refusal("internal", "capture failed; its log has more"))
@@ -176,10 +193,9 @@ class Routes:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 caller = self._caller(request, MODEL)
-                call = dialect.read(
-                    await self._body(request), model=request.match_info.get("model", ""), stream=False
-                )
-                tokens = await self._service.count(caller, call)
+                with self._holding(caller, request):
+                    call, _ = await self._read(request, dialect, False)
+                    tokens = await self._service.count(caller, call)
                 return web.Response(body=dialect.count(tokens), content_type="application/json")
             except Refusal as refusal:
                 return _refused(dialect, refusal)
@@ -241,9 +257,43 @@ class Routes:
                 raise Refusal("unauthorized", "this key is of no rollout that is known here")
         raise Refusal("ended", "this attempt of the rollout has ended")
 
+    async def _read(
+        self, request: web.Request, caller: Caller, dialect: Dialect, stream: bool | None
+    ) -> tuple[ModelCall, bytes]:
+        """A call, and the digest of its body, which is not kept."""
+        body = await self._body(request)
+        recent = self._histories.of((caller, dialect.name))
+        model = request.match_info.get("model", "")
+        call = dialect.read(body, model=model, stream=stream, recent=recent)
+        self._histories.keep((caller, dialect.name), call.history, len(body))
+        return replace(call, size=len(body)), _digest(dialect, request, body)
+
+    @contextmanager
+    def _holding(self, caller: Caller, request: web.Request) -> Iterator[None]:
+        """Count a call's body among those that are held; one of unknown length as the largest.
+
+        Raises:
+            Refusal: There is no room for it now.
+        """
+        size = request.content_length
+        size = self._most_bytes if size is None else min(size, self._most_bytes)
+        if self._held[caller] + size > MOST_HELD_OF_ONE or self._held.total() + size > MOST_HELD:
+            metrics.REFUSED.labels("held").inc()
+            raise Refusal("busy", "the calls under way are too large for another one", retry_after_s=1)
+        self._held[caller] += size
+        try:
+            yield
+        finally:
+            self._held[caller] -= size
+            if not self._held[caller]:
+                del self._held[caller]
+
     async def _body(self, request: web.Request) -> bytes:
         try:
-            return await request.read()
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError:
+            raise Refusal("invalid", f"the body did not come within {BODY_S:g} s") from None
         except web.HTTPRequestEntityTooLarge as error:
             metrics.REFUSED.labels("size").inc()
             raise Refusal("too_large", f"the body has more than {self._most_bytes} bytes") from error
@@ -274,6 +324,11 @@ def _key(request: web.Request) -> str:
         or headers.get("x-goog-api-key")
         or request.query.get("key", "")
     )
+
+
+def _is_name(request: web.Request) -> bool:
+    """Whether a call has a name that an engine and Redis may be told."""
+    return re.fullmatch(r"[0-9A-Za-z-]{1,64}", request.headers.get(CALL_HEADER, "")) is not None
 
 
 def _digest(dialect: Dialect, request: web.Request, body: bytes) -> bytes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.trajectory import Message
+from services.capture.history import History
 
 Finish = Literal["stop", "length", "tool_calls"]
 Kind = Literal[
@@ -69,6 +71,10 @@ class ModelCall:
     """What the program calls the model."""
     asked: dict[str, Any] = field(default_factory=dict)
     """Parameters of sampling that it asked for: recorded, not obeyed."""
+    history: History | None = field(default=None, compare=False, repr=False)
+    """How the messages were read, for calls that go on from this one."""
+    size: int = 0
+    """Bytes of the body that it was read from."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +126,19 @@ class Dialect(ABC):
     name: str
 
     @abstractmethod
-    def read(self, body: bytes, *, model: str = "", stream: bool | None = None) -> ModelCall:
+    def read(
+        self,
+        body: bytes,
+        *,
+        model: str = "",
+        stream: bool | None = None,
+        recent: Iterable[History] = (),
+    ) -> ModelCall:
         """The call in a body.
 
         Args:
             model, stream: What the path says, where it does.
+            recent: Histories of calls in this dialect that it may go on from.
 
         Raises:
             Refusal: `invalid`, which names the field; also for what is not served here.

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rollout.trajectory import Message
+from services.capture.history import History
 from services.state.rollouts.payloads import with_whole_characters
 
 DIGEST_BYTES = 16
@@ -72,10 +73,30 @@ def after(path: bytes, message: Message) -> bytes:
     return path
 
 
-def paths(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[bytes]:
-    """Digests: [0] is that of the tools, [i] that of them and the first i messages."""
-    path = _hash(b"", b"tools\n" + _json(list(tools)))
-    return [path, *onward(path, messages)]
+def paths(
+    tools: Sequence[dict[str, Any]], messages: Sequence[Message], history: History | None = None
+) -> list[bytes]:
+    """Digests: [0] is that of the tools, [i] that of them and the first i messages.
+
+    Args:
+        history: That of these messages, whose digests are taken, and then are these.
+    """
+    known = history.digests if history is not None and history.tools == tools else []
+    # Where a turn begins, nothing else of what comes before it counts.
+    turns = (at for at in range(len(known) - 1, 0, -1) if _begins(messages, at))
+    if (at := next(turns, None)) is None:
+        path = _hash(b"", b"tools\n" + _json(list(tools)))
+        digests = [path, *onward(path, messages)]
+    else:
+        digests = [*known[: at + 1], *onward(known[at], messages[at:])]
+    if history is not None:
+        history.tools, history.digests = tools, digests
+    return digests
+
+
+def _begins(messages: Sequence[Message], at: int) -> bool:
+    """Whether a turn of the model begins at a place that is not the first."""
+    return at < len(messages) and messages[at].role == "assistant" != messages[at - 1].role
 
 
 def onward(path: bytes, messages: Sequence[Message], turn: Message | None = None) -> Iterator[bytes]:

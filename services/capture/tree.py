@@ -71,7 +71,7 @@ class Tree:
         follows the last turn, there is nothing to be answered. Either makes a root.
         """
         messages = call.messages
-        digests = paths(call.tools, messages)
+        digests = paths(call.tools, messages, call.history)
         end = max((at for at, message in enumerate(messages, 1) if message.role == "assistant"), default=0)
         places = self._at.get(digests[end]) if 0 < end < len(messages) else None
         parent = self._nearest(places, messages[end - 1]) if places else ROOT

@@ -90,10 +90,10 @@ class CaptureWorld:
 
         wait_until(reached, 60, f"{count} calls of {rollout_id}")
 
-    def replace_run_worker(self) -> None:
-        """SIGKILL to the worker of RUN, and another one in its place."""
+    def replace_run_worker(self, stop: bool = False) -> None:
+        """SIGKILL (`stop`: SIGTERM) to the worker of RUN, and another one in its place."""
         old = next(process for process in self.stack.processes if process.name.startswith("run"))
-        old.kill()
+        old.stop() if stop else old.kill()
         self.stack.processes.remove(old)
         self.stack.start_worker("run", f"{old.name}x")
 
@@ -114,7 +114,7 @@ class CaptureWorld:
 
     def calls(self) -> list[dict[str, Any]]:
         """What the engine was asked, and said."""
-        return httpx.get(f"{self.engine}/calls").json()
+        return httpx.get(f"{self.engine}/calls", timeout=60).json()
 
     def hold_prompts(self, rollout: Rollout) -> int:
         """Every sampled call of the trajectory had exactly the ids before it as its prompt; how many."""

@@ -68,7 +68,9 @@ def arrived(name: str, launch: Launch) -> str:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_instruction_arrives_as_it_is_whatever_is_in_it(name, instruction, tmp_path):
     launch = catalogue.find(name).launch(job(tmp_path, instruction))
-    assert arrived(name, launch) == instruction
+    # What begins with a slash is a command of some programs' own, but not in a second line.
+    moved = instruction.startswith("/") and name not in ("mini_swe_agent", "openhands")
+    assert arrived(name, launch) == ("\n" if moved else "") + instruction
     assert max(len(word.encode()) for word in [*launch.argv, *launch.env.values()]) <= LONGEST_ARGUMENT
 
 

@@ -35,10 +35,8 @@ def find(name: str) -> Harness:
     try:
         own = f"workers.harnesses.{name}:{name.title().replace('_', '')}"
         found = (points or [EntryPoint(name, own, GROUP)])[0].load()()
+        if not isinstance(found, Harness):
+            raise TypeError("it is no Harness of workers.harnesses.base")
     except Exception as error:
         raise UnknownHarness(f"the harness {name!r} cannot be loaded: {error!r}") from error
-    if not isinstance(found, Harness):
-        raise UnknownHarness(
-            f"what is installed as the harness {name!r} is no Harness of workers.harnesses.base"
-        )
     return found

@@ -5,10 +5,7 @@ from __future__ import annotations
 from workers.harnesses.base import Harness, Job, Launch
 from workers.harnesses.starting import fed, npm_program
 
-MODELS = (
-    *("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
-    *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
-)
+SIZES = ("HAIKU", "OPUS", "SONNET")
 
 
 class ClaudeCode(Harness):
@@ -25,9 +22,9 @@ class ClaudeCode(Harness):
             "CLAUDE_CONFIG_DIR": f"{job.home}/.claude",
             "ANTHROPIC_BASE_URL": job.base_url,
             "ANTHROPIC_API_KEY": job.key,
-            **dict.fromkeys(MODELS, job.model),
-            "API_TIMEOUT_MS": wait_ms,
-            "BASH_MAX_TIMEOUT_MS": wait_ms,
+            **{f"ANTHROPIC_DEFAULT_{size}_MODEL": job.model for size in SIZES},
+            **dict.fromkeys(("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"), job.model),
+            **dict.fromkeys(("API_TIMEOUT_MS", "BASH_MAX_TIMEOUT_MS"), wait_ms),
             # Without it root may not skip permissions, and it ends without a word and without a call.
             "IS_SANDBOX": "1",
             "DISABLE_AUTOUPDATER": "1",

@@ -26,9 +26,7 @@ def harness() -> None:
 
 @harness.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=lambda *_: catalogue.names())
-@click.option(
-    "--python", metavar="PROGRAM", help="Python 3.12 or newer to copy. [default: one of this machine]"
-)
+@click.option("--python", metavar="PROGRAM", help="Python 3.12 or newer to copy. [default: one found here]")
 def build(names: tuple[str, ...], python: str | None) -> None:
     """Install the programs NAME (default: all) from npm and PyPI, for sandboxes to show read-only.
 
@@ -48,7 +46,7 @@ def build(names: tuple[str, ...], python: str | None) -> None:
             continue
         took = f"built in {time.monotonic() - begun:.0f} s" if made else "there already"
         click.echo(f"{name} {own.version}: {took}" if own else f"{name}: nothing to build")
-    if closed := paths.sandbox_user() and paths.closed_to_others(pack.directory()):
+    if paths.sandbox_user() and (closed := paths.closed_to_others(pack.directory())):
         click.echo(f"WARNING: sandboxes of root are another user's, who may not enter {closed}", err=True)
     if failed:
         raise click.ClickException(f"could not be built: {', '.join(failed)}; see above")

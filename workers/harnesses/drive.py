@@ -35,6 +35,10 @@ MOST_MARGIN_S = 15.0
 """Before RUN's own limit the program is ended, so that there is time to look at what it left."""
 WRAP_UP_S = 30.0
 """Before that its calls are answered without the model, so that it may end by itself."""
+OURS = ("unavailable", "internal")
+"""Kinds of refused calls that are no fault of the program."""
+MISSED_S = 7.0
+"""For a process of capture to be missed."""
 TAIL = 2000
 """Characters of a program's output in an error."""
 MAX_TRANSCRIPTS = 1 << 20
@@ -122,14 +126,19 @@ class Driven(AgentHandler[Any]):
         if (await open_it())["word"] != "ok":
             raise InfrastructureError("the rollout is not this worker's any more")
         watching = asyncio.create_task(self._keep_open(ctx, store, open_it))
+        ends = True
         try:
             if self._agent.harness == EXTERNAL:
                 return await self._wait(ctx, store, ends_in_s)
             return await self._drive(ctx, store, backend.max_model_len, ends_in_s)
+        except asyncio.CancelledError:
+            # The stage's own limit, and what was sampled is kept; or this worker stops, and another goes on
+            # while the program does: its calls must be answered meanwhile.
+            ends = False
+            raise
         finally:
             watching.cancel()
-            # Also where the stage's own limit ended it: what was sampled is kept.
-            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store)))
+            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store, ends)))
 
     async def _keep_open(
         self, ctx: RunContext[Any], store: CaptureStore, open_it: Callable[[], Awaitable[Any]]
@@ -173,12 +182,17 @@ class Driven(AgentHandler[Any]):
                 env={"HOME": job.home, **launch.env},
                 merge_output=True,
             )
+            unanswered, cut_off = await tunnel.led()
         ctx.artifacts[OUTPUT] = result.stdout
         await self._keep_transcripts(ctx, launch, job.home)
         if result.exit_code is not None:
             ctx.metrics["agent_exit_code"] = result.exit_code
-        summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
-        return self._ended(ctx, result, summary)
+        summary = await _summary(ctx, store)
+        if summary.in_flight and _failed(result):
+            # A process that was killed is missed after some seconds.
+            await asyncio.sleep(MISSED_S)
+            summary = await _summary(ctx, store)
+        return self._ended(ctx, result, summary, unanswered, cut_off)
 
     def _job(
         self, ctx: RunContext[Any], messages: list[Message], port: int, key: str, context_tokens: int,
@@ -198,29 +212,39 @@ class Driven(AgentHandler[Any]):
             env=self._agent.env,
         )
 
-    def _ended(self, ctx: RunContext[Any], result: ExecResult, summary: Summary) -> FinishReason:
+    def _ended(
+        self, ctx: RunContext[Any], result: ExecResult, summary: Summary, unanswered: int, cut_off: bool
+    ) -> FinishReason:
         """Why the program's turns have ended.
+
+        Args:
+            unanswered, cut_off: See `Tunnel.led`.
 
         Raises:
             HandlerError: It could not be started, or never called the model.
-            InfrastructureError: The model's servers failed it.
+            InfrastructureError: It could not reach the model, or that failed it.
         """
         name = self._agent.harness
         if result.not_started is not None:
             raise HandlerError(f"{name} cannot be started: {result.not_started}")
-        if summary.refused.get("unavailable", 0) and result.exit_code != 0:
-            raise InfrastructureError(f"{name} ended ({result.exit_code}) where the model could not be asked")
+        if result.limit_exceeded is not None and summary.calls:
+            ctx.agent.trajectory.warnings.append(f"ended by the agent's own doing: {result.limit_exceeded}")
+            return FinishReason.SANDBOX_LIMIT
+        if cut_off or summary.fault in OURS:
+            # However it took that: some programs say so and end well.
+            raise InfrastructureError(f"{name} ended where the model could not be asked")
+        if _failed(result) and (unanswered or summary.lost or any(map(summary.refused.get, OURS))):
+            raise InfrastructureError(
+                f"{name} ended ({result.exit_code}) after a call of the model that failed for no fault of its"
+            )
         if not summary.calls:
             how = (
                 f"exit code {result.exit_code}" if result.exit_code is not None else "a time limit or signal"
             )
             raise HandlerError(f"{name} ended with {how} and without a model call: …{result.stdout[-TAIL:]}")
-        if result.limit_exceeded is not None:
-            ctx.agent.trajectory.warnings.append(f"ended by the agent's own doing: {result.limit_exceeded}")
-            return FinishReason.SANDBOX_LIMIT
-        if result.timed_out:
-            return FinishReason.TIME_LIMIT
-        return _reason(summary)
+        if not summary.nodes and not summary.stopped and summary.fault is None:
+            raise InfrastructureError(f"{name} ended before one of its {summary.calls} calls was answered")
+        return FinishReason.TIME_LIMIT if result.timed_out else _reason(summary)
 
     async def _keep_transcripts(self, ctx: RunContext[Any], launch: Launch, home: str) -> None:
         """Keep what the program wrote about itself, the newest files first, as one artifact."""
@@ -233,11 +257,12 @@ class Driven(AgentHandler[Any]):
         if text.stdout:
             ctx.artifacts[TRANSCRIPT] = text.stdout
 
-    async def _collect(self, ctx: RunContext[Any], store: CaptureStore) -> None:
-        """Make the trajectory of the turns that were written; no call is answered from here on."""
-        await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
+    async def _collect(self, ctx: RunContext[Any], store: CaptureStore, ends: bool) -> None:
+        """Make the trajectory of the turns that were written; where RUN ends no call is answered any more."""
+        if ends:
+            await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
         stored = await ask(store.nodes, ctx.rollout_id, ctx.attempt)
-        summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+        summary = await _summary(ctx, store)
         nodes, trajectory = decode(stored), ctx.agent.trajectory
         trajectory.chains, trajectory.receipt = await asyncio.to_thread(
             build, nodes, self._agent.harness, **summary.unsampled
@@ -274,6 +299,23 @@ class Driven(AgentHandler[Any]):
 
     def metrics(self, ctx: EvalContext[Any], reward: Reward) -> dict[str, float]:
         return self._inner.metrics(ctx, reward)
+
+
+async def _summary(ctx: RunContext[Any], store: CaptureStore) -> Summary:
+    """How far the session has come.
+
+    Raises:
+        InfrastructureError: Redis has lost it.
+    """
+    summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+    if summary is None:
+        raise InfrastructureError("what was captured of this attempt is not there any more")
+    return summary
+
+
+def _failed(result: ExecResult) -> bool:
+    """Whether a program ended by itself and not well."""
+    return result.exit_code != 0 and not result.timed_out
 
 
 def _reason(summary: Summary) -> FinishReason:

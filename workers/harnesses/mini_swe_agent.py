@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import PYTHON, site
+from workers.harnesses.base import PACK, Harness, Job, Launch
+from workers.harnesses.starting import PYTHON
 
 
 class MiniSweAgent(Harness):
@@ -15,7 +15,13 @@ class MiniSweAgent(Harness):
     def launch(self, job: Job) -> Launch:
         path, transcripts = f"{job.home}/task.yaml", "trajectories"
         argv = (
-            *(PYTHON, site(self.name), "minisweagent.run.mini", "--config=mini.yaml", f"--config={path}"),
+            *(
+                PYTHON,
+                f"{PACK}/{self.name}/site",
+                "minisweagent.run.mini",
+                "--config=mini.yaml",
+                f"--config={path}",
+            ),
             *(
                 "--yolo",
                 "--exit-immediately",

@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -92,11 +92,7 @@ def directory() -> Path:
 
 
 def part(harness: Harness) -> Part | None:
-    """What a harness is made of; None = nothing of its own.
-
-    Raises:
-        PackError: There is no version of a package of it.
-    """
+    """What a harness is made of; None = nothing of its own. PackError when a package has no version."""
     packages = [f"{name}@{versions()[name]}" if name in versions() else name for name in harness.packages]
     for package in packages:
         if not re.fullmatch(r"(npm|pypi):.+@[^@/]+", package):
@@ -132,7 +128,12 @@ def build(harness: Harness, say: Say, python: str | None = None) -> bool:
     if own is None:
         return False
     directory().mkdir(parents=True, exist_ok=True)
-    with _locked(say):
+    with (directory() / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another build is under way; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if own.of("npm:"):
             _make(_node(), _install_node, say)
         if own.of("pypi:") and (python or not _record("python")):
@@ -151,17 +152,6 @@ def _record(name: str) -> dict[str, Any]:
         return json.loads((directory() / name / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-
-
-@contextmanager
-def _locked(say: Say) -> Iterator[None]:
-    with (directory() / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another build is under way; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(it: Part, fill: Callable[[Part, Path], None], say: Say) -> bool:
@@ -191,16 +181,11 @@ def _run(it: Part, argv: list[str]) -> None:
     try:
         subprocess.run(argv, stdout=subprocess.PIPE, timeout=INSTALL_TIMEOUT_S, check=True, **options)
     except FileNotFoundError:
-        raise PackError(
-            f"{it.name}: there is no `{argv[0]}` here (Debian: apt-get install {argv[0]})"
-        ) from None
+        raise PackError(f"{it.name}: there is no `{argv[0]}` here; install it") from None
     except subprocess.SubprocessError as error:
-        output = error.output or ""  # type: ignore[attr-defined]
-        end = [line for line in str(output).splitlines() if line.strip()][-LAST_LINES:]
-        why = "" if isinstance(error, subprocess.CalledProcessError) else f" within {INSTALL_TIMEOUT_S} s"
-        raise PackError(
-            f"{it.name}: cannot install {', '.join(it.packages)}{why}:\n" + "\n".join(end)
-        ) from None
+        lines = str(getattr(error, "output", "")).splitlines()
+        end = "\n".join([line for line in lines if line.strip()][-LAST_LINES:] or [str(error)])
+        raise PackError(f"{it.name}: cannot install {', '.join(it.packages)}:\n{end}") from None
 
 
 def _install(it: Part, place: Path) -> None:
@@ -210,9 +195,8 @@ def _install(it: Part, place: Path) -> None:
     if names := it.of("pypi:"):
         pip = [sys.executable, "-m", "pip", "--python", str(directory() / "python/bin/python"), "install"]
         quiet = ("--disable-pip-version-check", "--no-input", "--quiet", "--root-user-action=ignore")
-        _run(
-            it, [*pip, *quiet, "--target", str(place / "site"), *(name.replace("@", "==") for name in names)]
-        )
+        pinned = [name.replace("@", "==") for name in names]
+        _run(it, [*pip, *quiet, "--target", str(place / "site"), *pinned])
 
 
 def _install_node(it: Part, place: Path) -> None:

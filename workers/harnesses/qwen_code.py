@@ -21,5 +21,10 @@ class QwenCode(Harness):
             "OPENAI_BASE_URL": f"{job.base_url}/v1",
             "OPENAI_API_KEY": job.key,
             "OPENAI_MODEL": job.model,
+            # It would start itself once more, for a larger heap.
+            "QWEN_CODE_NO_RELAUNCH": "true",
         }
-        return fed(job, argv, env, {".qwen/settings.json": json.dumps(SETTINGS)}, ".qwen/projects")
+        # It shortens its history by itself where a share of this is full.
+        model = {"generationConfig": {"contextWindowSize": job.context_tokens}}
+        settings = {**SETTINGS, "model": model}
+        return fed(job, argv, env, {".qwen/settings.json": json.dumps(settings)}, ".qwen/projects")

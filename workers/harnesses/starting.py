@@ -12,18 +12,13 @@ ANSWER_SHARE = 4
 """An answer may take one part in so many of the context."""
 NODE = f"{PACK}/node/bin/node"
 PYTHON = f"{PACK}/python/bin/start"
-"""`PYTHON SITE NAME ARGUMENTS…` runs a module, or the file of a path; nothing of the environment or of the
-working directory is imported."""
+"""`PYTHON SITE NAME ARGUMENTS…` runs a module, or the file of a path, with the packages in SITE; nothing of
+the environment or of the working directory is imported."""
 
 
 def npm_program(harness: str, name: str) -> str:
     """The command `name` that a package of npm has brought."""
     return f"{PACK}/{harness}/node_modules/.bin/{name}"
-
-
-def site(harness: str) -> str:
-    """Where the packages of PyPI of a program lie."""
-    return f"{PACK}/{harness}/site"
 
 
 def instruction_file(job: Job) -> str:
@@ -39,6 +34,8 @@ def fed(
     `files`: by their paths below the home. `transcripts`: the directory of them below it.
     """
     path = instruction_file(job)
+    # What begins with a slash would be a command of the program's own.
+    text = f"\n{job.instruction}" if job.instruction.startswith("/") else job.instruction
     below = {f"{job.home}/{name}": text for name, text in files.items()}
     line = ("sh", "-c", 'exec "$@" <"$0"', path, *argv)
-    return Launch(line, {**env, **job.env}, {path: job.instruction, **below}, (transcripts,))
+    return Launch(line, {**env, **job.env}, {path: text, **below}, (transcripts,))

@@ -92,7 +92,8 @@ def _turn(blocks: list[_Block], where: str) -> Message:
     return said(text, reasoning, calls)
 
 
-def _messages(entry: _Message, where: str) -> list[Message]:
+def _messages(raw: Raw, where: str) -> list[Message]:
+    entry = decoded(raw, _Message, where)
     blocks = [_Block(text=entry.content)] if isinstance(entry.content, str) else entry.content
     path = f"{where}.content"
     if entry.role == "assistant":
@@ -181,10 +182,10 @@ class Anthropic(WireDialect):
 
     def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
         system = text_of(fields.take("system", Content), "system")
-        messages = [message("system", _BILLING.sub("", system))]
-        for where, entry in fields.items("messages", _Message):
-            messages += _messages(entry, where)
-        if messages[-1].role == "assistant":
+        lead = [message("system", _BILLING.sub("", system))]
+        entries = fields.take("messages", list[Raw], [])
+        history = conversation(fields.recent, entries, _messages, where="messages", lead=lead, merge=True)
+        if history.messages[-1].role == "assistant":
             raise invalid("messages", "an answer that the program begins itself is not served here")
         tools = [
             offered(tool.name, tool.description, tool.input_schema, where)
@@ -194,8 +195,7 @@ class Anthropic(WireDialect):
         if fields.inner("tool_choice").take("type", str) == "none":
             tools = []
         limit = fields.most_tokens("max_tokens")
-        messages = conversation(messages, where="messages", merge=True)
-        return self._call(fields, model, messages, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
+        return self._call(fields, model, history, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
         content = [_block(kind, text, _SIGNATURE) for kind, text in told(answer)]

@@ -7,13 +7,14 @@ obeyed, as are stop strings: programs that send them know models that do not obe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from rollout.trajectory import Message
 from services.capture.call import Answer, ModelCall, Refusal
-from services.capture.dialects.fields import Fields, WireDialect, invalid, unserved
+from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, unserved
 from services.capture.dialects.messages import (
     Content,
     conversation,
@@ -63,9 +64,11 @@ def _function(tool: _Tool, where: str) -> _Function:
     return tool.function
 
 
-def _message(entry: _Message, where: str) -> Message:
+def _messages(raw: Raw, where: str) -> Iterator[Message]:
+    entry = decoded(raw, _Message, where)
     if entry.role == "tool":
-        return result(text_of(entry.content, f"{where}.content"), entry.tool_call_id)
+        yield result(text_of(entry.content, f"{where}.content"), entry.tool_call_id)
+        return
     message = of_role(entry.role, entry.content, where)
     if entry.role == "assistant":
         if entry.function_call is not None:
@@ -77,7 +80,7 @@ def _message(entry: _Message, where: str) -> Message:
             call = _function(tool, path)
             made = tool_call(tool.id, call.name, call.arguments, f"{path}.function.arguments")
             message.tool_calls.append(made)
-    return message
+    yield message
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
@@ -146,9 +149,9 @@ class Chat(WireDialect):
         fields.only("modalities", ["text"])
         fields.inner("response_format").only("type", "text")
         fields.refuse(_REFUSED)
-        messages = (_message(entry, where) for where, entry in fields.items("messages", _Message))
+        entries = fields.take("messages", list[Raw], [])
         limit = fields.most_tokens("max_completion_tokens", "max_tokens")
-        given = conversation(messages, where="messages")
+        given = conversation(fields.recent, entries, _messages, where="messages")
         tools = _tools(fields)
         return self._call(fields, model, given, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
 

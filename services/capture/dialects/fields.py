@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw
 
-from rollout.trajectory import Message
 from services.capture.call import Dialect, ModelCall, Refusal, Stream
 from services.capture.dialects.writing import WireStream, encoded
+from services.capture.history import History
 
 MOST_DEPTH = 100
 """Levels of arguments and of schemas of tools: what writes them again later must not run out of stack."""
@@ -61,9 +61,11 @@ def shallow(value: Any, where: str, depth: int = MOST_DEPTH) -> Any:
 class Fields:
     """The fields of an object, each decoded when it is asked for."""
 
-    def __init__(self, raw: bytes | Raw, where: str = "") -> None:
+    def __init__(self, raw: bytes | Raw, where: str = "", recent: Iterable[History] = ()) -> None:
+        """`recent`: of calls that this one may go on from."""
         self._raw: dict[str, Raw] = decoded(raw, dict[str, Raw], where)
         self._where = where
+        self.recent = recent
 
     def path(self, name: str) -> str:
         """A field as an error names it."""
@@ -130,9 +132,16 @@ class WireDialect(Dialect):
     """Content type of its streams."""
     _stream: ClassVar[type[WireStream]]
 
-    def read(self, body: bytes, *, model: str = "", stream: bool | None = None) -> ModelCall:
+    def read(
+        self,
+        body: bytes,
+        *,
+        model: str = "",
+        stream: bool | None = None,
+        recent: Iterable[History] = (),
+    ) -> ModelCall:
         try:
-            return self._read(Fields(body), model, stream)
+            return self._read(Fields(body, recent=recent), model, stream)
         except Refusal:
             # A program of JavaScript that cut a text in the middle of a pair sends half of it.
             mended = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
@@ -149,7 +158,7 @@ class WireDialect(Dialect):
     @abstractmethod
     def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall: ...
 
-    def _call(self, fields: Fields, model: str, messages: list[Message], **read: Any) -> ModelCall:
+    def _call(self, fields: Fields, model: str, history: History, **read: Any) -> ModelCall:
         """A call of which the body tells model and stream."""
         model, stream = fields.take("model", str, model), fields.take("stream", bool, False)
-        return ModelCall(messages, model=model, stream=stream, **read)
+        return ModelCall(history.messages, model=model, stream=stream, history=history, **read)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 
 from rollout.trajectory import Message, ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
-from services.capture.dialects.fields import Fields, WireDialect, invalid, shallow, unserved
+from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, shallow, unserved
 from services.capture.dialects.messages import conversation, joined, message, offered, result, said, tool_call
 from services.capture.dialects.writing import Kind, WireStream, encoded, event, told
 
@@ -76,7 +76,11 @@ def _result(given: _Result, where: str) -> Message:
     return result(text, given.id, failed="error" in response, name=given.name)
 
 
-def _messages(content: _Content, where: str) -> Iterator[Message]:
+def _messages(raw: Raw, where: str) -> Iterator[Message]:
+    return _of_content(decoded(raw, _Content, where), where)
+
+
+def _of_content(content: _Content, where: str) -> Iterator[Message]:
     """What one entry of a history says: results of tools come first."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -109,14 +113,16 @@ def _paired(messages: Iterable[Message]) -> Iterator[Message]:
         if entry.tool_calls:
             calls = enumerate(entry.tool_calls, number)
             made = [call if call.id else call.model_copy(update={"id": f"call_{at}"}) for at, call in calls]
-            entry = entry.model_copy(update={"tool_calls": made})
+            if not all(call.id for call in entry.tool_calls):
+                entry = entry.model_copy(update={"tool_calls": made})
             unanswered += made
             number += len(made)
         known = entry.tool_call_id
         fits = (call for call in unanswered if known in (None, call.id) and call.name == entry.name)
         if entry.role == "tool" and (found := next(fits, None)):
             unanswered.remove(found)
-            entry = entry.model_copy(update={"tool_call_id": found.id})
+            if known is None:
+                entry = entry.model_copy(update={"tool_call_id": found.id})
         yield entry
 
 
@@ -240,12 +246,14 @@ class Gemini(WireDialect):
         config.refuse("responseLogprobs logprobs speechConfig")
         fields.refuse("cachedContent system_instruction generation_config tool_config cached_content")
         system = fields.take("systemInstruction", _Content, _Content())
-        given = _messages(_Content(system.parts), "systemInstruction")
-        messages = [message("system", entry.text) for entry in given]
-        for where, content in fields.items("contents", _Content):
-            messages += _messages(content, where)
+        given = _of_content(_Content(system.parts), "systemInstruction")
+        lead = [message("system", entry.text) for entry in given]
+        entries = fields.take("contents", list[Raw], [])
+        history = conversation(fields.recent, entries, _messages, where="contents", lead=lead, merge=True)
+        history.messages = list(_paired(history.messages))
         return ModelCall(
-            messages=conversation(_paired(messages), where="contents", merge=True),
+            messages=history.messages,
+            history=history,
             tools=_tools(fields),
             max_tokens=config.most_tokens("maxOutputTokens"),
             stream=bool(stream),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from rollout.trajectory import Message, Role, TextPart, ToolCall
 from services.capture.dialects.fields import decoded, invalid, shallow, unserved
+from services.capture.history import History, going_on
 
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Parameters of a tool that takes a text instead of arguments."""
@@ -99,15 +100,28 @@ def offered(name: str, description: str | None, parameters: Any, where: str) -> 
     return {"type": "function", "function": function}
 
 
-def conversation(messages: Iterable[Message], *, where: str, merge: bool = False) -> list[Message]:
+def conversation(
+    recent: Iterable[History],
+    entries: list[Raw],
+    read: Callable[[Raw, str], Iterable[Message]],
+    *,
+    where: str,
+    lead: Iterable[Message] = (),
+    merge: bool = False,
+) -> History:
     """Messages as a `ModelCall` has them: what of the system leads is one message, what comes later a user's.
 
     Args:
+        recent: Of the same session; what they have is not read again.
+        entries: The JSON of what `read`, told where it is, makes messages of.
+        lead: What comes before them.
         merge: Whether assistant's messages that follow each other are parts of one turn.
     """
-    system: list[str] = []
-    rest: list[Message] = []
-    for entry in messages:
+    lead = list(lead)
+    history = going_on(recent, [message.text for message in lead], entries)
+    rest, system = history.messages, []
+
+    def add(entry: Message) -> None:
         if entry.role == "system" and not rest:
             system.append(entry.text)
         elif entry.role == "system":
@@ -116,10 +130,19 @@ def conversation(messages: Iterable[Message], *, where: str, merge: bool = False
             rest[-1] = _merged(rest[-1], entry)
         else:
             rest.append(entry)
-    text = joined(system, "\n\n")
-    if not (text or rest):
+
+    for entry in () if rest else lead:
+        add(entry)
+    for at in range(len(history.starts), len(entries)):
+        history.starts.append(len(rest))
+        for entry in read(entries[at], f"{where}[{at}]"):
+            add(entry)
+    if text := joined(system, "\n\n"):
+        rest.insert(0, message("system", text))
+        history.starts = [start + 1 for start in history.starts]
+    if not rest:
         raise invalid(where, "there are no messages")
-    return [message("system", text), *rest] if text else rest
+    return history
 
 
 def _merged(first: Message, second: Message) -> Message:

@@ -64,6 +64,10 @@ def _known_as(thing: _Item | _Tool) -> str:
     return f"{thing.namespace.rstrip('_')}__{thing.name}" if thing.namespace else thing.name
 
 
+def _messages(raw: Raw, where: str) -> list[Message]:
+    return [_message(decoded(raw, _Item, where), where)]
+
+
 def _message(item: _Item, where: str) -> Message:
     match item.type:
         case "message":
@@ -248,17 +252,15 @@ class Responses(WireDialect):
         if "message.output_text.logprobs" in fields.take("include", list[str], []):
             raise invalid("include", "log-probs are not told here")
         fields.inner("text", "format").only("type", "text")
-        messages = [message("system", fields.take("instructions", str, ""))]
+        lead = [message("system", fields.take("instructions", str, ""))]
         given = fields.take("input", str | list[Raw], [])
         if isinstance(given, str):
-            messages.append(message("user", given))
-        else:
-            messages += [_message(item, where) for where, item in fields.items("input", _Item)]
+            lead, given = [*lead, message("user", given)], []
+        history = conversation(fields.recent, given, _messages, where="input", lead=lead, merge=True)
         tools, known = _tools(fields)
         known |= fields.asked(_ASKED)
-        messages = conversation(messages, where="input", merge=True)
         limit = fields.most_tokens("max_output_tokens")
-        return self._call(fields, model, messages, tools=tools, max_tokens=limit, asked=known)
+        return self._call(fields, model, history, tools=tools, max_tokens=limit, asked=known)
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
         items = [_said(kind, answer.call_id, text) for kind, text in told(answer)]

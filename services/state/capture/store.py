@@ -28,6 +28,8 @@ class Summary(Struct):
     """The `Session` (JSON)."""
     in_flight: int
     """Calls that living processes are to answer."""
+    lost: int
+    """Calls whose processes have ended, and that did not come again."""
     refused: dict[str, int]
     """By kind; see `fail`."""
     fault: str | None = None
@@ -103,7 +105,7 @@ class CaptureStore:
         return self._call("begin", rollout_id, attempt, **ask, token=secrets.token_hex(8))
 
     def look(self, rollout_id: str, attempt: int) -> Call:
-        """What `begin` would say of `nodes` and `session`, of a call that is none."""
+        """What `begin` would say of `fence`, `nodes` and `session`, of a call that is none."""
         return self._call("look", rollout_id, attempt)
 
     def add(
