@@ -27,7 +27,16 @@ def ended(result: ExecResult, unanswered: int = 0, cut_off: bool = False, **more
         agent=Agent(harness="command", command=["x"]),
     )
     driven = Driven(Calculator(), request, Settings())
-    few = {"now_ms": 0, "calls": 3, "sampled": 9, "nodes": 3, "in_flight": 0, "lost": 0, "refused": {}}
+    few = {
+        "now_ms": 0,
+        "calls": 3,
+        "sampled": 9,
+        "nodes": 3,
+        "session": "",
+        "in_flight": 0,
+        "lost": 0,
+        "refused": {},
+    }
     ctx = SimpleNamespace(agent=SimpleNamespace(trajectory=Trajectory()))
     return driven._ended(ctx, result, Summary(**few | more), unanswered, cut_off)
 
