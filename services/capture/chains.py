@@ -121,6 +121,7 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
     return Receipt(
         harness=harness,
         engines=list(dict.fromkeys(node.backend for node in nodes)),
+        versions=list(dict.fromkeys(name for node in nodes for name, _, _ in node.spans if name is not None)),
         calls=len(nodes),
         retries=retries,
         refused=refused,

@@ -162,8 +162,8 @@ GROUPS = (
     ),
     Group(
         "Programs and capture",
-        "What a program is told in its own dialect, by which it goes on or ends, and what keeps one from being "
-        "started. [Agents](agents.md#what-a-program-is-told)",
+        "What a program is told in its own dialect, by which it goes on or ends, and what keeps one from "
+        "being started. [Agents](agents.md#what-a-program-is-told)",
         ("PackError", "Refusal", "UnknownHarness"),
         ("services/capture/", "workers/harnesses/"),
     ),

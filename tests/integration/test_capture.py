@@ -99,6 +99,8 @@ def test_a_program_elsewhere_is_trained_token_for_token(world: CaptureWorld):
     receipt = rollout.trajectory.receipt
     assert (receipt.calls, receipt.branches, receipt.drift, receipt.share_delivered) == (3, 1, 0, 1.0)
     assert receipt.reward_source == "program"
+    (backend,) = world.stack.client.backends()
+    assert (receipt.model, receipt.versions) == (backend.model, rollout.trajectory.versions_used)
     assert rollout.finish_reason is FinishReason.STOP
 
 

@@ -159,6 +159,7 @@ def test_one_conversation_is_one_chain(capture):
         *("user", "assistant", "assistant", "tool", "assistant", "tool", "assistant")
     ]
     assert (receipt.engines, receipt.retries, receipt.refused) == (["vllm b0", "sglang b1"], 2, 1)
+    assert receipt.versions == ["v1", "v2"]
     assert (receipt.harness, receipt.branches, receipt.share_delivered) == ("command", 1, 1.0)
 
 
