@@ -277,6 +277,7 @@ class Driven(AgentHandler[Any]):
         if summary.reward is not None:
             ctx.artifacts[POSTED] = json.dumps({"reward": summary.reward, "components": summary.components})
         receipt = trajectory.receipt
+        receipt.model = trajectory.model
         receipt.reward_source = "handler" if summary.reward is None else "program"
         ctx.metrics |= {
             "model_calls": receipt.calls,
