@@ -21,7 +21,16 @@ WELL, BADLY, LATE = ExecResult(0), ExecResult(1), ExecResult(timed_out=True)
 OVER = ExecResult(limit_exceeded="memory")
 
 
-FEW = {"now_ms": 0, "calls": 3, "sampled": 9, "nodes": 3, "in_flight": 0, "lost": 0, "refused": {}}
+FEW = {
+    "now_ms": 0,
+    "calls": 3,
+    "sampled": 9,
+    "nodes": 3,
+    "in_flight": 0,
+    "lost": 0,
+    "refused": {},
+    "session": "",
+}
 
 
 def driven(agent: Agent) -> Driven:
@@ -36,25 +45,6 @@ def waited(**more: Any) -> FinishReason:
 
 
 def ended(result: ExecResult, unanswered: int = 0, cut_off: bool = False, **more: Any) -> FinishReason:
-<<<<<<< HEAD
-=======
-    request = RolloutRequest(
-        handler="calculator",
-        task={"question": "x", "answer": "2"},
-        agent=Agent(harness="command", command=["x"]),
-    )
-    driven = Driven(Calculator(), request, Settings())
-    few = {
-        "now_ms": 0,
-        "calls": 3,
-        "sampled": 9,
-        "nodes": 3,
-        "session": "",
-        "in_flight": 0,
-        "lost": 0,
-        "refused": {},
-    }
->>>>>>> 1c1607d4b5ae29107772489a6691f7153a6969c5
     ctx = SimpleNamespace(agent=SimpleNamespace(trajectory=Trajectory()))
     command = driven(Agent(harness="command", command=["x"]))
     return command._ended(ctx, result, Summary(**FEW | more), unanswered, cut_off)
