@@ -47,6 +47,10 @@ class Receipt(BaseModel):
     harness: str
     engines: list[str]
     """`<engine> <backend id>` of all that answered, in order of first use."""
+    model: str | None = None
+    """As the first of them names it."""
+    versions: list[str] = Field(default_factory=list)
+    """Policy versions that sampled, in order of first use."""
     calls: int
     """Model calls that were answered from sampled tokens."""
     retries: int = 0

@@ -43,6 +43,9 @@ LEAST_SUMMARY = 80
 LEAST_REPORT = 40
 MOST_ASKED = 32
 """Sets of parameters that a receipt tells: a program that has another one in each call fills no record."""
+MOST_COMPARED = 2 << 30
+"""Characters of prompts that are looked through for other calls' texts, about as many as take 2 s: where a
+program has sent more, what is left counts as an agent's."""
 _TAGGED = re.compile(r"<(\w+)>(.*?)</\1>")
 
 
@@ -118,6 +121,7 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
     return Receipt(
         harness=harness,
         engines=list(dict.fromkeys(node.backend for node in nodes)),
+        versions=list(dict.fromkeys(name for node in nodes for name, _, _ in node.spans if name is not None)),
         calls=len(nodes),
         retries=retries,
         refused=refused,
@@ -145,6 +149,11 @@ class _Labels:
 
     def __init__(self, tree: Tree, untold: Collection[str]) -> None:
         self._tree, self._untold = tree, untold
+        self._compared = 0
+        self._same: dict[tuple[int, bytes], list[int]] = {}
+        """Nodes that answered the same request, by their parent and its digest."""
+        for place, node in enumerate(tree.nodes):
+            self._same.setdefault((node.parent, tree.asked(place)), []).append(place)
         nodes = tree.nodes
         self._roots = tree.children(ROOT)
         self._root: list[int] = []
@@ -182,9 +191,8 @@ class _Labels:
         """The node for which a leaf was discarded."""
         tree = self._tree
         parent, untold = tree.nodes[leaf].parent, tree.nodes[leaf].call_id in self._untold
-        for place in reversed(tree.children(parent)):
-            instead = tree.children(place) or (untold and place > leaf)
-            if place != leaf and instead and tree.asked(place) == tree.asked(leaf):
+        for place in reversed(self._same[parent, tree.asked(leaf)]):
+            if place != leaf and (tree.children(place) or (untold and place > leaf)):
                 return place
         return None
 
@@ -202,9 +210,9 @@ class _Labels:
             self._kind[root] = "auxiliary"
         else:
             self._kind[root] = "agent"
-            agents = (place for place in range(root) if self._kind[self._root[place]] == "agent")
+            agents = (at for at in reversed(range(root)) if self._kind[self._root[at]] == "agent")
             used = (at for at in agents if self._tree.children(at) or self._beside(at) is None)
-            before = max(used, default=None)
+            before = next(used, None)
         if before is not None:
             self.left[root] = before
 
@@ -221,7 +229,7 @@ class _Labels:
             first = next((at for at, (role, _) in enumerate(self._heard[root]) if role == "assistant"), None)
             for at, (role, heard) in enumerate(self._heard[root]):
                 fits = role != "assistant" or (at == first and shorter)
-                if fits and any(text in heard for text in texts):
+                if fits and any(self._has(heard, text) for text in texts):
                     return root
         return None
 
@@ -232,7 +240,9 @@ class _Labels:
             if self._root[place] == root or not ROOT < self._tree.nodes[place].parent < root:
                 continue
             for role, heard in self._heard[place]:
-                if role == "tool" and (text == heard or (len(text) >= LEAST_REPORT and text in heard)):
+                if role == "tool" and (
+                    text == heard or (len(text) >= LEAST_REPORT and self._has(heard, text))
+                ):
                     yield place
 
     def _is_beside_the_task(self, root: int) -> bool:
@@ -243,7 +253,13 @@ class _Labels:
         if root <= first or self._tree.children(root) or self._asks(root) == self._asks(first):
             return False
         others = (heard for place, heard in enumerate(self._heard) if place != root)
-        return not text or not any(text in said for heard in others for _, said in heard)
+        unheard = not text or not any(self._has(said, text) for heard in others for _, said in heard)
+        return unheard and self._compared < MOST_COMPARED
+
+    def _has(self, heard: str, text: str) -> bool:
+        """Whether a text was heard, as long as so much may be looked through."""
+        self._compared += len(heard)
+        return self._compared < MOST_COMPARED and text in heard
 
     def _has_tools(self, root: int) -> bool:
         return self._tree.nodes[root].tools not in ("", "[]")

@@ -39,6 +39,7 @@ def so_far(client: redis.Redis, rollout: Rollout) -> Trajectory | None:
         chains, receipt = build(nodes, rollout.request.agent.harness, **summary.unsampled)
         session = msgspec.json.decode(summary.session, type=Session)
         backend = Backend.model_validate_json(session.backend)
+        receipt.model = backend.model
     except ValueError as error:
         log.error("the turns of a program cannot be read", rollout_id=rollout.id, error=str(error))
         return None

@@ -70,6 +70,7 @@ def _caller() -> str:
 
 
 CHAOS = LongForm("CHAOS_LONG", "make chaos")
+CAPTURE = LongForm("CAPTURE_LONG", "CAPTURE_LONG=1 python -m pytest tests/integration/test_capture.py")
 COMPOSE = LongForm("COMPOSE_LONG", "make compose-test")
 SLURM = LongForm("SLURM_LONG", "make slurm-test")
 TRAINING = LongForm(

@@ -6,7 +6,6 @@ Every prompt that the engine saw is held, id by id, against what the trajectory 
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import time
@@ -25,6 +24,7 @@ from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State,
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
 from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.long_forms import CAPTURE
 
 SHELL = {
     "type": "function",
@@ -40,8 +40,7 @@ SHELL = {
 }
 
 
-KILLS = int(os.environ.get("CAPTURE_KILLS", "6"))
-"""20 in the long form."""
+KILLS = CAPTURE("kills of a capture process or of the engine in mid-stream", short=6, long=20)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +98,8 @@ def test_a_program_elsewhere_is_trained_token_for_token(world: CaptureWorld):
     receipt = rollout.trajectory.receipt
     assert (receipt.calls, receipt.branches, receipt.drift, receipt.share_delivered) == (3, 1, 0, 1.0)
     assert receipt.reward_source == "program"
+    (backend,) = world.stack.client.backends()
+    assert (receipt.model, receipt.versions) == (backend.model, rollout.trajectory.versions_used)
     assert rollout.finish_reason is FinishReason.STOP
 
 

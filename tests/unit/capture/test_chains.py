@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -158,6 +159,7 @@ def test_one_conversation_is_one_chain(capture):
         *("user", "assistant", "assistant", "tool", "assistant", "tool", "assistant")
     ]
     assert (receipt.engines, receipt.retries, receipt.refused) == (["vllm b0", "sglang b1"], 2, 1)
+    assert receipt.versions == ["v1", "v2"]
     assert (receipt.harness, receipt.branches, receipt.share_delivered) == ("command", 1, 1.0)
 
 
@@ -357,6 +359,29 @@ def test_what_was_asked_of_sampling_is_told_once_with_its_calls_and_without_end_
     asked = capture.chains()[1].asked
     assert len(asked) == MOST_ASKED and asked[0].calls == 2
     assert [one.calls for one in asked[2:]] == [2] * 10 + [1] * 20
+
+
+def test_a_program_that_begins_anew_in_each_call_keeps_nobody_for_long():
+    """Of its texts some are looked for; what is left when that has taken long enough is an agent's."""
+    tree = Tree()
+    for number in range(700):
+        call = ModelCall([user(f"{number} {'y' * 10_000}"), *[user("z" * 10_000)] * 3])
+        said = Message(role="assistant", content=f"{number} {'x' * 1000}")
+        tree.add(node_of(tree, call, said, [1, 2, 3], [4, 5]))
+    began = time.process_time()
+    chains, receipt = build(tree.nodes, "command")
+    assert time.process_time() - began < 10
+    assert receipt.branches == len(chains) == 700 and {chain.role for chain in chains} <= TRAINED | {
+        "auxiliary"
+    }
+
+
+def test_what_there_is_no_time_to_look_for_is_an_agents(capture, monkeypatch):
+    capture.call([*capture.call(START, "It is an animal."), user("Really?")], "Yes.")
+    capture.call([user("What might be the title of this?")], "Oxen.", tools=TOOLS)
+    assert table(capture.chains()[0])[0] == ("auxiliary", None)
+    monkeypatch.setattr("services.capture.chains.MOST_COMPARED", 10)
+    assert {chain.role for chain in capture.chains()[0]} == {"agent"}
 
 
 @st.composite
