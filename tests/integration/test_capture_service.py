@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -447,3 +448,25 @@ def test_numbers_that_no_record_holds_cost_no_turn(processes, says, asked):
     assert asyncio.run(scenario()) == 200
     (node,) = processes.captured.nodes
     assert set(node.asked) == set(asked)
+
+
+def test_a_program_that_sends_much_at_once_leaves_threads_for_others(processes, says, monkeypatch):
+    at_once, most = 0, 0
+
+    def slowly(self: Any, *args: Any) -> list[int]:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.1)
+        at_once -= 1
+        return [1]
+
+    monkeypatch.setattr(Bytes, "render", slowly)
+
+    async def scenario() -> None:
+        service = processes.start()
+        call = ModelCall([Message(role="user", content="x" * 30_000)])
+        await asyncio.gather(*(service.count(processes.caller, call) for _ in range(8)))
+
+    asyncio.run(scenario())
+    assert most == 2
