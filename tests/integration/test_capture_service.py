@@ -470,3 +470,46 @@ def test_a_program_that_sends_much_at_once_leaves_threads_for_others(processes, 
 
     asyncio.run(scenario())
     assert most == 2
+
+
+def test_redis_that_is_killed_again_and_again_costs_calls_time_and_nothing_else(mortal, says):
+    """Two processes, of which one or the other is asked; a kill takes up to a second of what was written."""
+    servers, processes = mortal
+    seen: dict[str, list[int]] = {}
+
+    async def said(router: Any, request: Any) -> str:
+        seen[request.call_id] = list(request.prompt)
+        await asyncio.sleep(0.02)
+        return f"answer {len(request.prompt)}"
+
+    says(said)
+
+    def outages() -> None:
+        for _ in range(2):
+            time.sleep(0.5)
+            servers[-1].crash()
+            time.sleep(1)
+            servers.append(servers[-1].restarted())
+
+    async def conversation(number: int, both: list[Service]) -> list[str]:
+        names, texts = [], [f"hello {number}"]
+        for turn in range(10):
+            names.append(f"c{number}-{turn}")
+            texts.append(await processes.call(both[(number + turn) % 2], *texts, name=names[-1]))
+            texts.append(f"then {turn}")
+        return names
+
+    async def scenario() -> list[str]:
+        both = [processes.start(), processes.start()]
+        living = [asyncio.create_task(service.live()) for service in both]
+        broken = asyncio.create_task(asyncio.to_thread(outages))
+        told = await asyncio.gather(*(conversation(number, both) for number in range(6)))
+        await broken
+        for task in living:
+            task.cancel()
+        return [name for names in told for name in names]
+
+    asyncio.run(scenario())
+    stored = processes.captured.nodes
+    assert len({node.call_id for node in stored}) == len(stored)
+    assert processes.held() == [seen[node.call_id] for node in stored]
