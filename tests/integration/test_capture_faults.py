@@ -93,7 +93,8 @@ def test_a_program_that_cannot_reach_capture_is_tried_again_and_not_scored(world
     time.sleep(35)
     world.captures = [world.stack.start(old.name, world.capture_argv) for old in world.captures]
     rollout = world.ended(rollout_id, 120)
-    assert (rollout.state, rollout.reward, rollout.attempt) == (State.COMPLETED, 1.0, 2), rollout.error
+    # New processes load a tokenizer: one more attempt may lose its patience meanwhile.
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0) and rollout.attempt > 1, rollout.error
     assert world.hold_prompts(rollout) == 2
 
 

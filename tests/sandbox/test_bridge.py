@@ -660,6 +660,20 @@ def test_lines_that_broke_while_they_waited_cost_a_request_nothing(bridge):
         assert program.recv(100) == b"answer"
 
 
+def test_a_program_that_leaves_with_its_answer_was_answered(bridge):
+    port, line = bridge(PAUSES_S=(0.001, 0.001))
+    line().close()
+    with line() as outside:
+        with asking(port) as program:
+            assert wire.receive(outside)["ok"]
+            assert bridge.led()["cut_off"]
+            outside.sendall(b"answer")
+            assert program.recv(100) == b"answer"
+        while outside.recv(1000):
+            pass  # until the line is closed
+        assert not bridge.led()["cut_off"]
+
+
 def test_an_answer_that_is_not_read_is_given_up_with_its_line(bridge):
     port, line = bridge(UNREAD_S=0.3)
     with line() as outside, asking(port):
