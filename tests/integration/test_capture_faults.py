@@ -98,7 +98,7 @@ def test_a_program_that_cannot_reach_capture_is_tried_again_and_not_scored(world
     assert world.hold_prompts(rollout) == 2
 
 
-def test_a_program_that_a_killed_process_broke_the_stream_of_is_tried_again(world: CaptureWorld):
+def test_a_program_whose_stream_a_killed_process_broke_is_not_scored_for_it(world: CaptureWorld):
     with world.slow_engine(factor=500.0):
         rollout_id = impatient(world, ["! it is 2 " + "and more " * 20], 1, stream=True)
         world.await_calls(rollout_id, 1, begun=True)
@@ -106,7 +106,9 @@ def test_a_program_that_a_killed_process_broke_the_stream_of_is_tried_again(worl
         for number in range(len(world.captures)):
             world.kill_capture(number)
     rollout = world.ended(rollout_id, 120)
-    assert (rollout.state, rollout.attempt) == (State.COMPLETED, 2), rollout.error
+    # Where nothing had been passed on yet the bridge asks again, and nothing was lost.
+    assert rollout.state is State.COMPLETED and rollout.attempt <= 2, rollout.error
+    assert "gives up" not in rollout.trajectory.artifacts["agent.output"]
 
 
 def test_a_program_does_not_notice_that_the_processes_of_capture_are_replaced_in_order(world: CaptureWorld):
