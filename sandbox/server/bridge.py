@@ -206,9 +206,9 @@ class Bridge:
                     break
                 names = b"X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call.encode(), number)
                 frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
-                self._cut_off = not await self._pass(frame + head + names, body, *line.result(), program)
-                if not self._cut_off:
+                if await self._pass(frame + head + names, body, *line.result(), program):
                     return
+                self._cut_off = True
             finally:
                 if not line.cancel():
                     line.result()[1].transport.abort()
@@ -228,7 +228,7 @@ class Bridge:
                 data = await reader.read(PIECE_BYTES)
                 if not data:
                     return passed
-                passed = True
+                passed, self._cut_off = True, False  # the program may leave before the line does
                 self._forget(body)
                 program.write(data)
                 if program.transport.get_write_buffer_size():

@@ -135,6 +135,8 @@ class Known:
     """That of its tokenizer, once it is loaded."""
     tree: Tree = field(default_factory=Tree)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rendering: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 2))
+    """For its prompts: large ones take seconds of the threads that all sessions share."""
     running: int = 0
     used_at: float = 0.0
     """Monotonic time of the last call."""
@@ -228,7 +230,9 @@ class Service:
         """Ids of a call's prompt."""
         known = await self._looked_up(caller)
         _check_size(known, call)
-        return len((await self._prompts.of(known.tree, await self._codec(known), call)).ids)
+        codec = await self._codec(known)
+        async with known.rendering:
+            return len((await self._prompts.of(known.tree, codec, call)).ids)
 
     async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
         """Whoever asked went away before the turn had begun."""
@@ -381,7 +385,8 @@ class Service:
         codec = await self._codec(known)
         await self._read(caller, known, begun["nodes"])
         tree = known.tree
-        made = await self._prompts.of(tree, codec, call)
+        async with known.rendering:
+            made = await self._prompts.of(tree, codec, call)
         prompt, place = made.ids, made.place
         request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
         turn.prompt_tokens = len(prompt)

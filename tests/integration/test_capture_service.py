@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -447,3 +448,68 @@ def test_numbers_that_no_record_holds_cost_no_turn(processes, says, asked):
     assert asyncio.run(scenario()) == 200
     (node,) = processes.captured.nodes
     assert set(node.asked) == set(asked)
+
+
+def test_a_program_that_sends_much_at_once_leaves_threads_for_others(processes, says, monkeypatch):
+    at_once, most = 0, 0
+
+    def slowly(self: Any, *args: Any) -> list[int]:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.1)
+        at_once -= 1
+        return [1]
+
+    monkeypatch.setattr(Bytes, "render", slowly)
+
+    async def scenario() -> None:
+        service = processes.start()
+        call = ModelCall([Message(role="user", content="x" * 30_000)])
+        await asyncio.gather(*(service.count(processes.caller, call) for _ in range(8)))
+
+    asyncio.run(scenario())
+    assert most == 2
+
+
+def test_redis_that_is_killed_again_and_again_costs_calls_time_and_nothing_else(mortal, says):
+    """Two processes, of which one or the other is asked; a kill takes up to a second of what was written."""
+    servers, processes = mortal
+    seen: dict[str, list[int]] = {}
+
+    async def said(router: Any, request: Any) -> str:
+        seen[request.call_id] = list(request.prompt)
+        await asyncio.sleep(0.02)
+        return f"answer {len(request.prompt)}"
+
+    says(said)
+
+    def outages() -> None:
+        for _ in range(2):
+            time.sleep(0.5)
+            servers[-1].crash()
+            time.sleep(1)
+            servers.append(servers[-1].restarted())
+
+    async def conversation(number: int, both: list[Service]) -> list[str]:
+        names, texts = [], [f"hello {number}"]
+        for turn in range(10):
+            names.append(f"c{number}-{turn}")
+            texts.append(await processes.call(both[(number + turn) % 2], *texts, name=names[-1]))
+            texts.append(f"then {turn}")
+        return names
+
+    async def scenario() -> list[str]:
+        both = [processes.start(), processes.start()]
+        living = [asyncio.create_task(service.live()) for service in both]
+        broken = asyncio.create_task(asyncio.to_thread(outages))
+        told = await asyncio.gather(*(conversation(number, both) for number in range(6)))
+        await broken
+        for task in living:
+            task.cancel()
+        return [name for names in told for name in names]
+
+    asyncio.run(scenario())
+    stored = processes.captured.nodes
+    assert len({node.call_id for node in stored}) == len(stored)
+    assert processes.held() == [seen[node.call_id] for node in stored]

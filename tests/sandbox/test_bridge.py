@@ -384,7 +384,8 @@ def test_it_is_known_outside_that_a_program_was_not_answered(box):
             assert await told(box, tunnel.port, "print(post()[0])") == [200]
             return [*known, await tunnel.led()]
 
-    assert run(scenario()) == [(0, False), (0, True), (0, False)]
+    (before, *_), *_ = known = run(scenario())
+    assert known == [(before, False), (before, True), (before, False)]
 
 
 def test_an_answer_that_breaks_off_is_broken_for_the_program_and_not_asked_again(box):
@@ -657,6 +658,20 @@ def test_lines_that_broke_while_they_waited_cost_a_request_nothing(bridge):
         assert wire.receive(outside)["ok"]
         outside.sendall(b"answer")
         assert program.recv(100) == b"answer"
+
+
+def test_a_program_that_leaves_with_its_answer_was_answered(bridge):
+    port, line = bridge(PAUSES_S=(0.001, 0.001))
+    line().close()
+    with line() as outside:
+        with asking(port) as program:
+            assert wire.receive(outside)["ok"]
+            assert bridge.led()["cut_off"]
+            outside.sendall(b"answer")
+            assert program.recv(100) == b"answer"
+        while outside.recv(1000):
+            pass  # until the line is closed
+        assert not bridge.led()["cut_off"]
 
 
 def test_an_answer_that_is_not_read_is_given_up_with_its_line(bridge):
