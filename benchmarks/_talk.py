@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from rollout.trajectory import Message
+from tests.helpers.stack import ROOT
 
 TOOL = "execute_bash"
 COMMAND = "python -m pytest -q tests/unit && git status --short && git diff --stat HEAD~1"
@@ -18,7 +20,6 @@ TURN = f"<think>\n\n</think>\n\n{SAID}\n<tool_call>\n{CALL}\n</tool_call><|im_en
 """What the engine samples, in Qwen3's format."""
 JSON_BYTES = 220
 """Of a turn with its answer, around what they say."""
-_WORDS = "the of test in def return error line file self path None import assert value = == ( ) : 0 1 42 x_1"
 
 
 class Shape(NamedTuple):
@@ -26,6 +27,13 @@ class Shape(NamedTuple):
 
     first: int
     turn: int = 1000
+
+
+@cache
+def _sources() -> str:
+    """What programs show a model: this project's own code, some 500 kB."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "workers").rglob("*.py")))
+    return text.encode("ascii", "ignore").decode()
 
 
 class Talk:
@@ -39,11 +47,8 @@ class Talk:
         self.outputs: list[str] = []
 
     def _text(self, size: int) -> str:
-        words = _WORDS.split()
-        text = " ".join(
-            self._random.choice(words) + str(self._random.randrange(1000)) for _ in range(size // 4)
-        )
-        return text[:size]
+        start = self._random.randrange(len(_sources()) - size)
+        return _sources()[start : start + size]
 
     @property
     def messages(self) -> list[Message]:

@@ -22,6 +22,9 @@ from workers.agent.placement import Placements
 
 log = structlog.get_logger("capture")
 
+# Tokenizers do without, and where it is installed transformers would import it: 150 MB.
+sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
 BACKLOG = 1024
 
 

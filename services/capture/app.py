@@ -31,6 +31,8 @@ log = structlog.get_logger("capture")
 
 HEARTBEAT_S = 3.0
 """Between two signs of life on a stream: proxies and programs give up on silence."""
+BEGIN_S = 10.0
+"""After it a stream begins, whatever may come of the call: the first one of a process loads a tokenizer."""
 STALLED_S = 120.0
 """For a program to take what it is sent; then it is as if it had gone."""
 BODY_S = 60.0
@@ -145,7 +147,8 @@ class Routes:
     ) -> web.StreamResponse:
         """The answer of a turn, to whoever listens."""
         try:
-            await asyncio.shield(turn.begun)
+            # Errors of the call itself have their own status; who streams is not left in silence for them.
+            await asyncio.wait([turn.begun], timeout=BEGIN_S if call.stream else None)
             if not call.stream or (turn.result.done() and turn.result.exception()):
                 answer = await asyncio.shield(turn.result)
                 response = web.Response(body=dialect.answer(call, answer), content_type="application/json")

@@ -221,12 +221,14 @@ class _Labels:
         texts = [self._said[leaf], *(match[2].strip() for match in _TAGGED.finditer(self._said[leaf]))]
         texts = [text for text in texts if len(text) >= LEAST_SUMMARY]
         length = sum(len(self._heard[place]) + 1 for place in self._tree.lineage(leaf))
+        bare = not self._has_tools(self._root[leaf])
         for root in self._roots if texts else ():
             if root <= leaf:
                 continue
+            shorter = len(self._heard[root]) < length or (bare and self._has_tools(root))
             first = next((at for at, (role, _) in enumerate(self._heard[root]) if role == "assistant"), None)
             for at, (role, heard) in enumerate(self._heard[root]):
-                fits = role != "assistant" or (at == first and len(self._heard[root]) < length)
+                fits = role != "assistant" or (at == first and shorter)
                 if fits and any(self._has(heard, text) for text in texts):
                     return root
         return None
@@ -244,7 +246,7 @@ class _Labels:
                     yield place
 
     def _is_beside_the_task(self, root: int) -> bool:
-        equipped = [place for place in self._roots if self._tree.nodes[place].tools not in ("", "[]")]
+        equipped = [place for place in self._roots if self._has_tools(place)]
         first, text = (equipped or self._roots)[0], self._said[root]
         if equipped and root not in equipped:
             return True
@@ -258,6 +260,9 @@ class _Labels:
         """Whether a text was heard, as long as so much may be looked through."""
         self._compared += len(heard)
         return self._compared < MOST_COMPARED and text in heard
+
+    def _has_tools(self, root: int) -> bool:
+        return self._tree.nodes[root].tools not in ("", "[]")
 
     def _asks(self, root: int) -> str:
         """The first message of a user."""

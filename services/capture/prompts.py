@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
+from rollout.arrays import pack_ids
 from rollout.trajectory import Message
 from services.capture import metrics
 from services.capture.call import ModelCall, Refusal
@@ -20,6 +22,8 @@ log = structlog.get_logger("capture")
 
 LARGE = 20_000
 """Characters of a prompt that is rendered in a thread."""
+MOST_IDS = 1 << 20
+"""Ids that a process keeps as lists, 36 bytes each: to unpack 70,000 takes a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +37,53 @@ class Prompt:
     """Those of them that are new."""
 
 
-async def prompt_of(tree: Tree, codec: Codec, call: ModelCall) -> Prompt:
-    """The prompt of a call, where it belongs in the tree.
+class Prompts:
+    """Makes prompts, and keeps the latest one of each tree for the next."""
 
-    Raises:
-        Refusal: The model's chat format cannot hold the conversation.
-    """
-    place = tree.attach(call)
-    if place.parent != ROOT:
-        before, sampled = tree.prompt(place.parent), tree.sampled(place.parent)
+    def __init__(self, most_ids: int = MOST_IDS) -> None:
+        self._most = most_ids
+        self._latest: OrderedDict[Tree, Prompt] = OrderedDict()
+        self._ids = 0
+
+    async def of(self, tree: Tree, codec: Codec, call: ModelCall) -> Prompt:
+        """The prompt of a call, where it belongs in the tree.
+
+        Raises:
+            Refusal: The model's chat format cannot hold the conversation.
+        """
+        place = tree.attach(call)
+        if place.parent != ROOT:
+            before, sampled = self._prompt(tree, place.parent), tree.sampled(place.parent)
+            try:
+                given = await _rendered(_size(place.tail), codec.bridge, before, sampled, place.tail)
+                return self._keep(tree, Prompt([*before, *sampled, *given], place, given))
+            except CodecError as error:
+                log.info("begins a branch: the format cannot append", error=str(error))
+                metrics.UNBRIDGED.inc()
+                place = replace(place, parent=ROOT, tail=call.messages)
         try:
-            given = await _rendered(_size(place.tail), codec.bridge, before, sampled, place.tail)
-            return Prompt([*before, *sampled, *given], place, given)
+            size = call.size or _size(call.messages)
+            ids = await _rendered(size, codec.render, call.messages, call.tools)
         except CodecError as error:
-            log.info("begins a branch: the format cannot append", error=str(error))
-            metrics.UNBRIDGED.inc()
-            place = replace(place, parent=ROOT, tail=call.messages)
-    try:
-        size = call.size or _size(call.messages)
-        ids = await _rendered(size, codec.render, call.messages, call.tools)
-    except CodecError as error:
-        raise Refusal("invalid", f"the model's chat format cannot hold these messages: {error}") from error
-    return Prompt(ids, place, ids)
+            raise Refusal(
+                "invalid", f"the model's chat format cannot hold these messages: {error}"
+            ) from error
+        return self._keep(tree, Prompt(ids, place, ids))
+
+    def _prompt(self, tree: Tree, place: int) -> list[int]:
+        """Of a node: the latest one if it was made for that, else as stored."""
+        latest, node = self._latest.get(tree), tree.nodes[place]
+        made = latest and latest.place.parent == node.parent and pack_ids(latest.given) == node.ids
+        return latest.ids if made else tree.prompt(place)
+
+    def _keep(self, tree: Tree, prompt: Prompt) -> Prompt:
+        if before := self._latest.pop(tree, None):
+            self._ids -= len(before.ids)
+        self._latest[tree] = prompt
+        self._ids += len(prompt.ids)
+        while self._ids > self._most:
+            self._ids -= len(self._latest.popitem(last=False)[1].ids)
+        return prompt
 
 
 def _size(messages: list[Message]) -> int:

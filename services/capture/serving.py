@@ -7,6 +7,7 @@ it has ended, in another one. What a program may act on is said only when the tu
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import time
@@ -27,7 +28,7 @@ from rollout.trajectory import Message
 from services.capture import metrics
 from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.matching import after
-from services.capture.prompts import prompt_of
+from services.capture.prompts import Prompts
 from services.capture.tree import Attachment, Tree
 from services.engines.base import Completion, SampleRequest
 from services.state.capture.nodes import ROOT, Node, decode, encode
@@ -130,6 +131,8 @@ class Known:
     """The backend that RUN was placed on, to which others are held."""
     backend: Backend
     """The one that answered last."""
+    codec: Codec | None = None
+    """That of its tokenizer, once it is loaded."""
     tree: Tree = field(default_factory=Tree)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: int = 0
@@ -154,6 +157,8 @@ class Service:
         """Whether the process takes no further calls."""
         self._store, self._placements, self._http = store, placements, http
         self._known: OrderedDict[Caller, Known] = OrderedDict()
+        self._prompts = Prompts()
+        self._codecs: list[Codec] = []
         self._opening: dict[tuple[Caller, str], asyncio.Task[Turn]] = {}
         self._turns: dict[tuple[Caller, str], Turn] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -223,7 +228,7 @@ class Service:
         """Ids of a call's prompt."""
         known = await self._looked_up(caller)
         _check_size(known, call)
-        return len((await prompt_of(known.tree, await self._codec(known), call)).ids)
+        return len((await self._prompts.of(known.tree, await self._codec(known), call)).ids)
 
     async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
         """Whoever asked went away before the turn had begun."""
@@ -376,7 +381,7 @@ class Service:
         codec = await self._codec(known)
         await self._read(caller, known, begun["nodes"])
         tree = known.tree
-        made = await prompt_of(tree, codec, call)
+        made = await self._prompts.of(tree, codec, call)
         prompt, place = made.ids, made.place
         request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
         turn.prompt_tokens = len(prompt)
@@ -417,7 +422,14 @@ class Service:
     # -- its prompt --------------------------------------------------------------------------
 
     async def _codec(self, known: Known) -> Codec:
-        return await asyncio.to_thread(load_codec, known.first.tokenizer)
+        if known.codec is None:
+            known.codec = await asyncio.to_thread(load_codec, known.first.tokenizer)
+            if known.codec not in self._codecs:
+                self._codecs.append(known.codec)
+                # Hundreds of thousands of objects that stay: to look through them stops all calls for long.
+                gc.collect()
+                gc.freeze()
+        return known.codec
 
     async def _read(self, caller: Caller, known: Known, length: int) -> None:
         """Have at least so many nodes of the tree here."""

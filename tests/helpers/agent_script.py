@@ -27,7 +27,8 @@ START, END, THOUGHT = "<|im_start|>assistant\n", "<|im_end|>", "<think>\n\n</thi
 PLAN = re.compile(r'PLAN: (\[(?:"(?:[^"\\]|\\.)*"(?:, )?)*\])')
 TIMES = re.compile(r"(\d+) \* (.*)", re.DOTALL)
 DONE, STEP = re.compile(r"STEPS DONE: (\d+)"), re.compile(r"\bStep (\d+)\.(?=\s|<)")
-SUMMARY = re.compile(r"(?i)summar|compact|compress|handoff|hand-off|snapshot")
+SUMMARY = re.compile(r"(?i)text only|compaction\. create|state_snapshot|summari[zs]|structured.{0,30}summary")
+HEARD = re.compile(r"(?s)<tool_response>.*?</tool_response>|<summary>.*?</summary>")
 SHELLS = re.compile(r"(?i)bash|shell|exec|terminal|command")
 COMMAND = ("command", "cmd", "script", "code")
 LAST = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -58,15 +59,14 @@ def rest_of_turn(prompt: list[int], says: Callable[[str], str]) -> list[int]:
 def says(before: str) -> str:
     """The turn's text behind this conversation."""
     messages = before.split("<|im_start|>")
-    last = next((part for part in reversed(messages) if part.startswith("user")), "")
     plans, tools = PLAN.findall(before), _tools(before)
     turns = sum(part.startswith("assistant") for part in messages)
     # A program may leave turns out, or put what they said into a summary: they tell their number themselves.
     said = "".join(part for part in messages if not part.startswith("system"))
     marks = [int(mark) for mark in DONE.findall(said)] + [int(mark) + 1 for mark in STEP.findall(said)]
     at = max(marks, default=0)
-    asked = last[-6000:] if "tool_response" not in last else ""
-    if (turns or not tools) and SUMMARY.search(PLAN.sub("", asked)):
+    asked = HEARD.sub("", PLAN.sub("", before.rpartition(START)[2]))
+    if (turns and SUMMARY.search(asked)) or (not tools and "summar" in before):
         plan = f"The task was given as PLAN: {plans[0]}\n" if plans else ""
         rest = "All went well so far, and what is left is to be done as the plan says."
         return f"{THOUGHT}<summary>{plan}STEPS DONE: {at}\n{rest}</summary>"

@@ -83,6 +83,9 @@ BENCHMARKS = LongForm("BENCH_LONG", "make bench")
 MODELS_LONG = LongForm(
     "MODELS_LONG", "MODELS_LONG=1 python -m pytest tests/integration/test_rollouts.py -k such_a_model"
 )
+HARNESSES = LongForm(
+    "HARNESSES_LONG", "HARNESSES_LONG=1 python -m pytest tests/integration/test_harness_programs.py"
+)
 
 
 def main() -> None:

@@ -435,3 +435,15 @@ def test_a_call_through_the_bridge_to_a_process_that_ends_breaks_and_one_of_othe
             return status
 
     assert asyncio.run(scenario()) == 503
+
+
+@pytest.mark.parametrize("asked", [{"seed": 10**30}, {"max_tokens": 10**30}, {"seed": -(2**70)}])
+def test_numbers_that_no_record_holds_cost_no_turn(processes, says, asked):
+    async def scenario() -> int:
+        async with Served(processes) as served:
+            body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **asked}
+            return (await served.ask("", json.dumps(body)))[0]
+
+    assert asyncio.run(scenario()) == 200
+    (node,) = processes.captured.nodes
+    assert set(node.asked) == set(asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,25 +21,33 @@ WELL, BADLY, LATE = ExecResult(0), ExecResult(1), ExecResult(timed_out=True)
 OVER = ExecResult(limit_exceeded="memory")
 
 
+FEW = {
+    "now_ms": 0,
+    "calls": 3,
+    "sampled": 9,
+    "nodes": 3,
+    "in_flight": 0,
+    "lost": 0,
+    "refused": {},
+    "session": "",
+}
+
+
+def driven(agent: Agent) -> Driven:
+    request = RolloutRequest(handler="calculator", task={"question": "x", "answer": "2"}, agent=agent)
+    return Driven(Calculator(), request, Settings())
+
+
+def waited(**more: Any) -> FinishReason:
+    store = SimpleNamespace(summary=lambda *ids: Summary(**FEW | more, finished=True))
+    ctx = SimpleNamespace(rollout_id="r", attempt=1)
+    return asyncio.run(driven(Agent(harness="external"))._wait(ctx, store, 5.0))
+
+
 def ended(result: ExecResult, unanswered: int = 0, cut_off: bool = False, **more: Any) -> FinishReason:
-    request = RolloutRequest(
-        handler="calculator",
-        task={"question": "x", "answer": "2"},
-        agent=Agent(harness="command", command=["x"]),
-    )
-    driven = Driven(Calculator(), request, Settings())
-    few = {
-        "now_ms": 0,
-        "calls": 3,
-        "sampled": 9,
-        "nodes": 3,
-        "session": "",
-        "in_flight": 0,
-        "lost": 0,
-        "refused": {},
-    }
     ctx = SimpleNamespace(agent=SimpleNamespace(trajectory=Trajectory()))
-    return driven._ended(ctx, result, Summary(**few | more), unanswered, cut_off)
+    command = driven(Agent(harness="command", command=["x"]))
+    return command._ended(ctx, result, Summary(**FEW | more), unanswered, cut_off)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,14 @@ def test_a_program_whose_last_call_the_service_failed_is_not_scored_however_it_e
 def test_a_program_that_failed_after_the_service_did_is_not_scored(result, more):
     with pytest.raises(InfrastructureError):
         ended(result, **more)
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "internal"])
+def test_a_program_elsewhere_that_the_service_failed_says_itself_what_that_was_worth(fault):
+    assert waited(fault=fault, reward=0.5) is FinishReason.STOP
+    assert waited(fault="context") is FinishReason.CONTEXT_LENGTH
+    with pytest.raises(InfrastructureError):
+        waited(fault=fault)
 
 
 def test_a_program_that_never_called_is_the_handlers_to_explain():

@@ -95,13 +95,23 @@ def test_variables_of_the_request_go_before_a_seams_own(name):
 
 
 def test_codex_is_configured_by_a_file_that_is_toml():
-    model = 'a"b\\c\n[x]'
+    model = 'a"b\\c\n[x] 🙂'
     launch = catalogue.find("codex").launch(job(model=model))
     config = tomllib.loads(launch.files[f"{launch.env['CODEX_HOME']}/config.toml"])
     provider = config["model_providers"][config["model_provider"]]
     assert config["model"] == model and config["model_context_window"] == 60_000
     assert provider["base_url"] == f"{URL}/v1" and launch.env[provider["env_key"]] == KEY
     assert not any(config["features"].values())
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "mini_swe_agent"])
+def test_a_program_that_shortens_its_history_is_told_when(name):
+    launch = catalogue.find(name).launch(job())
+    if name == "gemini_cli":  # it has one context for all models, of which it takes a share
+        settings = json.loads(launch.files["/home/agent/.gemini/settings.json"])
+        assert 30_000 < settings["model"]["compressionThreshold"] * 1048576 < 55_000
+    else:
+        assert "60000" in told(launch)
 
 
 def test_claude_code_gets_an_address_without_a_version_and_one_model_for_all_its_roles():

@@ -8,6 +8,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 from pydantic_core import from_json
 
 from rollout.schema import Backend
@@ -27,6 +28,10 @@ CONTEXT_BYTES = 8192
 """Bytes of one id of prompt or answer: an echo, and the expert choices of the largest mixtures in base64."""
 TRY_ELSEWHERE = frozenset({408, 429})
 """Beside 5xx: the answers of a proxy or of a full queue, which say nothing about the request itself."""
+
+
+_encode = msgspec.json.Encoder().encode
+"""Of 70,000 ids in a third of a millisecond; by `json` it takes five, and the event loop stands still."""
 
 
 class BackendUnavailable(Exception):
@@ -119,9 +124,9 @@ class EngineClient:
                 asyncio.timeout(timeout_s),
                 self._http.post(
                     url,
-                    json=call.body,
+                    data=_encode(call.body),
                     # vLLM takes the id from here where a proxy would else write one of its own.
-                    headers={"X-Request-Id": request.call_id},
+                    headers={"Content-Type": "application/json", "X-Request-Id": request.call_id},
                     allow_redirects=False,
                 ) as response,
             ):

@@ -59,6 +59,7 @@ class RendererCodec(Codec):
         super().__init__(f"renderers/{type(renderer).__name__}", guard)
         self._renderer = renderer
         self.stop_token_ids = list(renderer.get_stop_token_ids())
+        self._ends = frozenset(self.stop_token_ids)
         eos = guard.eos_token_id
         self._close = eos if eos in self.stop_token_ids else self.stop_token_ids[0]
         self._thought = guard.convert_tokens_to_ids("</think>")
@@ -91,7 +92,7 @@ class RendererCodec(Codec):
             raise CodecError(f"{self.name}: {error}") from error
 
     def bridge(self, prompt: list[int], sampled: list[int], new: list[Message]) -> list[int]:
-        chat = self._chat(new)
+        chat, prompt = self._chat(new), self._end_of(prompt)
         delta = self._delta(prompt, sampled, chat)
         if delta is not None:
             return delta
@@ -101,10 +102,13 @@ class RendererCodec(Codec):
         for thought, stop in product(([], [self._thought]), [self._close, *self.stop_token_ids]):
             if None not in thought and (delta := self._delta(prompt, [*thought, stop], chat)) is not None:
                 return lead + delta
-        raise CodecError(
-            f"{self.name} cannot append {[m.role for m in new]} messages to "
-            f"{len(prompt) + len(sampled)} ids unchanged"
-        )
+        raise CodecError(f"{self.name} cannot append {[m.role for m in new]} messages to a turn unchanged")
+
+    def _end_of(self, prompt: list[int]) -> list[int]:
+        """A prompt from its last end of a turn but one on: what renderers look at, whatever its length."""
+        ends = (at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in self._ends)
+        next(ends, 0)
+        return prompt[next(ends, 0) :]
 
     def _delta(self, prompt: list[int], sampled: list[int], chat: list[dict[str, Any]]) -> list[int] | None:
         with self._refusals():
@@ -152,7 +156,7 @@ class RendererCodec(Codec):
             # Calls often end with <|return|>. OpenAI's parser reads them, the library as never closed.
             body = [*body[:-1], self._end]
         try:
-            parsed = self._renderer.parse_response([*lead, *body], prompt_ids=prompt)
+            parsed = self._renderer.parse_response([*lead, *body], prompt_ids=self._end_of(prompt))
         except Exception as error:
             # Seen: nesting beyond the stack, and integers beyond what Python converts.
             log.info("the renderer cannot parse a turn", renderer=self.name, error=str(error)[:200])

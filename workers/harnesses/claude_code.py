@@ -13,10 +13,8 @@ class ClaudeCode(Harness):
     packages = ("npm:@anthropic-ai/claude-code",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (
-            *(npm_program(self.name, "claude"), "-p", "--verbose", "--output-format=stream-json"),
-            "--dangerously-skip-permissions",
-        )
+        argv = (npm_program(self.name, "claude"), "-p", "--verbose", "--output-format=stream-json")
+        argv += ("--dangerously-skip-permissions",)
         wait_ms = str(int(job.timeout_s * 1000))
         env = {
             "CLAUDE_CONFIG_DIR": f"{job.home}/.claude",

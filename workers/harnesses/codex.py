@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import KEY_VARIABLE, NODE, fed, npm_program
+from workers.harnesses.starting import COMPACTION_SHARE, KEY_VARIABLE, NODE, fed, npm_program
 
 OFF = ("shell_snapshot", "plugins", "remote_plugin", "apps")
 """Features that look at other hosts, and one that runs a shell before the first turn."""
-SHARE_BEFORE_COMPACTION = 0.9
-"""Of the context; past it the program shortens its history by itself."""
 
 
 class Codex(Harness):
@@ -18,10 +16,8 @@ class Codex(Harness):
     packages = ("npm:@openai/codex",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (
-            *(NODE, npm_program(self.name, "codex"), "exec", "--json", "--skip-git-repo-check"),
-            *("--dangerously-bypass-approvals-and-sandbox", "-"),
-        )
+        argv = (NODE, npm_program(self.name, "codex"), "exec", "--json", "--skip-git-repo-check")
+        argv += ("--dangerously-bypass-approvals-and-sandbox", "-")
         env = {"CODEX_HOME": f"{job.home}/.codex", KEY_VARIABLE: job.key}
         return fed(job, argv, env, {".codex/config.toml": self._config(job)}, ".codex/sessions")
 
@@ -32,7 +28,7 @@ class Codex(Harness):
                 "model": job.model,
                 "model_provider": "rollout",
                 "model_context_window": job.context_tokens,
-                "model_auto_compact_token_limit": int(job.context_tokens * SHARE_BEFORE_COMPACTION),
+                "model_auto_compact_token_limit": int(job.context_tokens * COMPACTION_SHARE),
                 "check_for_update_on_startup": False,
                 "web_search": "disabled",
             },
@@ -47,9 +43,8 @@ class Codex(Harness):
             "[features]": dict.fromkeys(OFF, False),
             "[analytics]": {"enabled": False},
         }
-        text = ""
+        lines = []
         for section, values in sections.items():
-            text += f"{section}\n" + "".join(
-                f"{name} = {json.dumps(value)}\n" for name, value in values.items()
-            )
-        return text
+            texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+            lines += [section, *(f"{name} = {text}" for name, text in texts.items())]
+        return "\n".join(lines) + "\n"

@@ -28,14 +28,8 @@ class Command(Harness):
                 f"an argument is longer than {ARGUMENT_BYTES} bytes, which no program can be given; "
                 "have it read the file {instruction_file}"
             )
-        env = {
-            **{"OPENAI_BASE_URL": f"{job.base_url}/v1", "OPENAI_API_KEY": job.key, "OPENAI_MODEL": job.model},
-            **{
-                "ANTHROPIC_BASE_URL": job.base_url,
-                "ANTHROPIC_API_KEY": job.key,
-                "ANTHROPIC_MODEL": job.model,
-            },
-            **{"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key, "GEMINI_MODEL": job.model},
-            **job.env,
-        }
-        return Launch(argv, env, {path: job.instruction})
+        env = {"GOOGLE_GEMINI_BASE_URL": job.base_url}
+        env |= {"OPENAI_BASE_URL": f"{job.base_url}/v1", "ANTHROPIC_BASE_URL": job.base_url}
+        for vendor in ("OPENAI", "ANTHROPIC", "GEMINI"):
+            env |= {f"{vendor}_API_KEY": job.key, f"{vendor}_MODEL": job.model}
+        return Launch(argv, {**env, **job.env}, {path: job.instruction})

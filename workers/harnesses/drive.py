@@ -150,12 +150,18 @@ class Driven(AgentHandler[Any]):
                 await open_it()
 
     async def _wait(self, ctx: RunContext[Any], store: CaptureStore, ends_in_s: float) -> FinishReason:
-        """Until a program somewhere says that it is done."""
+        """Until a program somewhere says that it is done.
+
+        Raises:
+            InfrastructureError: It leaves the score to the handler where the model failed it.
+        """
         loop = asyncio.get_running_loop()
         ends = loop.time() + ends_in_s
         while loop.time() < ends:
             summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
             if summary is not None and summary.finished:
+                if summary.reward is None and summary.fault in OURS:
+                    raise InfrastructureError("the program ended where the model could not be asked")
                 return _reason(summary)
             await asyncio.sleep(LOOK_S)
         return FinishReason.TIME_LIMIT

@@ -14,21 +14,9 @@ class MiniSweAgent(Harness):
 
     def launch(self, job: Job) -> Launch:
         path, transcripts = f"{job.home}/task.yaml", "trajectories"
-        argv = (
-            *(
-                PYTHON,
-                f"{PACK}/{self.name}/site",
-                "minisweagent.run.mini",
-                "--config=mini.yaml",
-                f"--config={path}",
-            ),
-            *(
-                "--yolo",
-                "--exit-immediately",
-                "--cost-limit=0",
-                f"--output={job.home}/{transcripts}/mini.json",
-            ),
-        )
+        argv = (PYTHON, f"{PACK}/{self.name}/site", "minisweagent.run.mini")
+        argv += ("--config=mini.yaml", f"--config={path}", f"--output={job.home}/{transcripts}/mini.json")
+        argv += ("--yolo", "--exit-immediately", "--cost-limit=0")
         # JSON is YAML. The rest of its configuration is its own.
         wait = {"timeout": job.timeout_s, "drop_params": True}
         model = {"model_name": f"openai/{job.model}", "model_kwargs": wait, "cost_tracking": "ignore_errors"}

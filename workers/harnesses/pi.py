@@ -15,10 +15,8 @@ class Pi(Harness):
     packages = ("npm:@mariozechner/pi-coding-agent",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (
-            *(NODE, npm_program(self.name, "pi"), "--print", "--mode", "json"),
-            *("--provider", PROVIDER, "--model", job.model),
-        )
+        argv = (NODE, npm_program(self.name, "pi"), "--print", "--mode", "json")
+        argv += ("--provider", PROVIDER, "--model", job.model)
         room = {"contextWindow": job.context_tokens, "maxTokens": job.context_tokens // ANSWER_SHARE}
         provider = {
             **{"baseUrl": f"{job.base_url}/v1", "api": "openai-completions", "apiKey": KEY_VARIABLE},

@@ -24,7 +24,6 @@ class QwenCode(Harness):
             # It would start itself once more, for a larger heap.
             "QWEN_CODE_NO_RELAUNCH": "true",
         }
-        # It shortens its history by itself where a share of this is full.
-        model = {"generationConfig": {"contextWindowSize": job.context_tokens}}
-        settings = {**SETTINGS, "model": model}
+        asked = {"timeout": int(job.timeout_s * 1000), "contextWindowSize": job.context_tokens}
+        settings = {**SETTINGS, "model": {"generationConfig": asked}}
         return fed(job, argv, env, {".qwen/settings.json": json.dumps(settings)}, ".qwen/projects")

@@ -8,6 +8,8 @@ from workers.harnesses.base import PACK, Job, Launch
 
 KEY_VARIABLE = "ROLLOUT_MODEL_KEY"
 """Of the key, where a program's settings name one."""
+COMPACTION_SHARE = 0.8
+"""Of the context; past it a program shortens its history, where it can be told when."""
 ANSWER_SHARE = 4
 """An answer may take one part in so many of the context."""
 NODE = f"{PACK}/node/bin/node"

@@ -6,7 +6,7 @@ that Google's servers run. Schemas of output, forced calls and stop strings are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Raw, Struct, field
@@ -105,25 +105,29 @@ def _of_content(content: _Content, where: str) -> Iterator[Message]:
         yield message("user", joined(texts))
 
 
-def _paired(messages: Iterable[Message]) -> Iterator[Message]:
+def _paired(messages: list[Message]) -> list[Message]:
     """Messages in which each call has an id, and each result that of the oldest open call of its name."""
+    paired: list[Message] = []
     unanswered: list[ToolCall] = []
     number = 0
     for entry in messages:
-        if entry.tool_calls:
-            calls = enumerate(entry.tool_calls, number)
-            made = [call if call.id else call.model_copy(update={"id": f"call_{at}"}) for at, call in calls]
-            if not all(call.id for call in entry.tool_calls):
-                entry = entry.model_copy(update={"tool_calls": made})
-            unanswered += made
-            number += len(made)
-        known = entry.tool_call_id
-        fits = (call for call in unanswered if known in (None, call.id) and call.name == entry.name)
-        if entry.role == "tool" and (found := next(fits, None)):
-            unanswered.remove(found)
-            if known is None:
-                entry = entry.model_copy(update={"tool_call_id": found.id})
-        yield entry
+        if calls := entry.tool_calls:
+            if "" in [call.id for call in calls]:
+                named = enumerate(calls, number)
+                calls = [
+                    call if call.id else call.model_copy(update={"id": f"call_{at}"}) for at, call in named
+                ]
+                entry = entry.model_copy(update={"tool_calls": calls})
+            unanswered += calls
+            number += len(calls)
+        elif unanswered and entry.role == "tool":
+            known, name = entry.tool_call_id, entry.name
+            found = next((c for c in unanswered if known in (None, c.id) and c.name == name), None)
+            if found is not None:
+                unanswered.remove(found)
+                entry = entry if known else entry.model_copy(update={"tool_call_id": found.id})
+        paired.append(entry)
+    return paired
 
 
 def _schema(value: Any) -> Any:
@@ -250,7 +254,7 @@ class Gemini(WireDialect):
         lead = [message("system", entry.text) for entry in given]
         entries = fields.take("contents", list[Raw], [])
         history = conversation(fields.recent, entries, _messages, where="contents", lead=lead, merge=True)
-        history.messages = list(_paired(history.messages))
+        history.messages = _paired(history.messages)
         return ModelCall(
             messages=history.messages,
             history=history,

@@ -235,6 +235,19 @@ def test_a_summary_makes_the_chain_from_which_the_next_goes_on(capture, said, to
     assert (receipt.branches, receipt.share_delivered) == (2, 1.0)
 
 
+def test_a_program_may_have_a_conversation_summed_up_that_it_tells_as_one_text(capture):
+    """As opencode does: the call for it is short, and what goes on keeps its last turns."""
+    now = answered(capture.call(START, calls("ox")), "an animal")
+    last = capture.call(now, calls("horn"))[-1]
+    told = [Message(role="system", content="You sum up."), user("[User] … [Tool] an animal. Sum this up.")]
+    summary = capture.call(told, SUMMARY, tools=[])[-1]
+    after = answered([SYSTEM, user("What did we do so far?"), summary, last], "a bone")
+    capture.call(after, "Done.")
+    chains, receipt = capture.chains()
+    assert table(chains) == [("agent", None), ("compaction", None), ("agent", 1)]
+    assert receipt.share_delivered == 1.0
+
+
 def test_a_history_that_was_only_edited_is_no_compaction(capture):
     now = answered(capture.call(START, calls("ox")), "an animal " * 20)
     now = [*capture.call(now, SUMMARY), user("And?")]
