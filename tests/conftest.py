@@ -128,7 +128,7 @@ SECONDS = {
     "tests/integration/test_capture_faults.py": 120,
     "tests/integration/test_capture_state.py": 40,
     "tests/integration/test_engine_streams.py": 60,
-    "tests/integration/test_example_agents.py": 60,
+    "tests/integration/test_example_agents.py": 100,
     "tests/integration/test_failover.py": 209,
     "tests/integration/test_faults.py": 57,
     "tests/integration/test_harness_pack.py": 60,
