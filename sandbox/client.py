@@ -15,8 +15,8 @@ from sandbox import connection, journal, transfer
 from sandbox.connection import Address, BlockingConnection
 from sandbox.errors import SandboxRequestError
 from sandbox.journal import Journal
-from sandbox.tunnel import Tunnel
 from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
+from sandbox.tunnel import Tunnel
 
 REPLY_GRACE_S = 15.0
 """Beyond a command's own limit: the server's signals and a new shell take at most about half of it."""

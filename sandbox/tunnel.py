@@ -49,6 +49,13 @@ class Tunnel:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def led(self) -> tuple[int, bool]:
+        """How many requests of all tunnels nobody answered, and whether the last try to have one answered
+        failed. Raises SandboxGone, SandboxTimeout.
+        """
+        answer = await connection.exchange(self._address, {"op": "led"}, LISTEN_S)
+        return answer["unanswered"], answer["cut_off"]
+
     def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)

@@ -124,6 +124,7 @@ SECONDS = {
     "tests/integration/compatibility/test_prorl.py": 30,
     "tests/integration/test_benchmarks.py": 40,
     "tests/integration/test_builtin_handlers.py": 26,
+    "tests/integration/test_engine_streams.py": 60,
     "tests/integration/test_failover.py": 209,
     "tests/integration/test_faults.py": 57,
     "tests/integration/test_intake.py": 57,
@@ -149,6 +150,7 @@ SECONDS = {
     "tests/swe/test_datasets.py": 45,
     "tests/swe/test_instances.py": 41,
     "tests/swe/test_patches.py": 49,
+    "tests/unit/test_engine_streams.py": 50,
     "tests/unit/test_published_formats.py": 30,
 }
 """About what a file takes, or the longest test of one whose tests run apart; a test of another file 0.3 s.

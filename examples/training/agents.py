@@ -7,15 +7,25 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
+from httpx import HTTPStatusError
+
 from examples.agents.drive import drive
-from rollout.client import Client
+from rollout.client import ApiError, Client
 from rollout.schema import Rollout, State
 
 POLL_S = 0.1
 MOST_RUNNING = 1000
 """Rollouts of a page."""
+
+
+def _is_over(error: Exception) -> bool:
+    """Whether the rollout had ended meanwhile, as those do that a batch needs no more."""
+    if isinstance(error, ApiError):
+        return error.status == HTTPStatus.GONE
+    return isinstance(error, HTTPStatusError) and error.response.status_code == HTTPStatus.GONE
 
 
 @contextmanager
@@ -32,7 +42,8 @@ def driven(client: Client, tag: str, program: Path, ask: str, at_once: int) -> I
             drive(client.agent(rollout.id), rollout.request, program, ask, None)
         except Exception as error:
             # The pool would keep it to itself. RUN's own limit ends a rollout of which nothing more is heard.
-            print(f"{program.name} for {rollout.id}: {error}", file=sys.stderr)
+            if not _is_over(error):
+                print(f"{program.name} for {rollout.id}: {error}", file=sys.stderr)
 
     def begin(pool: ThreadPoolExecutor) -> None:
         running = client.list(State.RUNNING, tag=tag, limit=MOST_RUNNING).rollouts

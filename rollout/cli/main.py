@@ -36,6 +36,7 @@ OPERATOR_HELP = {
     "keys": "Make, rotate and revoke API keys.",
     "tenants": "Show tenants, and set what each may use.",
     "handlers": "List handlers, or begin one of your own.",
+    "harness": "Build, list and check the agent programs that rollouts can be driven by.",
     "run": "Run a file of tasks with a handler, here or by the service.",
     "images": "Build, list, inspect and prune images of sandboxes.",
     "slurm": "Run the service on a Slurm cluster.",

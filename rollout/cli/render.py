@@ -29,6 +29,7 @@ from rollout.schema import (
     State,
     UpdateState,
 )
+from rollout.schema.agents import Receipt
 
 STATE_STYLE = {"completed": "green", "failed": "red", "timed_out": "yellow", "cancelled": "magenta"}
 ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -159,11 +160,20 @@ def _outcome(rollout: Rollout) -> list[tuple[str, RenderableType]]:
         sampled = f"{trajectory.sampled_tokens} sampled in {trajectory.turns} turns"
         rows.append(("tokens", f"{lengths}, {sampled}"))
         rows.append(("versions", ", ".join(trajectory.versions_used) or "–"))
+        if receipt := trajectory.receipt:
+            rows.append(("captured", _receipt(receipt)))
         rows += [("warning", warning) for warning in trajectory.warnings]
     seconds = rollout.stage_seconds
     times = [f"{stage} {seconds[stage]:.3f} s" for stage in STAGES if stage in seconds]
     rows.append(("times", ", ".join(times) or "–"))
     return rows
+
+
+def _receipt(receipt: Receipt) -> str:
+    beside = f"{receipt.branches} branches, {receipt.retries} retries, {receipt.refused} refused"
+    kept = f"drift {receipt.drift}, {receipt.share_delivered:.0%} of the tokens delivered"
+    by = f"reward of the {receipt.reward_source}, digest {receipt.digest[:12]}"
+    return f"{receipt.harness}: {receipt.calls} calls, {beside}; {kept}; {by}"
 
 
 def timeline_view(rollout: Rollout) -> RenderableType:

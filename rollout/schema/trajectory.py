@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollout.schema.agents import Receipt
+
 SCHEMA_VERSION = 1
 """Version of the record; a reader refuses a newer one instead of misreading it."""
 
@@ -210,29 +212,6 @@ class Chain(BaseModel):
     def policy_versions(self) -> list[str | None]:
         """Parallel to `response_ids`; None where the mask is 0."""
         return [s.policy_version for s in self._response() for _ in s.token_ids]
-
-
-class Receipt(BaseModel):
-    """What was captured of a program's model calls, for who wants to check a trajectory."""
-
-    harness: str
-    engines: list[str]
-    """`<engine> <backend id>` of all that answered, in order of first use."""
-    calls: int
-    """Model calls that were answered from sampled tokens."""
-    retries: int = 0
-    """Repetitions of calls that were joined with the first one, not sampled again."""
-    refused: int = 0
-    """Calls that were answered without the model: past a limit, or with an error."""
-    branches: int = 0
-    """Calls that repeated no earlier conversation, and so began a chain of their own, the first included."""
-    drift: int = 0
-    """Attached calls whose prompt was not, id by id, what is stored of the conversation: always 0."""
-    sampled_tokens: int = 0
-    share_delivered: float = 1.0
-    """Share of the sampled tokens that are in chains to be trained on."""
-    digest: str = ""
-    """SHA-256 chained over the calls in order: of the digest before, the ids sent and the ids sampled."""
 
 
 class Trajectory(BaseModel):

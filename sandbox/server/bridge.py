@@ -60,6 +60,7 @@ class Bridge:
         self._turn = 0
         self._lines = []  # each a reader and a writer
         self._calls = self._held_bytes = 0
+        self._unanswered, self._cut_off = 0, False
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)  # before Python 3.10 a queue looks for it there
         self._idle = asyncio.Queue()  # of the lines those that wait
@@ -82,6 +83,10 @@ class Bridge:
             raise Taken("another worker leads the sandbox's requests out since")
         line = socket.socket(fileno=connection.detach())
         asyncio.run_coroutine_threadsafe(self._add(line, request["turn"]), self._loop)
+
+    def op_led(self, request, connection):
+        """How many requests were given up since nobody outside answered, and whether the last try failed."""
+        return {"unanswered": self._unanswered, "cut_off": self._cut_off}
 
     def _close_lines(self):
         for _, writer in self._lines:
@@ -197,15 +202,18 @@ class Bridge:
             line = self._loop.create_task(self._idle.get())
             try:
                 if not (await asyncio.wait([line], timeout=HOLD_S))[0]:
+                    self._cut_off = True
                     break
                 names = b"X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call.encode(), number)
                 frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
-                if await self._pass(frame + head + names, body, *line.result(), program):
+                self._cut_off = not await self._pass(frame + head + names, body, *line.result(), program)
+                if not self._cut_off:
                     return
             finally:
                 if not line.cancel():
                     line.result()[1].transport.abort()
             await asyncio.sleep(min(PAUSES_S[0] * 2**number, PAUSES_S[1]))
+        self._unanswered += 1
         raise Refusal(503, "nobody outside of the sandbox answers")
 
     async def _pass(self, head, body, reader, writer, program):

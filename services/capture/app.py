@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,18 +25,25 @@ from services.capture.dialects.responses import Responses
 from services.capture.history import Histories
 from services.capture.serving import Caller, Service, Turn
 from services.state.capture.session import MODEL, REWARD, read_key
+from workers.errors import InfrastructureError
 
 log = structlog.get_logger("capture")
 
 HEARTBEAT_S = 3.0
 """Between two signs of life on a stream: proxies and programs give up on silence."""
+BEGIN_S = 10.0
+"""After it a stream begins, whatever may come of the call: the first one of a process loads a tokenizer."""
 STALLED_S = 120.0
 """For a program to take what it is sent; then it is as if it had gone."""
+BODY_S = 60.0
+"""For a whole body to come."""
+MOST_HELD, MOST_HELD_OF_ONE = 1 << 30, 128 << 20
+"""Bytes of bodies of the calls under way in a process, and of one attempt's: what is made of them is more."""
 MODEL_NAME = "policy"
 """What the model is called where a program asks. No slash, no colon, no version to be parsed."""
 CALL_HEADER = "X-Rollout-Call"
-RETRY_HEADERS = ("X-Stainless-Retry-Count", "X-Rollout-Try")
-"""By which SDKs, and the bridge of a sandbox, say that they repeat a call: a number above 0."""
+RETRY_HEADER = "X-Stainless-Retry-Count"
+"""By which SDKs say that they repeat a call: a number above 0."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -64,13 +75,23 @@ def create_app(service: Service, secret: str, store: Any, send: Any, max_body_by
         for version in ("v1beta", "v1", "v1alpha"):
             base = f"{prefix}/{version}/models/{{model:[^:]+}}"
             app.router.add_post(f"{base}:generateContent", routes.generates(gemini, stream=False))
-            app.router.add_post(f"{base}:streamGenerateContent", routes.generates(gemini, stream=True))
+            listed = routes.generates(gemini, stream=True), routes.generates(Gemini(sse=False), stream=True)
+            app.router.add_post(f"{base}:streamGenerateContent", _by_alt(*listed))
             app.router.add_post(f"{base}:countTokens", routes.counts(gemini))
         app.router.add_post(f"{prefix}/v1/reward", routes.reward)
         app.router.add_post(f"{prefix}/v1/finish", routes.finish)
     app.router.add_get("/health", _health)
     app.router.add_get("/metrics", _metrics)
     return app
+
+
+def _by_alt(events: Handler, entries: Handler) -> Handler:
+    """A stream of Gemini's, as its query asks: events, or the entries of one list."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await (events if request.query.get("alt") == "sse" else entries)(request)
+
+    return handle
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -88,6 +109,7 @@ class Routes:
         self._service, self._secret, self._store, self._send = service, secret, store, send
         self._most_bytes = most_bytes
         self._histories = Histories()
+        self._held: Counter[Caller] = Counter()
 
     def generates(self, dialect: Dialect, stream: bool | None = None) -> Handler:
         """A route of model calls. `stream`: what its path says."""
@@ -96,22 +118,24 @@ class Routes:
             with metrics.IN_FLIGHT.track_inprogress():
                 try:
                     caller = self._caller(request, MODEL)
-                    body = await self._body(request)
-                    recent = self._histories.of((caller, dialect.name))
-                    model = request.match_info.get("model", "")
-                    call = dialect.read(body, model=model, stream=stream, recent=recent)
-                    self._histories.keep((caller, dialect.name), call.history, len(body))
-                    turn = await self._service.turn(
-                        caller,
-                        dialect.name,
-                        call,
-                        _digest(dialect, request, body),
-                        request.headers.get(CALL_HEADER, "")[:64] or None,
-                        any(request.headers.get(name, "0").lstrip("0") for name in RETRY_HEADERS),
-                    )
-                    return await self._tell(request, dialect, caller, call, turn)
+                    with self._holding(caller, request):
+                        call, digest = await self._read(request, caller, dialect, stream)
+                        turn = await self._service.turn(
+                            caller,
+                            dialect.name,
+                            call,
+                            digest,
+                            request.headers.get(CALL_HEADER) if _is_name(request) else None,
+                            bool(request.headers.get(RETRY_HEADER, "").strip("0")),
+                        )
+                        return await self._tell(request, dialect, caller, call, turn)
                 except Refusal as refusal:
+                    if self._service.ending and CALL_HEADER in request.headers and request.transport:
+                        # The bridge leads a call that has no answer yet to another process, by itself.
+                        request.transport.abort()
                     return _refused(dialect, refusal)
+                except InfrastructureError as error:
+                    return _refused(dialect, Refusal("unavailable", str(error), retry_after_s=2))
                 except Exception:
                     log.exception("a call failed", dialect=dialect.name)
                     return _refused(dialect, Refusal("internal", "capture failed; its log has more"))
@@ -122,9 +146,9 @@ class Routes:
         self, request: web.Request, dialect: Dialect, caller: Caller, call: ModelCall, turn: Turn
     ) -> web.StreamResponse:
         """The answer of a turn, to whoever listens."""
-        whole = False
         try:
-            await asyncio.shield(turn.begun)
+            # Errors of the call itself have their own status; who streams is not left in silence for them.
+            await asyncio.wait([turn.begun], timeout=BEGIN_S if call.stream else None)
             if not call.stream or (turn.result.done() and turn.result.exception()):
                 answer = await asyncio.shield(turn.result)
                 response = web.Response(body=dialect.answer(call, answer), content_type="application/json")
@@ -132,18 +156,21 @@ class Routes:
                 await _patiently(response.write_eof())
             else:
                 response = await self._stream(request, dialect, call, turn)
-            whole = True
-            return response
-        finally:
-            # Also where it broke: the program may come again, and is then told the same.
-            (self._service.told if whole else self._service.orphan)(caller, turn)
+        except Refusal:
+            raise
+        except BaseException:
+            # The program went away, or does not read: it may come again, and is then told the same.
+            self._service.orphan(caller, turn)
+            raise
+        self._service.told(caller, turn)
+        return response
 
     async def _stream(
         self, request: web.Request, dialect: Dialect, call: ModelCall, turn: Turn
     ) -> web.StreamResponse:
-        array = dialect.name == "gemini" and request.query.get("alt") != "sse"
-        kind = "application/json" if array else "text/event-stream"
-        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": dialect.stream_type, "Cache-Control": "no-cache"}
+        )
         stream = dialect.stream(call, turn.call_id, turn.created, turn.prompt_tokens)
         await response.prepare(request)
         text, reasoning = "", ""
@@ -169,10 +196,9 @@ class Routes:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 caller = self._caller(request, MODEL)
-                call = dialect.read(
-                    await self._body(request), model=request.match_info.get("model", ""), stream=False
-                )
-                tokens = await self._service.count(caller, call)
+                with self._holding(caller, request):
+                    call, _ = await self._read(request, dialect, False)
+                    tokens = await self._service.count(caller, call)
                 return web.Response(body=dialect.count(tokens), content_type="application/json")
             except Refusal as refusal:
                 return _refused(dialect, refusal)
@@ -234,9 +260,43 @@ class Routes:
                 raise Refusal("unauthorized", "this key is of no rollout that is known here")
         raise Refusal("ended", "this attempt of the rollout has ended")
 
+    async def _read(
+        self, request: web.Request, caller: Caller, dialect: Dialect, stream: bool | None
+    ) -> tuple[ModelCall, bytes]:
+        """A call, and the digest of its body, which is not kept."""
+        body = await self._body(request)
+        recent = self._histories.of((caller, dialect.name))
+        model = request.match_info.get("model", "")
+        call = dialect.read(body, model=model, stream=stream, recent=recent)
+        self._histories.keep((caller, dialect.name), call.history, len(body))
+        return replace(call, size=len(body)), _digest(dialect, request, body)
+
+    @contextmanager
+    def _holding(self, caller: Caller, request: web.Request) -> Iterator[None]:
+        """Count a call's body among those that are held; one of unknown length as the largest.
+
+        Raises:
+            Refusal: There is no room for it now.
+        """
+        size = request.content_length
+        size = self._most_bytes if size is None else min(size, self._most_bytes)
+        if self._held[caller] + size > MOST_HELD_OF_ONE or self._held.total() + size > MOST_HELD:
+            metrics.REFUSED.labels("held").inc()
+            raise Refusal("busy", "the calls under way are too large for another one", retry_after_s=1)
+        self._held[caller] += size
+        try:
+            yield
+        finally:
+            self._held[caller] -= size
+            if not self._held[caller]:
+                del self._held[caller]
+
     async def _body(self, request: web.Request) -> bytes:
         try:
-            return await request.read()
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError:
+            raise Refusal("invalid", f"the body did not come within {BODY_S:g} s") from None
         except web.HTTPRequestEntityTooLarge as error:
             metrics.REFUSED.labels("size").inc()
             raise Refusal("too_large", f"the body has more than {self._most_bytes} bytes") from error
@@ -267,6 +327,11 @@ def _key(request: web.Request) -> str:
         or headers.get("x-goog-api-key")
         or request.query.get("key", "")
     )
+
+
+def _is_name(request: web.Request) -> bool:
+    """Whether a call has a name that an engine and Redis may be told."""
+    return re.fullmatch(r"[0-9A-Za-z-]{1,64}", request.headers.get(CALL_HEADER, "")) is not None
 
 
 def _digest(dialect: Dialect, request: web.Request, body: bytes) -> bytes:

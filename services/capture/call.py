@@ -73,6 +73,8 @@ class ModelCall:
     """Parameters of sampling that it asked for: recorded, not obeyed."""
     history: History | None = field(default=None, compare=False, repr=False)
     """How the messages were read, for calls that go on from this one."""
+    size: int = 0
+    """Bytes of the body that it was read from."""
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,13 @@ trained all the same; what is wrongly taken for auxiliary or discarded is not, a
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
-from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Receipt, Segment
+from rollout.schema.agents import Asked, Receipt
+from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Segment
 from services.capture.matching import after
 from services.capture.tree import Tree, answer_of
 from services.engines.base import Completion
@@ -39,6 +41,11 @@ from services.state.turns.entries import from_json, sampled_segments
 LEAST_SUMMARY = 80
 """Characters of a text that would hardly be in a prompt by chance."""
 LEAST_REPORT = 40
+MOST_ASKED = 32
+"""Sets of parameters that a receipt tells: a program that has another one in each call fills no record."""
+MOST_COMPARED = 2 << 30
+"""Characters of prompts that are looked through for other calls' texts, about as many as take 2 s: where a
+program has sent more, what is left counts as an agent's."""
 _TAGGED = re.compile(r"<(\w+)>(.*?)</\1>")
 
 
@@ -114,6 +121,7 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
     return Receipt(
         harness=harness,
         engines=list(dict.fromkeys(node.backend for node in nodes)),
+        versions=list(dict.fromkeys(name for node in nodes for name, _, _ in node.spans if name is not None)),
         calls=len(nodes),
         retries=retries,
         refused=refused,
@@ -121,8 +129,19 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
         drift=drift,
         sampled_tokens=sampled,
         share_delivered=delivered / sampled if sampled else 1.0,
+        asked=_parameters(nodes),
         digest=digest.hex(),
     )
+
+
+def _parameters(nodes: Sequence[Node]) -> list[Asked]:
+    """What was asked of sampling, and in how many calls."""
+    sets: dict[str, Asked] = {}
+    for node in nodes:
+        name = json.dumps(node.asked, sort_keys=True)
+        if name in sets or len(sets) < MOST_ASKED:
+            sets.setdefault(name, Asked(parameters=node.asked, calls=0)).calls += 1
+    return list(sets.values())
 
 
 class _Labels:
@@ -130,6 +149,11 @@ class _Labels:
 
     def __init__(self, tree: Tree, untold: Collection[str]) -> None:
         self._tree, self._untold = tree, untold
+        self._compared = 0
+        self._same: dict[tuple[int, bytes], list[int]] = {}
+        """Nodes that answered the same request, by their parent and its digest."""
+        for place, node in enumerate(tree.nodes):
+            self._same.setdefault((node.parent, tree.asked(place)), []).append(place)
         nodes = tree.nodes
         self._roots = tree.children(ROOT)
         self._root: list[int] = []
@@ -167,9 +191,8 @@ class _Labels:
         """The node for which a leaf was discarded."""
         tree = self._tree
         parent, untold = tree.nodes[leaf].parent, tree.nodes[leaf].call_id in self._untold
-        for place in reversed(tree.children(parent)):
-            instead = tree.children(place) or (untold and place > leaf)
-            if place != leaf and instead and tree.asked(place) == tree.asked(leaf):
+        for place in reversed(self._same[parent, tree.asked(leaf)]):
+            if place != leaf and (tree.children(place) or (untold and place > leaf)):
                 return place
         return None
 
@@ -187,9 +210,9 @@ class _Labels:
             self._kind[root] = "auxiliary"
         else:
             self._kind[root] = "agent"
-            agents = (place for place in range(root) if self._kind[self._root[place]] == "agent")
+            agents = (at for at in reversed(range(root)) if self._kind[self._root[at]] == "agent")
             used = (at for at in agents if self._tree.children(at) or self._beside(at) is None)
-            before = max(used, default=None)
+            before = next(used, None)
         if before is not None:
             self.left[root] = before
 
@@ -198,13 +221,15 @@ class _Labels:
         texts = [self._said[leaf], *(match[2].strip() for match in _TAGGED.finditer(self._said[leaf]))]
         texts = [text for text in texts if len(text) >= LEAST_SUMMARY]
         length = sum(len(self._heard[place]) + 1 for place in self._tree.lineage(leaf))
+        bare = not self._has_tools(self._root[leaf])
         for root in self._roots if texts else ():
             if root <= leaf:
                 continue
+            shorter = len(self._heard[root]) < length or (bare and self._has_tools(root))
             first = next((at for at, (role, _) in enumerate(self._heard[root]) if role == "assistant"), None)
             for at, (role, heard) in enumerate(self._heard[root]):
-                fits = role != "assistant" or (at == first and len(self._heard[root]) < length)
-                if fits and any(text in heard for text in texts):
+                fits = role != "assistant" or (at == first and shorter)
+                if fits and any(self._has(heard, text) for text in texts):
                     return root
         return None
 
@@ -215,18 +240,29 @@ class _Labels:
             if self._root[place] == root or not ROOT < self._tree.nodes[place].parent < root:
                 continue
             for role, heard in self._heard[place]:
-                if role == "tool" and (text == heard or (len(text) >= LEAST_REPORT and text in heard)):
+                if role == "tool" and (
+                    text == heard or (len(text) >= LEAST_REPORT and self._has(heard, text))
+                ):
                     yield place
 
     def _is_beside_the_task(self, root: int) -> bool:
-        equipped = [place for place in self._roots if self._tree.nodes[place].tools not in ("", "[]")]
+        equipped = [place for place in self._roots if self._has_tools(place)]
         first, text = (equipped or self._roots)[0], self._said[root]
         if equipped and root not in equipped:
             return True
         if root <= first or self._tree.children(root) or self._asks(root) == self._asks(first):
             return False
         others = (heard for place, heard in enumerate(self._heard) if place != root)
-        return not text or not any(text in said for heard in others for _, said in heard)
+        unheard = not text or not any(self._has(said, text) for heard in others for _, said in heard)
+        return unheard and self._compared < MOST_COMPARED
+
+    def _has(self, heard: str, text: str) -> bool:
+        """Whether a text was heard, as long as so much may be looked through."""
+        self._compared += len(heard)
+        return self._compared < MOST_COMPARED and text in heard
+
+    def _has_tools(self, root: int) -> bool:
+        return self._tree.nodes[root].tools not in ("", "[]")
 
     def _asks(self, root: int) -> str:
         """The first message of a user."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import structlog
 
 from rollout.arrays import pack_ids
+from rollout.trajectory import Message
 from services.capture import metrics
 from services.capture.call import ModelCall, Refusal
 from services.capture.tree import Attachment, Tree
@@ -53,16 +55,15 @@ class Prompts:
         if place.parent != ROOT:
             before, sampled = self._prompt(tree, place.parent), tree.sampled(place.parent)
             try:
-                given = codec.bridge(before, sampled, place.tail)
+                given = await _rendered(_size(place.tail), codec.bridge, before, sampled, place.tail)
                 return self._keep(tree, Prompt([*before, *sampled, *given], place, given))
             except CodecError as error:
                 log.info("begins a branch: the format cannot append", error=str(error))
                 metrics.UNBRIDGED.inc()
                 place = replace(place, parent=ROOT, tail=call.messages)
         try:
-            size = sum(len(message.text) for message in call.messages)
-            render = partial(codec.render, call.messages, call.tools)
-            ids = await asyncio.to_thread(render) if size > LARGE else render()
+            size = call.size or _size(call.messages)
+            ids = await _rendered(size, codec.render, call.messages, call.tools)
         except CodecError as error:
             raise Refusal(
                 "invalid", f"the model's chat format cannot hold these messages: {error}"
@@ -83,3 +84,12 @@ class Prompts:
         while self._ids > self._most:
             self._ids -= len(self._latest.popitem(last=False)[1].ids)
         return prompt
+
+
+def _size(messages: list[Message]) -> int:
+    return sum(len(message.text) for message in messages)
+
+
+async def _rendered(size: int, render: Callable[..., list[int]], *args: Any) -> list[int]:
+    """What a codec makes of messages. All other calls wait while this is not done in a thread."""
+    return await asyncio.to_thread(render, *args) if size > LARGE else render(*args)

@@ -37,6 +37,7 @@ from services.state.capture.store import CaptureStore
 from services.state.turns.entries import to_json
 from workers.agent.codec import load_codec, takeover_obstacle
 from workers.agent.formats import Codec, CodecError
+from workers.agent.llm import BrokenCall
 from workers.agent.placement import Placements
 from workers.agent.router import BackendRouter, RolloutLost
 from workers.errors import InfrastructureError, ModelError
@@ -52,6 +53,8 @@ EARLY_S = 30.0
 """For RUN to open a session that is asked for before; then the program is told to come again."""
 TAKEOVER_S = 300.0
 """For another worker to take the rollout over whose RUN worker was lost."""
+LAST_WORDS_S = 2.0
+"""For calls that a process breaks off when it ends, to be given up in Redis."""
 LOOK_S = 0.2
 """Between two looks at what another process, or worker, is to do."""
 SHOW_S = 0.05
@@ -60,6 +63,11 @@ SHOW_SHARE = 0.25
 """… so that all looks together take at most so much of the process' time."""
 LONGEST_MARK = 32
 """Characters of the longest word of a chat format that begins a call."""
+MOST_BYTES_OF_AN_ID = 32
+"""Of a body, for each id of the context: no text that means anything takes so many, and a larger body is not
+even rendered, which takes seconds a megabyte."""
+IDLE_S = 600.0
+"""After it a session's tree is read again if it is called for."""
 LEAST_ROOM = 256
 """Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
 MOST_STOPPED = 20
@@ -128,6 +136,8 @@ class Known:
     tree: Tree = field(default_factory=Tree)
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     running: int = 0
+    used_at: float = 0.0
+    """Monotonic time of the last call."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,8 @@ class Service:
 
     def __init__(self, store: CaptureStore, placements: Placements, http: aiohttp.ClientSession) -> None:
         self.process = new_id()
+        self.ending = False
+        """Whether the process takes no further calls."""
         self._store, self._placements, self._http = store, placements, http
         self._known: OrderedDict[Caller, Known] = OrderedDict()
         self._prompts = Prompts()
@@ -155,14 +167,20 @@ class Service:
         """Say again and again that this process lives."""
         while True:
             await self._placements.send(self._store.alive(self.process))
+            while self._known and next(iter(self._known.values())).used_at < time.monotonic() - IDLE_S:
+                self._known.popitem(last=False)
             await asyncio.sleep(1.0)
 
     async def close(self, patience_s: float) -> None:
         """Give the calls under way some time; what is not written then is begun again elsewhere."""
+        self.ending = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=patience_s)
-        for task in self._tasks:
-            task.cancel()
+        if left := set(self._tasks):
+            for task in left:
+                task.cancel()
+            # They say in Redis that they end: who comes again need not wait until this process is missed.
+            await asyncio.wait(left, timeout=LAST_WORDS_S)
 
     # -- one call ----------------------------------------------------------------------------
 
@@ -179,6 +197,8 @@ class Service:
         Raises:
             Refusal: It is not served.
         """
+        if self.ending:
+            raise Refusal("unavailable", "this process ends", retry_after_s=1)
         call_id = call_id or new_id()
         if turn := self._turns.get((caller, call_id)):
             return turn
@@ -207,6 +227,7 @@ class Service:
     async def count(self, caller: Caller, call: ModelCall) -> int:
         """Ids of a call's prompt."""
         known = await self._looked_up(caller)
+        _check_size(known, call)
         return len((await self._prompts.of(known.tree, await self._codec(known), call)).ids)
 
     async def _unheard(self, caller: Caller, opening: asyncio.Task[Turn]) -> None:
@@ -260,13 +281,13 @@ class Service:
             return self._stopped(call_id, answer)
         if word == "again":
             metrics.JOINED.inc()
-            return await self._replay(caller, answer["node"])
+            return await self._replay(caller, answer["call"], answer["node"])
         known = self._know(caller, self._session(answer))
         if known.running >= MOST_AT_ONCE:
             await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "busy"))
             raise Refusal("busy", f"{known.running} calls of this rollout are under way", retry_after_s=1)
         turn = self._turns[caller, answer["call"]] = Turn(answer["call"])
-        self._task(self._serve(caller, known, turn, dialect, call, body, answer, begin))
+        self._task(self._serve(caller, known, turn, dialect, call, body, answer))
         return turn
 
     def _session(self, answer: dict[str, Any]) -> Session:
@@ -293,6 +314,7 @@ class Service:
             while len(self._known) > MOST_SESSIONS:
                 self._known.popitem(last=False)
         self._known.move_to_end(caller)
+        known.used_at = time.monotonic()
         return known
 
     def _stopped(self, call_id: str, answer: dict[str, Any]) -> Turn:
@@ -305,29 +327,34 @@ class Service:
         turn.end(Answer(call_id, message, "stop", 0, 0, created=turn.created))
         return turn
 
-    async def _replay(self, caller: Caller, place: int) -> Turn:
+    async def _replay(self, caller: Caller, call_id: str, place: int) -> Turn:
         """A turn that was answered before."""
-        known = await self._looked_up(caller)
-        node = known.tree.nodes[place]
+        tree = (await self._looked_up(caller)).tree
+        if len(tree.nodes) <= place or tree.nodes[place].call_id != call_id:
+            # Redis lost turns, and what is here is not what is there.
+            self._known.pop(caller, None)
+            tree = (await self._looked_up(caller)).tree
+        node = tree.nodes[place]
         turn = Turn(node.call_id)
-        turn.prompt_tokens = len(known.tree.prompt(place))
+        turn.prompt_tokens = len(tree.prompt(place))
         turn.end(_answer(node, turn))
         return turn
 
     async def _serve(
         self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
-        begun: dict[str, Any], begin: partial[Any],
+        begun: dict[str, Any],
     ) -> None:  # fmt: skip
         known.running += 1
         began, kind = time.monotonic(), "ok"
+        refusal = Refusal("unavailable", "this process ends", retry_after_s=1)
         try:
             with structlog.contextvars.bound_contextvars(
                 rollout_id=caller.rollout_id, attempt=caller.attempt, call=turn.call_id
             ):
-                turn.end(await self._answered(caller, known, turn, dialect, call, body, begun, begin))
+                turn.end(await self._answered(caller, known, turn, dialect, call, body, begun))
         except asyncio.CancelledError:
             kind = "cancelled"
-            turn.end(Refusal("unavailable", "this process ends", retry_after_s=1))
+            await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, "unavailable"))
             raise
         except Exception as error:
             refusal = _refusal(error)
@@ -338,8 +365,9 @@ class Service:
             write("call refused", **names, kind=kind, error=str(error), exc_info=trace)
             if kind != "ended":
                 await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, kind))
-            turn.end(refusal)
         finally:
+            # However it ended: who listens must not do so for ever.
+            turn.end(refusal)
             known.running -= 1
             self._turns.pop((caller, turn.call_id), None)
             metrics.CALLS.labels(dialect, kind).inc()
@@ -347,11 +375,13 @@ class Service:
 
     async def _answered(
         self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
-        begun: dict[str, Any], begin: partial[Any],
+        begun: dict[str, Any],
     ) -> Answer:  # fmt: skip
+        _check_size(known, call)
         codec = await self._codec(known)
         await self._read(caller, known, begun["nodes"])
-        made = await self._prompts.of(known.tree, codec, call)
+        tree = known.tree
+        made = await self._prompts.of(tree, codec, call)
         prompt, place = made.ids, made.place
         request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
         turn.prompt_tokens = len(prompt)
@@ -359,7 +389,7 @@ class Service:
         shown = _Shown(turn, codec, prompt) if call.stream else None
         _Shown.live += call.stream
         try:
-            completion = await self._sample(caller, known, request, shown, begun, begin)
+            completion = await self._sample(caller, known, request, shown, begun)
         finally:
             _Shown.live -= call.stream
         known_backend = f"{known.backend.engine} {known.backend.id}"
@@ -387,7 +417,7 @@ class Service:
             codec.digest if root else "",
         )
         metrics.TOKENS.inc(len(completion.token_ids))
-        return _answer(await self._write(caller, known, node, len(completion.token_ids)), turn)
+        return _answer(await self._write(caller, known, tree, node), turn)
 
     # -- its prompt --------------------------------------------------------------------------
 
@@ -405,12 +435,22 @@ class Service:
         """Have at least so many nodes of the tree here."""
         while len(known.tree.nodes) < length:
             async with known.reading:
-                start = len(known.tree.nodes)
-                if start < length:
-                    for node in decode(await ask(self._store.nodes, *_ids(caller), start)):
-                        known.tree.add(node)
-                    if len(known.tree.nodes) < length:
-                        raise InfrastructureError(f"{length} turns were written and are not there any more")
+                tree, here = known.tree, known.tree.nodes
+                if len(here) >= length:
+                    break
+                last = max(0, len(here) - 1)
+                stored = decode(await ask(self._store.nodes, *_ids(caller), last))
+                if known.tree is not tree:
+                    continue
+                if here and (not stored or stored[0].call_id != here[last].call_id):
+                    # Redis was killed and lost turns. Who has prompts of the old tree goes on with that.
+                    known.tree = Tree()
+                    continue
+                # Meanwhile others may have been added by the calls that they answer.
+                for node in stored[len(here) - last :]:
+                    tree.add(node)
+                if len(here) < length:
+                    raise InfrastructureError(f"{length} turns were written and are not there any more")
 
     def _request(
         self, known: Known, codec: Codec, turn: Turn, call: ModelCall, prompt: list[int], place: Attachment,
@@ -448,7 +488,7 @@ class Service:
 
     async def _sample(
         self, caller: Caller, known: Known, request: SampleRequest, shown: _Shown | None,
-        begun: dict[str, Any], begin: partial[Any],
+        begun: dict[str, Any],
     ) -> Completion:  # fmt: skip
         """Ask the engine, under the fence of whichever worker holds the rollout now."""
         session, ends = known.session, time.monotonic() + TAKEOVER_S
@@ -468,40 +508,60 @@ class Service:
                 if time.monotonic() > ends or (shown and shown.ids):
                     raise
                 await asyncio.sleep(LOOK_S)
-                begun = await self._placements.send(begin(call_id=request.call_id))
+                begun = await self._placements.send(self._store.look(*_ids(caller)))
                 self._session(begun)
             else:
                 known.backend = router.backend or known.backend
                 return completion
 
-    async def _write(self, caller: Caller, known: Known, node: Node, sampled: int) -> Node:
-        """Enter a turn, and those before it that Redis has lost. The first answer to a call is its turn.
+    async def _write(self, caller: Caller, known: Known, tree: Tree, node: Node) -> Node:
+        """Enter a turn whose prompt is of this tree. The first answer to a call is its turn.
 
         Raises:
             Refusal: The attempt has ended.
         """
-        add = partial(self._store.add, *_ids(caller))
-        while True:
-            answer = await self._placements.send(
-                add(node.call_id, node=encode(node), parent=node.parent, sampled=sampled)
-            )
-            if answer["word"] != "behind":
-                break
-            for lost in known.tree.nodes[answer["at"] :]:
-                again = add(lost.call_id, node=encode(lost), parent=lost.parent, sampled=0)
-                await self._placements.send(again)
-        if answer["word"] != "ok":
-            raise Refusal("ended", "this attempt of the rollout has ended")
-        place, nodes = answer["node"], known.tree.nodes
-        if place == len(nodes):
-            known.tree.add(node)
-        elif place < len(nodes) and nodes[place].call_id != node.call_id:
+        place, node = await self._enter(caller, tree, node)
+        if place == len(tree.nodes):
+            tree.add(node)
+        elif place < len(tree.nodes) and tree.nodes[place].call_id != node.call_id:
             # Redis lost turns, and another process wrote on: what is there is the truth.
-            self._known.pop(caller, None)
-        if answer["other"]:
-            (stored, *_) = await ask(self._store.nodes, *_ids(caller), place)
-            (node,) = decode([stored])
+            known.tree = Tree()
         return node
+
+    async def _enter(self, caller: Caller, tree: Tree, node: Node) -> tuple[int, Node]:
+        """Write a turn, and those of its tree that Redis has lost: its place there, and what is there."""
+        places: dict[int, int] = {}
+        """Of the nodes that were written again."""
+
+        async def add(node: Node) -> dict[str, Any]:
+            ends, more, parent = time.monotonic() + EARLY_S, {}, node.parent
+            if parent != ROOT:
+                more["parent_call"] = tree.nodes[parent].call_id
+                node = msgspec.structs.replace(node, parent=places.get(parent, parent))
+            sampled = len(node.sampled) // 4
+            call = self._store.add(*_ids(caller), node.call_id, encode(node), node.parent, sampled, **more)
+            while (answer := await self._placements.send(call))["word"] == "early":
+                # RUN opens a session again whose opening was lost.
+                if time.monotonic() > ends:
+                    raise Refusal("unavailable", "this rollout is not in RUN any more", retry_after_s=5)
+                await asyncio.sleep(LOOK_S)
+            if answer["word"] not in ("ok", "behind"):
+                raise Refusal("ended", "this attempt of the rollout has ended")
+            return answer
+
+        while (answer := await add(node))["word"] == "behind":
+            at = min(answer["at"], node.parent)
+            while at < len(tree.nodes):
+                again = await add(tree.nodes[at])
+                if again["word"] == "ok":
+                    places[at] = again["node"]
+                    at += 1
+                else:
+                    at = tree.nodes[at].parent
+        if answer["other"]:
+            (stored, *_) = await ask(self._store.nodes, *_ids(caller), answer["node"])
+            (node,) = decode([stored])
+        return answer["node"], node
 
 
 class _Shown:
@@ -546,7 +606,13 @@ def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | 
     `shown`: the turn that was shown while it was sampled; what was said is not taken back.
     """
     parsed = codec.parse(prompt, completion.token_ids)
-    message = parsed.message
+    # Programs drop a call whose id they have seen, and some formats count from 0 in each turn.
+    name = completion.call_id.replace("-", "")[-16:]
+    calls = [
+        call.model_copy(update={"id": f"call_{name}{number}"})
+        for number, call in enumerate(parsed.message.tool_calls)
+    ]
+    message = parsed.message.model_copy(update={"tool_calls": calls})
     if parsed.malformed:
         message = message.model_copy(update={"content": _parts(codec.text_of(completion.token_ids))})
     if shown is None:
@@ -584,9 +650,21 @@ def _refusal(error: Exception) -> Refusal:
             return error
         case ModelError():
             return Refusal("internal", f"the model's server refuses the call: {error}")
-        case InfrastructureError() | CodecError():
+        case InfrastructureError() | CodecError() | BrokenCall():
             return Refusal("unavailable", str(error), retry_after_s=2)
     return Refusal("internal", f"{type(error).__name__} in capture; its log has more")
+
+
+def _check_size(known: Known, call: ModelCall) -> None:
+    """
+    Raises:
+        Refusal: The context has no room for a call of so many bytes, however it is rendered.
+    """
+    most = known.first.max_model_len
+    if call.size > MOST_BYTES_OF_AN_ID * most:
+        tokens = call.size // 4
+        problem = f"a body of {call.size} bytes is more than {most} tokens"
+        raise Refusal("context", problem, tokens=tokens, most_tokens=most)
 
 
 async def _obstacle(first: Backend, backend: Backend) -> str | None:

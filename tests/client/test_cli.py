@@ -21,6 +21,7 @@ from docs.make_tables import commands
 from rollout import cli
 from rollout.progress import Meter
 from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
+from rollout.schema.agents import Receipt
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.client.fake_gateway import FakeGateway
 from tests.helpers.idle import in_time
@@ -122,6 +123,10 @@ def test_show_is_readable(gateway, invoke):
     )
     rollout.stage_seconds = {"init": 0.2, "run": 1.25, "eval": 0.01}
     rollout.error = ErrorInfo(blame="handler", stage="eval", type="KeyError", message="'answer'")
+    assert "captured" not in invoke("show", "a").stdout
+    rollout.trajectory.receipt = Receipt(
+        harness="codex", engines=["vllm b0"], calls=9, retries=1, branches=2, share_delivered=0.914
+    )
     shown = invoke("show", "a").stdout
     for text in (
         "37 times 85",
@@ -130,6 +135,7 @@ def test_show_is_readable(gateway, invoke):
         "turn 1, 2 tokens sampled, mean log-prob -1.00, version step-7, stop",
         "apptainer on n1, image base, started in 118 ms",
         "3 prompt, 3 response, 2 sampled in 1 turns",
+        "captured  codex: 9 calls, 2 branches, 1 retries, 0 refused; drift 0, 91% of the tokens delivered",
         "run 1.250 s",
         "no memory limit",
         "handler error in eval: KeyError: 'answer'",

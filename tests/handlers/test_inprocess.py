@@ -95,6 +95,14 @@ def test_a_rollout_goes_through_its_three_stages():
     assert not done.drop and done.error is None
 
 
+@pytest.mark.parametrize("agent", [{"harness": "external"}, {"harness": "command", "command": ["true"]}])
+def test_a_program_is_refused_where_there_is_no_service_for_its_calls(agent):
+    (done,) = played(Hooked(), [Action(content="2")], {}, agent=agent)
+    assert (done.state, done.reward, done.trajectory) == (State.FAILED, None, None)
+    assert (done.error.blame, done.error.stage) == (Blame.TASK, "init")
+    assert done.error.message.startswith("agent: ") and "whole service" in done.error.message
+
+
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
 @pytest.mark.parametrize("hook", ["", "fails"])
 def test_without_a_hook_that_helps_a_failure_is_the_handlers(stage, hook):

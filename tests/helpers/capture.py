@@ -14,6 +14,8 @@ import httpx
 
 from rollout.schema import Agent, Rollout, RolloutRequest
 from rollout.trajectory import Chain
+from services.state.backends.store import BackendStore
+from services.state.capture.store import CaptureStore
 from tests.helpers import published
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import Process, Stack, free_port, healthy, wait_until
@@ -78,6 +80,29 @@ class CaptureWorld:
         wait_until(lambda: healthy(self.engine), 60, "the engine", self.engine_process)
         self.slow(self.factor)
 
+    def await_calls(self, rollout_id: str, count: int, begun: bool = False) -> None:
+        """Until so many calls of the rollout's first attempt were answered, or have begun."""
+        store = CaptureStore(self.stack.redis.client)
+
+        def reached() -> bool:
+            summary = store.summary(rollout_id, 1)
+            return summary is not None and (summary.calls if begun else summary.nodes) >= count
+
+        wait_until(reached, 60, f"{count} calls of {rollout_id}")
+
+    def replace_run_worker(self, stop: bool = False) -> None:
+        """SIGKILL (`stop`: SIGTERM) to the worker of RUN, and another one in its place."""
+        old = next(process for process in self.stack.processes if process.name.startswith("run"))
+        old.stop() if stop else old.kill()
+        self.stack.processes.remove(old)
+        self.stack.start_worker("run", f"{old.name}x")
+
+    def know_version(self, version: str) -> None:
+        """The service has taken the engine's new weights over."""
+        store = BackendStore(self.stack.redis.client)
+        for backend in store.list():
+            store.set_version(backend.id, version)
+
     def slow(self, factor: float) -> None:
         """How many times as long each token takes."""
         self.factor = factor
@@ -89,7 +114,7 @@ class CaptureWorld:
 
     def calls(self) -> list[dict[str, Any]]:
         """What the engine was asked, and said."""
-        return httpx.get(f"{self.engine}/calls").json()
+        return httpx.get(f"{self.engine}/calls", timeout=60).json()
 
     def hold_prompts(self, rollout: Rollout) -> int:
         """Every sampled call of the trajectory had exactly the ids before it as its prompt; how many."""

@@ -46,7 +46,7 @@ class Sequence:
     """Of prompt and answer."""
     done: asyncio.Future[None]
     streaming: bool = False
-    """Each id is told when it is sampled."""
+    """Its ids are told while it is sampled."""
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something was sampled, and at the end."""
     computed: int = 0
@@ -86,8 +86,14 @@ class EngineModel:
         max_sequences: int = 256,
         max_batched_tokens: int = 2048,
         version: str = "default",
+        stream_interval: int = 1,
     ) -> None:
-        """`capacity_tokens` is rounded down to whole blocks."""
+        """
+        Args:
+            capacity_tokens: Rounded down to whole blocks.
+            stream_interval: As many ids of a stream, at most, are told at once.
+        """
+        self.stream_interval = stream_interval
         self.timing = timing or Timing()
         self.language = language or FakeLanguage()
         self.max_sequences = max_sequences
@@ -295,10 +301,8 @@ class EngineModel:
 
     def _leap(self, decode: list[Sequence]) -> int:
         """Steps until the first sequence ends or blocks run out; their blocks are allocated."""
-        if any(sequence.streaming for sequence in decode):
-            steps = 1
-        else:
-            steps = min([LEAP, *(len(s.answer.token_ids) - s.sampled for s in decode)])
+        leap = self.stream_interval if any(sequence.streaming for sequence in decode) else LEAP
+        steps = min([leap, *(len(s.answer.token_ids) - s.sampled for s in decode)])
         while steps > 1:
             missing = [blocks_for(s.computed + steps) - s.shared - s.private for s in decode]
             if self.cache.allocate(sum(count for count in missing if count > 0)):

@@ -367,6 +367,7 @@ def main() -> None:
     parser.add_argument("--capacity-tokens", type=int, default=200_000)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=0.5, help="one decode step")
+    parser.add_argument("--stream-interval", type=int, default=1, help="most ids of an event")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=1e6)
     parser.add_argument("--first-id", type=int, default=20, help="least id that is sampled")
     parser.add_argument("--vocab-size", type=int, default=300, help="ids are below")
@@ -397,6 +398,7 @@ async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Ti
             language=language,
             max_sequences=options.max_num_seqs,
             version=options.weight_version,
+            stream_interval=options.stream_interval,
         ),
         served_name=options.served_model_name,
         tokenizer=options.tokenizer,

@@ -70,6 +70,7 @@ def _caller() -> str:
 
 
 CHAOS = LongForm("CHAOS_LONG", "make chaos")
+CAPTURE = LongForm("CAPTURE_LONG", "CAPTURE_LONG=1 python -m pytest tests/integration/test_capture.py")
 COMPOSE = LongForm("COMPOSE_LONG", "make compose-test")
 SLURM = LongForm("SLURM_LONG", "make slurm-test")
 TRAINING = LongForm(
@@ -81,6 +82,9 @@ TRAINERS = LongForm("TRAINERS_LONG", "make trainers-test")
 BENCHMARKS = LongForm("BENCH_LONG", "make bench")
 MODELS_LONG = LongForm(
     "MODELS_LONG", "MODELS_LONG=1 python -m pytest tests/integration/test_rollouts.py -k such_a_model"
+)
+HARNESSES = LongForm(
+    "HARNESSES_LONG", "HARNESSES_LONG=1 python -m pytest tests/integration/test_harness_programs.py"
 )
 
 

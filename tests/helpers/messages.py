@@ -64,7 +64,7 @@ GROUPS = (
         "itself. [API](api.md)",
         (
             *("ApiProblem", "BatchConflict", "BatchEnded", "BatchRuns", "IdConflict", "NoSuchBatch"),
-            *("PayloadError", "QuotaExceeded", "StoreFull", "Unstorable", "invalid", "_refusal", "_refuse"),
+            *("PayloadError", "QuotaExceeded", "StoreFull", "Unstorable", "_refusal", "_refuse"),
         ),
         ("rollout/schema/", "services/gateway/", "services/state/"),
     ),
@@ -155,9 +155,17 @@ GROUPS = (
         "(guides/operate.md#an-engine-answers-nonsense)",
         (
             *("BoundlessAnswer", "BrokenAnswer", "CallAborted", "CanaryFailed", "CheckpointError"),
+            "ClientPayloadError",
             *("ControlError", "DescribeError", "EngineError", "ProbeError", "ReadTimeout", "RequestError"),
         ),
         ("services/engines/", "services/inference/"),
+    ),
+    Group(
+        "Programs and capture",
+        "What a program is told in its own dialect, by which it goes on or ends, and what keeps one from "
+        "being started. [Agents](agents.md#what-a-program-is-told)",
+        ("PackError", "Refusal", "UnknownHarness"),
+        ("services/capture/", "workers/harnesses/"),
     ),
     Group(
         "Archive",
@@ -196,6 +204,8 @@ compares. What the parts say of the whole, such as [a lost head](guides/operate.
 PYTHON = {
     name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)
 }
+BY_PLACE = {"invalid", "unserved"}
+"""Functions of the same name that make errors of several groups."""
 PLACES = sorted(
     ((place, group) for group in GROUPS for place in group.places), key=lambda entry: -len(entry[0])
 )
@@ -281,7 +291,8 @@ def errors() -> Iterator[tuple[str, str, str, bool]]:
 
 def group_of(place: str, name: str, raises: bool) -> Group | None:
     """Where the page has an error that a file makes; None = nowhere."""
-    if raises and (not name or (name in PYTHON - OWN and name not in BY_NAME)):
+    pythons = raises and (not name or (name in PYTHON - OWN and name not in BY_NAME))
+    if pythons or name in BY_PLACE:
         return next((group for prefix, group in PLACES if place.startswith(prefix)), None)
     return BY_NAME.get(name)
 

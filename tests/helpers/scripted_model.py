@@ -1,8 +1,8 @@
-"""A model of a few turns in four dialects, and the program that talks to it; both in one place without a network.
+"""A model of a few turns in four dialects and the program that talks to it, in one place without a network.
 
-`python3 scripted_model.py JOB.json` runs inside a sandbox, with the standard library alone: it listens on loopback,
-starts the program and prints what happened as JSON. The first call that offers a shell has it called; what has the
-tool's output is answered with a text, as is every other call.
+`python3 scripted_model.py JOB.json` runs inside a sandbox, with the standard library alone: it listens on
+loopback, starts the program and prints what happened as JSON. The first call that offers a shell has it
+called; what has the tool's output is answered with a text, as is every other call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 COMMAND = "echo hello > out.txt && cat out.txt"
@@ -119,11 +120,7 @@ class Call:
             {"type": "content_block_start", "index": 0, "content_block": empty},
             {"type": "content_block_delta", "index": 0, "delta": delta},
             {"type": "content_block_stop", "index": 0},
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": reason, "stop_sequence": None},
-                "usage": usage,
-            },
+            {"type": "message_delta", "delta": {"stop_reason": reason}, "usage": usage},
             {"type": "message_stop"},
         ]
         return whole, [(event["type"], event) for event in events]
@@ -187,9 +184,8 @@ def serve(port: int, ends_by_shell: bool) -> tuple[ThreadingHTTPServer, list[dic
             whole, events = call.answer(ends_by_shell)
             if not call.stream:
                 return self._send("application/json", json.dumps(whole).encode())
-            lines = [
-                (f"event: {name}\n" if name else "") + f"data: {json.dumps(e)}\n\n" for name, e in events
-            ]
+            named = [(f"event: {name}\n" if name else "", json.dumps(event)) for name, event in events]
+            lines = [f"{name}data: {event}\n\n" for name, event in named]
             if call.dialect == "chat":
                 lines.append("data: [DONE]\n\n")
             return self._send("text/event-stream", "".join(lines).encode())
@@ -200,14 +196,13 @@ def serve(port: int, ends_by_shell: bool) -> tuple[ThreadingHTTPServer, list[dic
 
 
 def main() -> None:
-    with open(sys.argv[1]) as file:
-        job = json.load(file)
-    server, calls = serve(job["port"], job.get("ends_by_shell", False))
-    for path, text in job["files"].items():
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w") as file:
-            file.write(text)
-    os.makedirs(job["env"]["HOME"], exist_ok=True)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    server, calls = serve(job["port"], job["ends_by_shell"])
+    home = Path(job["env"]["HOME"])
+    home.mkdir(parents=True, exist_ok=True)
+    for name, text in job["files"].items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
     try:
         done = subprocess.run(
             job["argv"],
@@ -218,15 +213,12 @@ def main() -> None:
             timeout=job["timeout_s"],
             check=False,
         )
-        code: int | str = done.returncode
-        out, err = done.stdout, done.stderr
+        code, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
-        code, out, err = "timeout", error.stdout or b"", error.stderr or b""
+        code, out, err = None, error.stdout or b"", error.stderr or b""
     server.shutdown()
-    home = job["env"]["HOME"]
-    written = [os.path.join(at, name) for at, _, names in os.walk(home) for name in names]
-    told = {"code": code, "out": out.decode()[-20000:], "err": err.decode()[-5000:]}
-    print(json.dumps({**told, "calls": calls, "written": sorted(written)}))
+    told = {"code": code, "out": out.decode()[-20000:], "err": err.decode()[-5000:], "calls": calls}
+    print(json.dumps({**told, "written": sorted(str(path) for path in home.rglob("*") if path.is_file())}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Every prompt that the engine saw is held, id by id, against what the trajectory 
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import time
@@ -20,10 +19,12 @@ import httpx
 import openai
 import pytest
 
-from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State
+from rollout.batch import BatchRequest
+from rollout.schema import Agent, Limits, RolloutRequest, SamplingParams, State, new_id
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
 from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.long_forms import CAPTURE
 
 SHELL = {
     "type": "function",
@@ -39,8 +40,7 @@ SHELL = {
 }
 
 
-KILLS = int(os.environ.get("CAPTURE_KILLS", "6"))
-"""20 in the long form."""
+KILLS = CAPTURE("kills of a capture process or of the engine in mid-stream", short=6, long=20)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,9 @@ def test_a_program_elsewhere_is_trained_token_for_token(world: CaptureWorld):
     assert world.hold_prompts(rollout) == 3
     receipt = rollout.trajectory.receipt
     assert (receipt.calls, receipt.branches, receipt.drift, receipt.share_delivered) == (3, 1, 0, 1.0)
+    assert receipt.reward_source == "program"
+    (backend,) = world.stack.client.backends()
+    assert (receipt.model, receipt.versions) == (backend.model, rollout.trajectory.versions_used)
     assert rollout.finish_reason is FinishReason.STOP
 
 
@@ -106,15 +109,19 @@ def test_the_handler_scores_where_the_program_posts_no_reward(world: CaptureWorl
     world.finish(access)
     rollout = world.ended(rollout_id)
     assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0)
+    assert rollout.trajectory.receipt.reward_source == "handler"
 
 
 def test_what_a_program_asks_of_sampling_is_recorded_and_the_requests_holds(world: CaptureWorld):
     rollout_id, access = world.submit(sampling=SamplingParams(temperature=0.7))
-    follow(openai_client(access), asks(["! x"]), temperature=0.1, top_p=0.5, max_tokens=50)
+    client, wanted = openai_client(access), {"temperature": 0.1, "top_p": 0.5, "max_tokens": 50}
+    follow(client, asks(["! x"]), **wanted)
     world.finish(access)
     rollout = world.ended(rollout_id)
     (call,) = world.of(rollout)
     assert (call["params"]["temperature"], call["params"]["max_tokens"]) == (0.7, 50)
+    (asked,) = rollout.trajectory.receipt.asked
+    assert (asked.parameters, asked.calls) == (wanted, 1)
 
 
 def test_a_repeated_call_is_sampled_once(world: CaptureWorld):
@@ -291,6 +298,57 @@ def test_a_program_in_the_rollouts_sandbox_is_trained_token_for_token(world: Cap
     assert rollout.metrics["agent_exit_code"] == 0
 
 
+TITLE = """
+import json, os, urllib.request
+body = {"model": "m", "messages": [{"role": "user", "content": "Give it a title."}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+def test_a_question_that_is_made_for_the_rollout_is_told_to_its_program(world: CaptureWorld):
+    """And held against what EVAL makes, whatever else the program says to the model before."""
+    plan = json.dumps(["! <answer>7</answer>"])
+    entry = {
+        "question": f"4 + 3 = ? PLAN: {plan}",
+        "answer": "7",
+        "metadata": {"source_dataset": "chain_sum"},
+    }
+    command = ["python3", "-c", TITLE + PROGRAM, "{instruction}", json.dumps([SHELL])]
+    agent = Agent(harness="command", command=command)
+    (submitted,) = world.stack.client.submit(RolloutRequest(handler="reasoning_gym", task=entry, agent=agent))
+    rollout = world.ended(submitted.id)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0), rollout.error
+    assert [chain.role for chain in rollout.trajectory.chains] == ["auxiliary", "agent"]
+    assert rollout.trajectory.artifacts["question"] == entry["question"]
+
+
+CHANCE = """
+import sys
+answer = 1 + int(sys.argv[3][-1], 16) % 2  # the home's name is another one in each rollout
+sys.argv[1] = sys.argv[1].replace("CHANCE", str(answer))
+"""
+
+
+def test_batches_sample_dynamically_what_programs_drive(world: CaptureWorld):
+    plan = json.dumps(["echo 1", "! it is CHANCE"])
+    command = ["python3", "-c", CHANCE + PROGRAM, "{instruction}", json.dumps([SHELL]), "{home}"]
+    prompt = RolloutRequest(
+        handler="calculator",
+        task={"question": f"PLAN: {plan}", "answer": "2"},
+        agent=Agent(harness="command", command=command),
+    )
+    request = BatchRequest(id=new_id(), prompts=[prompt] * 16, n=3, groups=2, max_in_flight=6, carry="none")
+    groups = list(world.stack.client.batch(request))
+    assert len(groups) == 2
+    for group in groups:
+        assert {rollout.reward for rollout in group.rollouts} == {0.0, 1.0}
+        for rollout in group.rollouts:
+            assert world.hold_prompts(rollout) == 2
+            assert rollout.trajectory.final_text() == f"it is {1 + int(rollout.reward)}"
+
+
 def stubborn(access: Any, plan: list[str], pause_s: float = 0.05) -> str:
     """A program that streams, and asks again when a call breaks."""
     messages, broken = asks(plan), 0
@@ -346,3 +404,85 @@ def test_a_kill_of_capture_or_of_an_engine_in_mid_stream_costs_a_retry_and_nothi
             assert rollout.attempt == 1 and rollout.trajectory.receipt.drift == 0
             calls = [s.call_id for c in rollout.trajectory.chains for s in c.segments if s.sampled]
             assert len(calls) == len(set(calls)) == 3
+
+
+def test_a_program_outlives_the_worker_of_run(world: CaptureWorld):
+    plan = ["echo $((1 + 1)) >> a", "cat a", "sleep 1", "cat a", "! it is 2"]
+    undisturbed = world.ended(in_sandbox(world, plan))
+    assert undisturbed.reward == 1.0
+    with world.slow_engine(factor=100.0):
+        rollout_id = in_sandbox(world, plan)
+        world.await_calls(rollout_id, 2)
+        world.replace_run_worker()
+        rollout = world.ended(rollout_id, 120)
+    assert (rollout.state, rollout.reward, rollout.attempt) == (State.COMPLETED, 1.0, 1), rollout.error
+    assert rollout.resumed == 1
+    assert tree_of(rollout) == tree_of(undisturbed)
+    said = [message.text.strip() for message in rollout.trajectory.messages if message.role == "tool"]
+    assert said == ["", "2", "", "2"]
+
+
+def test_the_turns_so_far_of_a_program_are_shown_while_it_runs(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    client, messages = openai_client(access), asks(["echo 1", "! done"])
+    first = chat(client, messages)
+    now = world.stack.client.get(rollout_id)
+    assert (now.state, now.trajectory.receipt.calls) == (State.RUNNING, 1)
+    assert world.hold_prompts(now) == 1
+    assert chat(client, answered(messages, first)).message.content == "done"
+    now = world.stack.client.get(rollout_id)
+    assert world.hold_prompts(now) == 2 and now.trajectory.final_text() == "done"
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    of_the_end = {"finish_reason": rollout.finish_reason, "warnings": rollout.trajectory.warnings}
+    assert now.trajectory.model_copy(update=of_the_end) == rollout.trajectory
+
+
+def test_a_cancelled_rollout_ends_its_program_and_its_key(world: CaptureWorld):
+    rollout_id, access = world.submit()
+    messages = asks(["! x"])
+    assert follow(openai_client(access), messages) == "x"
+    world.stack.client.cancel(rollout_id)
+    assert world.ended(rollout_id).state is State.CANCELLED
+    with pytest.raises(openai.APIStatusError) as caught:
+        chat(openai_client(access), messages)
+    assert caught.value.status_code == 410
+    inside = in_sandbox(world, ["sleep 600", "! x"])
+    world.await_calls(inside, 1)
+    world.stack.client.cancel(inside)
+    assert world.ended(inside).state is State.CANCELLED
+
+
+def test_a_program_that_never_calls_the_model_or_cannot_start_is_no_reward(world: CaptureWorld):
+    for command, words in ((["true"], "without a model call"), (["no-such-program"], "cannot be started")):
+        (submitted,) = world.stack.client.submit(
+            RolloutRequest(
+                handler="calculator",
+                task={"question": "x", "answer": "2"},
+                agent=Agent(harness="command", command=command),
+            )
+        )
+        rollout = world.ended(submitted.id)
+        assert (rollout.state, rollout.reward, rollout.error.blame) == (State.FAILED, None, "handler")
+        assert words in rollout.error.message
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_new_weights_in_mid_call_are_not_seen_by_the_program_and_told_of_every_token(world, mode):
+    rollout_id, access = world.submit()
+    plan = ["! " + "a word and another one " * 60]
+    with world.slow_engine(factor=20.0), ThreadPoolExecutor(1) as pool:
+        program = pool.submit(stubborn, access, plan)
+        world.await_calls(rollout_id, 1, begun=True)
+        time.sleep(0.5)
+        httpx.post(f"{world.engine}/pause", params={"mode": mode})
+        httpx.post(f"{world.engine}/update_weight_version", json={"new_version": f"step-{mode}"})
+        world.know_version(f"step-{mode}")
+        httpx.post(f"{world.engine}/resume")
+        assert program.result(60) == plan[0].removeprefix("! ").rstrip()
+    world.finish(access)
+    rollout = world.ended(rollout_id)
+    (chain,) = rollout.trajectory.chains
+    versions = [segment.policy_version for segment in chain.segments if segment.sampled]
+    assert len(versions) == 2 and versions[1] == f"step-{mode}" and versions[0] != versions[1]
+    assert rollout.trajectory.receipt.retries == 0

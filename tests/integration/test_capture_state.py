@@ -60,7 +60,9 @@ class Captured:
             self.open(**session)
 
     def open(self, **session):
-        return self.store.open(self.id, 1, self.claim.fence, Session("command", 0, **session))["word"]
+        return self.store.open(
+            self.id, 1, self.claim.fence, Session("command", **{"backend": "{}", "index": 0, **session})
+        )["word"]
 
     def ask(self, call):
         (answer,) = send_many(self.client, [call])
@@ -135,7 +137,7 @@ def test_only_who_holds_the_rollout_opens_and_closes_it(client, rollouts):
     captured = Captured(client, rollouts, opened=False)
     store, fence = captured.store, captured.claim.fence
     lost = [(captured.id, 1, fence - 1), (captured.id, 2, fence), ("no-such", 1, fence)]
-    assert {store.open(*who, Session("command", 0))["word"] for who in lost} == {"lost"}
+    assert {store.open(*who, Session("command", "{}", 0))["word"] for who in lost} == {"lost"}
     assert captured.summary is None and captured.open() == "ok"
     assert {store.close(*who)["word"] for who in lost} == {"lost"} and not captured.summary.closed
 
@@ -164,7 +166,7 @@ def test_a_worker_that_takes_run_over_finds_the_session_as_it_was(client, rollou
     assert [due.action for due in rollouts.overdue()] == ["resume"]
     assert captured.begin("c", "third").word == "ok", "calls go on meanwhile"
     captured.claim = claimed(rollouts, Stage.RUN, captured.id)
-    assert captured.store.open(captured.id, 1, old.fence, Session("command", 0))["word"] == "lost"
+    assert captured.store.open(captured.id, 1, old.fence, Session("command", "{}", 0))["word"] == "lost"
     margin = client.hget(keys.capture(captured.id, 1), "margin")
     assert captured.open(ends_in_s=900) == "ok"
     assert client.hget(keys.capture(captured.id, 1), "margin") == margin

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,18 @@ from rollout.schema import EXTERNAL, Agent, HandlerInfo, RolloutRequest, Stage, 
 from services.settings import Settings
 from services.state.fleet import FleetStore
 from services.state.rollouts.store import Finish, RolloutStore
-from tests.helpers.scripted_chat import CHAT, RESPONSES, scripted_chat
+from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.product_script import ANSWER, PRODUCT, QUESTION
+from tests.helpers.scripted_chat import FINISH, scripted_chat
 from tests.helpers.stack import ROOT, Stack, wait_until
 
 AGENTS = ROOT / "examples" / "agents"
 PROGRAMS = sorted(AGENTS.glob("*_agent.py"))
 MOST_LINES, MOST_LINES_OF_DRIVE = 40, 60
-QUESTION, ANSWER = "What is 37 times 85?", "37 times 85 is 3145."
-PRODUCT = ("multiply", {"a": 37, "b": 85})
 TIMEOUT_S = 240
 
 
-def run(program: str, question: str, url: str, **more: str) -> str:
+def run(program: str, question: str, url: str, key: str) -> str:
     """What it prints; it has two variables beside what every program needs."""
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
@@ -37,8 +38,7 @@ def run(program: str, question: str, url: str, **more: str) -> str:
                 "PATH": os.environ["PATH"],
                 "HOME": home,
                 "OPENAI_BASE_URL": f"{url}/v1",
-                "OPENAI_API_KEY": "the-key",
-                **more,
+                "OPENAI_API_KEY": key,
             },
             capture_output=True,
             text=True,
@@ -49,43 +49,65 @@ def run(program: str, question: str, url: str, **more: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[CaptureWorld]:
+    """The real service, with a model that has a product worked out by a tool."""
+    with capture_world(
+        tmp_path_factory.mktemp("agents"), script="tests.helpers.product_script:turn"
+    ) as world:
+        yield world
+
+
+TASK = {"question": QUESTION, "answer": PRODUCT}
+
+
 @pytest.mark.parametrize(
-    ("program", "path", "last"),
+    ("program", "chains", "scored"),
     [
-        ("langgraph_agent.py", CHAT, ANSWER),
-        ("openai_agents_agent.py", RESPONSES, ANSWER),
-        ("pydantic_ai_agent.py", CHAT, ANSWER),
-        ("smolagents_agent.py", CHAT, ("final_answer", {"answer": ANSWER})),
+        ("langgraph_agent.py", 1, 1.0),
+        ("openai_agents_agent.py", 1, 1.0),
+        ("pydantic_ai_agent.py", 1, 1.0),
+        ("calculator_agent.py", 1, 1.0),
+        # It tells a turn as another text than was sampled, so each call begins a conversation of its own; and
+        # its answer is the call of a tool, which the handler does not read.
+        ("smolagents_agent.py", 2, 0.0),
     ],
 )
-def test_a_program_works_with_two_variables_and_its_librarys_defaults(program, path, last):
-    with scripted_chat(PRODUCT, last) as model:
-        assert run(program, QUESTION, model.url) == f"{ANSWER}\n"
-    assert [(call["path"], call["key"]) for call in model.calls] == [(path, "the-key")] * 2
-    first, second = model.calls
-    names = {tool.get("name") or tool["function"]["name"] for tool in first["tools"]}
-    assert {"add", "multiply"} <= names
-    told = json.dumps(second.get("messages") or second["input"])
-    assert QUESTION in told and "3145" in told and "3145" not in json.dumps(first)
+def test_a_program_is_trained_token_for_token_by_two_variables(world, program, chains, scored):
+    rollout_id, access = world.submit(TASK)
+    assert run(program, QUESTION, access.base_url, access.api_key) == f"{ANSWER}\n"
+    world.finish(access)
+    rollout = world.ended(rollout_id, TIMEOUT_S)
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, scored), rollout.error
+    assert len(rollout.trajectory.chains) == chains
+    assert world.hold_prompts(rollout) == rollout.trajectory.receipt.calls == 2
 
 
-def test_the_calculator_runs_what_the_model_calls_though_it_offers_no_tool():
-    call = ("execute_bash", {"command": "echo $((37*85))"})
-    with scripted_chat(call, "3145") as model:
-        assert run("calculator_agent.py", "37 times 85", model.url) == "3145\n"
-    first, second = model.calls
-    assert "tools" not in first and first["messages"] == [{"role": "user", "content": "37 times 85"}]
-    (asked, said, told) = second["messages"]
-    assert asked == first["messages"][0]
-    assert said["role"] == "assistant" and said["tool_calls"][0]["function"]["name"] == call[0]
-    assert told == {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3145"}
+def test_the_driver_takes_rollouts_from_their_submission_to_their_rewards(world, tmp_path):
+    """Of two tasks, of which the program prints what one expects."""
+    tasks = [TASK, {"question": QUESTION, "answer": "17"}]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    argv = [str(AGENTS / "drive.py"), str(AGENTS / "calculator_agent.py"), str(tmp_path / "tasks.jsonl")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "ROLLOUT_URL": world.stack.url}
+    for more, finished in (["--expect", "answer"], "posted"), ([], "scored"):
+        command = [sys.executable, *argv, "--handler", "calculator", *more]
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        lines = [line.split() for line in done.stdout.splitlines()]
+        assert [line[1:] for line in lines] == [
+            ["completed", "reward", "1.0"],
+            ["completed", "reward", "0.0"],
+        ]
+        artifacts = world.stack.client.get(lines[0][0]).trajectory.artifacts
+        assert ("agent.reward" in artifacts) == (finished == "posted")
 
 
 def outputs(*commands: str) -> list[str]:
     """What the calculator tells a model that calls them in turn."""
     calls = [("execute_bash", {"command": command}) for command in commands]
     with scripted_chat(*calls, "done") as model:
-        assert run("calculator_agent.py", "1 plus 1", model.url) == "done\n"
+        assert run("calculator_agent.py", "1 plus 1", model.url, "the-key") == "done\n"
     return [said["content"] for said in model.calls[-1]["messages"] if said["role"] == "tool"]
 
 
@@ -116,7 +138,7 @@ def test_programs_are_short_and_know_nothing_of_the_service():
 
 
 class Workers:
-    """In the place of workers: bring what is submitted to RUN, and end it when a reward has come."""
+    """In the place of workers: bring what is submitted to RUN."""
 
     def __init__(self, stack: Stack) -> None:
         FleetStore(stack.redis.client).put_handlers([HandlerInfo(name="calculator")])
@@ -127,15 +149,10 @@ class Workers:
         self.store.finish(claim, Finish(State.READY))
         return self.store.claim(rollout_id, attempt, Stage.RUN, "w")
 
-    def end(self, claim, reward: str) -> None:
-        self.store.finish(claim, Finish(State.EVALUATING))
-        claim = self.store.claim(claim.rollout_id, claim.attempt, Stage.EVAL, "w")
-        self.store.finish(claim, Finish(State.COMPLETED, {"reward": reward}))
-
 
 @pytest.fixture
 def service(tmp_path):
-    """A gateway whose capture is the scripted model, and its workers."""
+    """A gateway that takes the scripted model for its capture, and its workers."""
     call = ("execute_bash", {"command": "echo $((37*85))"})
     with (
         scripted_chat(call, "It is 3145.") as model,
@@ -144,50 +161,25 @@ def service(tmp_path):
         yield stack, model, Workers(stack)
 
 
-TASK = {"question": "37 times 85", "answer": "3145"}
-
-
-def test_the_driver_takes_a_rollout_from_its_submission_to_its_reward(service, tmp_path):
-    stack, model, workers = service
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
-    command = [sys.executable, "examples/agents/drive.py", "examples/agents/calculator_agent.py"]
-    command += [str(tmp_path / "tasks.jsonl"), "--handler", "calculator", "--expect", "answer"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "ROLLOUT_URL": stack.url}
-    driver = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    try:
-        (waiting,) = wait_until(lambda: stack.client.list("queued").rollouts, TIMEOUT_S, "the submission")
-        claim = workers.bring_to_run(waiting.id)
-        access = stack.client.agent(waiting.id)
-        wait_until(lambda: model.rewards, TIMEOUT_S, "the reward")
-        workers.end(claim, "1.0")
-        printed, _ = driver.communicate(timeout=TIMEOUT_S)
-    finally:
-        driver.kill()
-        driver.wait()
-    assert model.rewards == [(access.reward_key, {"reward": 1.0})]
-    assert [call["key"] for call in model.calls] == [access.api_key] * 2
-    assert driver.returncode == 0 and printed == f"{waiting.id}  completed  reward 1.0  \n"
+def submit(stack, tag: str) -> str:
+    request = RolloutRequest(handler="calculator", task=TASK, tags=[tag], agent=Agent(harness=EXTERNAL))
+    return stack.client.submit(request)[0].id
 
 
 def test_each_attempt_under_a_tag_is_driven_once_whoever_has_submitted_it(service):
     stack, model, workers = service
     client, program = stack.client, AGENTS / "calculator_agent.py"
-
-    def submit(tag):
-        request = RolloutRequest(handler="calculator", task=TASK, tags=[tag], agent=Agent(harness=EXTERNAL))
-        return client.submit(request)[0].id
-
     with driven(client, "mine", program, "question", 4):
-        lost, other, mine = submit("mine"), submit("another"), submit("mine")
+        lost, other, mine = (submit(stack, tag) for tag in ("mine", "another", "mine"))
         claims = [workers.bring_to_run(rollout_id) for rollout_id in (lost, other, mine)]
         keys = [client.agent(rollout_id).reward_key for rollout_id in (lost, mine)]
-        wait_until(lambda: len(model.rewards) == 2, TIMEOUT_S, "two programs")
+        wait_until(lambda: len(model.done) == 2, TIMEOUT_S, "two programs")
         workers.store.finish(claims[0], Finish("again", delay_s=0))
         workers.bring_to_run(lost, 2)
         keys.append(client.agent(lost).reward_key)
-        wait_until(lambda: len(model.rewards) >= 3, TIMEOUT_S, "the next attempt")
-    assert sorted(key for key, _ in model.rewards) == sorted(keys) and len(set(keys)) == 3
-    assert [worth for _, worth in model.rewards] == [{}] * 3, "the handler scores"
+        wait_until(lambda: len(model.done) >= 3, TIMEOUT_S, "the next attempt")
+    assert sorted(key for _, key, _ in model.done) == sorted(keys) and len(set(keys)) == 3
+    assert {(path, body) for path, _, body in model.done} == {(FINISH, None)}, "the handler scores"
     assert not [thread for thread in threading.enumerate() if thread.name == "agents"]
 
 
@@ -195,9 +187,8 @@ def test_a_program_that_fails_is_told_of_and_leaves_its_rollout_to_the_handler(s
     stack, model, workers = service
     program = Path(tmp_path, "broken.py")
     program.write_text("import missing_module")
-    request = RolloutRequest(handler="calculator", task=TASK, tags=["t"], agent=Agent(harness=EXTERNAL))
-    (entry,) = stack.client.submit(request)
+    rollout_id = submit(stack, "t")
     with driven(stack.client, "t", program, "question", 1):
-        workers.bring_to_run(entry.id)
-        wait_until(lambda: model.rewards, TIMEOUT_S, "the program's end")
-    assert model.rewards[0][1] == {} and "missing_module" in capfd.readouterr().err
+        workers.bring_to_run(rollout_id)
+        wait_until(lambda: model.done, TIMEOUT_S, "the program's end")
+    assert model.done[0][0] == FINISH and "missing_module" in capfd.readouterr().err

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from examples.demo_model.conversation import ConversationMaker
 from examples.training.feed import read_lines
 from examples.training.record import report
 from rollout.adapters import trl as adapter
 from rollout.batch import BatchState
+from rollout.schema import EXTERNAL
 from tests.helpers.llm_servers import embedded_server
 from tests.helpers.long_forms import TRAINING
 from tests.helpers.rollouts import ended
 from tests.helpers.sandboxes import leftovers, stop_host
-from tests.helpers.stack import ROOT, Stack, wait_until
+from tests.helpers.stack import CHECKPOINT, ROOT, Stack, free_port, wait_until
 
 STEPS = TRAINING("steps with kills between", short=12, long=40)
 KILLED_AFTER = TRAINING("checkpoints before a kill", short=4, long=7)
@@ -48,9 +50,12 @@ def stack(tmp_path_factory):
         tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir,
         embedded_server() as server,
     ):
+        port = free_port()
         env = {"ROLLOUT_HANDLERS": "workers.handlers.calculator:Calculator"}
+        env["ROLLOUT_CAPTURE_URL"] = f"http://127.0.0.1:{port}"
         try:
             with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack:
+                stack.start("capture", [sys.executable, "-m", "services.capture", "--port", str(port)])
                 stack.start_workers({stage: stage for stage in ("init", "run", "eval")})
                 stack.client.add_backend(server.url)
                 yield stack
@@ -146,6 +151,44 @@ def test_the_other_algorithms_go_through_steps_and_move_the_weights(stack, tmp_p
     else:
         assert {len(row["groups"]["kept"]) for row in rows} == {4}
         assert trainer.actor.load_state(tmp_path / algorithm / "checkpoints" / "step-000003")["critic"]
+
+
+def test_a_program_on_a_vendors_sdk_drives_a_run_with_the_ids_that_its_model_was_taught(stack, tmp_path):
+    from transformers import AutoTokenizer
+
+    program = ROOT / "examples" / "agents" / "calculator_agent.py"
+    sizes = ["--groups", "1", "--n", "4", "--agent", str(program), "--at-once", "2"]
+    rows, _ = run(stack, tmp_path / "run", 2, "--algorithm", "grpo", *sizes)
+    assert [row["step"] for row in rows] == [1, 2] and {row["scored"] for row in rows} == {4}
+    gaps = [row["logprob_gap"] for row in rows if row["logprob_gap"] is not None]
+    assert gaps and max(gaps) < MAX_GAP
+
+    maker = ConversationMaker(AutoTokenizer.from_pretrained(CHECKPOINT))
+    names = [group for row in rows for group in row["groups"]["kept"]]
+    members = [item for name in names for item in stack.client.list(group_id=name).rollouts]
+    assert len(members) == 8
+    followed = 0
+    for rollout in (stack.client.get(item.id) for item in members):
+        assert rollout.request.agent.harness == EXTERNAL and rollout.trajectory.receipt.drift == 0
+        (chain,) = rollout.trajectory.chains
+        prompt = maker.prompt_ids(rollout.request.task["question"])
+        for segment, told in zip(chain.segments, [*chain.segments[1:], None], strict=True):
+            if not segment.sampled:
+                assert segment is not chain.segments[0] or segment.token_ids == prompt
+            elif told is not None and not told.sampled:
+                (output,) = (message.text for message in told.messages)
+                before = ids_before(chain, segment)
+                assert maker.after_tool(before, segment.token_ids, output) == (
+                    before + segment.token_ids + told.token_ids
+                )
+                followed += 1
+    assert followed >= 4, "the demo model calls its tool nearly always"
+
+
+def ids_before(chain, segment) -> list[int]:
+    """The ids of a chain up to a segment of it."""
+    at = next(place for place, other in enumerate(chain.segments) if other is segment)
+    return [token for other in chain.segments[:at] for token in other.token_ids]
 
 
 def test_a_run_refuses_to_go_on_with_other_settings(stack, tmp_path):

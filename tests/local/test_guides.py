@@ -166,7 +166,7 @@ def test_readme_shows_what_up_prints(started):
         {_shape(line) for line in lines if re.match(r"\w+ +\d+\.\d s  ", line)}
         for lines in (block.text.splitlines(), started.lines)
     )
-    assert shown == printed and len(shown) == 7
+    assert shown == printed and len(shown) == 8
 
 
 def _shape(line: str) -> str:

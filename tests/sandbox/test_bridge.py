@@ -370,6 +370,23 @@ def test_a_server_that_comes_back_answers_what_was_asked_meanwhile(box):
     assert calls[0][1] > 2
 
 
+def test_it_is_known_outside_that_a_program_was_not_answered(box):
+    async def scenario() -> list[tuple[int, bool]]:
+        async with outside() as (server, port), Tunnel(box.socket, "127.0.0.1", port) as tunnel:
+            assert await told(box, tunnel.port, "print(post()[0])") == [200]
+            known = [await tunnel.led()]
+            await server.end()
+            # The program loses its patience before the bridge does.
+            asked = "try: post(timeout=1)\nexcept TimeoutError: print(1)"
+            assert await told(box, tunnel.port, asked) == [1]
+            known.append(await tunnel.led())
+            await server.begin()
+            assert await told(box, tunnel.port, "print(post()[0])") == [200]
+            return [*known, await tunnel.led()]
+
+    assert run(scenario()) == [(0, False), (0, True), (0, False)]
+
+
 def test_an_answer_that_breaks_off_is_broken_for_the_program_and_not_asked_again(box):
     async def break_off(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -590,6 +607,7 @@ def bridge(monkeypatch) -> Iterator[Callable[..., tuple[int, Callable[[], socket
             bridge.op_accept({"turn": told["turn"]}, theirs)
             return ours
 
+        begin.led = lambda: bridge.op_led({}, None)
         return told["port"], line
 
     with server_modules("bridge") as (module,):
@@ -619,6 +637,7 @@ def test_a_request_that_nobody_takes_is_told_to_come_back(bridge):
         answer = program.recv(1000)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"Retry-After: 1\r\n" in answer
+    assert bridge.led() == {"unanswered": 1, "cut_off": True}
 
 
 def test_a_request_that_breaks_every_line_is_not_sent_for_ever(bridge):

@@ -12,7 +12,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import httpx
 import psutil
 import pytest
 
@@ -105,6 +107,22 @@ def test_rollouts_run_on_both_nodes_and_see_nothing_of_slurm(service):
         names = [line.partition("=")[0] for line in environment.splitlines()]
         assert "PATH" in names
         assert not [name for name in names if name.startswith(LEAKS)]
+
+
+def test_workers_on_nodes_and_the_gateway_know_where_the_head_s_capture_listens(service, cluster):
+    run = RunDir(service.run_dir)
+    head, url = run.head(), run.capture_url()
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert urlsplit(url).hostname == head.address
+    told = {}
+    for node in cluster.addresses:
+        for process in cluster.job_processes(node):
+            with suppress(psutil.Error):
+                words = set(process.cmdline())
+                if words & {"worker", "gunicorn"}:
+                    told.setdefault(node, set()).add(process.environ().get("ROLLOUT_CAPTURE_URL"))
+    assert set(told) == {head.node, *service.members()}
+    assert set().union(*told.values()) == {url}
 
 
 def test_scaled_to_four_nodes_all_four_run_rollouts(service):

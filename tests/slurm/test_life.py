@@ -9,16 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.launch import SlurmError
+from services.launch import SlurmError, parts
 from services.launch.slurm import job as jobs
-from services.launch.slurm import place
+from services.launch.slurm import node, place
 from services.launch.slurm.engine import EngineJob
 from services.launch.slurm.head import HeadJob
 from services.launch.slurm.job import MemberJob
 from services.launch.slurm.node import NodeJob
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import HEAD
-from services.launch.slurm.rundir import DRAINING, Member, RunDir
+from services.launch.slurm.rundir import DRAINING, UP, Head, Member, RunDir
+from services.launch.supervisor import Part
 from tests.helpers.slurm_commands import Commands
 from tests.helpers.stack import wait_until
 
@@ -224,6 +225,29 @@ def test_a_job_goes_on_while_the_run_directory_cannot_be_read(run_dir):
     (run_dir.path / "control" / "n1-job7.json").write_text("{")
     later(send, signal.SIGTERM)
     assert job.run() == 0
+
+
+def test_workers_of_a_node_start_anew_when_the_head_s_capture_has_moved(run_dir, monkeypatch):
+    monkeypatch.setattr(node, "ping", lambda url: None)
+    monkeypatch.setattr(parts, "fleet", lambda stage, slots, name: Part(f"{stage} fleet", ["sleep", "900"]))
+    head = Head("1", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 6379)
+    run_dir.redis.mkdir()
+    run_dir.write_capture_url("http://127.0.0.1:8090")
+    run_dir.write_head(head)
+    job = NodeJob(run_dir, Place("n1", "7"), ["run"])
+    try:
+        job._start_workers(job._addresses(head))
+        before = job.supervisor.parts["run fleet"]
+        job._tend()
+        assert job.supervisor.parts["run fleet"] is before and before.alive
+        run_dir.write_capture_url("http://127.0.0.1:8091")
+        job._tend()
+        after = job.supervisor.parts["run fleet"]
+        assert after.alive and not before.alive
+        assert after.env["ROLLOUT_CAPTURE_URL"] == "http://127.0.0.1:8091"
+        assert after.env["ROLLOUT_REDIS_URL"] == before.env["ROLLOUT_REDIS_URL"]
+    finally:
+        job.supervisor.stop_all(5.0)
 
 
 def test_a_job_that_has_ended_says_nothing_of_itself_any_more(run_dir):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from rollout import arrays
 from rollout.arrays import Arrays
-from rollout.trajectory import Message, Receipt, Segment, ToolCall, Trajectory
+from rollout.schema.agents import Asked, Receipt
+from rollout.trajectory import Message, Segment, ToolCall, Trajectory
 from tests.helpers.rollouts import chain, sampled
 
 
@@ -78,6 +79,7 @@ def test_roles_parents_and_the_receipt_are_in_the_document():
     one, other = (chain([1, 2], sampled([3, 4], policy_version="v")) for _ in range(2))
     one.role, other.parent = "sub_agent", 0
     receipt = Receipt(harness="codex", engines=["vllm b0"], calls=2, sampled_tokens=4, digest="ab")
+    receipt.asked = [Asked(parameters={"temperature": 0.5, "stop": ["\n"]}, calls=2)]
     made = Trajectory(chains=[one, other], receipt=receipt)
     record = arrays.decode(arrays.encode(made))
     assert record.trajectory() == made and record.roles() == ["sub_agent", "agent"]

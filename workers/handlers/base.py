@@ -149,14 +149,18 @@ class AgentHandler(ABC, Generic[TaskT]):
             )
 
     def prompt(self, task: TaskT) -> list[Message]:
-        """The messages the model starts from; used by the default `run`."""
+        """The messages the model starts from; used by the default `opening`."""
         raise NotImplementedError(f"handler {self.name!r} defines neither `prompt` nor `run`")
+
+    async def opening(self, ctx: RunContext[TaskT]) -> list[Message]:
+        """The messages a rollout starts from, by whomever it is driven. Default: `prompt` of the task."""
+        return self.prompt(ctx.task)
 
     async def run(self, ctx: RunContext[TaskT]) -> FinishReason:
         """RUN: the turns. Default: the agent loop with the handler's tools, from `prompt`."""
         compacts = type(self).compact is not AgentHandler.compact
         compact = partial(self.compact, ctx) if compacts else None
-        return await ctx.agent.run(self.prompt(ctx.task), sandbox=ctx.sandbox, compact=compact)
+        return await ctx.agent.run(await self.opening(ctx), sandbox=ctx.sandbox, compact=compact)
 
     async def compact(self, ctx: RunContext[TaskT], trajectory: Trajectory) -> list[Message] | None:
         """Messages to go on from in a new, shorter chain, when the context has no room for another turn.

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rollout.trajectory import FinishReason, Message
+from rollout.trajectory import Message
 from workers.agent.tools import Finish
 from workers.errors import InfrastructureError, TaskError
 from workers.handlers.answers import finish_message, last_words
@@ -29,6 +29,8 @@ JUDGE = "workers.scoring.reasoning_tasks:judge"
 MAKE_S = 60.0
 """Seconds that making an entry may take; some puzzles are searched for."""
 SCORE_S = 30.0
+QUESTION = "question"
+"""Artifact: what was asked in RUN."""
 CORRECT = 0.99
 """Score from which an answer counts as correct."""
 
@@ -108,10 +110,10 @@ class ReasoningGym(AgentHandler[ReasoningGymTask]):
         await self._question(ctx)
         await super().init(ctx)
 
-    async def run(self, ctx: RunContext[ReasoningGymTask]) -> FinishReason:
-        """The loop of turns, from the question: made again, because stages share no memory."""
-        question = await self._question(ctx)
-        return await ctx.agent.run([Message(role="user", content=f"{question}\n\n{_FORM}")])
+    async def opening(self, ctx: RunContext[ReasoningGymTask]) -> list[Message]:
+        """The question: made again, because stages share no memory."""
+        question = ctx.artifacts[QUESTION] = await self._question(ctx)
+        return [Message(role="user", content=f"{question}\n\n{_FORM}")]
 
     async def _question(self, ctx: Context[ReasoningGymTask]) -> str:
         made = await score(ENTRY, ctx.task.source(), timeout_s=MAKE_S)
@@ -126,7 +128,9 @@ class ReasoningGym(AgentHandler[ReasoningGymTask]):
         if not answer:
             return Reward(0.0, {"correct": 0.0, "score": 0.0, "answered": 0.0})
         source = ctx.task.source()
-        asked = ctx.trajectory.chains[0].segments[0].messages[0].text
+        # Not from the prompt, which is a program's where one drives the turns. Of what is told to a program
+        # elsewhere nothing is known here.
+        asked = ctx.artifacts.get(QUESTION)
         verdict = await score_or_blame(
             JUDGE,
             {"task": source, "answer": answer, "asked": asked},

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from workers.harnesses.base import Harness
 
 GROUP = "rollout.harnesses"
-OWN = {
-    "claude_code": "ClaudeCode",
-    "codex": "Codex",
-    "command": "Command",
-    "gemini_cli": "GeminiCli",
-    "mini_swe_agent": "MiniSweAgent",
-    "opencode": "Opencode",
-    "openhands": "OpenHands",
-    "pi": "Pi",
-    "qwen_code": "QwenCode",
-}
-"""The class of each, in the module of its name."""
+OWN = (
+    *("claude_code", "codex", "command", "gemini_cli", "mini_swe_agent"),
+    *("opencode", "openhands", "pi", "qwen_code"),
+)
+"""Each in the module of its name, as the class of its name: `claude_code.ClaudeCode`."""
 
 
 class UnknownHarness(ValueError):
@@ -41,14 +33,10 @@ def find(name: str) -> Harness:
     if not points and name not in OWN:
         raise UnknownHarness(f"there is no harness {name!r} (there are: {', '.join(names())})")
     try:
-        if points:
-            found = points[0].load()()
-        else:
-            found = getattr(importlib.import_module(f"workers.harnesses.{name}"), OWN[name])()
+        own = f"workers.harnesses.{name}:{name.title().replace('_', '')}"
+        found = (points or [EntryPoint(name, own, GROUP)])[0].load()()
+        if not isinstance(found, Harness):
+            raise TypeError("it is no Harness of workers.harnesses.base")
     except Exception as error:
         raise UnknownHarness(f"the harness {name!r} cannot be loaded: {error!r}") from error
-    if not isinstance(found, Harness):
-        raise UnknownHarness(
-            f"what is installed as the harness {name!r} is no Harness of workers.harnesses.base"
-        )
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import fed, instruction_file, npm_program
+from workers.harnesses.starting import fed, npm_program
+
+SIZES = ("HAIKU", "OPUS", "SONNET")
 
 
 class ClaudeCode(Harness):
@@ -12,14 +14,15 @@ class ClaudeCode(Harness):
 
     def launch(self, job: Job) -> Launch:
         argv = (npm_program(self.name, "claude"), "-p", "--verbose", "--output-format=stream-json")
+        argv += ("--dangerously-skip-permissions",)
         wait_ms = str(int(job.timeout_s * 1000))
         env = {
             "CLAUDE_CONFIG_DIR": f"{job.home}/.claude",
             "ANTHROPIC_BASE_URL": job.base_url,
             "ANTHROPIC_API_KEY": job.key,
-            "API_TIMEOUT_MS": wait_ms,
-            "BASH_DEFAULT_TIMEOUT_MS": "120000",
-            "BASH_MAX_TIMEOUT_MS": wait_ms,
+            **{f"ANTHROPIC_DEFAULT_{size}_MODEL": job.model for size in SIZES},
+            **dict.fromkeys(("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"), job.model),
+            **dict.fromkeys(("API_TIMEOUT_MS", "BASH_MAX_TIMEOUT_MS"), wait_ms),
             # Without it root may not skip permissions, and it ends without a word and without a call.
             "IS_SANDBOX": "1",
             "DISABLE_AUTOUPDATER": "1",
@@ -29,19 +32,5 @@ class ClaudeCode(Harness):
             # What goes on in the background may outlive the last turn.
             "CLAUDE_CODE_DISABLE_BACKGROUND_TASKS": "1",
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(job.context_tokens),
-            **dict.fromkeys(
-                (
-                    *("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
-                    *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
-                ),
-                job.model,
-            ),
-            **job.env,
         }
-        path = instruction_file(job.home)
-        return Launch(
-            fed((*argv, "--dangerously-skip-permissions"), path),
-            env,
-            {path: job.instruction},
-            (".claude/projects",),
-        )
+        return fed(job, argv, env, {}, ".claude/projects")

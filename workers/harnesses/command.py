@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from workers.harnesses.base import Harness, Job, Launch
+from workers.harnesses.starting import instruction_file
 
 ARGUMENT_BYTES = 131071
 """Longest argument or variable that Linux starts a program with, the final NUL left out."""
@@ -16,15 +17,9 @@ class Command(Harness):
     def launch(self, job: Job) -> Launch:
         if not job.command:
             raise ValueError("the harness `command` needs `agent.command`: the program and its arguments")
-        values = {
-            "instruction": job.instruction,
-            "base_url": job.base_url,
-            "key": job.key,
-            "model": job.model,
-            "home": job.home,
-            "workspace": job.workspace,
-            "instruction_file": f"{job.home}/instruction.txt",
-        }
+        fields = ("instruction", "base_url", "key", "model", "home", "workspace")
+        path = instruction_file(job)
+        values = {**{name: getattr(job, name) for name in fields}, "instruction_file": path}
         # In one pass: what is filled in may have braces of its own. Other braces stand for themselves.
         places = re.compile("{(" + "|".join(values) + ")}")
         argv = tuple(places.sub(lambda found: values[found[1]], word) for word in job.command)
@@ -33,16 +28,8 @@ class Command(Harness):
                 f"an argument is longer than {ARGUMENT_BYTES} bytes, which no program can be given; "
                 "have it read the file {instruction_file}"
             )
-        env = {
-            "OPENAI_BASE_URL": f"{job.base_url}/v1",
-            "OPENAI_API_KEY": job.key,
-            "OPENAI_MODEL": job.model,
-            "ANTHROPIC_BASE_URL": job.base_url,
-            "ANTHROPIC_API_KEY": job.key,
-            "ANTHROPIC_MODEL": job.model,
-            "GOOGLE_GEMINI_BASE_URL": job.base_url,
-            "GEMINI_API_KEY": job.key,
-            "GEMINI_MODEL": job.model,
-            **job.env,
-        }
-        return Launch(argv, env, {values["instruction_file"]: job.instruction})
+        env = {"GOOGLE_GEMINI_BASE_URL": job.base_url}
+        env |= {"OPENAI_BASE_URL": f"{job.base_url}/v1", "ANTHROPIC_BASE_URL": job.base_url}
+        for vendor in ("OPENAI", "ANTHROPIC", "GEMINI"):
+            env |= {f"{vendor}_API_KEY": job.key, f"{vendor}_MODEL": job.model}
+        return Launch(argv, {**env, **job.env}, {path: job.instruction})

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout.schema import EXTERNAL, RolloutRequest, Stage
-from rollout.trajectory import FinishReason
+from rollout.trajectory import FinishReason, Message
 from sandbox.client import ExecResult
 from sandbox.spec import BindSpec
 from services.capture.chains import build
@@ -35,6 +35,10 @@ MOST_MARGIN_S = 15.0
 """Before RUN's own limit the program is ended, so that there is time to look at what it left."""
 WRAP_UP_S = 30.0
 """Before that its calls are answered without the model, so that it may end by itself."""
+OURS = ("unavailable", "internal")
+"""Kinds of refused calls that are no fault of the program."""
+MISSED_S = 7.0
+"""For a process of capture to be missed."""
 TAIL = 2000
 """Characters of a program's output in an error."""
 MAX_TRANSCRIPTS = 1 << 20
@@ -72,6 +76,10 @@ class Driven(AgentHandler[Any]):
         except UnknownHarness as error:
             raise TaskError(f"agent.harness: {error}") from error
 
+    def _has_opening(self) -> bool:
+        its = type(self._inner)
+        return its.prompt is not AgentHandler.prompt or its.opening is not AgentHandler.opening
+
     async def init(self, ctx: InitContext[Any]) -> None:
         """INIT: as the handler has it, and a sandbox in any case; the program's pack is shown in it."""
         if self._agent.harness == EXTERNAL:
@@ -81,6 +89,9 @@ class Driven(AgentHandler[Any]):
             raise InfrastructureError(
                 "no capture service is set up, which programs call the model by: ROLLOUT_CAPTURE_URL"
             )
+        if not self._has_opening():
+            missing = "has neither `prompt` nor `opening`, so there is nothing to tell a program"
+            raise TaskError(f"agent: handler {self.name!r} {missing}")
         harness = self._harness()
         if harness.packages:
             try:
@@ -115,14 +126,19 @@ class Driven(AgentHandler[Any]):
         if (await open_it())["word"] != "ok":
             raise InfrastructureError("the rollout is not this worker's any more")
         watching = asyncio.create_task(self._keep_open(ctx, store, open_it))
+        ends = True
         try:
             if self._agent.harness == EXTERNAL:
                 return await self._wait(ctx, store, ends_in_s)
             return await self._drive(ctx, store, backend.max_model_len, ends_in_s)
+        except asyncio.CancelledError:
+            # The stage's own limit, and what was sampled is kept; or this worker stops, and another goes on
+            # while the program does: its calls must be answered meanwhile.
+            ends = False
+            raise
         finally:
             watching.cancel()
-            # Also where the stage's own limit ended it: what was sampled is kept.
-            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store)))
+            await asyncio.shield(asyncio.ensure_future(self._collect(ctx, store, ends)))
 
     async def _keep_open(
         self, ctx: RunContext[Any], store: CaptureStore, open_it: Callable[[], Awaitable[Any]]
@@ -134,12 +150,18 @@ class Driven(AgentHandler[Any]):
                 await open_it()
 
     async def _wait(self, ctx: RunContext[Any], store: CaptureStore, ends_in_s: float) -> FinishReason:
-        """Until a program somewhere says that it is done."""
+        """Until a program somewhere says that it is done.
+
+        Raises:
+            InfrastructureError: It leaves the score to the handler where the model failed it.
+        """
         loop = asyncio.get_running_loop()
         ends = loop.time() + ends_in_s
         while loop.time() < ends:
             summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
             if summary is not None and summary.finished:
+                if summary.reward is None and summary.fault in OURS:
+                    raise InfrastructureError("the program ended where the model could not be asked")
                 return _reason(summary)
             await asyncio.sleep(LOOK_S)
         return FinishReason.TIME_LIMIT
@@ -153,7 +175,7 @@ class Driven(AgentHandler[Any]):
         secret = await ask(store.secret)
         async with ctx.sandbox.tunnel(address.hostname or "127.0.0.1", address.port or 80) as tunnel:
             key = key_of(secret, MODEL, ctx.rollout_id, ctx.attempt)
-            job = self._job(ctx, tunnel.port, key, context_tokens, ends_in_s)
+            job = self._job(ctx, await self._inner.opening(ctx), tunnel.port, key, context_tokens, ends_in_s)
             try:
                 launch = self._harness().launch(job)
             except ValueError as error:
@@ -166,15 +188,22 @@ class Driven(AgentHandler[Any]):
                 env={"HOME": job.home, **launch.env},
                 merge_output=True,
             )
+            unanswered, cut_off = await tunnel.led()
         ctx.artifacts[OUTPUT] = result.stdout
         await self._keep_transcripts(ctx, launch, job.home)
         if result.exit_code is not None:
             ctx.metrics["agent_exit_code"] = result.exit_code
-        summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
-        return self._ended(ctx, result, summary)
+        summary = await _summary(ctx, store)
+        if summary.in_flight and _failed(result):
+            # A process that was killed is missed after some seconds.
+            await asyncio.sleep(MISSED_S)
+            summary = await _summary(ctx, store)
+        return self._ended(ctx, result, summary, unanswered, cut_off)
 
-    def _job(self, ctx: RunContext[Any], port: int, key: str, context_tokens: int, timeout_s: float) -> Job:
-        messages = self._inner.prompt(ctx.task)
+    def _job(
+        self, ctx: RunContext[Any], messages: list[Message], port: int, key: str, context_tokens: int,
+        timeout_s: float,
+    ) -> Job:  # fmt: skip
         name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
         return Job(
             instruction="\n\n".join(message.text for message in messages),
@@ -189,29 +218,39 @@ class Driven(AgentHandler[Any]):
             env=self._agent.env,
         )
 
-    def _ended(self, ctx: RunContext[Any], result: ExecResult, summary: Summary) -> FinishReason:
+    def _ended(
+        self, ctx: RunContext[Any], result: ExecResult, summary: Summary, unanswered: int, cut_off: bool
+    ) -> FinishReason:
         """Why the program's turns have ended.
+
+        Args:
+            unanswered, cut_off: See `Tunnel.led`.
 
         Raises:
             HandlerError: It could not be started, or never called the model.
-            InfrastructureError: The model's servers failed it.
+            InfrastructureError: It could not reach the model, or that failed it.
         """
         name = self._agent.harness
         if result.not_started is not None:
             raise HandlerError(f"{name} cannot be started: {result.not_started}")
-        if summary.refused.get("unavailable", 0) and result.exit_code != 0:
-            raise InfrastructureError(f"{name} ended ({result.exit_code}) where the model could not be asked")
+        if result.limit_exceeded is not None and summary.calls:
+            ctx.agent.trajectory.warnings.append(f"ended by the agent's own doing: {result.limit_exceeded}")
+            return FinishReason.SANDBOX_LIMIT
+        if cut_off or summary.fault in OURS:
+            # However it took that: some programs say so and end well.
+            raise InfrastructureError(f"{name} ended where the model could not be asked")
+        if _failed(result) and (unanswered or summary.lost or any(map(summary.refused.get, OURS))):
+            raise InfrastructureError(
+                f"{name} ended ({result.exit_code}) after a call of the model that failed for no fault of its"
+            )
         if not summary.calls:
             how = (
                 f"exit code {result.exit_code}" if result.exit_code is not None else "a time limit or signal"
             )
             raise HandlerError(f"{name} ended with {how} and without a model call: …{result.stdout[-TAIL:]}")
-        if result.limit_exceeded is not None:
-            ctx.agent.trajectory.warnings.append(f"ended by the agent's own doing: {result.limit_exceeded}")
-            return FinishReason.SANDBOX_LIMIT
-        if result.timed_out:
-            return FinishReason.TIME_LIMIT
-        return _reason(summary)
+        if not summary.nodes and not summary.stopped and summary.fault is None:
+            raise InfrastructureError(f"{name} ended before one of its {summary.calls} calls was answered")
+        return FinishReason.TIME_LIMIT if result.timed_out else _reason(summary)
 
     async def _keep_transcripts(self, ctx: RunContext[Any], launch: Launch, home: str) -> None:
         """Keep what the program wrote about itself, the newest files first, as one artifact."""
@@ -224,19 +263,22 @@ class Driven(AgentHandler[Any]):
         if text.stdout:
             ctx.artifacts[TRANSCRIPT] = text.stdout
 
-    async def _collect(self, ctx: RunContext[Any], store: CaptureStore) -> None:
-        """Make the trajectory of the turns that were written; no call is answered from here on."""
-        await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
+    async def _collect(self, ctx: RunContext[Any], store: CaptureStore, ends: bool) -> None:
+        """Make the trajectory of the turns that were written; where RUN ends no call is answered any more."""
+        if ends:
+            await ask(store.close, ctx.rollout_id, ctx.attempt, ctx.fence)
         stored = await ask(store.nodes, ctx.rollout_id, ctx.attempt)
-        summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+        summary = await _summary(ctx, store)
         nodes, trajectory = decode(stored), ctx.agent.trajectory
-        trajectory.chains, trajectory.receipt = build(
-            nodes, self._agent.harness, retries=summary.retries, refused=sum(summary.refused.values())
+        trajectory.chains, trajectory.receipt = await asyncio.to_thread(
+            build, nodes, self._agent.harness, **summary.unsampled
         )
         trajectory.tokenizer = next((node.tokenizer for node in nodes if node.tokenizer), None)
         if summary.reward is not None:
             ctx.artifacts[POSTED] = json.dumps({"reward": summary.reward, "components": summary.components})
         receipt = trajectory.receipt
+        receipt.model = trajectory.model
+        receipt.reward_source = "handler" if summary.reward is None else "program"
         ctx.metrics |= {
             "model_calls": receipt.calls,
             "sampled_tokens": receipt.sampled_tokens,
@@ -264,6 +306,23 @@ class Driven(AgentHandler[Any]):
 
     def metrics(self, ctx: EvalContext[Any], reward: Reward) -> dict[str, float]:
         return self._inner.metrics(ctx, reward)
+
+
+async def _summary(ctx: RunContext[Any], store: CaptureStore) -> Summary:
+    """How far the session has come.
+
+    Raises:
+        InfrastructureError: Redis has lost it.
+    """
+    summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
+    if summary is None:
+        raise InfrastructureError("what was captured of this attempt is not there any more")
+    return summary
+
+
+def _failed(result: ExecResult) -> bool:
+    """Whether a program ended by itself and not well."""
+    return result.exit_code != 0 and not result.timed_out
 
 
 def _reason(summary: Summary) -> FinishReason:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import NODE, fed, instruction_file, npm_program
+from workers.harnesses.starting import NODE, fed, npm_program
 
 SETTINGS = {
-    "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
+    "general": {"enableAutoUpdate": False},
     "privacy": {"usageStatisticsEnabled": False},
-    "telemetry": {"enabled": False},
-    "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
 }
+ASSUMED_CONTEXT = 1_048_576
+"""Tokens that it takes every model's context for that it does not know."""
+SHARE_BEFORE_COMPRESSION = 0.6
+"""Of the context; past it the program shortens its history by itself."""
 
 
 class GeminiCli(Harness):
@@ -24,13 +27,9 @@ class GeminiCli(Harness):
             *(NODE, npm_program(self.name, "gemini"), "--approval-mode=yolo", "--skip-trust"),
             *("--output-format=stream-json", f"--model={job.model}"),
         )
-        env = {
-            "GOOGLE_GEMINI_BASE_URL": job.base_url,
-            "GEMINI_API_KEY": job.key,
-            "GEMINI_MODEL": job.model,
-            "NO_COLOR": "1",
-            **job.env,
-        }
-        path = instruction_file(job.home)
-        files = {path: job.instruction, f"{job.home}/.gemini/settings.json": json.dumps(SETTINGS)}
-        return Launch(fed(argv, path), env, files, (".gemini/tmp",))
+        # It would start itself once more, for a larger heap.
+        env = {"GEMINI_CLI_NO_RELAUNCH": "true"}
+        env |= {"GOOGLE_GEMINI_BASE_URL": job.base_url, "GEMINI_API_KEY": job.key}
+        threshold = job.context_tokens * SHARE_BEFORE_COMPRESSION / ASSUMED_CONTEXT
+        settings = {**SETTINGS, "model": {"compressionThreshold": threshold}}
+        return fed(job, argv, env, {".gemini/settings.json": json.dumps(settings)}, ".gemini/tmp")

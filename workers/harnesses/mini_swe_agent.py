@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import PYTHON, site
+from workers.harnesses.base import PACK, Harness, Job, Launch
+from workers.harnesses.starting import PYTHON
 
 
 class MiniSweAgent(Harness):
@@ -14,31 +14,20 @@ class MiniSweAgent(Harness):
 
     def launch(self, job: Job) -> Launch:
         path, transcripts = f"{job.home}/task.yaml", "trajectories"
-        argv = (
-            *(PYTHON, site(self.name), "minisweagent.run.mini", "--config=mini.yaml", f"--config={path}"),
-            *(
-                "--yolo",
-                "--exit-immediately",
-                "--cost-limit=0",
-                f"--output={job.home}/{transcripts}/mini.json",
-            ),
-        )
+        argv = (PYTHON, f"{PACK}/{self.name}/site", "minisweagent.run.mini")
+        argv += ("--config=mini.yaml", f"--config={path}", f"--output={job.home}/{transcripts}/mini.json")
+        argv += ("--yolo", "--exit-immediately", "--cost-limit=0")
         # JSON is YAML. The rest of its configuration is its own.
-        model = {
-            "model_name": f"openai/{job.model}",
-            "model_kwargs": {"timeout": job.timeout_s, "drop_params": True},
-            "cost_tracking": "ignore_errors",
-        }
+        wait = {"timeout": job.timeout_s, "drop_params": True}
+        model = {"model_name": f"openai/{job.model}", "model_kwargs": wait, "cost_tracking": "ignore_errors"}
         task = {"run": {"task": job.instruction}, "model": model}
         env = {
             "OPENAI_API_BASE": f"{job.base_url}/v1",
-            "OPENAI_BASE_URL": f"{job.base_url}/v1",
             "OPENAI_API_KEY": job.key,
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_GLOBAL_CONFIG_DIR": f"{job.home}/.config/mini-swe-agent",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
             **job.env,
         }
         return Launch(argv, env, {path: json.dumps(task)}, (transcripts,))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import fed, instruction_file, npm_program
+from workers.harnesses.starting import ANSWER_SHARE, KEY_VARIABLE, fed, npm_program
 
 PROVIDER = "rollout"
 """Not `openai`: for that name it takes another API, and settings of its own."""
+DENIED = ("question", "webfetch", "websearch")
+"""What asks a person, or another host, gets no answer."""
 INSTALLED = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
 """It installs what its configuration needs, unless a lock file names it beside a directory of modules."""
-ANSWER_SHARE = 4
-"""The answer may take one part in so many of the context."""
 
 
 class Opencode(Harness):
@@ -20,51 +20,26 @@ class Opencode(Harness):
     packages = ("npm:opencode-ai",)
 
     def launch(self, job: Job) -> Launch:
-        model = f"{PROVIDER}/{job.model}"
-        argv = (
-            npm_program(self.name, "opencode"),
-            "run",
-            "--pure",
-            "--format=json",
-            "--title=rollout",
-            f"--model={model}",
-        )
-        wait_ms = int(job.timeout_s * 1000)
+        # A title is given, else it has the model make one.
+        program, model = npm_program(self.name, "opencode"), f"{PROVIDER}/{job.model}"
+        argv = (program, "run", "--pure", "--format=json", "--title=rollout", f"--model={model}")
         limit = {"context": job.context_tokens, "output": job.context_tokens // ANSWER_SHARE}
+        options = {"baseURL": f"{job.base_url}/v1", "apiKey": f"{{env:{KEY_VARIABLE}}}"}
         provider = {
             "npm": "@ai-sdk/openai-compatible",
-            "name": PROVIDER,
-            "options": {
-                "baseURL": f"{job.base_url}/v1",
-                "apiKey": "{env:ROLLOUT_MODEL_KEY}",
-                "timeout": wait_ms,
-            },
-            "models": {job.model: {"name": job.model, "tool_call": True, "limit": limit}},
+            "options": {**options, "timeout": int(job.timeout_s * 1000)},
+            "models": {job.model: {"tool_call": True, "limit": limit}},
         }
         config = {
-            "$schema": "https://opencode.ai/config.json",
-            "model": model,
-            "small_model": model,
-            "provider": {PROVIDER: provider},
-            "enabled_providers": [PROVIDER],
-            "permission": {"*": "allow", **dict.fromkeys(("question", "webfetch", "websearch"), "deny")},
-            "autoupdate": False,
-            "share": "disabled",
+            **{"model": model, "small_model": model, "autoupdate": False, "share": "disabled"},
+            **{"provider": {PROVIDER: provider}, "enabled_providers": [PROVIDER]},
+            "permission": {"*": "allow", **dict.fromkeys(DENIED, "deny")},
         }
-        env = {
-            "ROLLOUT_MODEL_KEY": job.key,
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            "OPENCODE_DISABLE_MODELS_FETCH": "1",
-            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-            "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-            **job.env,
-        }
-        path = instruction_file(job.home)
-        home = f"{job.home}/.config/opencode"
+        off = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+        env = {KEY_VARIABLE: job.key, **{f"OPENCODE_DISABLE_{what}": "1" for what in off}}
         files = {
-            path: job.instruction,
-            f"{home}/opencode.json": json.dumps(config),
-            f"{home}/package-lock.json": json.dumps(INSTALLED),
-            f"{home}/node_modules/.keep": "",
+            ".config/opencode/opencode.json": json.dumps(config),
+            ".config/opencode/package-lock.json": json.dumps(INSTALLED),
+            ".config/opencode/node_modules/.keep": "",
         }
-        return Launch(fed(argv, path), env, files, (".local/share/opencode",))
+        return fed(job, argv, env, files, ".local/share/opencode")

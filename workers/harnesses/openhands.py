@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import PYTHON, instruction_file, site
+from workers.harnesses.base import PACK, Harness, Job, Launch
+from workers.harnesses.starting import PYTHON, instruction_file
 
-RUN = '''\
-"""OpenHands on one instruction: run.py INSTRUCTION_FILE WORKSPACE TRANSCRIPTS, model from LLM_* variables."""
-
+RUN = """\
 import sys
 from pathlib import Path
 
@@ -16,30 +14,26 @@ from openhands.sdk.conversation.state import ConversationExecutionStatus
 from openhands.tools.preset.default import get_default_agent
 
 instruction, workspace, transcripts = sys.argv[1:]
-conversation = Conversation(
-    agent=get_default_agent(LLM.load_from_env(), cli_mode=True),
-    workspace=workspace,
-    persistence_dir=transcripts,
-    visualizer=None,
-    delete_on_close=False,
-)
+agent = get_default_agent(LLM.load_from_env(), cli_mode=True)
+kept = {"persistence_dir": transcripts, "delete_on_close": False}
+conversation = Conversation(agent=agent, workspace=workspace, visualizer=None, **kept)
 conversation.send_message(Path(instruction).read_text(encoding="utf-8"))
 conversation.run()
 ended = conversation.state.execution_status
 conversation.close()
 print(ended.value)
 sys.exit(ended is not ConversationExecutionStatus.FINISHED)
-'''
-"""A program of ours, for the SDK has none."""
+"""
+"""A program of ours, for the SDK has none: variables LLM_* name the model."""
 
 
-class OpenHands(Harness):
+class Openhands(Harness):
     name = "openhands"
     packages = ("pypi:openhands-sdk", "pypi:openhands-tools")
 
     def launch(self, job: Job) -> Launch:
-        program, path, transcripts = f"{job.home}/run.py", instruction_file(job.home), "conversations"
-        argv = (PYTHON, site(self.name), program, path, job.workspace, f"{job.home}/{transcripts}")
+        program, path, transcripts = f"{job.home}/run.py", instruction_file(job), "conversations"
+        argv = (PYTHON, f"{PACK}/{self.name}/site", program, path, job.workspace, f"{job.home}/{transcripts}")
         env = {
             "LLM_MODEL": f"openai/{job.model}",
             "LLM_BASE_URL": f"{job.base_url}/v1",

@@ -15,11 +15,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from sandbox import paths
 from workers.harnesses.base import Harness
@@ -27,20 +28,19 @@ from workers.harnesses.base import Harness
 Say = Callable[[str], None]
 OLDEST_PYTHON = (3, 12)
 """That all programs of PyPI here run with."""
-INSTALL_TIMEOUT_S = 1200
+INSTALL_TIMEOUT_S = 1800
 RECORD = "built.json"
 """In each part: what it was made of."""
 LAST_LINES = 8
 """Of a failed installation, which the error shows."""
 LEFT_OUT = ("site-packages", "dist-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
 """Of Python's library."""
-START = """\
+WRAPPER = """\
 #!/bin/sh
 here=${{0%/bin/*}}
-set -- "$here/bin/python3" -IB "$here/start.py" "$@"
-exec "$here/libs/{loader}" --inhibit-cache --library-path "$here/libs" "$@"
+exec "$here/libs/{loader}" --inhibit-cache --library-path "$here/libs" "$here/bin/python3" {options} "$@"
 """
-START_PY = """\
+START = """\
 import runpy, sys
 
 _, site, name, *arguments = sys.argv
@@ -48,10 +48,7 @@ sys.argv = [name, *arguments]
 sys.path.insert(0, site)
 (runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
 """
-LOOK = (
-    "import json, sys, sysconfig as s;"
-    "print(json.dumps([sys.version_info[:3], sys.executable, s.get_path('stdlib')]))"
-)
+LOOK = "import sys, sysconfig as s; print(*sys.version_info[:3], sys.executable, s.get_path('stdlib'))"
 
 
 class PackError(Exception):
@@ -75,20 +72,12 @@ class Part:
     def built(self) -> bool:
         """Whether it is there, made of just these packages, and is what its name leads to."""
         link = directory() / self.name
-        try:
-            record = json.loads((self.place / RECORD).read_text())
-            return record["packages"] == list(self.packages) and link.readlink().name == self.place.name
-        except (OSError, ValueError, KeyError):
-            return False
+        linked = link.is_symlink() and link.readlink().name == self.place.name
+        return linked and _record(self.name).get("packages") == list(self.packages)
 
-
-@dataclass(frozen=True)
-class Interpreter:
-    """A Python of this machine."""
-
-    version: str
-    program: Path
-    library: Path
+    def of(self, registry: str) -> list[str]:
+        """What of its packages a registry has, without its prefix."""
+        return [package.removeprefix(registry) for package in self.packages if package.startswith(registry)]
 
 
 @cache
@@ -103,192 +92,152 @@ def directory() -> Path:
 
 
 def part(harness: Harness) -> Part | None:
-    """What a harness is made of; None = nothing of its own.
-
-    Raises:
-        PackError: `versions.json` has no version of a package of it.
-    """
-    if not harness.packages:
-        return None
-    pinned = dict(versions(), **getattr(harness, "versions", {}))
-    if missing := [package for package in harness.packages if package not in pinned]:
-        raise PackError(f"{harness.name}: versions.json pins no version of {', '.join(missing)}")
-    packages = tuple(f"{package}@{pinned[package]}" for package in harness.packages)
-    return Part(harness.name, pinned[harness.packages[0]], packages)
+    """What a harness is made of; None = nothing of its own. PackError when a package has no version."""
+    packages = [f"{name}@{versions()[name]}" if name in versions() else name for name in harness.packages]
+    for package in packages:
+        if not re.fullmatch(r"(npm|pypi):.+@[^@/]+", package):
+            raise PackError(f"{harness.name}: no version of {package}, in versions.json or behind an @")
+    if any(package.startswith("pypi:") for package in packages):
+        # What is compiled in them serves that Python alone.
+        packages.append(f"python@{_record('python').get('version', 'none')}")
+    return Part(harness.name, packages[0].rpartition("@")[2], tuple(packages)) if packages else None
 
 
 def require(harness: Harness) -> None:
     """Raise PackError unless all that the harness needs is in the pack."""
     own = part(harness)
-    if own is None:
-        return
-    shared = {"node" if package.startswith("npm:") else "python" for package in own.packages}
-    lacks = [name for name in sorted(shared) if not (directory() / name / RECORD).exists()]
-    if lacks or not own.built:
-        what = ", ".join([*lacks, *([] if own.built else [f"{own.name} {own.version}"])])
-        raise PackError(f"{what}: not in {directory()}; make it by `rollout harness build {harness.name}`")
+    needed = [] if own is None else [own, *([_node()] if own.of("npm:") else [])]
+    if lacks := " and ".join(f"{it.name} {it.version}" for it in needed if not it.built):
+        raise PackError(f"{lacks}: not in {directory()}; make it by `rollout harness build {harness.name}`")
 
 
-def build(harness: Harness, say: Say, *, python: str | None = None, force: bool = False) -> bool:
+def build(harness: Harness, say: Say, python: str | None = None) -> bool:
     """Make the part of a harness, and those that it shares, unless they are there. Returns whether it did.
 
     Args:
-        python: Program of the interpreter to copy; None = one of this machine that is new enough.
-        force: Make its own part anew.
+        python: Program of the interpreter to copy; None = what was copied before, else one of this machine.
 
     Raises:
         PackError: What failed, with the end of its output. What was there before is there still.
     """
     own = part(harness)
+    if not python:
+        with suppress(PackError):
+            require(harness)
+            return False
     if own is None:
         return False
     directory().mkdir(parents=True, exist_ok=True)
-    with _locked(say):
-        made = False
-        if any(package.startswith("npm:") for package in own.packages):
-            node = Part("node", versions()["npm:node"], (f"npm:node@{versions()['npm:node']}",))
-            made |= _make(node, _install_node, say)
-        interpreter = None
-        if any(package.startswith("pypi:") for package in own.packages):
-            interpreter = _interpreter(python)
-            shared = Part("python", interpreter.version)
-            made |= _make(shared, lambda _, place: _copy_python(interpreter, place), say)
-        return made | _make(own, lambda it, place: _install(it, place, interpreter), say, force)
-
-
-@contextmanager
-def _locked(say: Say) -> Iterator[None]:
-    with (directory() / ".lock").open("w") as file:
+    with (directory() / ".lock").open("w") as lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another build is under way; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if own.of("npm:"):
+            _make(_node(), _install_node, say)
+        if own.of("pypi:") and (python or not _record("python")):
+            version, program, library = _interpreter(python)
+            _make(Part("python", version), partial(_copy_python, program, library), say)
+        return _make(part(harness) or own, _install, say)
 
 
-def _make(it: Part, fill: Callable[[Part, Path], None], say: Say, force: bool = False) -> bool:
+def _node() -> Part:
+    return Part("node", versions()["npm:node"], (f"npm:node@{versions()['npm:node']}",))
+
+
+def _record(name: str) -> dict[str, Any]:
+    """What the part that the name leads to was made of; nothing where it is not there."""
+    try:
+        return json.loads((directory() / name / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _make(it: Part, fill: Callable[[Part, Path], None], say: Say) -> bool:
     """Have `fill` make the part beside its place; then put it there, and lead its name to it."""
-    if it.built and not force:
+    if it.built:
         return False
     say(f"{it.name} {it.version}: installing")
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory()) as work:
-        new, old, link = Path(work, "new"), Path(work, "old"), Path(work, "link")
+        new, link = Path(work, "new"), Path(work, "link")
         new.mkdir()
         fill(it, new)
-        (new / RECORD).write_text(json.dumps({"packages": it.packages}))
+        (new / RECORD).write_text(json.dumps({"version": it.version, "packages": it.packages}))
         for path in [new, *new.rglob("*")]:
             if not path.is_symlink():  # a sandbox's user is another one
-                path.chmod(
-                    path.stat().st_mode | (0o555 if path.is_dir() or os.access(path, os.X_OK) else 0o444)
-                )
+                path.chmod(path.stat().st_mode | (0o555 if os.access(path, os.X_OK) else 0o444))
         if it.place.exists():
-            it.place.rename(old)
+            it.place.rename(Path(work, "old"))
         new.rename(it.place)
         link.symlink_to(it.place.name)
         link.replace(directory() / it.name)
     return True
 
 
-def _run(it: Part, argv: list[str], cwd: Path) -> None:
-    """Run an installer.
-
-    Raises:
-        PackError: It is not there, failed, or took too long.
-    """
+def _run(it: Part, argv: list[str]) -> None:
+    """Run an installer; PackError when it is not there, fails, or takes too long."""
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "errors": "replace"}
     try:
-        done = subprocess.run(
-            argv,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=INSTALL_TIMEOUT_S,
-            check=False,
-        )
+        subprocess.run(argv, stdout=subprocess.PIPE, timeout=INSTALL_TIMEOUT_S, check=True, **options)
     except FileNotFoundError:
-        raise PackError(
-            f"{it.name}: there is no `{argv[0]}` here (Debian: apt-get install {argv[0]})"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise PackError(f"{it.name}: `{argv[0]}` did not end within {INSTALL_TIMEOUT_S} s") from None
-    if done.returncode:
-        end = "\n".join([line for line in done.stdout.splitlines() if line.strip()][-LAST_LINES:])
-        raise PackError(f"{it.name}: cannot install {', '.join(it.packages)}:\n{end}")
+        raise PackError(f"{it.name}: there is no `{argv[0]}` here; install it") from None
+    except subprocess.SubprocessError as error:
+        lines = str(getattr(error, "output", "")).splitlines()
+        end = "\n".join([line for line in lines if line.strip()][-LAST_LINES:] or [str(error)])
+        raise PackError(f"{it.name}: cannot install {', '.join(it.packages)}:\n{end}") from None
 
 
-def _install(it: Part, place: Path, interpreter: Interpreter | None) -> None:
-    names = {
-        kind: [p.partition(":")[2] for p in it.packages if p.startswith(kind)] for kind in ("npm:", "pypi:")
-    }
-    if names["npm:"]:
+def _install(it: Part, place: Path) -> None:
+    if names := it.of("npm:"):
         quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--no-progress")
-        _run(it, ["npm", "install", "--prefix", str(place), *quiet, *names["npm:"]], place)
-    if names["pypi:"] and interpreter:
-        pinned = ["==".join(name.rsplit("@", 1)) for name in names["pypi:"]]
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(interpreter.program),
-            "--disable-pip-version-check",
-        ]
-        quiet = ("--no-input", "--quiet", "--root-user-action=ignore", "--no-warn-script-location")
-        _run(it, [*pip, "install", *quiet, "--target", str(place / "site"), *pinned], place)
+        _run(it, ["npm", "install", "--prefix", str(place), *quiet, *names])
+    if names := it.of("pypi:"):
+        pip = [sys.executable, "-m", "pip", "--python", str(directory() / "python/bin/python"), "install"]
+        quiet = ("--disable-pip-version-check", "--no-input", "--quiet", "--root-user-action=ignore")
+        pinned = [name.replace("@", "==") for name in names]
+        _run(it, [*pip, *quiet, "--target", str(place / "site"), *pinned])
 
 
 def _install_node(it: Part, place: Path) -> None:
-    _install(it, place, None)
+    _install(it, place)
     (place / "bin").mkdir()
     (place / "node_modules/node/bin/node").rename(place / "bin/node")
     shutil.rmtree(place / "node_modules")
 
 
-def _interpreter(named: str | None) -> Interpreter:
-    """The one that was named; else this one, or the oldest of the machine, that is new enough.
-
-    Raises:
-        PackError: There is none.
-    """
-    home = Path.home()
+def _interpreter(named: str | None) -> tuple[str, Path, Path]:
+    """Version, program and library of the one named, else of one here; PackError where none is new enough."""
+    home, (major, oldest) = Path.home(), OLDEST_PYTHON
     kept = (Path(os.environ.get("PYENV_ROOT", home / ".pyenv"), "versions"), home / ".local/share/uv/python")
-    on_path = [shutil.which(f"python3.{minor}") for minor in range(OLDEST_PYTHON[1], OLDEST_PYTHON[1] + 4)]
-    programs = [str(path) for place in kept for path in sorted(place.glob("*3.*/bin/python3"))]
+    on_path = [shutil.which(f"python{major}.{minor}") for minor in range(oldest, oldest + 4)]
+    programs = [str(path) for place in kept for path in sorted(place.glob(f"*{major}.*/bin/python3"))]
     for program in [named] if named else filter(None, [sys.executable, *on_path, *programs]):
-        # A program of that name may be a stand-in that leads nowhere.
-        looked = subprocess.run([program, "-IS", "-c", LOOK], capture_output=True, text=True, check=False)
-        if looked.returncode == 0:
-            version, executable, library = json.loads(looked.stdout)
-            if tuple(version) >= OLDEST_PYTHON:
-                return Interpreter(".".join(map(str, version)), Path(executable).resolve(), Path(library))
-    wanted = ".".join(map(str, OLDEST_PYTHON))
-    raise PackError(
-        f"python: {named or 'no interpreter here'} is not Python {wanted} or newer; name one by --python"
-    )
+        with suppress(OSError, ValueError):  # not there, or a stand-in that leads nowhere
+            looked = subprocess.run([program, "-IS", "-c", LOOK], capture_output=True, text=True, check=False)
+            *version, executable, library = looked.stdout.split()
+            if tuple(map(int, version)) >= OLDEST_PYTHON:
+                return ".".join(version), Path(executable).resolve(), Path(library)
+    wanted = f"Python {major}.{oldest} or newer"
+    raise PackError(f"python: {named or 'no interpreter here'} is not {wanted}; name one by --python")
 
 
-def _copy_python(interpreter: Interpreter, place: Path) -> None:
+def _copy_python(program: Path, library: Path, _: Part, place: Path) -> None:
     """Copy an interpreter with all libraries that it loads, its C library too: no image need have any."""
-    target = place / "lib" / interpreter.library.name
-    shutil.copytree(interpreter.library, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    target = place / "lib" / library.name
+    shutil.copytree(library, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
     (place / "bin").mkdir()
-    shutil.copy2(interpreter.program, place / "bin/python3")
-    loaded = subprocess.run(
-        ["ldd", interpreter.program, *target.rglob("*.so")], capture_output=True, text=True, check=False
-    ).stdout
-    # What wheels may expect of a machine beside these.
-    known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    loaded += "\n".join(
-        line for line in known.splitlines() if "64" in line and re.search(r"(stdc\+\+|gcc_s)\.so", line)
-    )
-    libraries = {Path(path) for path in re.findall(r"(?:=>\s|^\s+)(/\S+\.so\S*)", loaded, re.MULTILINE)}
+    shutil.copy2(program, place / "bin/python3")
+    read = partial(subprocess.run, capture_output=True, text=True, check=False)
+    # And what wheels may expect of a machine.
+    known = [line for line in read(["/sbin/ldconfig", "-p"]).stdout.splitlines() if "64" in line]
+    lines = read(["ldd", program, *target.rglob("*.so")]).stdout.splitlines()
+    lines += [line for line in known if re.search(r"(stdc\+\+|gcc_s)\.so", line)]
     (place / "libs").mkdir()
-    for library in libraries:
-        shutil.copy2(library, place / "libs" / library.name)
-    loader = next(path.name for path in libraries if path.name.startswith("ld-"))
-    (place / "bin/start").write_text(START.format(loader=loader))
-    (place / "bin/start").chmod(0o755)
-    (place / "start.py").write_text(START_PY)
+    for path in {found[1] for line in lines if (found := re.search(r"(?:=>\s|^\s+)(/\S+\.so\S*)", line))}:
+        shutil.copy2(path, place / "libs")
+    loader = next((place / "libs").glob("ld-*")).name
+    for name, options in {"python": "", "start": '-IB "$here/start.py"'}.items():
+        (place / "bin" / name).write_text(WRAPPER.format(loader=loader, options=options))
+        (place / "bin" / name).chmod(0o755)
+    (place / "start.py").write_text(START)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import NODE, fed, instruction_file, npm_program
+from workers.harnesses.starting import NODE, fed, npm_program
 
-SETTINGS = {
-    "general": {"disableAutoUpdate": True, "enableAutoUpdate": False, "checkpointing": {"enabled": False}},
-    "privacy": {"usageStatisticsEnabled": False},
-    "telemetry": {"enabled": False},
-    "security": {"auth": {"selectedType": "openai"}},
-}
+SETTINGS = {"general": {"enableAutoUpdate": False}, "privacy": {"usageStatisticsEnabled": False}}
 
 
 class QwenCode(Harness):
@@ -20,20 +15,15 @@ class QwenCode(Harness):
     packages = ("npm:@qwen-code/qwen-code",)
 
     def launch(self, job: Job) -> Launch:
-        argv = (
-            NODE,
-            npm_program(self.name, "qwen"),
-            "--yolo",
-            "--auth-type=openai",
-            "--output-format=stream-json",
-        )
+        program = npm_program(self.name, "qwen")
+        argv = (NODE, program, "--yolo", "--auth-type=openai", "--output-format=stream-json")
         env = {
             "OPENAI_BASE_URL": f"{job.base_url}/v1",
             "OPENAI_API_KEY": job.key,
             "OPENAI_MODEL": job.model,
-            "NO_COLOR": "1",
-            **job.env,
+            # It would start itself once more, for a larger heap.
+            "QWEN_CODE_NO_RELAUNCH": "true",
         }
-        path = instruction_file(job.home)
-        files = {path: job.instruction, f"{job.home}/.qwen/settings.json": json.dumps(SETTINGS)}
-        return Launch(fed(argv, path), env, files, (".qwen/projects",))
+        asked = {"timeout": int(job.timeout_s * 1000), "contextWindowSize": job.context_tokens}
+        settings = {**SETTINGS, "model": {"generationConfig": asked}}
+        return fed(job, argv, env, {".qwen/settings.json": json.dumps(settings)}, ".qwen/projects")

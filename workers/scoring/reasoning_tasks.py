@@ -188,7 +188,8 @@ def entry(task: dict[str, Any]) -> dict[str, Any]:
 def judge(payload: dict[str, Any]) -> dict[str, Any]:
     """The package's own score of `answer` to `task`; of its own solution if `answer` is None.
 
-    `asked` is the prompt that the model got: `other` says that the task made here asks for something else.
+    `asked` is what the model was asked, where that is known: `other` says that the task made here asks for
+    something else.
     """
     dataset, made = _made(payload["task"])
     if payload["asked"] is not None and made["question"] not in payload["asked"]:

@@ -19,6 +19,8 @@ MOST_DEPTH = 100
 """Levels of arguments and of schemas of tools: what writes them again later must not run out of stack."""
 MOST_ASKED = 2_000
 """Bytes of a parameter that is recorded; of a longer one the record says its length alone."""
+MOST_TOKENS = 1 << 31
+"""More than any context."""
 _ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
 _decoder = cache(msgspec.json.Decoder)
 
@@ -102,7 +104,7 @@ class Fields:
             if (limit := self.take(name, int)) is not None:
                 if limit < 1:
                     raise invalid(self.path(name), f"it must be at least 1, not {limit}")
-                return limit
+                return min(limit, MOST_TOKENS)
         return None
 
     def asked(self, names: str) -> dict[str, Any]:
@@ -110,8 +112,15 @@ class Fields:
         return {name: self._recorded(name) for name in names.split() if self.has(name)}
 
     def _recorded(self, name: str) -> Any:
-        size = len(memoryview(self._raw[name]))
-        return f"<{size} bytes>" if size > MOST_ASKED else shallow(self.take(name, Any), self.path(name))
+        raw = bytes(memoryview(self._raw[name]))
+        if len(raw) > MOST_ASKED:
+            return f"<{len(raw)} bytes>"
+        value = shallow(self.take(name, Any), self.path(name))
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError:  # an integer of more than 64 bits, which the record cannot hold
+            return raw.decode()
+        return value
 
     def only(self, name: str, *values: Any) -> None:
         """Refuse a call that asks for another value than these."""

@@ -23,7 +23,7 @@ from rollout.schema import (
 )
 from rollout.schema.base import MAX_INT53, Items, Strict
 from services.dispatch import IdConflict
-from services.gateway.agents import AgentDoor, is_external
+from services.gateway.agents import AgentDoor, is_external, so_far
 from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
@@ -94,7 +94,8 @@ def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Respon
         raise _absent(rollout_id)
     (rollout,) = rollouts
     if include == "trajectory" and rollout.state is State.RUNNING:
-        rollout.trajectory = gate.rollouts.so_far(rollout)
+        driven = rollout.request.agent is not None
+        rollout.trajectory = so_far(gate.redis, rollout) if driven else gate.rollouts.so_far(rollout)
     return answer.send(rollout)
 
 

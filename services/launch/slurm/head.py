@@ -87,14 +87,12 @@ class HeadJob(ServiceJob):
         port = self._port(address, before and urlsplit(before.url).port, settings().gateway_port)
         base_url = f"http://{f'[{address}]' if ':' in address else address}"
         url, capture_url = f"{base_url}:{port}", ""
-        if capture_port := self._capture_port(address, before):
+        if capture_port := self._capture_port(address):
             capture_url = base["ROLLOUT_CAPTURE_URL"] = f"{base_url}:{capture_port}"
-        head = Head(
-            *(self.place.job, self.place.node, address, STARTING, url, "", redis_port, redis_tls),
-            capture_url,
-        )
+        head = Head(self.place.job, self.place.node, address, STARTING, url, "", redis_port, redis_tls)
         env = base | {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
         self._make_key(env["ROLLOUT_REDIS_URL"])
+        self.run_dir.write_capture_url(capture_url)
         self.run_dir.write_head(head)
         flower_env = self._start_flower(env)
         listen = {"ROLLOUT_GATEWAY_HOST": address, "ROLLOUT_GATEWAY_PORT": str(port)}
@@ -131,12 +129,11 @@ class HeadJob(ServiceJob):
         any."""
         return parts.pick_port([port for port in (before, usual) if port], self._taken, address)
 
-    def _capture_port(self, address: str, before: Head | None) -> int | None:
+    def _capture_port(self, address: str) -> int | None:
         """Where capture is to listen; None: there is another one, or there is to be none."""
         if settings().capture_url or not settings().capture_processes:
             return None
-        last = urlsplit(before.capture_url).port if before else None
-        return self._port(address, last, parts.CAPTURE_PORT)
+        return self._port(address, urlsplit(self.run_dir.capture_url()).port, parts.CAPTURE_PORT)
 
     def _start_capture(self, address: str, port: int | None, env: dict[str, str]) -> list[Part]:
         """Its processes, which end as soon as the head's job must."""

@@ -102,7 +102,8 @@ class NodeJob(MemberJob):
     def _addresses(self, head: Head) -> dict[str, str]:
         """Variables that lead the workers to a head."""
         addresses = {"ROLLOUT_REDIS_URL": self.run_dir.redis_url(head)}
-        return addresses | ({"ROLLOUT_CAPTURE_URL": head.capture_url} if head.capture_url else {})
+        capture = self.run_dir.capture_url()
+        return addresses | ({"ROLLOUT_CAPTURE_URL": capture} if capture else {})
 
     def _start_workers(self, addresses: dict[str, str]) -> None:
         for stage in self.stages:

@@ -6,6 +6,7 @@ environment      shell: modules and variables of every job      (0600)
 options.json     what `up` was asked; `scale` submits the same
 jobs.json        what was submitted
 head.json        where the head listens now
+capture.json     where its capture does; apart, for jobs of an older release read the other one, too
 members/         NODE-jobID.json: what runs there
 control/         NODE-jobID.json, head.json: what they are asked to do; NODE-jobID.drained: what became of the
                  rollouts there; of a job that carries everything JOB.ends: its time limit is near,
@@ -61,8 +62,6 @@ class Head:
     """None: the Redis is not ours, its address is in ROLLOUT_REDIS_URL."""
     redis_tls: bool = False
     """It speaks TLS, with the certificate of the run directory."""
-    capture_url: str = ""
-    """Of capture; empty: there is none, or its address is in ROLLOUT_CAPTURE_URL."""
 
 
 @dataclass
@@ -162,6 +161,13 @@ class RunDir:
 
     def write_head(self, head: Head) -> None:
         self._write("head.json", asdict(head))
+
+    def capture_url(self) -> str:
+        """Address of the head's capture; empty = it has none."""
+        return self._read("capture.json") or ""
+
+    def write_capture_url(self, url: str) -> None:
+        self._write("capture.json", url)
 
     def redis_url(self, head: Head) -> str:
         """Address of Redis with its password.

@@ -4,6 +4,8 @@
 
 -- For how long a session outlives its rollout's deadline, as a turn log does; a process what it said last (ms).
 local LEFT_MS, ALIVE_MS = 600000, 6000
+-- Of a session's nodes: a program that begins anew with each of a thousand calls must not fill Redis.
+local MOST_BYTES = 67108864
 local NOT_OVER = {queued = true, initializing = true, ready = true, running = true}
 
 -- A session that may be called, or nil and the answer that says why not.
@@ -13,11 +15,11 @@ local function session(ask)
   if not r[1] or attempt > tonumber(r[2]) then return nil, {word = 'unknown'} end
   if attempt < tonumber(r[2]) or not NOT_OVER[r[1]] or r[3] then return nil, {word = 'ended'} end
   local key = KEY.capture(id, attempt)
-  local its = redis.call('HMGET', key, 'session', 'closed', 'margin', 'calls', 'sampled')
+  local its = redis.call('HMGET', key, 'session', 'closed', 'margin', 'calls', 'sampled', 'bytes')
   if not its[1] or its[2] then return nil, {word = its[2] and 'ended' or 'early'} end
   return {key = key, calls = KEY.capture_calls(id, attempt), nodes = KEY.capture_nodes(id, attempt), text = its[1],
     deadline = tonumber(r[4]), fence = tonumber(r[5]), margin = tonumber(its[3]), count = tonumber(its[4]),
-    sampled = tonumber(its[5])}
+    sampled = tonumber(its[5]), bytes = tonumber(its[6] or 0)}
 end
 
 -- The deadline of a rollout that the caller holds; else nil.
@@ -68,7 +70,7 @@ local function exhausted(s, counted)
   local limits = cjson.decode(s.text)
   if now + s.margin >= s.deadline then return 'time_limit' end
   if s.sampled >= (tonumber(limits.most_sampled) or math.huge) then return 'token_limit' end
-  if not counted and s.count >= limits.most_calls then return 'turn_limit' end
+  if not counted and s.count >= limits.most_calls or s.bytes >= MOST_BYTES then return 'turn_limit' end
 end
 
 function operations.open(ask)
@@ -129,7 +131,7 @@ end
 
 function operations.look(ask)
   local s, refusal = session(ask)
-  return refusal or {word = 'ok', nodes = redis.call('LLEN', s.nodes), session = s.text}
+  return refusal or {word = 'ok', nodes = redis.call('LLEN', s.nodes), session = s.text, fence = s.fence}
 end
 
 function operations.add(ask)
@@ -153,6 +155,7 @@ function operations.add(ask)
   enter(s, call, there)
   redis.call('HDEL', s.key, 'flying:' .. call.id, 'fault')
   redis.call('HINCRBY', s.key, 'sampled', ask.sampled)
+  redis.call('HINCRBY', s.key, 'bytes', #node)
   keep(s)
   return {word = 'ok', node = there, at = now, other = false}
 end
@@ -190,11 +193,14 @@ end
 function operations.summary(ask)
   local flat = redis.call('HGETALL', KEY.capture(ask.rollout, ask.attempt))
   local nodes = redis.call('LLEN', KEY.capture_nodes(ask.rollout, ask.attempt))
-  local its = {refused = {}, in_flight = 0, nodes = nodes, now_ms = now}
+  local its = {refused = {}, in_flight = 0, lost = 0, nodes = nodes, now_ms = now}
   for i = 1, #flat, 2 do
     local kind, rest = flat[i]:match('^(%l+):(.*)$')
     if kind == 'refused' then its.refused[rest] = flat[i + 1] end
-    if kind == 'flying' and lives(flat[i + 1]:match(' (.*)$')) then its.in_flight = its.in_flight + 1 end
+    if kind == 'flying' then
+      local where = lives(flat[i + 1]:match(' (.*)$')) and 'in_flight' or 'lost'
+      its[where] = its[where] + 1
+    end
     if not kind then its[flat[i]] = flat[i + 1] end
   end
   return its

@@ -24,8 +24,12 @@ class Summary(Struct):
     """Begun; neither repetitions nor what was refused are among them."""
     sampled: int
     nodes: int
+    session: str
+    """The `Session` (JSON)."""
     in_flight: int
     """Calls that living processes are to answer."""
+    lost: int
+    """Calls whose processes have ended, and that did not come again."""
     refused: dict[str, int]
     """By kind; see `fail`."""
     fault: str | None = None
@@ -41,6 +45,11 @@ class Summary(Struct):
     closed: bool = False
     last_call_ms: int = 0
     """When a call was begun or answered; 0 = none was."""
+
+    @property
+    def unsampled(self) -> dict[str, int]:
+        """Calls that have no node, as a receipt counts them."""
+        return {"retries": self.retries, "refused": sum(self.refused.values()) + self.limited}
 
 
 class CaptureStore:
@@ -96,7 +105,7 @@ class CaptureStore:
         return self._call("begin", rollout_id, attempt, **ask, token=secrets.token_hex(8))
 
     def look(self, rollout_id: str, attempt: int) -> Call:
-        """What `begin` would say of `nodes` and `session`, of a call that is none."""
+        """What `begin` would say of `fence`, `nodes` and `session`, of a call that is none."""
         return self._call("look", rollout_id, attempt)
 
     def add(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from rollout.arrays import pack_ids
 from rollout.schema.trajectory import TRAINED
 from rollout.trajectory import Message, Trajectory
 from services.capture.call import ModelCall
-from services.capture.chains import build
+from services.capture.chains import MOST_ASKED, build
 from services.capture.tree import Tree
 from services.state.capture.nodes import ROOT, decode, encode
 from tests.helpers.published import TOOLS, directory
@@ -158,6 +159,7 @@ def test_one_conversation_is_one_chain(capture):
         *("user", "assistant", "assistant", "tool", "assistant", "tool", "assistant")
     ]
     assert (receipt.engines, receipt.retries, receipt.refused) == (["vllm b0", "sglang b1"], 2, 1)
+    assert receipt.versions == ["v1", "v2"]
     assert (receipt.harness, receipt.branches, receipt.share_delivered) == ("command", 1, 1.0)
 
 
@@ -231,6 +233,19 @@ def test_a_summary_makes_the_chain_from_which_the_next_goes_on(capture, said, to
     chains, receipt = capture.chains()
     assert table(chains) == [("compaction", None), ("agent", 0)]
     assert (receipt.branches, receipt.share_delivered) == (2, 1.0)
+
+
+def test_a_program_may_have_a_conversation_summed_up_that_it_tells_as_one_text(capture):
+    """As opencode does: the call for it is short, and what goes on keeps its last turns."""
+    now = answered(capture.call(START, calls("ox")), "an animal")
+    last = capture.call(now, calls("horn"))[-1]
+    told = [Message(role="system", content="You sum up."), user("[User] … [Tool] an animal. Sum this up.")]
+    summary = capture.call(told, SUMMARY, tools=[])[-1]
+    after = answered([SYSTEM, user("What did we do so far?"), summary, last], "a bone")
+    capture.call(after, "Done.")
+    chains, receipt = capture.chains()
+    assert table(chains) == [("agent", None), ("compaction", None), ("agent", 1)]
+    assert receipt.share_delivered == 1.0
 
 
 def test_a_history_that_was_only_edited_is_no_compaction(capture):
@@ -330,6 +345,43 @@ def test_a_node_behind_another_conversation_than_its_own_is_drift(capture):
     assert capture.chains()[1].drift == 0
     capture.tree.nodes[2].parent = 0
     assert build(capture.tree.nodes, "command")[1].drift == 1
+
+
+def test_what_was_asked_of_sampling_is_told_once_with_its_calls_and_without_end_never(capture):
+    for wanted in ({"top_k": 1, "seed": 2}, {}, {"seed": 2, "top_k": 1}):
+        capture.call(START, "An animal.")
+        capture.tree.nodes[-1].asked = wanted
+    told = [(asked.parameters, asked.calls) for asked in capture.chains()[1].asked]
+    assert told == [({"top_k": 1, "seed": 2}, 2), ({}, 1)]
+    for seed in range(60):
+        capture.call(START, "An animal.")
+        capture.tree.nodes[-1].asked = {"seed": seed % 50}
+    asked = capture.chains()[1].asked
+    assert len(asked) == MOST_ASKED and asked[0].calls == 2
+    assert [one.calls for one in asked[2:]] == [2] * 10 + [1] * 20
+
+
+def test_a_program_that_begins_anew_in_each_call_keeps_nobody_for_long():
+    """Of its texts some are looked for; what is left when that has taken long enough is an agent's."""
+    tree = Tree()
+    for number in range(700):
+        call = ModelCall([user(f"{number} {'y' * 10_000}"), *[user("z" * 10_000)] * 3])
+        said = Message(role="assistant", content=f"{number} {'x' * 1000}")
+        tree.add(node_of(tree, call, said, [1, 2, 3], [4, 5]))
+    began = time.process_time()
+    chains, receipt = build(tree.nodes, "command")
+    assert time.process_time() - began < 10
+    assert receipt.branches == len(chains) == 700 and {chain.role for chain in chains} <= TRAINED | {
+        "auxiliary"
+    }
+
+
+def test_what_there_is_no_time_to_look_for_is_an_agents(capture, monkeypatch):
+    capture.call([*capture.call(START, "It is an animal."), user("Really?")], "Yes.")
+    capture.call([user("What might be the title of this?")], "Oxen.", tools=TOOLS)
+    assert table(capture.chains()[0])[0] == ("auxiliary", None)
+    monkeypatch.setattr("services.capture.chains.MOST_COMPARED", 10)
+    assert {chain.role for chain in capture.chains()[0]} == {"agent"}
 
 
 @st.composite
