@@ -33,6 +33,8 @@ class History:
     starts: list[int] = field(default_factory=list)
     """Of each entry the number of messages before its own."""
     messages: list[Message] = field(default_factory=list)
+    state: Any = None
+    """What a dialect must know to go on behind the last message."""
     tools: Any = None
     digests: list[bytes] = field(default_factory=list)
     """Of the tools, and of them with each of the first messages, as far as they were wanted."""
@@ -59,6 +61,7 @@ class History:
             self,
             starts=self.starts[:at],
             messages=self.messages[:kept],
+            state=self.state if at == len(self.entries) else None,
             digests=self.digests[: kept + 1],
         )
 
