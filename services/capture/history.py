@@ -43,9 +43,10 @@ class History:
         """How many of a call's first entries were read here, up to a place where nothing is joined."""
         if lead != self.lead:
             return 0
-        most = min(len(self.entries), len(entries))
-        pairs = enumerate(zip(self.entries, entries, strict=False))
-        same = next((at for at, (ours, theirs) in pairs if ours != theirs), most)
+        same = len(self.entries)
+        if self.entries != entries[:same]:
+            pairs = enumerate(zip(self.entries, entries, strict=False))
+            same = next((at for at, (ours, theirs) in pairs if ours != theirs), min(same, len(entries)))
         return next((at for at in range(same, 0, -1) if self._ends(self._start(at))), 0)
 
     def _start(self, at: int) -> int:
