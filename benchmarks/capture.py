@@ -20,6 +20,7 @@ All of Qwen3's tokenizer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import statistics
 import sys
@@ -424,6 +425,9 @@ def main(options: harness.Options) -> harness.Report:
         tokenizer = published.directory("Qwen3", Path(directory))
         codec = load_codec(str(tokenizer))
         turn = codec.encode(TURN)
+        # As processes of RUN and of capture do.
+        gc.collect()
+        gc.freeze()
         attached = asyncio.run(attaching(codec, turn, max(1, options.rounds // 3)))
         harness.say(f"attaching: {attached}")
         with world(tokenizer, turn) as one:

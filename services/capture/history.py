@@ -33,6 +33,8 @@ class History:
     starts: list[int] = field(default_factory=list)
     """Of each entry the number of messages before its own."""
     messages: list[Message] = field(default_factory=list)
+    state: Any = None
+    """What a dialect must know to go on behind the last message."""
     tools: Any = None
     digests: list[bytes] = field(default_factory=list)
     """Of the tools, and of them with each of the first messages, as far as they were wanted."""
@@ -41,9 +43,10 @@ class History:
         """How many of a call's first entries were read here, up to a place where nothing is joined."""
         if lead != self.lead:
             return 0
-        most = min(len(self.entries), len(entries))
-        pairs = enumerate(zip(self.entries, entries, strict=False))
-        same = next((at for at, (ours, theirs) in pairs if ours != theirs), most)
+        same = len(self.entries)
+        if self.entries != entries[:same]:
+            pairs = enumerate(zip(self.entries, entries, strict=False))
+            same = next((at for at, (ours, theirs) in pairs if ours != theirs), min(same, len(entries)))
         return next((at for at in range(same, 0, -1) if self._ends(self._start(at))), 0)
 
     def _start(self, at: int) -> int:
@@ -59,6 +62,7 @@ class History:
             self,
             starts=self.starts[:at],
             messages=self.messages[:kept],
+            state=self.state if at == len(self.entries) else None,
             digests=self.digests[: kept + 1],
         )
 

@@ -56,7 +56,7 @@ class Prompts:
             before, sampled = self._prompt(tree, place.parent), tree.sampled(place.parent)
             try:
                 given = await _rendered(_size(place.tail), codec.bridge, before, sampled, place.tail)
-                return self._keep(tree, Prompt([*before, *sampled, *given], place, given))
+                return self._keep(tree, Prompt(before + (sampled + given), place, given))
             except CodecError as error:
                 log.info("begins a branch: the format cannot append", error=str(error))
                 metrics.UNBRIDGED.inc()

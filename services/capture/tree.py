@@ -72,7 +72,7 @@ class Tree:
         """
         messages = call.messages
         digests = paths(call.tools, messages, call.history)
-        end = max((at for at, message in enumerate(messages, 1) if message.role == "assistant"), default=0)
+        end = next((at for at in range(len(messages), 0, -1) if messages[at - 1].role == "assistant"), 0)
         places = self._at.get(digests[end]) if 0 < end < len(messages) else None
         parent = self._nearest(places, messages[end - 1]) if places else ROOT
         tail = messages[end:] if places else list(messages)

@@ -26,6 +26,10 @@ KEYS = {
         *("turn_cost_ratio", "turn_ms", "turn_ms_without_log", "redis_bytes_per_token"),
         *("takeover_s_over_lease", "wasted_tokens_share", "wasted_tokens_share_0_2_0"),
     },
+    "capture": {
+        *("call_ratio_to_own_loop", "p99_ratio_to_own_loop", "streams_held", "held_mb", "calls_per_s"),
+        *("attach_ratio_200_to_20_turns", "drift"),
+    },
     "durability": {
         "always_throughput_ratio",
         "always_submit_ratio",
@@ -123,7 +127,7 @@ MORE = {
 if BENCHMARKS:
     KEYS["routing"] |= {"hit_rate_gap"}
     KEYS["routing"] |= {f"turn_p95_ratio_to_{peer}" for peer in ("round_robin", "pinned_round_robin")}
-ZERO = {"leftovers", "ours_changed_share"}
+ZERO = {"leftovers", "ours_changed_share", "drift"}
 MAY_BE_ZERO = ZERO | {
     "hit_rate_gap",
     "recovery_worst_s_over_lease_with_spare",

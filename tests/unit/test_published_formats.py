@@ -173,6 +173,30 @@ CHANNEL = "<|channel|>analysis<|message|>hm"
 LOOKS = '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"word": "ox"}'
 
 
+def test_what_follows_a_turn_is_told_by_the_end_of_its_prompt(formats, model, monkeypatch):
+    """Renderers get no more than that of it."""
+    codec, published = formats.of(model), MODELS[model]
+
+    def outcomes(prompt, sampled):
+        parsed = codec.parse(prompt, sampled).message.model_dump(exclude={"tool_calls": {"__all__": {"id"}}})
+        yield parsed
+        for role in ("user", "tool"):
+            try:
+                yield codec.bridge(prompt, sampled, [Message(role=role, content="So.", name="look")])
+            except CodecError as error:
+                yield str(error)
+
+    ids = codec.render(ASKED, TOOLS)
+    texts = ["", "An ox", "<think>\nhm", published.call, published.call + published.end, published.answer()]
+    for _ in range(4):
+        for sampled in (spelt(codec, text) for text in texts):
+            by_end = list(outcomes(ids, sampled))
+            with monkeypatch.context() as patched:
+                patched.setattr(type(codec), "_end_of", lambda codec, prompt: prompt, raising=False)
+                assert list(outcomes(ids, sampled)) == by_end
+        ids = ids + sampled + codec.bridge(ids, sampled, [Message(role="user", content="And a cow?")])
+
+
 @pytest.mark.parametrize(
     "text",
     [

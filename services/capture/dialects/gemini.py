@@ -16,6 +16,7 @@ from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, shallow, unserved
 from services.capture.dialects.messages import conversation, joined, message, offered, result, said, tool_call
 from services.capture.dialects.writing import Kind, WireStream, encoded, event, told
+from services.capture.history import History
 
 _ASKED = (
     "temperature topP topK seed stopSequences presencePenalty frequencyPenalty thinkingConfig "
@@ -105,12 +106,11 @@ def _of_content(content: _Content, where: str) -> Iterator[Message]:
         yield message("user", joined(texts))
 
 
-def _paired(messages: list[Message]) -> list[Message]:
-    """Messages in which each call has an id, and each result that of the oldest open call of its name."""
-    paired: list[Message] = []
-    unanswered: list[ToolCall] = []
-    number = 0
-    for entry in messages:
+def _pair(history: History) -> None:
+    """Give each call an id, and each result that of the oldest open call of its name."""
+    unanswered, number, done = history.state or ((), 0, 0)
+    unanswered, paired = list(unanswered), history.messages[:done]
+    for entry in history.messages[done:]:
         if calls := entry.tool_calls:
             if "" in [call.id for call in calls]:
                 named = enumerate(calls, number)
@@ -127,7 +127,7 @@ def _paired(messages: list[Message]) -> list[Message]:
                 unanswered.remove(found)
                 entry = entry if known else entry.model_copy(update={"tool_call_id": found.id})
         paired.append(entry)
-    return paired
+    history.messages, history.state = paired, (unanswered, number, len(paired))
 
 
 def _schema(value: Any) -> Any:
@@ -254,7 +254,7 @@ class Gemini(WireDialect):
         lead = [message("system", entry.text) for entry in given]
         entries = fields.take("contents", list[Raw], [])
         history = conversation(fields.recent, entries, _messages, where="contents", lead=lead, merge=True)
-        history.messages = _paired(history.messages)
+        _pair(history)
         return ModelCall(
             messages=history.messages,
             history=history,
