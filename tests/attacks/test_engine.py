@@ -17,7 +17,7 @@ from rollout.schema import Rollout
 from services.engines import checks, vllm
 from services.engines.checks import Verdict
 from tests.attacks import attack
-from tests.helpers.liars import _Fleet, rollout_at
+from tests.helpers.liars import Fleet, rollout_at
 from workers.agent import llm
 
 
@@ -157,14 +157,14 @@ def test_cut_the_prompt_and_answer_the_rest(target):
 @attack(stopped_by="a version is text")
 def test_have_samples_of_weights_without_a_name(target):
     target.unless(checks, "as_version", str)
-    target.unless(_Fleet, "trusted", believed)
+    target.unless(Fleet, "trusted", believed)
     taken = target.says("weights_of_version_null")
     return taken is not None and sampled(taken).policy_version == "None"
 
 
 @attack(stopped_by="a version is one that an update has brought")
 def test_pass_old_samples_for_those_of_the_newest_weights(target):
-    target.unless(_Fleet, "trusted", believed)
+    target.unless(Fleet, "trusted", believed)
     taken = target.says("weights_that_nobody_loaded")
     return taken is not None and sampled(taken).policy_version == "step-999999"
 
