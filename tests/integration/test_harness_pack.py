@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers import scripted_model
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, private_host, sandbox_of
+from tests.helpers.long_forms import HARNESSES
 from tests.sandbox.conftest import why_not
 from workers.harnesses import catalogue, pack
 from workers.harnesses.base import PACK, Job
@@ -77,7 +78,12 @@ def client(host: SyncHostClient, name: str) -> Iterator[SyncSandboxClient]:
         yield client
 
 
-@pytest.mark.parametrize("name", [*SHORT, *OTHERS])
+RUN = HARNESSES(
+    "programs alone with a fake server, without the service", short=["codex"], long=[*SHORT, *OTHERS]
+)
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_a_program_does_a_task_of_two_turns_and_calls_nothing_else(client: SyncSandboxClient, name: str):
     program = PROGRAMS[name]
     home = "/home/sandbox/agent"
