@@ -41,6 +41,8 @@ _CODE = "<|python_tag|>"
 _ASKED = {"role": "user", "content": "Hi 12."}
 _CALLED = {"role": "assistant", "content": "So.", "tool_calls": [PROBE_CALL]}
 _ANSWERED = {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
+_PAST = [_ASKED, _CALLED, _ANSWERED, _CALLED, _ANSWERED, {"role": "assistant", "content": "So."}, _ASKED]
+"""A conversation with a past, for what is put behind its end."""
 _PROBE: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
     ([_ASKED], []),
     ([{"role": "system", "content": "Be brief."}, _ASKED], []),
@@ -73,6 +75,7 @@ class RendererCodec(Codec):
         self._call_ends = {added.get(text) for text in _CALL_ENDS}
         self._code = added.get(_CODE)
         self._check_forging()
+        self._looks_back = not self._sees_the_end_alone()
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         return self.render_chat(self._chat(messages), tools)
@@ -104,8 +107,28 @@ class RendererCodec(Codec):
                 return lead + delta
         raise CodecError(f"{self.name} cannot append {[m.role for m in new]} messages to a turn unchanged")
 
+    _looks_back = True
+    """Whether what follows a turn depends on what is far before it."""
+
+    def _sees_the_end_alone(self) -> bool:
+        """Whether the renderer puts behind the end of a conversation what it puts behind the whole."""
+        try:
+            whole = self.render_chat(_PAST, [PROBE_TOOL])
+            ends = self._cut_off(whole)
+            return all(
+                self._delta(whole, [stop], new) == self._delta(ends, [stop], new)
+                for stop in self.stop_token_ids
+                for new in ([_ANSWERED], [_ANSWERED, _ANSWERED], [_ASKED])
+            )
+        except CodecError:
+            return False
+
     def _end_of(self, prompt: list[int]) -> list[int]:
-        """A prompt from its last end of a turn but one on: what renderers look at, whatever its length."""
+        """What of a prompt the renderer looks at."""
+        return prompt if self._looks_back else self._cut_off(prompt)
+
+    def _cut_off(self, prompt: list[int]) -> list[int]:
+        """A prompt from its last end of a turn but one on."""
         ends = (at for at in range(len(prompt) - 1, -1, -1) if prompt[at] in self._ends)
         next(ends, 0)
         return prompt[next(ends, 0) :]
