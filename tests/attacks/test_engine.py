@@ -175,7 +175,7 @@ async def believed(*_):
 
 @attack(stopped_by="spans cover the ids once")
 def test_leave_it_open_which_weights_sampled_an_id(target):
-    target.unless(Verdict, "_spans", lambda self, spans, length: [("default", 0, length), ("default", 0, 1)])
+    target.unless(Verdict, "_spans", lambda *given: [("default", 0, given[2]), ("default", 0, 1)])
     taken = target.says("spans_that_overlap")
     return taken is not None and taken.trajectory.sampled_tokens > len(sampled(taken).token_ids)
 

@@ -51,8 +51,12 @@ PathFinder.find_spec = classmethod(lambda _, name, *where: None if name in hidde
 
 def installed_by(targets: list[str]) -> set[str]:
     """The distributions that these targets of make install, and all that those need."""
-    extras = ",".join(EXTRAS[target] for target in targets)
-    found, wanted = set(), [Requirement(f"rollout-service[{extras}]")]
+    return needed_by(f"rollout-service[{','.join(EXTRAS[target] for target in targets)}]")
+
+
+def needed_by(*requirements: str) -> set[str]:
+    """These distributions, where they are here, and all that they need."""
+    found, wanted = set(), [*map(Requirement, requirements)]
     for requirement in wanted:
         try:
             needs = [Requirement(line) for line in metadata.requires(requirement.name) or ()]
@@ -67,7 +71,7 @@ def installed_by(targets: list[str]) -> set[str]:
 
 def not_installed_by(targets: list[str]) -> str:
     """The modules that only others install, but for plug-ins: pytest imports each that is listed."""
-    plugins = {canonicalize_name(point.dist.name) for point in metadata.entry_points(group="pytest11")}
+    plugins = needed_by(*(point.dist.name for point in metadata.entry_points(group="pytest11")))
     hidden = installed_by(list(EXTRAS)) - installed_by(targets) - plugins
     modules = metadata.packages_distributions().items()
     return " ".join(module for module, names in modules if {*map(canonicalize_name, names)} <= hidden)
