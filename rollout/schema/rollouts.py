@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_serializer, model_validator
 
 from rollout.schema.agents import AgentAccess
 from rollout.schema.base import (
@@ -182,6 +182,14 @@ class RolloutRequest(Strict):
     """Who drives the turns; None = the service's own loop, with the handler's tools."""
     webhook: Webhook | None = None
     """Called for each of the `n` rollouts; None = what the deployment is set to."""
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump):
+        """Without `agent` where there is none: a release that knows of none refuses the word."""
+        fields = dump(self)
+        if self.agent is None:
+            fields.pop("agent", None)
+        return fields
 
     def rollout_ids(self) -> tuple[str, list[str]]:
         """The group id and the ids of the `n` rollouts."""
