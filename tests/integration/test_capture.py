@@ -40,7 +40,7 @@ SHELL = {
 }
 
 
-KILLS = CAPTURE("kills of a capture process or of the engine in mid-stream", short=6, long=20)
+KILLS = CAPTURE("kills of a capture process or of the engine in mid-stream", short=3, long=20)
 
 
 @pytest.fixture(scope="module")

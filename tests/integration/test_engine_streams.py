@@ -29,7 +29,7 @@ IDS = {"first_id": 20, "vocab_size": 300}
 TOKENS = 60
 STEP_MS = 5
 PATIENCE_S = 120
-KILLS = CHAOS("engines killed under watched calls", short=4, long=20)
+KILLS = CHAOS("engines killed under watched calls", short=2, long=20)
 
 
 def request(number):
