@@ -105,7 +105,8 @@ class Upgrade:
         new = parts.fleet(stage, int(slots), self._record.node, number)
         with connect(old.env["ROLLOUT_REDIS_URL"], max_connections=2) as client:
             fleet, worker = FleetStore(client), _option(new, "-n")
-            fleet.leave(worker)  # the last one of that name may have been killed
+            # The last one of that name may have been killed.
+            self._supervisor.wait_for(old, lambda: self._turned(_without(fleet, worker)), START_S)
             try:
                 self._exchange(old, new)
                 self._supervisor.wait_for(new, lambda: self._turned(_unlisted(fleet, stage, worker)), START_S)
@@ -229,3 +230,12 @@ def _follow(file: Path, record: Record, say: Callable[[str], None]) -> Record:
     if record.trouble:
         raise StackError(f"the upgrade has stopped, and what it did not replace goes on: {record.trouble}")
     return record
+
+
+def _without(fleet: FleetStore, worker: str) -> str | None:
+    """Have no worker of that name be known; else why not."""
+    try:
+        fleet.leave(worker)
+    except redis.RedisError as error:
+        return f"Redis does not answer: {error}"
+    return None
