@@ -23,7 +23,8 @@ from services.capture.dialects.chat import Chat
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
 from services.capture.history import Histories
-from services.capture.serving import Caller, Service, Turn
+from services.capture.serving import Caller, Service
+from services.capture.turn import Turn
 from services.state.capture.session import MODEL, REWARD, read_key
 from workers.errors import InfrastructureError
 

@@ -30,6 +30,7 @@ from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.matching import after
 from services.capture.prompts import Prompts
 from services.capture.tree import Attachment, Tree
+from services.capture.turn import Shown, Turn, told
 from services.engines.base import Completion, SampleRequest
 from services.state.capture.nodes import ROOT, Node, decode, encode
 from services.state.capture.session import Session
@@ -57,12 +58,6 @@ LAST_WORDS_S = 2.0
 """For calls that a process breaks off when it ends, to be given up in Redis."""
 LOOK_S = 0.2
 """Between two looks at what another process, or worker, is to do."""
-SHOW_S = 0.05
-"""Between two looks at what was sampled so far, to show it; more where many are shown …"""
-SHOW_SHARE = 0.25
-"""… so that all looks together take at most so much of the process' time."""
-LONGEST_MARK = 32
-"""Characters of the longest word of a chat format that begins a call."""
 MOST_BYTES_OF_AN_ID = 32
 """Of a body, for each id of the context: no text that means anything takes so many, and a larger body is not
 even rendered, which takes seconds a megabyte."""
@@ -73,52 +68,6 @@ LEAST_ROOM = 256
 MOST_STOPPED = 20
 """Calls past a limit that are answered in peace; who goes on is told that the attempt has ended."""
 STOPPED = "The budget of this task is used up. Stopping here."
-
-
-class Turn:
-    """One call in this process."""
-
-    def __init__(self, call_id: str) -> None:
-        loop = asyncio.get_running_loop()
-        self.call_id = call_id
-        self.created = int(time.time())
-        self.prompt_tokens = 0
-        self.begun: asyncio.Future[None] = loop.create_future()
-        """Done when the model is asked: no error of the call itself comes any more."""
-        self.result: asyncio.Future[Answer] = loop.create_future()
-        """The answer, once it is written; or a `Refusal`."""
-        self.text = self.reasoning = ""
-        """Of the answer, as far as it may be shown."""
-        self._changed = asyncio.Event()
-
-    def show(self, text: str, reasoning: str) -> None:
-        """Let listeners see more. Only what goes on where the last one ended is taken."""
-        if text.startswith(self.text) and reasoning.startswith(self.reasoning):
-            self.text, self.reasoning = text, reasoning
-            self._changed.set()
-
-    def end(self, outcome: Answer | Exception) -> None:
-        """The call has ended, so."""
-        if self.result.done():
-            return
-        if isinstance(outcome, Answer):
-            self.result.set_result(outcome)
-        else:
-            self.result.set_exception(outcome)
-            self.result.exception()  # nobody may be listening
-        if not self.begun.done():
-            self.begun.set_result(None)
-        self._changed.set()
-
-    async def change(self, timeout_s: float) -> bool:
-        """Wait until there is more to see, or the end; False: not within so many seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        self._changed.clear()
-        return True
 
 
 @dataclass
@@ -391,12 +340,12 @@ class Service:
         request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
         turn.prompt_tokens = len(prompt)
         turn.begun.set_result(None)
-        shown = _Shown(turn, codec, prompt) if call.stream else None
-        _Shown.live += call.stream
+        shown = Shown(turn, codec, prompt) if call.stream else None
+        Shown.live += call.stream
         try:
             completion = await self._sample(caller, known, request, shown, begun)
         finally:
-            _Shown.live -= call.stream
+            Shown.live -= call.stream
         known_backend = f"{known.backend.engine} {known.backend.id}"
         message = told(codec, prompt, completion, shown and turn)
         root = place.parent == ROOT
@@ -492,7 +441,7 @@ class Service:
     # -- its answer --------------------------------------------------------------------------
 
     async def _sample(
-        self, caller: Caller, known: Known, request: SampleRequest, shown: _Shown | None,
+        self, caller: Caller, known: Known, request: SampleRequest, shown: Shown | None,
         begun: dict[str, Any],
     ) -> Completion:  # fmt: skip
         """Ask the engine, under the fence of whichever worker holds the rollout now."""
@@ -567,71 +516,6 @@ class Service:
             (stored, *_) = await ask(self._store.nodes, *_ids(caller), answer["node"])
             (node,) = decode([stored])
         return answer["node"], node
-
-
-class _Shown:
-    """Shows listeners what is sampled, as far as it can be told already what it says."""
-
-    live = 0
-    """How many there are in the process: together they look for a share of its time."""
-
-    def __init__(self, turn: Turn, codec: Codec, prompt: list[int]) -> None:
-        self.ids: list[int] = []
-        self._turn, self._codec, self._prompt = turn, codec, prompt
-        self._looking = False
-        self._pause_s = SHOW_S
-
-    def watch(self, ids: list[int]) -> None:
-        """Ids were sampled."""
-        self.ids += ids
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_later(self._pause_s, self._look)
-
-    def _look(self) -> None:
-        self._looking = False
-        if self._turn.result.done():
-            return
-        began = time.monotonic()
-        message = self._codec.parse(self._prompt, self.ids).message
-        text, reasoning = _settled(message.text), message.reasoning or ""
-        self._turn.show(text, reasoning if text else _settled(reasoning))
-        self._pause_s = max(SHOW_S, (time.monotonic() - began) * _Shown.live / SHOW_SHARE)
-
-
-def _settled(text: str) -> str:
-    """What of a text stands: its last characters may yet begin a call, or be half a character."""
-    mark = text.rfind("<", max(0, len(text) - LONGEST_MARK))
-    return (text[:mark] if mark >= 0 else text).rstrip("\ufffd").rstrip()
-
-
-def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | None) -> Message:
-    """A sampled turn as the program is told it: what was meant as a call and is none is text.
-
-    `shown`: the turn that was shown while it was sampled; what was said is not taken back.
-    """
-    parsed = codec.parse(prompt, completion.token_ids)
-    # Programs drop a call whose id they have seen, and some formats count from 0 in each turn.
-    name = completion.call_id.replace("-", "")[-16:]
-    calls = [
-        call.model_copy(update={"id": f"call_{name}{number}"})
-        for number, call in enumerate(parsed.message.tool_calls)
-    ]
-    message = parsed.message.model_copy(update={"tool_calls": calls})
-    if parsed.malformed:
-        message = message.model_copy(update={"content": _parts(codec.text_of(completion.token_ids))})
-    if shown is None:
-        return message
-    if not (message.text.startswith(shown.text) and (message.reasoning or "").startswith(shown.reasoning)):
-        metrics.MISSHOWN.inc()
-        message = message.model_copy(
-            update={"content": _parts(shown.text), "reasoning": shown.reasoning or None}
-        )
-    return message
-
-
-def _parts(text: str) -> list[Any]:
-    return Message(role="assistant", content=text).content
 
 
 def _answer(node: Node, turn: Turn) -> Answer:
