@@ -6,7 +6,7 @@ in the latest. Which ids a chain has depends on the tree alone. The roles are la
 said, for a program does not tell them:
 
 - `discarded`: a leaf beside a node that answered the same request and was gone on from (a retry's first
-  answer), or beside a later one where the caller knows that the leaf was never told.
+  answer).
 - `compaction`: a leaf whose text, or a part of it in a tag such as <summary>, of at least 80 characters, is
   in the prompt of a later root: in a message that is not the assistant's, or in its first turn where the
   prompt has fewer messages than the leaf's conversation. That root has left it: its parent.
@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
 from rollout.schema.agents import Asked, Receipt
@@ -55,19 +55,17 @@ def build(
     *,
     retries: int = 0,
     refused: int = 0,
-    untold: Collection[str] = (),
 ) -> tuple[list[Chain], Receipt]:
     """The chains of a session, the one that reached the end last, and the receipt.
 
     Args:
         retries, refused: As the receipt has them: the nodes do not tell.
-        untold: Ids of calls whose answers the program was never told.
 
     Raises:
         ValueError: A node is damaged.
     """
     tree = Tree(nodes)
-    labels = _Labels(tree, untold)
+    labels = _Labels(tree)
     owner = _owners(tree, labels)
     order = sorted(labels.role, key=lambda leaf: (leaf == labels.end, leaf))
     asked = [_asked(node) for node in nodes]
@@ -147,8 +145,8 @@ def _parameters(nodes: Sequence[Node]) -> list[Asked]:
 class _Labels:
     """The role of each leaf, the leaf that reached the end, and where roots come from."""
 
-    def __init__(self, tree: Tree, untold: Collection[str]) -> None:
-        self._tree, self._untold = tree, untold
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
         self._compared = 0
         self._same: dict[tuple[int, bytes], list[int]] = {}
         """Nodes that answered the same request, by their parent and its digest."""
@@ -190,11 +188,8 @@ class _Labels:
     def _beside(self, leaf: int) -> int | None:
         """The node for which a leaf was discarded."""
         tree = self._tree
-        parent, untold = tree.nodes[leaf].parent, tree.nodes[leaf].call_id in self._untold
-        for place in reversed(self._same[parent, tree.asked(leaf)]):
-            if place != leaf and (tree.children(place) or (untold and place > leaf)):
-                return place
-        return None
+        same = reversed(self._same[tree.nodes[leaf].parent, tree.asked(leaf)])
+        return next((place for place in same if place != leaf and tree.children(place)), None)
 
     def _look_at(self, root: int, leaves: Sequence[int]) -> None:
         """Find out what the chains of a root are for, and what they have left."""

@@ -6,6 +6,7 @@ import configparser
 import dis
 import graphlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
@@ -20,6 +21,7 @@ FORBIDDEN = {
     "rollout": {"services", "workers", "sandbox", "flask", "celery", "redis", "torch"},
     "sandbox": {"rollout", "services", "workers", "flask", "celery", "redis", "torch"},
     "services/state": {"workers", "sandbox", "flask"},
+    "services/capture": {"sandbox", "flask", "celery", "torch", "services.gateway"},
     "services/engines": {"workers", "sandbox", "flask", "celery", "torch", "services.gateway"},
     "services/gateway": {"workers", "sandbox"},
     "services/inference": {"workers", "sandbox", "celery", "redis", "flask"},
@@ -79,6 +81,23 @@ def test_imports_run_one_way(package):
     for path in files:
         wrong = imported(path) & FORBIDDEN[package]
         assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_who_makes_chains_of_captured_turns_loads_nothing_that_serves_them():
+    """Workers and the gateway take `chains` alone of capture, which takes codec and router of the workers."""
+    load = "import sys, services.capture.chains; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", load], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert {name.split(".")[0] for name in loaded.stdout.split()}.isdisjoint({"workers", "torch", "aiohttp"})
+    taken = {
+        name
+        for package in ("workers", "services/gateway", "services/state")
+        for path in (ROOT / package).rglob("*.py")
+        for name, _ in imports(path)
+        if name.startswith("services.capture")
+    }
+    assert taken == {"services.capture.chains"}
 
 
 def test_workers_do_not_reach_into_the_gateway():

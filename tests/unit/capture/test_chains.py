@@ -193,12 +193,10 @@ def test_a_first_answer_that_was_asked_for_again_is_discarded(capture):
     assert receipt.share_delivered < 1
 
 
-def test_of_two_last_answers_the_one_that_was_never_told_is_discarded(capture):
+def test_of_two_last_answers_neither_is_discarded(capture):
     capture.call(START, "One.")
     capture.call(START, "Two.")
-    first = capture.tree.nodes[0].call_id
     assert table(capture.chains()[0]) == [("agent", None), ("agent", 0)]
-    assert table(capture.chains(untold={first})[0]) == [("discarded", 1), ("agent", None)]
 
 
 def test_what_a_discarded_leaf_shares_has_loss_where_it_is_trained(capture):
@@ -422,6 +420,5 @@ def sessions(draw, capture):
 @given(st.data())
 def test_whatever_a_program_does_its_ids_are_those_of_the_engine_and_learned_from_once(codec, data):
     capture = data.draw(sessions(Capture(codec)))
-    untold = data.draw(st.sets(st.sampled_from([node.call_id for node in capture.tree.nodes])))
-    chains, _ = capture.chains(untold=untold)
+    chains, _ = capture.chains()
     assert chains
