@@ -213,6 +213,8 @@ class Stack:
             known, usual, last = {}, preferred, preferred
         if usual != preferred:  # somebody wants another one than last time
             last = preferred
+        if name in known:
+            parts.await_freed("127.0.0.1", last)
         port = parts.pick_port([last], self._taken)
         if port not in (last, preferred):
             self.say(f"port {last} is taken: {name} gets {port}")

@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -151,6 +152,17 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
+def await_freed(host: str, port: int) -> None:
+    """Wait for a port that was ours, for its last owner may still end.
+
+    A process shows no environment any more, and so no mark, some time before its sockets are closed.
+    """
+    deadline = time.monotonic() + FREED_S
+    while not port_is_free(host, port) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+FREED_S = 5.0
 PORTS = range(20_000, 32_000)
 """Linux by default gives higher ones to clients, and what we start listens only seconds after the choice."""
 _CLAIMS: dict[tuple[str, int], socket.socket] = {}

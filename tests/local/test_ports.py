@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
+import time
 
-from services.launch.parts import pick_port
+from services.launch.parts import FREED_S, await_freed, pick_port, port_is_free
 
 CHOICE = """
 import sys
@@ -27,3 +30,21 @@ def test_a_usual_port_is_chosen_by_one_of_two_that_start_together():
         start.communicate(timeout=240)
     assert ports.count(usual) == 1, ports
     assert pick_port([usual], set()) == usual
+
+
+def test_a_port_whose_owner_still_ends_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        port = owner.getsockname()[1]
+        end = threading.Timer(0.5, owner.close)
+        end.start()
+        assert not port_is_free("127.0.0.1", port)
+        await_freed("127.0.0.1", port)
+        assert port_is_free("127.0.0.1", port)
+        end.join()
+
+
+def test_a_port_that_is_another_program_s_is_not_waited_for_without_end():
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        begun = time.monotonic()
+        await_freed("127.0.0.1", owner.getsockname()[1])
+        assert FREED_S <= time.monotonic() - begun < 10 * FREED_S

@@ -300,6 +300,7 @@ def test_what_was_killed_all_at_once_is_swept_by_the_next_up(first, second):
         up = rollout(*arguments, env=env)
         assert up.returncode == 0, up.stdout + up.stderr
         assert list(marked(lost.mark)) == []
+        assert second.record.url == second.url, up.stdout
         client.cancel(held.id)
         (done,) = client.run([RolloutRequest(handler="noop")])
         assert done.state is State.COMPLETED

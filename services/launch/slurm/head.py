@@ -127,6 +127,8 @@ class HeadJob(ServiceJob):
     def _port(self, address: str, before: int | None, usual: int) -> int:
         """That of the head's earlier life if it is free, for then nobody notices; else the usual one, else
         any."""
+        if before:
+            parts.await_freed(address, before)
         return parts.pick_port([port for port in (before, usual) if port], self._taken, address)
 
     def _capture_port(self, address: str) -> int | None:
