@@ -80,6 +80,10 @@ class CaptureWorld:
         wait_until(lambda: healthy(self.engine), 60, "the engine", self.engine_process)
         self.slow(self.factor)
 
+    def cut_next_answer(self, tokens: int) -> None:
+        """The engine's connection to capture closes in the next stream, behind so many ids."""
+        httpx.post(f"{self.engine}/fault", json={"kind": "cut", "tokens": tokens, "calls": 1})
+
     def await_calls(self, rollout_id: str, count: int, begun: bool = False) -> None:
         """Until so many calls of the rollout's first attempt were answered, or have begun."""
         store = CaptureStore(self.stack.redis.client)
