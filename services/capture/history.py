@@ -6,12 +6,12 @@ byte as those of an earlier call of the session: their messages are the same obj
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
+from cachetools import LRUCache
 from msgspec import Raw
 
 from rollout.trajectory import Message
@@ -71,9 +71,7 @@ class Histories:
     """The latest ones of each session, bounded in bytes."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most = most_bytes
-        self._of: OrderedDict[Hashable, list[tuple[History, int]]] = OrderedDict()
-        self._bytes = 0
+        self._of: LRUCache[Hashable, list[tuple[History, int]]] = LRUCache(most_bytes, _size)
 
     def of(self, session: Hashable) -> list[History]:
         """Those of a session."""
@@ -81,12 +79,10 @@ class Histories:
 
     def keep(self, session: Hashable, history: History, size: int) -> None:
         """Keep that of a body of so many bytes, in place of those that it goes on from."""
-        ours = self._of.pop(session, [])
-        others = [entry for entry in ours if not _repeats(history, entry[0])][1 - MOST_BRANCHES :]
-        self._bytes += size + _size(others) - _size(ours)
-        self._of[session] = [*others, (history, size)]
-        while self._bytes > self._most:
-            self._bytes -= _size(self._of.popitem(last=False)[1])
+        others = [entry for entry in self._of.pop(session, ()) if not _repeats(history, entry[0])]
+        kept = [*others[1 - MOST_BRANCHES :], (history, size)]
+        if _size(kept) <= self._of.maxsize:
+            self._of[session] = kept
 
 
 def _size(entries: Iterable[tuple[History, int]]) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+from cachetools import LRUCache
 
 from rollout.arrays import pack_ids
 from rollout.trajectory import Message
@@ -41,9 +41,7 @@ class Prompts:
     """Makes prompts, and keeps the latest one of each tree for the next."""
 
     def __init__(self, most_ids: int = MOST_IDS) -> None:
-        self._most = most_ids
-        self._latest: OrderedDict[Tree, Prompt] = OrderedDict()
-        self._ids = 0
+        self._latest: LRUCache[Tree, Prompt] = LRUCache(most_ids, lambda prompt: len(prompt.ids))
 
     async def of(self, tree: Tree, codec: Codec, call: ModelCall) -> Prompt:
         """The prompt of a call, where it belongs in the tree.
@@ -77,12 +75,8 @@ class Prompts:
         return latest.ids if made else tree.prompt(place)
 
     def _keep(self, tree: Tree, prompt: Prompt) -> Prompt:
-        if before := self._latest.pop(tree, None):
-            self._ids -= len(before.ids)
-        self._latest[tree] = prompt
-        self._ids += len(prompt.ids)
-        while self._ids > self._most:
-            self._ids -= len(self._latest.popitem(last=False)[1].ids)
+        if len(prompt.ids) <= self._latest.maxsize:
+            self._latest[tree] = prompt
         return prompt
 
 
