@@ -30,6 +30,8 @@ BAD = (ValueError, KeyError, TypeError, AttributeError)
 """What the reading of a damaged record raises; pydantic's and `PayloadError` are ValueErrors."""
 MAX_TOLD = 10_000
 """Unreadable records that a process remembers to have told of."""
+_HELD = (State.INITIALIZING, State.READY, State.RUNNING, State.EVALUATING)
+"""Of these there are never more than workers have room for, while those of a tag add up."""
 PART_BYTES = 16 << 20
 """Of records that are asked of Redis at once: so many wait there for a reader that is slow."""
 
@@ -206,8 +208,8 @@ class RolloutReader:
         offset: int = 0,
         limit: int = 100,
     ) -> list[str]:
-        """Ids, the newest first, by one index: the group's, else the tag's, else the state's, else the
-        tenant's.
+        """Ids, the newest first, by one index: the group's, else a held state's, else the tag's, else the
+        state's, else the tenant's.
 
         The index of a state holds every tenant's. With `tenant=None`, all tenants', there is none by group
         or tag: the caller looks at each.
@@ -215,7 +217,7 @@ class RolloutReader:
         if group_id is not None and tenant is not None:
             members = sorted(self._redis.smembers(keys.group(tenant, group_id)))
             return members[offset : offset + limit]
-        if tag and tenant is not None:
+        if tag and tenant is not None and state not in _HELD:
             name = keys.by_tag(tenant, tag)
         elif state:
             name = keys.by_state(state)
@@ -226,8 +228,7 @@ class RolloutReader:
     def on_node(self, node: str) -> list[str]:
         """Ids of the rollouts that a node's workers hold, or whose sandboxes are there. Looks at all that are
         live."""
-        states = (State.INITIALIZING, State.READY, State.RUNNING, State.EVALUATING)
-        ids = [item for state in states for item in self._redis.zrange(keys.by_state(state), 0, -1)]
+        ids = [item for state in _HELD for item in self._redis.zrange(keys.by_state(state), 0, -1)]
         with self._redis.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
                 pipe.hmget(keys.record(rollout_id), "node", "owner")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rollout.batch import BatchRequest
-from rollout.schema import RolloutRequest, Stage, new_id
+from rollout.schema import RolloutRequest, Stage, State, new_id
 from services.state import keys
 from services.state.api_keys import Scope
 from services.state.rollouts.store import Claim, Finish
@@ -56,6 +56,20 @@ def test_the_members_of_one_call_may_have_requests_of_their_own(world):
     tasks = {rollout["id"]: rollout["request"]["task"]["k"] for rollout in rollouts}
     assert [tasks[rollout["id"]] for rollout in answer.json["rollouts"]] == [0, 0, 1, 1, 2, 2]
     assert len(world.gate.rollouts.ids(tenant="a", tag="t1")) == 2
+
+
+def test_who_asks_for_what_a_tag_has_under_way_need_not_look_at_all_that_it_ever_had(world):
+    for tenant in ("a", "b"):
+        world.key(tenant, Scope.SUBMIT, Scope.READ)
+    store = world.gate.rollouts
+    theirs = [world.submit(tenant, n=20, tags=["t"]).json["rollouts"][0]["id"] for tenant in ("a", "b")]
+    for rollout_id in theirs:
+        store.claim(rollout_id, 1, Stage.INIT, "w")
+    assert set(store.ids(tenant="a", tag="t", state=State.INITIALIZING)) == set(theirs)
+    for tag, ids in (("t", theirs[:1]), ("other", [])):
+        listed = world.get(f"/v1/rollouts?tag={tag}&state=initializing", "a").json["rollouts"]
+        assert [rollout["id"] for rollout in listed] == ids
+    assert len(store.ids(tenant="a", tag="t", state=State.QUEUED)) == 20, "the caller looks at each"
 
 
 def test_bytes_are_counted_until_the_requests_expire_and_no_longer(world):
