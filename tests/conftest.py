@@ -30,6 +30,9 @@ os.environ["ROLLOUT_SANDBOX_IMAGE_ROOTS"] = str(paths.rollout_home() / "swe")
 os.environ["ROLLOUT_NODE_MIN_FREE_DISK_MB"] = os.environ["ROLLOUT_NODE_MIN_FREE_MEMORY_MB"] = "0"
 # Workers of whole stacks import what makes tokenizers with their first rollout that needs one, as in `FAST`.
 os.environ["ROLLOUT_PRELOAD_TOKENIZERS"] = "0"
+# What is started here sees what its extra installs, as `tests.helpers.stack.AS_DEPLOYED` says.
+SEEN = [str(Path(__file__).parent / "helpers" / "as_deployed"), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, SEEN))
 
 # What tests start is nobody's service, and what this account runs is no test's.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rollout-state-")

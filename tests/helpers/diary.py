@@ -11,10 +11,9 @@ import json
 import re
 import secrets
 from functools import cache
-from typing import Any
 
 from pydantic import BaseModel
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from rollout.trajectory import Message, Trajectory
 from tests.helpers.chaos_handlers import Gated
@@ -116,13 +115,13 @@ def words(trajectory: Trajectory) -> list[str]:
 
 
 @cache
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(str(DEMO_MODEL))
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
 
 def script(prompt: list[int], number: int) -> list[int]:
     """For `fake_engine --script`: the next line, or the end of the diary."""
-    text = tokenizer().decode(prompt)
+    text = tokenizer().decode(prompt, skip_special_tokens=False)
     lines, pause, workbench = _ASKED.search(text).groups()
     written, word = len(_WRITTEN.findall(text)), secrets.token_hex(4)
     if written >= int(lines):
@@ -139,4 +138,4 @@ def script(prompt: list[int], number: int) -> list[int]:
 def spoken(name: str, arguments: dict[str, str]) -> list[int]:
     """A turn that makes one call."""
     text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-    return tokenizer().encode(text + "<|im_end|>", add_special_tokens=False)
+    return tokenizer().encode(text + "<|im_end|>", add_special_tokens=False).ids

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "demo_model" / "checkpoint"
 REDIS_CONF = ROOT / "deploy" / "redis" / "redis.conf"
 AS_DEPLOYED = ROOT / "tests" / "helpers" / "as_deployed"
-"""Before all others on the path of workers."""
+"""Before all others on the path of what is started."""
 NODE = "testnode"
 GUNICORN = [
     *(sys.executable, "-m", "gunicorn", "--worker-class", "services.gateway.parking.ParkingWorker"),
@@ -196,7 +196,9 @@ class Stack:
         self.env = {
             **os.environ,
             **FAST,
-            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(AS_DEPLOYED), os.environ.get("PYTHONPATH"), str(ROOT)])
+            ),
             "ROLLOUT_REDIS_URL": self.redis.url,
             "ROLLOUT_NODE": NODE,
             "ROLLOUT_SANDBOX_DIR": str(sandbox_dir),
@@ -262,8 +264,7 @@ class Stack:
         argv = [*self.worker_argv(queues, name), *options]
         if slots is not None:
             argv += ["-c", str(slots)]
-        path = os.pathsep.join([str(AS_DEPLOYED), self.env["PYTHONPATH"]])
-        return self.start(name, argv, {"PYTHONPATH": path, **(env or {})})
+        return self.start(name, argv, env)
 
     def _await_worker(self, process: Process) -> None:
         wait_until(lambda: self._announced(f"{process.name}@{NODE}"), 120, f"worker {process.name}", process)

@@ -15,7 +15,7 @@ from rollout.schema import RolloutRequest, State, new_id
 from services.state.keys import by_state
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.sandboxes import stop_host
-from tests.helpers.stack import ROOT, Process, Stack, wait_until
+from tests.helpers.stack import AS_DEPLOYED, ROOT, Process, Stack, wait_until
 
 RELEASE = "4f85e171fc421e742080d3d064d790ac219f36f4"
 """Tag 0.2.0: the last one without a turn log."""
@@ -59,7 +59,7 @@ def start_before(service: Stack, tree: Path, queues: str, name: str) -> Process:
     """A worker of the release before. Celery looks for its application where it is started."""
     command = service.worker_argv(queues, name)
     where = f'cd {tree} && exec "$@"'
-    environment = {"PYTHONPATH": str(tree)}
+    environment = {"PYTHONPATH": f"{AS_DEPLOYED}:{tree}"}
     worker = service.start(name, ["sh", "-c", where, "sh", *command, "-c", "32"], environment)
     service._await_worker(worker)
     source = Path(f"/proc/{worker.pid}/cwd").resolve()

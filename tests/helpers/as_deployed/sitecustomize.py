@@ -1,8 +1,12 @@
-"""Python reads this first where a stack's workers start: they see no torch, which the extra `worker` lacks.
+"""Python reads this first where tests start it: workers, capture and fake engines see no torch.
 
-Where it is installed, transformers imports it with the first tokenizer: seconds of a processor, and 200 MB.
+The extras `worker` and `gateway` lack it. Where it is installed, transformers imports it with the first
+tokenizer: seconds of a processor, and 200 MB.
 """
 
 import sys
 
-sys.modules["torch"] = None  # type: ignore[assignment]
+MODULES = {"workers.app", "services.capture", "tests.helpers.fake_engine", "tests.helpers.agent_engine"}
+
+if MODULES.intersection(sys.orig_argv):
+    sys.modules["torch"] = None  # type: ignore[assignment]
